@@ -3,7 +3,9 @@
 Nothing is run here, and no framework is loaded: a plan goes in, text and files come out. In reading
 order:
 
+    cell         is a cell whole: is it Python, what does it take from its notebook
     script       the cell as a file that Python starts, with Workbench or without it
-    folder       the folder around it: what to install, what was pinned, how to start it
+    packages     what is to be installed, Workbench itself included
+    folder       the folder around it: what was pinned, how it is started
     envelopes    what each platform is given besides
 """

@@ -12,37 +12,37 @@ addresses hold no passwords, and no environment goes in.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
-import importlib.metadata as metadata
 import json
+import os
 import platform
 import secrets
 import shutil
-import sys
 import time
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-import workbench
+import numpy as np
 
 from ..cookbook.recipe import Recipe
 from ..errors import PlanError
 from ..history.disk import META
+from ..shared.events import Topic
 from ..shared.plan import Plan
 from . import script
-from .cell import check_cell, imported
+from .cell import check_cell
+from .packages import packages_of, requirements, workbench_wheel
 
 FORMAT = "workbench-job/1"
 RUNS = "runs"
 CHECKPOINTS = "checkpoints"
 INITIAL = "initial"
-DISTRIBUTION = "distributed-workbench"
 _OURS = ("train.py", META, "requirements.txt", "README.md", RUNS, CHECKPOINTS, INITIAL)
 _ALIVE_S = 10.0
 """So old may be the last sign of life of a run that goes on."""
@@ -91,6 +91,81 @@ class JobFolder:
         return sorted(found, key=lambda path: int(path.name))
 
 
+class Told(Protocol):
+    """What a history knows of its run's beginning; `history.events.Story` is one."""
+
+    started: dict[str, Any]
+    facts: dict[Topic, Any]
+
+
+class Remembered(Protocol):
+    """The history of a run; `history.store.RunHistory` is one."""
+
+    @property
+    def story(self) -> Told:
+        """What was said of it."""
+
+
+class Trained(Protocol):
+    """A run that is to be made a job; `execution.run.Run` is one."""
+
+    @property
+    def plan(self) -> Plan:
+        """What it trained."""
+
+    @property
+    def folder(self) -> Path:
+        """Its own folder."""
+
+    @property
+    def init_from(self) -> str:
+        """The folder of the weights it started from; empty: none."""
+
+    @property
+    def history(self) -> Remembered:
+        """What is known of it."""
+
+
+def job_of(what: Plan | Trained, folder: str | os.PathLike[str], **about: Any) -> Path:
+    """Write a plan, or a run that is to be done again, as a job folder; return its path.
+
+    Of a run what it had chosen is pinned, so that the job's result is the same to the last bit on
+    as many workers of the same kind.
+
+    Args:
+        about: What `write_job` takes besides.
+
+    Raises:
+        PlanError: As `write_job`.
+    """
+    if isinstance(what, Plan):
+        return write_job(what, Path(folder), **about)
+    told: dict[str, Any] = {"pins": pins_of(what)}
+    if what.init_from:
+        told["initial"] = Path(what.init_from)
+    return write_job(what.plan, Path(folder), **(told | about))
+
+
+def pins_of(run: Trained) -> Pins:
+    """Return what a run had chosen, as far as it began."""
+    story, options = run.history.story, run.plan.options
+    threads = story.started.get("threads")
+    chosen: str | None = None
+    if options.get("allreduce") == "auto" and story.started:
+        # Of the backend's own, which needs no explanation, nothing is told.
+        chosen = str(story.facts.get(Topic.ALLREDUCE_CHOSEN) or "backend")
+    return Pins(int(threads) if threads else None, chosen, _dtype(run.folder / "weights.npz"))
+
+
+def _dtype(weights: Path) -> str:
+    """Return the type of the first parameter; the usual one where there are no weights."""
+    failures = (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error)
+    with contextlib.suppress(*failures), np.load(weights, allow_pickle=False) as arrays:
+        kinds = (arrays[name].dtype for name in arrays.files)
+        return next((kind.name for kind in kinds if kind.kind == "f"), "float32")
+    return "float32"
+
+
 def write_job(
     plan: Plan,
     folder: Path,
@@ -133,12 +208,12 @@ def write_job(
             _copy(path, fresh / place)
         if plan.init_from and initial is not None:
             _copy_weights(initial, fresh / INITIAL)
-        packages = _packages(source, plan.framework)
+        packages = packages_of(source, plan.framework)
         pinned = {"python": platform.python_version(), "packages": packages}
         about = _describe(travelling, {**pinned, **asdict(pins or Pins())}, plain=plain)
         wheel = "" if plain else workbench_wheel(fresh)
         (fresh / "train.py").write_text(text, "utf-8")
-        (fresh / "requirements.txt").write_text(_requirements(packages, wheel), "utf-8")
+        (fresh / "requirements.txt").write_text(requirements(packages, wheel), "utf-8")
         (fresh / "README.md").write_text(_readme(travelling, about, wheel, notes), "utf-8")
         about["files"] = {
             path.name: _digest(path.read_bytes()) for path in sorted(fresh.iterdir())
@@ -368,117 +443,6 @@ def _swap(fresh: Path, goal: Path, keep: Iterable[str]) -> None:
                 (fresh / name).rename(goal / name)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-# -- what to install -----------------------------------------------------------------------------
-
-_FRAMEWORK = {"torch": ("torch", "numpy"), "tensorflow": ("tensorflow", "keras", "numpy")}
-
-
-def _packages(source: str, framework: str) -> dict[str, str]:
-    """Return the versions of what the cell imports, the framework and NumPy, without `+cpu`."""
-    wanted = set(_FRAMEWORK[framework])
-    owners = metadata.packages_distributions()
-    for module in imported(source):
-        if module not in sys.stdlib_module_names:
-            wanted |= set(owners.get(module, ()))
-    if "wb.data.digits" in source:
-        wanted.add("scikit-learn")
-    found = {}
-    for name in sorted(wanted, key=str.lower):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            one = metadata.distribution(name)
-            if one.metadata["Name"] != DISTRIBUTION:
-                found[str(one.metadata["Name"])] = one.version.partition("+")[0]
-    return found
-
-
-def _requirements(packages: Mapping[str, str], wheel: str) -> str:
-    lines = ["# The versions of the notebook. A build for another device (CUDA, CPU) of the same"]
-    lines += ["# version gives the same results up to rounding."]
-    for name, version in packages.items():
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            url = metadata.distribution(name).read_text("direct_url.json") or ""
-            if '"file:' in url:
-                lines.append(f"# {name} was installed from a folder, not from an index:")
-        lines.append(f"{name}=={version}")
-    return "\n".join([*lines, *([f"./{wheel}"] if wheel else [])]) + "\n"
-
-
-_EPOCH = (1980, 1, 1, 0, 0, 0)
-_NOT_SHIPPED = ("__pycache__", "tests")
-_METADATA = """\
-Metadata-Version: 2.1
-Name: distributed-workbench
-Version: {version}
-Requires-Python: >=3.10
-Requires-Dist: anywidget>=0.9.21
-Requires-Dist: cloudpickle>=3
-Requires-Dist: ipykernel!=7.0.*,>=6.29
-Requires-Dist: ipyparallel>=9.1
-Requires-Dist: ipywidgets>=8.1
-Requires-Dist: matplotlib>=3.8
-Requires-Dist: numpy>=1.26
-Requires-Dist: nvidia-ml-py>=12.535
-Requires-Dist: platformdirs>=4
-Requires-Dist: psutil>=5.9
-Requires-Dist: pyzmq>=26
-Requires-Dist: scikit-learn>=1.4
-Requires-Dist: tomli>=2; python_version < "3.11"
-Requires-Dist: tqdm>=4.66
-"""
-_ENTRY_POINTS = """\
-[console_scripts]
-workbench = workbench.cli:main
-
-[ipyparallel.engine_launchers]
-workbench = workbench.cluster.hub:WarmEngineSetLauncher
-"""
-
-
-def workbench_wheel(into: Path) -> str:
-    """Write the installed Workbench as a wheel; return its file's name.
-
-    The same package gives the same bytes.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    version = workbench.__version__
-    about = f"distributed_workbench-{version}.dist-info"
-    name = f"distributed_workbench-{version}-py3-none-any.whl"
-    root = Path(workbench.__file__).parent
-    files = {
-        f"workbench/{path.relative_to(root).as_posix()}": path.read_bytes()
-        for path in sorted(root.rglob("*"))
-        if path.is_file() and path.suffix != ".pyc"
-        and not any(p in _NOT_SHIPPED or p.startswith(".") for p in path.relative_to(root).parts)
-    }  # fmt: skip
-    described, points = _METADATA.format(version=version), _ENTRY_POINTS
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        known = metadata.distribution(DISTRIBUTION)
-        if known.version == version:
-            described = known.read_text("METADATA") or described
-            points = known.read_text("entry_points.txt") or points
-    files[f"{about}/METADATA"] = described.encode()
-    files[f"{about}/WHEEL"] = (
-        b"Wheel-Version: 1.0\nGenerator: workbench\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    )
-    files[f"{about}/entry_points.txt"] = points.encode()
-    files[f"{about}/top_level.txt"] = b"workbench\n"
-    rows = [f"{path},sha256={_url_digest(data)},{len(data)}" for path, data in files.items()]
-    files[f"{about}/RECORD"] = "\n".join([*rows, f"{about}/RECORD,,", ""]).encode()
-    with zipfile.ZipFile(into / name, "w", zipfile.ZIP_DEFLATED) as wheel:
-        for path, data in files.items():
-            entry = zipfile.ZipInfo(path, _EPOCH)
-            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o100644 << 16
-            entry.create_system = 3
-            wheel.writestr(entry, data)
-    return name
-
-
-def _url_digest(data: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 
 # -- the page ------------------------------------------------------------------------------------

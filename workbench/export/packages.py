@@ -1,0 +1,133 @@
+"""What a job installs: exact versions of what the cell uses, and Workbench itself as a wheel."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import importlib.metadata as metadata
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import workbench
+
+from .cell import imported
+
+DISTRIBUTION = "distributed-workbench"
+_FRAMEWORK = {"torch": ("torch", "numpy"), "tensorflow": ("tensorflow", "keras", "numpy")}
+
+
+def packages_of(source: str, framework: str) -> dict[str, str]:
+    """Return the versions of what the cell imports, the framework and NumPy, without `+cpu`."""
+    wanted = set(_FRAMEWORK[framework])
+    modules = {one for one in imported(source) if one not in sys.stdlib_module_names}
+    named = {one for one in modules if _is_distribution(one)}
+    wanted |= named
+    if modules - named:  # called otherwise than what they come with; it takes a second to find out
+        owners = metadata.packages_distributions()
+        wanted |= {owner for one in modules - named for owner in owners.get(one, ())}
+    if "wb.data.digits" in source:
+        wanted.add("scikit-learn")
+    found = {}
+    for name in sorted(wanted, key=str.lower):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            one = metadata.distribution(name)
+            if one.metadata["Name"] != DISTRIBUTION:
+                found[str(one.metadata["Name"])] = one.version.partition("+")[0]
+    return found
+
+
+def _is_distribution(name: str) -> bool:
+    with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
+        return bool(metadata.distribution(name).version)
+    return False
+
+
+def requirements(packages: Mapping[str, str], wheel: str) -> str:
+    lines = ["# The versions of the notebook. A build for another device (CUDA, CPU) of the same"]
+    lines += ["# version gives the same results up to rounding."]
+    for name, version in packages.items():
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            url = metadata.distribution(name).read_text("direct_url.json") or ""
+            if '"file:' in url:
+                lines.append(f"# {name} was installed from a folder, not from an index:")
+        lines.append(f"{name}=={version}")
+    return "\n".join([*lines, *([f"./{wheel}"] if wheel else [])]) + "\n"
+
+
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+_NOT_SHIPPED = ("__pycache__", "tests")
+_METADATA = """\
+Metadata-Version: 2.1
+Name: distributed-workbench
+Version: {version}
+Requires-Python: >=3.10
+Requires-Dist: anywidget>=0.9.21
+Requires-Dist: cloudpickle>=3
+Requires-Dist: ipykernel!=7.0.*,>=6.29
+Requires-Dist: ipyparallel>=9.1
+Requires-Dist: ipywidgets>=8.1
+Requires-Dist: matplotlib>=3.8
+Requires-Dist: numpy>=1.26
+Requires-Dist: nvidia-ml-py>=12.535
+Requires-Dist: platformdirs>=4
+Requires-Dist: psutil>=5.9
+Requires-Dist: pyzmq>=26
+Requires-Dist: scikit-learn>=1.4
+Requires-Dist: tomli>=2; python_version < "3.11"
+Requires-Dist: tqdm>=4.66
+"""
+_ENTRY_POINTS = """\
+[console_scripts]
+workbench = workbench.cli:main
+
+[ipyparallel.engine_launchers]
+workbench = workbench.cluster.hub:WarmEngineSetLauncher
+"""
+
+
+def workbench_wheel(into: Path) -> str:
+    """Write the installed Workbench as a wheel; return its file's name.
+
+    The same package gives the same bytes.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    version = workbench.__version__
+    about = f"distributed_workbench-{version}.dist-info"
+    name = f"distributed_workbench-{version}-py3-none-any.whl"
+    root = Path(workbench.__file__).parent
+    files = {
+        f"workbench/{path.relative_to(root).as_posix()}": path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and path.suffix != ".pyc"
+        and not any(p in _NOT_SHIPPED or p.startswith(".") for p in path.relative_to(root).parts)
+    }  # fmt: skip
+    described, points = _METADATA.format(version=version), _ENTRY_POINTS
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        known = metadata.distribution(DISTRIBUTION)
+        if known.version == version:
+            described = known.read_text("METADATA") or described
+            points = known.read_text("entry_points.txt") or points
+    files[f"{about}/METADATA"] = described.encode()
+    files[f"{about}/WHEEL"] = (
+        b"Wheel-Version: 1.0\nGenerator: workbench\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    )
+    files[f"{about}/entry_points.txt"] = points.encode()
+    files[f"{about}/top_level.txt"] = b"workbench\n"
+    rows = [f"{path},sha256={_url_digest(data)},{len(data)}" for path, data in files.items()]
+    files[f"{about}/RECORD"] = "\n".join([*rows, f"{about}/RECORD,,", ""]).encode()
+    with zipfile.ZipFile(into / name, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for path, data in files.items():
+            entry = zipfile.ZipInfo(path, _EPOCH)
+            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o100644 << 16
+            entry.create_system = 3
+            wheel.writestr(entry, data)
+    return name
+
+
+def _url_digest(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
