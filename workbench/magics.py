@@ -14,8 +14,10 @@ from .cookbook.recipe import Recipe
 from .devices import limits
 from .errors import ClusterError, PlanError, RunError
 from .execution import registry
+from .execution.allocator import notebook_framework
 from .execution.outcome import outcome_behind, refusals
 from .execution.paused import write_out as write
+from .notebook.jobs import job, job_line
 from .notebook.recipes import recipes
 from .notebook.run_view import kept_words, show_attached
 from .notebook.session import Session, session
@@ -30,6 +32,7 @@ from .shared.magic_args import (
     parse_ranks,
     strip_comment,
 )
+from .shared.plan import plan_of
 from .shared.run_request import FLAGS, RunRequest, cell_parser, parse_cell_line
 from .views.blocks import ProgressLine, show
 
@@ -186,6 +189,9 @@ class WorkbenchMagics(Magics):
         if asked.recipe and recipe.source == cell and asked.strategies:
             named = session.recipe_named
             recipe = named(asked.recipe, asked.framework) if not cell.strip() else recipe
+        if asked.to_job or asked.plain:
+            self._write_job(asked, recipe)
+            return
         number = self._number()
         autoreload = _autoreload(self.shell)
         try:
@@ -205,6 +211,26 @@ class WorkbenchMagics(Magics):
         if asked.local:
             result = self.shell.run_cell(cell, store_history=False)
             result.raise_error()
+
+    def _write_job(self, asked: RunRequest, recipe: Recipe) -> None:
+        """Write the cell as a job, in place of training it."""
+        if not asked.to_job or len(asked.strategies) != 1 or asked.seeds:
+            raise PlanError(
+                "A job is one cell under one strategy, written into a folder.",
+                seen=f"{', '.join(asked.strategies) or 'no strategy'}"
+                + (f", --seeds {asked.seeds}" if asked.seeds else "")
+                + ("" if asked.to_job else ", --plain without --to-job"),
+                allowed="%%distributed mirrored -n 2 --to-job DIR",
+                code="WB-PLAN-811",
+            )
+        cluster = session.cluster
+        plan = plan_of(
+            asked, recipe,
+            framework=notebook_framework(),
+            workers=2 if cluster is None else max(1, len(cluster.worker_ids)),
+        )  # fmt: skip
+        session.recipe = recipe
+        write(job_line(job(plan, asked.to_job, plain=asked.plain)) + "\n")
 
     def _conclude(self, asked: RunRequest, runs: list[Any]) -> None:
         if asked.background:

@@ -17,5 +17,7 @@ No module but `entry` knows IPython; nothing here knows the notebook's side. Fro
     activity_log  what does an engine write down, for a kernel that comes later
     kernel_watch  is the notebook still there, and what if not
     interrupt     how does an interrupt end what blocks in C++
+    job           the same under torchrun, without a notebook: a job's process, start to end
+    meeting       which process of a job is this, and how do they meet
     testing       how is a cell run in this process, for tests of strategies
 """

@@ -497,10 +497,6 @@ class Run:
         Args:
             without: Its rank; by default whom the others waited for longest.
             first, last: Steps to recompute, both included; all that are stored by default.
-
-        Raises:
-            PlanError: There is no such worker, or nobody else to compare it with.
-            RunError: No step is complete, or waits were not measured.
         """
         from ..views.explain import diagram
 
@@ -556,12 +552,17 @@ class Run:
     def to_cell(self) -> str:
         """The cell that asks for this run again: its `%%distributed` line and its code.
 
-        Raises:
-            PlanError: No cell can say it (`shared.plan.cell_of`).
+        Raises PlanError where no cell can say it (`shared.plan.cell_of`).
         """
         from .allocator import notebook_framework
 
         return cell_of(self.plan, framework=notebook_framework())
+
+    def to_job(self, folder: str | Path, **about: Any) -> Path:
+        """Write a folder that trains this again under torchrun; see `export.folder.job_of`."""
+        from ..export.folder import job_of
+
+        return job_of(self, folder, **about)
 
     def trace(self, path: str | Path | None = None) -> Path:
         """Write the run's steps as a Chrome trace for https://ui.perfetto.dev; return the path.
@@ -609,8 +610,7 @@ class Run:
         """Write the run also to `tensorboard:DIR` or `mlflow:URI`: what there is, and what comes.
 
         Returns:
-            What writes it: `.places` says where, `.wait()` waits for the end. Of a run that is
-            over, everything is written when this returns.
+            What writes it: `.places` says where, `.wait()` waits for the end.
 
         Raises:
             PlanError: A target was not understood, or cannot be written to.

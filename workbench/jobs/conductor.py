@@ -357,8 +357,11 @@ class Conductor:
         """Have the run do as `run.json` pins it, where it leaves a choice."""
         pins = self._job.get("pins") or {}
         for request in requests.values():
+            spec = request["spec"]
             if pins.get("threads"):
-                request["spec"]["threads"] = int(pins["threads"])
+                spec["threads"] = int(pins["threads"])
+            if pins.get("allreduce") and spec["options"].get("allreduce") == "auto":
+                spec["options"] = {**spec["options"], "allreduce": str(pins["allreduce"])}
 
     def _names(self) -> dict[int, str]:
         known = self.engines.engines
@@ -518,8 +521,15 @@ def _await_end(folder: Path) -> None:
 def _plan_of(job: Mapping[str, Any], processes: int) -> Plan:
     if "script" in job:
         recipe = Recipe(f"# {job['script']}", origin=str(job["script"]))
-        strategy = "mirrored" if processes > 1 else "one_device"
-        return make_plan(recipe, strategy, workers=processes, name=Path(job["script"]).stem)
+        framework = str(job["framework"])
+        several = "mirrored" if framework == "torch" else "multi_worker_mirrored"
+        return make_plan(
+            recipe,
+            several if processes > 1 else "one_device",
+            framework=framework,
+            workers=processes,
+            name=Path(job["script"]).stem,
+        )
     plan = Plan.from_wire(job["plan"])
     checkpoint = str(Path(job["folder"]) / plan.checkpoint) if plan.checkpoint else ""
     return replace(plan, checkpoint=checkpoint)

@@ -8,6 +8,7 @@ from ..cookbook import builtin
 from ..cookbook.recipe import WORDS, Recipe, use_of
 from ..errors import PlanError
 from ..execution.allocator import notebook_framework
+from ..notebook import jobs
 from ..notebook.recipes import recipes
 from ..shared.plan import cell_of
 from . import strategies
@@ -75,6 +76,18 @@ class RecipePart(Part):
                 for plan in drafts
             ]
         }
+
+    @action(slow=True)
+    def job(self) -> dict[str, Any]:
+        """Write a job folder for each strategy that is picked; return what was written."""
+        session, choice = self.panel.session, self.panel.choice
+        framework, recipe = choice.framework_in(session), choice.recipe_in(session)
+        choice.check(framework)
+        check_written_for(recipe, framework)
+        place = strategies.place_of(session, choice)
+        drafts = [strategies.draft(line, recipe, place) for line in choice.lines(framework)]
+        folders = [jobs.job(plan, f"job-{plan.name or plan.strategy}") for plan in drafts]
+        return {"folders": [folder.name for folder in folders], "where": str(folders[0].parent)}
 
     @staticmethod
     def _registered(picked: Recipe) -> Recipe:

@@ -301,6 +301,8 @@ class RunRequest(RunSettings):
         local: Whether the cell also runs in the kernel.
         background: Whether the cell is over at once.
         plot: How the live dashboard is shown.
+        to_job: Folder that is written in place of training; empty: none.
+        plain: Whether its script does without Workbench.
     """
 
     strategies: tuple[str, ...] = _said(
@@ -429,6 +431,24 @@ class RunRequest(RunSettings):
         without="`auto`: the widget in a notebook, else text; `text` and `off` leave out a "
         "comparison's figure",
         example="%%distributed mirrored --plot off",
+    )
+
+    to_job: str = _said(
+        "--to-job",
+        "",
+        metavar="DIR",
+        trains=True,
+        help="train nothing here; write a folder that torchrun starts anywhere",
+        without="the cell is trained here",
+        example="%%distributed mirrored -n 2 --to-job job",
+    )
+    plain: bool = _said(
+        "--plain",
+        False,
+        trains=True,
+        help="with --to-job: a script that does without Workbench",
+        without="Workbench records the job",
+        example="%%distributed mirrored -n 2 --to-job job --plain",
     )
 
     @property

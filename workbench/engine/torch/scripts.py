@@ -292,7 +292,8 @@ class ScriptLoop(OwnLoop):
 
     def _clear(self) -> None:
         super()._clear()
-        self._backwards = self._entered = 0
+        self._backwards = 0
+        self._entered: list[int] = []
         self._is_tentative = self.was_aside = False
 
     # -- where a step begins -----------------------------------------------------------------------
@@ -343,7 +344,7 @@ class ScriptLoop(OwnLoop):
         """Begin a step, where its batch was fetched earlier or by no loader."""
         if not self._fed:
             self._begin_here()
-        self._entered += samples or 0
+        self._entered += [samples] if samples else []
 
     def _begin_here(self) -> None:
         self._begin()
@@ -385,9 +386,14 @@ class ScriptLoop(OwnLoop):
     # -- where it ends -----------------------------------------------------------------------------
 
     def _record(self, loss: torch.Tensor, *, seen: bool) -> None:
-        self._samples = self._trained_on() or self._entered or self._backwards or 1
+        self._samples = self._trained_on() or self._given() or max(1, self._backwards)
         super()._record(loss, seen=seen)
         self._scripts.fetches.clear()
+
+    def _given(self) -> int:
+        """Return the samples that the model was given; the first of all forwards was not seen."""
+        seen = self._entered
+        return sum(seen) * max(len(seen), self._backwards) // len(seen) if seen else 0
 
     def _trained_on(self) -> int:
         """Take the step's batches out of the line; return their samples, 0 where unknown.

@@ -38,11 +38,12 @@ SECTIONS.push({
     const listing = kit.h("div", { class: "wbp-code", tabindex: "0", role: "region", "aria-label": "Code of the recipe" }, numbers, kit.h("pre", {}, code));
     const copy = kit.button("Copy code", "Copy the recipe's code", copyCode);
     const cell = kit.button("To a cell", "Write what is picked as %%distributed cells", toCell);
+    const job = kit.button("To a job", "Write what is picked as a folder that torchrun starts anywhere", toJob);
     const said = kit.h("span", { class: "wbp-muted", role: "status" });
     const area = kit.h("textarea", { class: "wbp-text", readonly: true, rows: 6, spellcheck: "false", "aria-label": "The cells that ask for what is picked", hidden: true });
     const parameters = kit.h("div", { class: "wbp-options", role: "group", "aria-label": "Parameters of the recipe" });
     const detail = kit.h("div", { class: "wbp-recipe-detail" },
-      kit.h("div", { class: "wbp-row wbp-code-head" }, title, about), parameters, listing, kit.h("div", { class: "wbp-row" }, copy, cell, said), area);
+      kit.h("div", { class: "wbp-row wbp-code-head" }, title, about), parameters, listing, kit.h("div", { class: "wbp-row" }, copy, cell, job, said), area);
     root.append(list, problem, detail);
     let source = "", quiet = 0, value = null;
 
@@ -72,6 +73,11 @@ SECTIONS.push({
       area.focus();
       area.select();
       say(copied ? "Copied: paste it into a new cell." : "Copy the selected text and paste it into a new cell.");
+    }
+
+    async function toJob() {
+      const answer = await app.do("recipe.job").catch(() => null); // the panel says why
+      if (answer) say(`Written to ${answer.folders.join(", ")} in ${answer.where}; README.md there says how to start it.`);
     }
 
     function row(one) {

@@ -61,7 +61,7 @@ _REFUSED = {
     "reducescatter_async": "torch.distributed.reduce_scatter_tensor",
     "sparse_allreduce_async": "hvd.allreduce(tensor.to_dense())",
     "SyncBatchNorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), on GPUs",
-    "elastic": "--recover on the %%distributed line lets a run go on after a worker's death",
+    "elastic": "--on-failure with --checkpoint on the line lets a run go on after a worker's death",
     "ProcessSet": _OTHER_GROUPS,
     "add_process_set": _OTHER_GROUPS,
     "remove_process_set": _OTHER_GROUPS,

@@ -1,0 +1,299 @@
+"""Which process of a job is this, and how do all of them meet once.
+
+Torchrun, TF_CONFIG or nobody has said which process this is. All say who and where they are, and
+rank 0 answers each:
+
+    rank 1, 2, ... ── who, where ──> rank 0 ── each one's part ──> rank 1, 2, ...
+
+PyTorch's processes meet in the store of torchrun's agent, or in one that rank 0 hosts.
+TensorFlow's meet at the first address of TF_CONFIG, before TensorFlow itself listens there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import importlib
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+from ..errors import ClusterError, PlanError
+from ..shared import cluster_env
+
+KEY = "WORKBENCH_JOB_KEY"
+"""Proves, where TF_CONFIG is set, that processes belong to the same job; equal in all of them."""
+MEET_S = 300.0
+"""How long processes wait for each other: some still install or import."""
+About = dict[str, Any]
+"""What a process says of itself, and what it is answered: plain data."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Which process of a job this is, as its environment says.
+
+    Attributes:
+        rank, world_size: Among all processes of the job, servers included.
+        store: Host and port of the store in which PyTorch's processes meet; None: there is none.
+        has_agent: Whether torchrun's agent hosts it; else rank 0 does.
+        attempt: How often torchrun has begun again.
+        addresses: Of TF_CONFIG, in the order of the ranks; empty without it.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    store: tuple[str, int] | None = None
+    has_agent: bool = False
+    attempt: int = 0
+    addresses: tuple[str, ...] = ()
+
+    @staticmethod
+    def found(environ: Mapping[str, str] = os.environ) -> Surroundings:
+        """Return what the environment says.
+
+        Raises:
+            PlanError: It contradicts itself, or is not whole.
+        """
+        if environ.get("TF_CONFIG"):
+            return _of_tensorflow(environ["TF_CONFIG"])
+        if "RANK" not in environ:
+            return Surroundings()
+        try:
+            rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+            store = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+            attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+            if not 0 <= rank < world_size:
+                raise ValueError(f"RANK={rank} of WORLD_SIZE={world_size}")
+        except (KeyError, ValueError) as error:
+            raise PlanError(
+                "The environment names a rank, but not the whole of torchrun's variables.",
+                seen=str(error),
+                allowed="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
+                next_step="start it with torchrun, or unset RANK to run it in one process",
+                code="WB-PLAN-800",
+            ) from None
+        has_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return Surroundings(rank, world_size, store, has_agent, attempt)
+
+
+def _of_tensorflow(text: str) -> Surroundings:
+    """Return what TF_CONFIG says: the chief first, then workers, then parameter servers."""
+    try:
+        config = json.loads(text)
+        cluster, task = config["cluster"], config["task"]
+        order = [
+            (kind, i)
+            for kind in ("chief", "worker", "ps")
+            for i in range(len(cluster.get(kind, ())))
+        ]
+        rank = order.index((task["type"], int(task["index"])))
+        addresses = tuple(str(cluster[kind][i]) for kind, i in order)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PlanError(
+            "TF_CONFIG was not understood.",
+            seen=f"{text[:200]} ({type(error).__name__}: {error})",
+            allowed='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", '
+            '"index": 0}}',
+            next_step="unset TF_CONFIG to run in one process",
+            code="WB-PLAN-801",
+        ) from None
+    return Surroundings(rank, len(addresses), addresses=addresses)
+
+
+# -- how the processes meet ------------------------------------------------------------------------
+
+
+class Meeting(Protocol):
+    """Where the processes of a job meet once: all speak, rank 0 answers each."""
+
+    def gather(self, about: About) -> list[About]:
+        """On rank 0: what every process says of itself, in the order of the ranks."""
+
+    def hand_out(self, answers: Sequence[About]) -> None:
+        """On rank 0: answer each of them."""
+
+    def ask(self, about: About) -> About:
+        """On the others: say it, and return the answer."""
+
+
+class Alone:
+    """A job of one process."""
+
+    def gather(self, about: About) -> list[About]:
+        """Return this process's words alone."""
+        return [about]
+
+    def hand_out(self, answers: Sequence[About]) -> None:
+        """Do nothing: nobody else is there."""
+
+    def ask(self, about: About) -> About:
+        """Never called: a single process is rank 0."""
+        raise AssertionError("a single process asks nobody")
+
+
+class InStore:
+    """PyTorch's processes meet in the store that torchrun's agent hosts, or rank 0.
+
+    torch is imported by name; rank 0's own store lives as long as this object.
+    """
+
+    def __init__(self, where: Surroundings) -> None:
+        assert where.store is not None
+        dist = importlib.import_module("torch.distributed")
+        host, port = where.store
+        self._where = where
+        hosts_it = where.rank == 0 and not where.has_agent
+        listening = {}
+        if hosts_it and _is_loopback(host):  # torch's own would listen on every interface
+            listening["master_listen_fd"] = cluster_env.listening(host, (port, port)).detach()
+        try:
+            self._store = dist.TCPStore(
+                host, port, is_master=hosts_it, wait_for_workers=False,
+                timeout=timedelta(seconds=MEET_S), **listening,
+            )  # fmt: skip
+        except (OSError, RuntimeError, ValueError) as error:
+            raise _no_meeting(f"{host}:{port}: {error}") from error
+        self._ours = dist.PrefixStore(f"workbench/{where.attempt}/", self._store)
+
+    def gather(self, about: About) -> list[About]:
+        """Return what every process says of itself."""
+        self._ours.set("about/0", json.dumps(about))
+        return [self._read(f"about/{rank}") for rank in range(self._where.world_size)]
+
+    def hand_out(self, answers: Sequence[About]) -> None:
+        """Answer each process."""
+        for rank, answer in enumerate(answers):
+            self._ours.set(f"answer/{rank}", json.dumps(answer))
+
+    def ask(self, about: About) -> About:
+        """Say it, and wait for the answer."""
+        self._ours.set(f"about/{self._where.rank}", json.dumps(about))
+        return self._read(f"answer/{self._where.rank}")
+
+    def _read(self, key: str) -> About:
+        try:
+            found: About = json.loads(self._ours.get(key))
+        except RuntimeError as error:
+            who = f"rank {key.rpartition('/')[2]}" if key.startswith("about") else "rank 0"
+            raise _no_meeting(f"nothing from {who} within {MEET_S:g} s ({error})") from error
+        return found
+
+
+class AtFirstAddress:
+    """Processes of TF_CONFIG meet at the first address in it, before TensorFlow listens there.
+
+    Each message is a line of JSON and its HMAC under the job's key, so nobody else is listened to.
+    """
+
+    def __init__(self, where: Surroundings, key: bytes) -> None:
+        self._where, self._key = where, key
+        host, _, port = where.addresses[0].rpartition(":")
+        self._place = host, int(port)
+        self._connections: dict[int, socket.socket] = {}
+
+    def gather(self, about: About) -> list[About]:
+        """Return what every process says of itself."""
+        found = {0: about}
+        host, port = self._place
+        with cluster_env.listening(socket.gethostbyname(host), (port, port)) as listener:
+            end = time.monotonic() + MEET_S
+            while len(found) < self._where.world_size:
+                missing = sorted(set(range(self._where.world_size)) - set(found))
+                listener.settimeout(max(0.01, end - time.monotonic()))
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    raise _no_meeting(f"nothing from ranks {missing}") from None
+                connection.settimeout(10.0)
+                said = self._receive(connection)
+                rank = -1 if said is None else int(said.get("rank", -1))
+                if said is None or rank not in missing:  # not one of ours
+                    connection.close()
+                    continue
+                found[rank], self._connections[rank] = said, connection
+        return [found[rank] for rank in range(self._where.world_size)]
+
+    def hand_out(self, answers: Sequence[About]) -> None:
+        """Answer each process, and let go of it."""
+        for rank, connection in self._connections.items():
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(10.0)
+                connection.sendall(self._packed(answers[rank]))
+                connection.recv(1)  # they close first, so that the port is free for TensorFlow
+        self._connections.clear()
+
+    def ask(self, about: About) -> About:
+        """Say it, and wait for the answer."""
+        end, why = time.monotonic() + MEET_S, ""
+        while time.monotonic() < end:
+            try:
+                with socket.create_connection(self._place, 5.0) as connection:
+                    connection.settimeout(MEET_S)
+                    connection.sendall(self._packed(about))
+                    answer = self._receive(connection)
+                if answer is not None:
+                    return answer
+                why = f"its answer is not signed with {KEY}"
+            except OSError as error:
+                why = str(error)
+            time.sleep(0.1)
+        raise _no_meeting(f"{self._where.addresses[0]}: {why}")
+
+    def _packed(self, content: About) -> bytes:
+        line = json.dumps(content).encode()
+        return hmac.digest(self._key, line, "sha256").hex().encode() + b" " + line + b"\n"
+
+    def _receive(self, connection: socket.socket) -> About | None:
+        """Return what somebody sent; None where it is not signed with our key."""
+        received = bytearray()
+        with contextlib.suppress(OSError):
+            while not received.endswith(b"\n") and len(received) < 8 << 20:
+                part = connection.recv(1 << 16)
+                if not part:
+                    break
+                received += part
+        proof, _, line = bytes(received).rstrip(b"\n").partition(b" ")
+        if not hmac.compare_digest(proof, hmac.digest(self._key, line, "sha256").hex().encode()):
+            return None
+        found: About = json.loads(line)
+        return found
+
+
+def meeting_of(where: Surroundings) -> Meeting:
+    if where.world_size == 1:
+        return Alone()
+    if not where.addresses:
+        return InStore(where)
+    key = os.environ.get(KEY, "")
+    if len(key) < 16:
+        raise PlanError(
+            f"Several TensorFlow processes meet over the network, and {KEY} is not set: it proves "
+            "that they belong to one job.",
+            seen=f"{len(key)} characters" if key else "nothing",
+            allowed="the same 16 characters or more in each process",
+            next_step=f"export {KEY}=$(python -c 'import secrets; print(secrets.token_hex(16))') "
+            "once, and hand it to all of them; `workbench run DIR` does so by itself",
+            code="WB-PLAN-802",
+        )
+    return AtFirstAddress(where, key.encode())
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _no_meeting(seen: str) -> ClusterError:
+    return ClusterError(
+        "The job's processes did not find each other.",
+        seen=seen,
+        allowed=f"all processes of the job within {MEET_S:g} s",
+        next_step="look at the logs of the other processes: one of them may have failed before; "
+        "between hosts, the port must be open",
+        code="WB-CLUSTER-800",
+    )

@@ -1,0 +1,324 @@
+"""`wb.job`, `wb.submit`, `wb.follow`, `wb.jobs`: from the notebook to a job, and back.
+
+A run, a plan or a cell becomes a folder (`job`), which torchrun starts anywhere. A platform is
+handed the folder (`submit`), and the run is shown while it goes on there (`follow`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ..cookbook.recipe import Recipe
+from ..errors import PlanError, RunError
+from ..execution import registry
+from ..execution.allocator import notebook_framework
+from ..execution.requests import to_recipe
+from ..execution.run import Run
+from ..export.envelopes import ENVELOPES, JobFacts, Resources, write_envelope
+from ..export.folder import JobFolder, job_of, read_job
+from ..history.folders import runs_root
+from ..jobs.followed import BEGIN_S, FollowedJob
+from ..jobs.followed import follow as follow_place
+from ..jobs.submitted import Submitted, jobs
+from ..shared.plan import Plan, plan_of
+from ..shared.run_request import from_arguments
+from ..views.blocks import show
+from .run_view import RunView
+from .session import session
+
+What = Plan | Run | Recipe | str | Callable[..., Any]
+FOLDERS = "jobs"
+"""Beside the runs: folders of jobs that were submitted without a folder being named."""
+ENVELOPE_OF = {"kubernetes": "trainjob", "local": ""}
+"""The envelope that a platform's client takes, where it has another name; empty: it takes none."""
+_RESOURCES = frozenset(one.name for one in fields(Resources))
+
+
+def job(
+    what: What,
+    folder: str | os.PathLike[str],
+    *,
+    on: str | Sequence[str] = (),
+    plain: bool = False,
+    files: Sequence[str | os.PathLike[str]] = (),
+    replace: bool = False,
+    strategy: str = "",
+    args: tuple[Any, ...] = (),
+    **asked: Any,
+) -> Path:
+    """Write a folder that trains something elsewhere: under torchrun, or on a platform.
+
+    Args:
+        what: A run (the same again), a plan, or what `cluster.run` takes: the source of a cell, or
+            a function whose arguments are `args`.
+        folder: Where to write it. A job that is there is written anew, its runs stay.
+        on: Platforms to write a file for as well: `slurm`, `trainjob`, `ray`, `skypilot`, ...
+        plain: Write a script that does without Workbench; nobody records it.
+        files: What the cell reads; copied beside the script.
+        replace: Whether a train.py that was changed by hand is written over.
+        strategy: Of a source or a function.
+        asked: Resources of the platforms (`nodes=2, partition="gpu"`), and what `cluster.run`
+            takes besides (`workers=4, epochs=2`).
+
+    Returns:
+        The folder.
+
+    Raises:
+        PlanError: The cell cannot run elsewhere, or the platform cannot run it.
+    """
+    resources, rest = _parted(asked)
+    told: dict[str, Any] = {"plain": plain, "files": [Path(f) for f in files], "replace": replace}
+    path = job_of(_planned(what, strategy, args, rest), folder, names=_names(), **told)
+    for name in (on,) if isinstance(on, str) else on:
+        _envelope(name, path, resources)
+    return path
+
+
+def job_line(folder: Path) -> str:
+    """Return what to say of a job folder that was written: how it starts."""
+    known = read_job(folder)
+    processes = int(known.launch["processes"])
+    start = f"torchrun --standalone --nproc-per-node {processes} train.py"
+    if known.plan.framework != "torch":
+        start = "python train.py" if processes == 1 else f"workbench run {folder.name}"
+    return (
+        f"Written to {folder}: start it there with\n    {start}\n"
+        f"or hand it to a platform: wb.submit({os.fspath(folder)!r}, on='slurm', nodes=2); "
+        f"wb.follow({os.fspath(folder)!r}) shows it."
+    )
+
+
+def submit(
+    what: What | os.PathLike[str],
+    on: str,
+    *,
+    folder: str | os.PathLike[str] = "",
+    follow: bool = True,
+    plot: str = "auto",
+    venv: str | os.PathLike[str] | None = None,
+    address: str = "",
+    context: str = "",
+    **asked: Any,
+) -> Submitted:
+    """Hand a job to a platform, and show it below this cell once it has begun.
+
+    Args:
+        what: What `wb.job` takes, or the folder of a job.
+        on: `slurm`, `ssh`, `ray`, `kubernetes`, `skypilot` or `local`.
+        folder: Of the job; by default a new one beside the runs. Nodes must see it under Slurm.
+        follow: Whether to wait for its beginning and show it; an interrupt ends the wait alone.
+        plot: How it is shown, as `--plot`.
+        venv: Of slurm and ssh: an environment that the nodes have. Under Slurm by default the one
+            that this notebook runs in; empty: one is made for the job from its requirements.
+        address: Of a Ray cluster. By default as RAY_ADDRESS says.
+        context: Of kubectl. By default the current one.
+        asked: As `wb.job`: `nodes=2, time_s=600, partition="gpu"`, `strategy=`, `workers=`.
+
+    Returns:
+        The job: `.state`, `.reason`, `.logs()`, `.cancel()`, `.follow()`; also in `wb.jobs`.
+
+    Raises:
+        PlanError: The job or what was asked for makes no sense.
+        ClusterError: The platform's client is not there, or refuses.
+    """
+    resources, rest = _parted(asked)
+    path = _folder_of(what)
+    if path is None:
+        path = Path(folder) if folder else _new_folder(what)
+        job(what, path, **rest)  # type: ignore[arg-type]
+    elif rest:
+        raise PlanError(
+            "The folder says what is trained; these arguments would change nothing.",
+            seen=", ".join(rest),
+            allowed="resources: " + ", ".join(sorted(_RESOURCES)),
+            next_step="write the folder anew with them: wb.job(...)",
+            code="WB-PLAN-808",
+        )
+    read_job(path)
+    if name := ENVELOPE_OF.get(on, on):
+        _envelope(name, path, resources)
+    if venv is None and on == "slurm":
+        venv = sys.prefix
+    options = {"venv": os.fspath(venv or ""), "address": address, "context": context}
+    handed = jobs.submit(path, on, resources, **{k: v for k, v in options.items() if v})
+    if follow:
+        try:
+            _show_when_begun(handed, plot)
+        except KeyboardInterrupt:
+            sys.stdout.write(f"The job goes on: wb.jobs[{handed.name!r}].follow() shows it.\n")
+    return handed
+
+
+def follow(
+    place: str | os.PathLike[str] | Sequence[str] | Submitted,
+    *,
+    plot: str = "auto",
+    wait_s: float | None = BEGIN_S,
+    control: Sequence[str] | None = None,
+) -> FollowedJob:
+    """Show a run that goes on elsewhere, with all that a run of this notebook has.
+
+    It is read at most a second late, from its beginning, so a notebook that was closed misses
+    nothing. Stop, Pause, one step and faults go back there.
+
+    Args:
+        place: A job's folder or a run's; `ssh://[user@]host[:port]/folder`; a command whose output
+            has the records as marked lines, such as `kubectl logs -f POD`; or a submitted job.
+        plot: How it is shown, as `--plot`.
+        wait_s: How long to wait for a run that has not begun; None: as long as it takes.
+        control: For a command: the one that takes orders back.
+
+    Returns:
+        The run, under way or over; also in `wb.runs`.
+
+    Raises:
+        RunError: There is no run, it did not begin in time, or it cannot be reached.
+        PlanError: The place was not understood.
+    """
+    if isinstance(place, Submitted):
+        return _show_when_begun(place, plot)
+    if isinstance(place, os.PathLike):
+        place = os.fspath(place)
+    run = follow_place(place, wait_s=wait_s, control=control)
+    _show(run, plot)
+    return run
+
+
+def _show(run: FollowedJob, plot: str) -> None:
+    if run.is_over:
+        show(run.plot())
+        show(run.summary())
+    else:
+        RunView(run, plot).follow()
+
+
+def _show_when_begun(handed: Submitted, plot: str = "auto") -> FollowedJob:
+    """Say what the platform says of a job until its run begins, then show that."""
+    said = ""
+
+    def gone() -> str:
+        nonlocal said
+        now = handed.look()
+        words = f"{handed.name} ({handed.platform} {handed.id}): {now.state}"
+        words += f", {now.reason}" if now.reason and now.state == "pending" else ""
+        if words != said and now.state == "pending":
+            said = words
+            sys.stdout.write(f"{words}\n")
+        return (now.reason or now.state) if now.state in ENDED else ""
+
+    gone()
+    try:
+        run = follow_place(handed.place, wait_s=None, gone=gone)
+    except RunError as error:
+        if handed.look().state != "failed":
+            raise
+        raise RunError(
+            f"Job {handed.name} failed before its run began.",
+            seen=str(handed.look().reason or error.seen),
+            allowed=f"its output ends:\n{handed.logs(20)}",
+            next_step="mend it and submit it again",
+            code="WB-RUN-806",
+        ) from error
+    _show(run, plot)
+    return run
+
+
+jobs.follower = lambda handed: _show_when_begun(handed)
+ENDED = ("failed", "cancelled", "finished")
+
+
+# -- what is made of the arguments -----------------------------------------------------------------
+
+
+def _parted(asked: Mapping[str, Any]) -> tuple[Resources, dict[str, Any]]:
+    """Return the resources among the arguments, and the rest."""
+    given = {name: value for name, value in asked.items() if name in _RESOURCES}
+    for name in ("hosts", "secrets"):
+        if isinstance(given.get(name), (list, str)):
+            given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
+    return Resources(**given), {n: value for n, value in asked.items() if n not in _RESOURCES}
+
+
+def _planned(
+    what: What, strategy: str, args: tuple[Any, ...], asked: Mapping[str, Any]
+) -> Plan | Run:
+    if isinstance(what, (Plan, Run)):
+        if asked or strategy:
+            raise PlanError(
+                "A run or a plan says itself how it is trained.",
+                seen=", ".join([*(["strategy"] if strategy else []), *asked]),
+                allowed="resources: " + ", ".join(sorted(_RESOURCES)),
+                next_step="give the source of the cell, or a function, with strategy=...",
+                code="WB-PLAN-809",
+            )
+        return what
+    if isinstance(what, str) and what in registry.runs:
+        return _planned(registry.runs[what], strategy, args, asked)
+    if not strategy:
+        raise PlanError(
+            "Which strategy is the job to train under?",
+            seen=what if isinstance(what, str) else getattr(what, "__name__", type(what).__name__),
+            allowed="a run, a plan, or a source with strategy='mirrored'",
+            next_step="wb.job(source, folder, strategy='mirrored', workers=2)",
+            code="WB-PLAN-810",
+        )
+    cluster = session.cluster
+    return plan_of(
+        from_arguments(strategy, asked),
+        to_recipe(what, args),
+        framework=notebook_framework(),
+        workers=2 if cluster is None else max(1, len(cluster.worker_ids)),
+    )
+
+
+def _names() -> Mapping[str, object] | None:
+    """Return what the notebook has, for errors about names; None outside of one."""
+    if "IPython" not in sys.modules:
+        return None
+    shell = sys.modules["IPython"].get_ipython()
+    return None if shell is None else shell.user_ns  # type: ignore[no-any-return]
+
+
+def _envelope(name: str, path: Path, resources: Resources) -> list[Path]:
+    known = read_job(path)
+    return write_envelope(name, path, _facts(known), resources)
+
+
+def _facts(known: JobFolder) -> JobFacts:
+    return JobFacts(
+        name=known.name,
+        framework=known.plan.framework,
+        workers=int(known.launch["workers"]),
+        servers=int(known.launch["servers"]),
+        processes=int(known.launch["processes"]),
+        python=str(known.pins.get("python", "")),
+        packages=dict(known.pins.get("packages") or {}),
+        plain=known.plain,
+    )
+
+
+def _folder_of(what: object) -> Path | None:
+    """Return the job folder that was named; None: something else was given."""
+    if isinstance(what, os.PathLike):
+        return Path(what)
+    if isinstance(what, str) and "\n" not in what and what not in registry.runs:
+        path = Path(what).expanduser()
+        return path if path.is_dir() else None
+    return None
+
+
+def _new_folder(what: object) -> Path:
+    name = getattr(what, "name", "") or getattr(what, "__name__", "") or "job"
+    root = runs_root().parent / FOLDERS
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    found = root / f"{''.join(c if c.isalnum() or c in '-_' else '-' for c in name)[:40]}-{stamp}"
+    return found
+
+
+__all__ = ["ENVELOPES", "RunError", "follow", "job", "jobs", "submit"]
