@@ -206,7 +206,8 @@ def check_document(envelope: Envelope, document: Any, name: str, definition: str
         Draft202012Validator(rules).iter_errors(document), key=lambda one: len(one.path)
     )
     if errors:
-        first = min(errors[0].context or errors, key=lambda one: len(one.message))
+        inner = errors[0].context or errors[:1]  # of alternatives, the one that knows a key less
+        first = min(inner, key=lambda one: one.validator != "additionalProperties")
         where = "/".join(map(str, errors[0].absolute_path)) or "the document"
         raise PlanError(
             f"The schema of {envelope.name} refuses what would be written.",
