@@ -421,6 +421,8 @@ def test_a_job_that_slurm_forgot_is_as_its_run_says_else_gone(
         (run / "run.json").write_text(json.dumps({"state": told}))
         now = one.state(ticket)
         assert (now.state, now.stepped) == (state, True if state == "failed" else None)
+    assert one.place(ticket) == str(run)
+    assert one.place(replace(ticket, extra={"runs_before": "1"})) == str(tmp_path)
     for told in ("{", "[]", '{"state": "running"}'):
         (run / "run.json").write_text(told)
         assert one.state(ticket).gone

@@ -190,13 +190,13 @@ def test_a_folder_is_checked_submitted_and_kept_under_its_name(kept: Path, tmp_p
     assert len(jobs) == 1
 
 
-def test_following_calls_what_it_was_given_with_the_place(kept: Path) -> None:
+def test_following_calls_what_it_was_given_with_the_job(kept: Path) -> None:
     jobs = jobs_of(kept)
     job = jobs.add(ticket(), "train")
     with pytest.raises(PlanError) as told:
         job.follow()
     assert told.value.code == "WB-PLAN-949"
-    jobs.follower = lambda place: f"run of {place}"
+    jobs.follower = lambda job: f"run of {job.place}"
     assert job.follow() == "run of fake://id-1"
 
 

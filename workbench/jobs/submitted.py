@@ -37,7 +37,7 @@ _FILE_BYTES = 1 << 16
 _WAIT_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 
 Place = str | list[str]
-Follow = Callable[[Place], Any]
+Follow = Callable[["Submitted"], Any]
 
 
 class Log(str):
@@ -55,7 +55,7 @@ class Submitted:
     Args:
         name: What the job is called in `wb.jobs`.
         last: How it was when last asked.
-        follow: What `follow` calls with the place of the job's run; it returns the run.
+        follow: Returns what `follow` calls with the job; that returns the run.
         keep: Called when something is to be remembered.
     """
 
@@ -158,7 +158,7 @@ class Submitted:
                 next_step="import workbench as wb; wb.follow(job.place)",
                 code="WB-PLAN-949",
             )
-        return follow(self.place)
+        return follow(self)
 
     def wait(self, timeout: float | None = None) -> Submitted:
         """Wait for the end and return the job.
@@ -249,7 +249,7 @@ class Jobs(Mapping[str, Submitted]):
     When a name is used again the older job becomes `name@1`. Other notebooks' jobs are here too.
 
     Attributes:
-        follower: What `job.follow()` calls with a place.
+        follower: What `job.follow()` calls with the job.
         notes: What could not be read or kept, a sentence each.
     """
 

@@ -27,8 +27,8 @@ from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from ...cluster.hosts.launchers import environment
 from ...cluster.hosts.slurm import ALLOCATION
 from ...errors import ClusterError, PlanError
+from ...export.folder import RUNS
 from ..frames import MARK
-from ..telling import runs_in
 
 if TYPE_CHECKING:
     from ...export.envelopes import Resources
@@ -309,16 +309,21 @@ def needed(folder: Path, name: str, on: str) -> Path:
     return folder / name
 
 
+def _runs(folder: Path) -> list[int]:
+    found = (folder / RUNS).glob("*")
+    return sorted(int(one.name) for one in found if one.name.isdecimal())
+
+
 def runs_before(folder: Path) -> dict[str, str]:
     """Return how many runs a folder had, as a ticket keeps it: later ones are the job's."""
-    return {"runs_before": runs_in(folder)[-1].name if runs_in(folder) else "0"}
+    return {"runs_before": str(max(_runs(folder), default=0))}
 
 
 def own_run(ticket: Ticket) -> Path | None:
     """Return the newest run folder that a job made on a file system that is here."""
-    newest = runs_in(Path(ticket.folder))[-1:]
+    newest = max(_runs(Path(ticket.folder)), default=0)
     before = int(ticket.extra.get("runs_before", "0"))
-    return newest[0] if newest and int(newest[0].name) > before else None
+    return Path(ticket.folder) / RUNS / str(newest) if newest > before else None
 
 
 def has_stepped(ticket: Ticket) -> bool:

@@ -26,7 +26,6 @@ from ...errors import ClusterError, PlanError
 from ...export.envelopes import legal_name
 from ...export.folder import read_job
 from ...shared import cluster_env
-from ..here import processes_of_job
 from ..places import SSH_OPTIONS
 from .client import (
     ASK_S,
@@ -92,7 +91,7 @@ class Local:
 
     def check(self, folder: Path, resources: Resources) -> None:
         """Whether one machine is enough."""
-        processes_of_job(read_job(folder).path)
+        read_job(folder)
         if resources.nodes > 1:
             raise ClusterError(
                 "This machine is one node.",
@@ -112,10 +111,7 @@ class Local:
     def submit(self, folder: Path, resources: Resources) -> Ticket:
         """Start it, in a session of its own."""
         folder = folder.resolve()
-        processes = processes_of_job(folder)
-        command = [sys.executable, "-m", "workbench", "run", str(folder)]
-        if len(processes) == 1:  # torchrun, or train.py itself
-            command = list(processes[0].command)
+        command = self._command(folder)
         (folder / "job.exit").unlink(missing_ok=True)
         keeper = [sys.executable, "-I", "-S", "-c", _KEEPER, str(folder / "job.log"),
                   str(folder / "job.exit"), *command]  # fmt: skip
@@ -128,6 +124,22 @@ class Local:
             self.name, pid.strip(), str(folder), time.time(),
             {"began": repr(began), "host": cluster_env.host_token(), **before},
         )  # fmt: skip
+
+    def _command(self, folder: Path) -> list[str]:
+        launch = read_job(folder).launch
+        if launch["processes"] == 1:
+            return [sys.executable, "train.py"]
+        if launch["framework"] == "torch":
+            count = f"--nproc-per-node={launch['processes']}"
+            return [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                count,
+                "train.py",
+            ]
+        return [sys.executable, "-m", "workbench", "run", str(folder)]  # makes each TF_CONFIG
 
     def state(self, ticket: Ticket) -> JobState:
         """Look for its process, then for what it left."""
@@ -184,8 +196,8 @@ class Local:
                 keeper.kill()
 
     def place(self, ticket: Ticket) -> str:
-        """Its folder."""
-        return ticket.folder
+        """Its run's folder, before there is one its own."""
+        return str(own_run(ticket) or ticket.folder)
 
 
 # -- Slurm -----------------------------------------------------------------------------------------
@@ -363,8 +375,8 @@ class Slurm:
             )
 
     def place(self, ticket: Ticket) -> str:
-        """Its folder, which is on a file system that is here."""
-        return ticket.folder
+        """Its run's folder, before there is one its own: on a file system that is here."""
+        return str(own_run(ticket) or ticket.folder)
 
 
 def _digits(text: str) -> int:
