@@ -31,6 +31,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from ..cookbook.recipe import Recipe
+from ..devices.leases import threads_per_worker
 from ..errors import PlanError
 from ..history.disk import META
 from ..shared.events import Topic
@@ -130,7 +131,8 @@ def job_of(what: Plan | Trained, folder: str | os.PathLike[str], **about: Any) -
     """Write a plan, or a run that is to be done again, as a job folder; return its path.
 
     Of a run what it had chosen is pinned, so that the job's result is the same to the last bit on
-    as many workers of the same kind.
+    as many workers of the same kind. A plan is pinned to the threads it would have here, and to
+    the backend's all-reduce where it leaves the choice open.
 
     Args:
         about: What `write_job` takes besides.
@@ -139,7 +141,8 @@ def job_of(what: Plan | Trained, folder: str | os.PathLike[str], **about: Any) -
         PlanError: As `write_job`.
     """
     if isinstance(what, Plan):
-        return write_job(what, Path(folder), **about)
+        pins = Pins(threads_per_worker(what.workers), "backend")
+        return write_job(what, Path(folder), **({"pins": pins} | about))
     told: dict[str, Any] = {"pins": pins_of(what)}
     if what.init_from:
         told["initial"] = Path(what.init_from)

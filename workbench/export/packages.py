@@ -11,11 +11,9 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-import workbench
-
 from .cell import imported
 
-DISTRIBUTION = "distributed-workbench"
+DISTRIBUTION, PACKAGE = "distributed-workbench", "workbench"
 _FRAMEWORK = {"torch": ("torch", "numpy"), "tensorflow": ("tensorflow", "keras", "numpy")}
 
 
@@ -96,10 +94,10 @@ def workbench_wheel(into: Path) -> str:
     Raises:
         OSError: It cannot be written.
     """
-    version = workbench.__version__
+    version = str(sys.modules[PACKAGE].__version__)
     about = f"distributed_workbench-{version}.dist-info"
     name = f"distributed_workbench-{version}-py3-none-any.whl"
-    root = Path(workbench.__file__).parent
+    root = Path(__file__).parents[1]
     files = {
         f"workbench/{path.relative_to(root).as_posix()}": path.read_bytes()
         for path in sorted(root.rglob("*"))
