@@ -221,8 +221,8 @@ def test_yaml_reads_back_as_what_was_written(node):
 @pytest.mark.parametrize(
     "text",
     ["a\nb", "a\nb\n", "  a\n b\n", "\n\na\n", "a\n\n", "a\n  \n", "\ta\n\tb\n",
-     "---\na\n",
-     "# a\nb\n", "yes", "no", "1", "1e3", "~", "null", "- a", "a: b\nc", "\u0085\n\u2028", "😀", "%a\nb", "=",
+     "---\na\n", "# a\nb\n", "yes", "no", "1", "1e3", "~", "null", "- a", "a: b\nc",
+     "\u0085\n\u2028", "😀", "%a\nb", "=",
      ".inf", "0x1f", "2026-01-01", "\ufeffa\nb"],
 )  # fmt: skip
 def test_yaml_keeps_texts_that_look_like_something_else(text):
