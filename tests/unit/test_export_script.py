@@ -154,6 +154,7 @@ WHOLE = {
     "import": "import os.path, numpy as np\nfrom json import dumps as d\nprint(os, np, d)\n",
     "rebound": "print(list)\nlist = list((1,))\ndevice = str(device)\n",
     "for": "for i, (a, *b) in enumerate([]):\n    print(i, a, b)\nelse:\n    print(i)\n",
+    "site": "if rank > 5:\n    exit()\n",
     "dir": "if 'kept' in dir():\n    print(kept)\n",
     "exec": "exec('a = 1')\nprint(a)\n",
     "decorator": "import functools\n@functools.cache\ndef f(x=len('a')):\n    return f\n",

@@ -22,7 +22,7 @@ ENGINE_NAMES = frozenset(
     {"rank", "local_rank", "world_size", "device", "wb", "dist", "strategy"}
 )  # fmt: skip
 """What a cell finds without defining it."""
-NOTEBOOKS_OWN = frozenset({"display", "get_ipython", "In", "Out", "exit", "quit"})
+NOTEBOOKS_OWN = frozenset({"display", "get_ipython", "In", "Out"})
 """Names that IPython alone has, some of them among a kernel's builtins."""
 
 _MAGIC = re.compile(r"^\s*(?:[\w.,\s\[\]()*]+=\s*)?(%{1,2}|!{1,2}|\?{1,2})\s*(\w+)?|\?{1,2}\s*$")
@@ -248,7 +248,8 @@ def _missing_names(source: str, tree: ast.Module) -> dict[str, int]:
             if symbol.is_referenced() and (on_top or symbol.is_global()):
                 read.add(symbol.get_name())
         tables += table.get_children()
-    known = {*dir(builtins), *ENGINE_NAMES} - NOTEBOOKS_OWN | {"__file__"} | _guarded(tree)
+    known = {*dir(builtins), *ENGINE_NAMES} - NOTEBOOKS_OWN | _guarded(tree)
+    known |= {"__file__", "exit", "quit"}  # IPython hides the two from its kernel
     missing = {name for name in read - defined - known if not name.startswith("__")}
     missing |= _too_early(tree) - known
     first: dict[str, int] = {}
