@@ -213,11 +213,12 @@ class Submitted:
 
     def row(self, now: JobState) -> list[str]:
         """Return its cells in a table of jobs."""
-        age = f"{duration(max(0.0, time.time() - self.ticket.submitted_s))} ago"
-        began = now.began_s
-        ran = UNKNOWN if began is None else f"{duration(max(0.0, time.time() - began))} ago"
+        since = max(0.0, time.time() - self.ticket.submitted_s)
+        # A machine's clock and its processes' times differ by up to a second.
+        ran = None if now.began_s is None else min(since, max(0.0, time.time() - now.began_s))
         state = now.state + (" before its first step" if now.stepped is False else "")
-        return [self.name, self.platform, self.id, state, now.reason or UNKNOWN, age, ran]
+        return [self.name, self.platform, self.id, state, now.reason or UNKNOWN,
+                f"{duration(since)} ago", UNKNOWN if ran is None else f"{duration(ran)} ago"]  # fmt: skip
 
     def table(self) -> Table:
         """Return how it is, asked now, and of a failed job what it printed last."""
