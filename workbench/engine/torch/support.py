@@ -60,7 +60,7 @@ from .group import open_store as open_store
 from .group import rest_group as rest_group
 from .group import shutdown_group_sockets as shutdown_group_sockets
 from .horovod import finder as horovod_finder
-from .horovod.optimizer import refuse_averaged
+from .horovod.gradients import refuse_averaged
 
 if TYPE_CHECKING:
     from ...shared.protocol import RunSpec

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....errors import FitError
-from . import messages, ranks
-from .optimizer import DistributedOptimizer
 
 VERSION = "0.28.1+workbench"
 """The version whose interface this is, and whose it is."""
 
 PUBLIC = (
-    "Adasum", "Average", "Compression", "HorovodInternalError", "Max", "Min", "Product", "Sum",
+    "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max",
+    "Min", "Product", "Sum",
     "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
     "allreduce_async", "allreduce_async_", "barrier", "broadcast", "broadcast_",
     "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state",
@@ -81,6 +80,10 @@ _ROOMS = ("compression", "functions", "mpi_ops", "optimizer")
 """Modules of horovod.torch from which code imports the same names."""
 
 
+_OURS = ("ranks", "messages", "optimizer")
+"""Where the names are; loaded by those who use them alone."""
+
+
 class Loader(importlib.abc.Loader):
     """Makes the modules `horovod`, `horovod.torch` and those below it."""
 
@@ -98,10 +101,10 @@ class Loader(importlib.abc.Loader):
             module.__dict__.update(__version__=VERSION, run=Refused("run", _LAUNCH))
             importlib.import_module("horovod.torch")
             return
-        there = {**vars(ranks), **vars(messages)}
+        rooms = [importlib.import_module(f".{one}", __package__) for one in _OURS]
+        there = {name: value for room in rooms for name, value in vars(room).items()}
         module.__dict__.update({k: there[k] for k in PUBLIC})
         module.__dict__.update({k: Refused(k, v) for k, v in _REFUSED.items()})
-        module.__dict__["DistributedOptimizer"] = DistributedOptimizer
 
 
 class Finder(importlib.abc.MetaPathFinder):

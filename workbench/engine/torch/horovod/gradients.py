@@ -373,3 +373,24 @@ class Gradients:
         self._launched = 0
         for bucket in self._buckets:
             bucket.clear()
+
+
+def refuse_averaged(model: torch.nn.Module) -> None:
+    """Raise FitError where `DistributedOptimizer` averages a model's gradients in this run.
+
+    One of an earlier cell lets go of the model.
+    """
+    gradients = averaging(model)
+    while gradients is not None:
+        if gradients.run is not None and gradients.run() is current():
+            raise FitError(
+                "hvd.DistributedOptimizer averages this model's gradients already, so Workbench "
+                "cannot as well.",
+                seen="wb.prepare or wb.fit after hvd.DistributedOptimizer",
+                allowed="one of them",
+                next_step="take hvd.DistributedOptimizer out, or record the loop as it is: "
+                "wb.watch(model, optimizer, loader)",
+                code="WB-FIT-920",
+            )
+        gradients.retire()
+        gradients = averaging(model)
