@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -94,3 +97,74 @@ def read_tracked(uri: str, experiment: str = "workbench") -> list[Tracked]:
             )
         )
     return runs
+
+
+@dataclass
+class Synced:
+    """One offline run as W&B's own reader (`wandb leet inspect`) sees it.
+
+    Attributes:
+        walls: When each value of a series was measured.
+        axes: The column that a series is drawn over.
+        text: Everything.
+    """
+
+    text: str
+    series: Series = field(default_factory=dict)
+    walls: dict[str, list[float]] = field(default_factory=dict)
+    axes: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    run: dict[str, Any] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+    exit_code: int | None = None
+
+
+def read_wandb(folder: Path) -> Synced:
+    """Return the only run below a folder of W&B's."""
+    (found,) = folder.glob("*run-*/*.wandb")
+    spec = find_spec("wandb")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    core = Path(spec.submodule_search_locations[0], "bin", "wandb-core")
+    done = subprocess.run(
+        [core, "leet", "inspect", "--no-observability", "--json", "--run-file", found, folder],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    kept = Synced(done.stdout)
+    for one in map(json.loads, done.stdout.splitlines()):
+        told = one.get(one["type"], {})
+        match one["type"]:
+            case "history":
+                item = told["item"]
+                for tag in item.keys() - {"step"}:
+                    if not tag.startswith("_"):
+                        kept.series.setdefault(tag, []).append((item["step"], item[tag]))
+                        kept.walls.setdefault(tag, []).append(item.get("_timestamp"))
+            case "run":
+                kept.run |= told
+                kept.config |= told.get("config", {}).get("update", {})
+            case "config":
+                kept.config |= told["update"]
+            case "summary":
+                kept.summary |= told.get("update", {})
+            case "metric":
+                kept.axes[told["name"]] = told.get("step_metric")
+            case "files":
+                kept.files += [file["path"] for file in told["files"]]
+            case "exit":
+                kept.exit_code = told.get("exit_code", 0)
+    return kept
+
+
+def read_trackio(project: str) -> tuple[dict[str, list[tuple[int, Any]]], dict[str, Any], str]:
+    """Return series, config and name of the only run of a project, by Trackio's own reader."""
+    import trackio
+    from trackio.sqlite_storage import SQLiteStorage
+
+    (found,) = trackio.Api().runs(project)
+    series: dict[str, list[tuple[int, Any]]] = {}
+    for row in SQLiteStorage.get_logs(project, found.name, run_id=found.id):
+        for tag in row.keys() - {"step", "timestamp"}:
+            series.setdefault(tag, []).append((row["step"], row[tag]))
+    return series, found.config or {}, found.name

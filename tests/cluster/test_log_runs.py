@@ -1,4 +1,4 @@
-"""`--log` in a real run: TensorBoard's and MLflow's own readers find what the history holds."""
+"""`--log` in a real run: the tools' own readers find what the history holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch", "tensorboard", "mlflow")
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
-from read_logs import read_board, read_tracked  # noqa: E402
+from read_logs import read_board, read_tracked, read_trackio, read_wandb  # noqa: E402
 
 FIT = """import torch
 from torch import nn
@@ -60,6 +60,27 @@ def test_a_run_is_written_to_both_while_its_notebook_loads_no_framework(book, tm
     assert tracked.files["run.png"].startswith(b"\x89PNG")
     assert board.images["run"][2].startswith(b"\x89PNG")
     assert {name for name in ("torch", "tensorflow", "keras") if name in sys.modules} == before
+
+
+def test_a_run_is_written_to_wandb_and_trackio(book, tmp_path, monkeypatch):
+    need("wandb", "trackio")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = session.cluster.run(
+        SHORT, strategy="mirrored", log=["wandb:lessons", f"trackio:{tmp_path.name}"]
+    ).wait(60)
+    assert not [note for note in run.snapshot().notes if "--log" in note]
+    kept = read_wandb(tmp_path / "wandb")
+    series, config, _ = read_trackio(tmp_path.name)
+    for tag, column, rank in (("loss", "loss", 0), ("sync_wait_s/rank_0", "sync_wait_s", 0),
+                              ("sync_wait_s/rank_1", "sync_wait_s", 1)):  # fmt: skip
+        wanted = [(s, pytest.approx(float(v), rel=1e-6)) for s, v in curve(run, column, rank)]
+        assert len(wanted) == 16
+        assert kept.series[tag] == series[tag] == wanted
+    assert kept.config["state"] == config["state"] == "finished"
+    assert kept.exit_code == 0
 
 
 def test_a_stopped_run_is_completed(book, tmp_path):

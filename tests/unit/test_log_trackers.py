@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 from history_rows import make_rows
 from needs import need
+from read_logs import read_trackio, read_wandb
 
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError, RunError
@@ -113,47 +111,6 @@ def scalars(steps, value):
     return [Scalar("loss", step, value, float(step)) for step in steps]
 
 
-def inspect(folder):
-    """Return what W&B's own reader (`wandb leet inspect`) says of the only run below a folder."""
-    (found,) = folder.glob("*run-*/*.wandb")
-    core = Path(find_spec("wandb").submodule_search_locations[0], "bin", "wandb-core")
-    done = subprocess.run(
-        [core, "leet", "inspect", "--no-observability", "--json", "--run-file", found, folder],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-class Kept:
-    """A run's file in W&B's eyes."""
-
-    def __init__(self, folder):
-        self.text = json.dumps(inspect(folder))
-        self.series, self.config, self.summary, self.axes = {}, {}, {}, {}
-        self.walls, self.run, self.files, self.exit_code = {}, {}, [], None
-        for one in json.loads(self.text):
-            match one["type"]:
-                case "history":
-                    item = one["history"]["item"]
-                    for tag in item.keys() - {"step"}:
-                        if not tag.startswith("_"):
-                            self.series.setdefault(tag, []).append((item["step"], item[tag]))
-                            self.walls.setdefault(tag, []).append(item.get("_timestamp"))
-                case "run":
-                    self.run |= one["run"]
-                    self.config |= one["run"].get("config", {}).get("update", {})
-                case "config":
-                    self.config |= one["config"]["update"]
-                case "summary":
-                    self.summary |= one["summary"].get("update", {})
-                case "metric":
-                    self.axes[one["metric"]["name"]] = one["metric"].get("step_metric")
-                case "files":
-                    self.files += [file["path"] for file in one["files"]["files"]]
-                case "exit":
-                    self.exit_code = one["exit"].get("exit_code", 0)
-
-
 def own(run, column, rank=0):
     mine = run.history["rank"] == rank
     pairs = zip(run.history["step"][mine].tolist(), run.history[column][mine].tolist(), strict=True)
@@ -169,7 +126,7 @@ def test_a_finished_run_is_whole_in_wandb(run, tmp_path, offline):
     log = run.log_to("wandb:me/lessons")
     assert log.complete
     assert notes_of_log(run) == []
-    kept = Kept(tmp_path / "wandb")
+    kept = read_wandb(tmp_path / "wandb")
     assert log.places["wandb:me/lessons"].startswith(f"{tmp_path}/wandb/offline-run-")
     for rank in (0, 1):
         assert kept.series[f"sync_wait_s/rank_{rank}"] == own(run, "sync_wait_s", rank)
@@ -200,7 +157,7 @@ def test_a_run_that_fails_is_followed_to_its_end_in_wandb(run, tmp_path, offline
     run.log_to("wandb:lessons")
     train(run, steps=4)
     finish(run, RunError("Rank 1 broke", code="WB-RUN-000"))
-    kept = Kept(tmp_path / "wandb")
+    kept = read_wandb(tmp_path / "wandb")
     assert (kept.config["state"], kept.exit_code) == ("failed", 1)
     assert "Rank 1 broke" in kept.run["notes"]
     assert len(kept.series["loss"]) == 4
@@ -212,7 +169,7 @@ def test_steps_that_are_done_again_are_in_wandb_twice(tmp_path, offline):
     one.rewind(3)
     one.write(scalars(range(3, 8), 2.0), 0.0)
     one.end(sinks.Ending("stopped", 9.0, "report"))
-    kept = Kept(tmp_path / "wandb")
+    kept = read_wandb(tmp_path / "wandb")
     assert (kept.config["state"], kept.exit_code) == ("stopped", 255)
     assert kept.series["loss"] == [(s, 1.0) for s in range(6)] + [(s, 2.0) for s in range(3, 8)]
     assert kept.config["rewound_to_step"] == 3
@@ -229,7 +186,7 @@ def test_wandb_learns_nothing_of_the_machine_and_leaves_nothing_running(
     assert any("wandb-core" in process.name() for process in family), "its service"
     one.end(sinks.Ending("finished", 9.0, "report", meta={"recipe": "its source"}))
     assert psutil.wait_procs(family, timeout=10)[1] == []
-    kept = Kept(tmp_path / "wandb")
+    kept = read_wandb(tmp_path / "wandb")
     for secret in ("s3cret", "its source", "/home/me", socket.gethostname(), str(tmp_path)):
         assert secret not in kept.text
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
@@ -254,7 +211,7 @@ def test_wandbs_processes_end_when_the_notebook_goes(offline, tmp_path):
         assert psutil.wait_procs(family, timeout=30)[1] == []
     except psutil.NoSuchProcess:
         pass  # it was faster than we
-    kept = Kept(tmp_path / "wandb")
+    kept = read_wandb(tmp_path / "wandb")
     assert len(kept.series["loss"]) == 3
     assert kept.exit_code == 255
 
@@ -282,7 +239,7 @@ def test_without_a_key_a_run_stays_offline_and_says_so(run, tmp_path):
     (note,) = notes_of_log(run)
     assert "offline" in note
     assert "wandb sync" in note
-    assert len(Kept(tmp_path / "wandb").series["loss"]) == STEPS
+    assert len(read_wandb(tmp_path / "wandb").series["loss"]) == STEPS
 
 
 def test_a_server_that_is_not_there_keeps_a_run_offline(run, tmp_path, monkeypatch):
@@ -333,26 +290,13 @@ def test_what_wandb_cannot_do_is_refused(run, tmp_path, monkeypatch):
 # -- Trackio ---------------------------------------------------------------------------------------
 
 
-def stored(project):
-    """Return series, config and id of the only run of a project, by Trackio's own reader."""
-    import trackio
-    from trackio.sqlite_storage import SQLiteStorage
-
-    (found,) = trackio.Api().runs(project)
-    series = {}
-    for row in SQLiteStorage.get_logs(project, found.name, run_id=found.id):
-        for tag in row.keys() - {"step", "timestamp"}:
-            series.setdefault(tag, []).append((row["step"], row[tag]))
-    return series, found.config, found.name
-
-
 def test_a_finished_run_is_whole_in_trackio(run, store):
     train(run)
     finish(run)
     log = run.log_to("trackio:whole")
     assert notes_of_log(run) == []
     assert log.places["trackio:whole"] == f"run base of whole in {store}"
-    series, config, name = stored("whole")
+    series, config, name = read_trackio("whole")
     for rank in (0, 1):
         assert series[f"sync_wait_s/rank_{rank}"] == own(run, "sync_wait_s", rank)
         assert len(series[f"compute_share/rank_{rank}"]) == STEPS
@@ -378,10 +322,10 @@ def test_steps_that_are_done_again_take_the_place_of_the_old_in_trackio(store):
     one.rewind(3)
     one.write(scalars(range(3, 8), 2.0), 0.0)
     one.end(sinks.Ending("finished", 9.0, "report"))
-    series, config, _ = stored("again")
+    series, config, _ = read_trackio("again")
     assert series["loss"] == [(s, 1.0) for s in range(3)] + [(s, 2.0) for s in range(3, 8)]
     assert config["rewound_to_step"] == 3
-    assert len(stored("beside")[0]["loss"]) == 6
+    assert len(read_trackio("beside")[0]["loss"]) == 6
 
 
 @pytest.mark.parametrize("state", ["stopped", "failed"])
@@ -393,7 +337,7 @@ def test_runs_that_end_early_end_in_trackio(run, store, state):
         finish(run)
     else:
         finish(run, RunError("Rank 1 broke", code="WB-RUN-000"))
-    series, config, _ = stored(state)
+    series, config, _ = read_trackio(state)
     assert config["state"] == state
     assert len(series["loss"]) == 4
     assert ("Rank 1 broke" in series["report"][0][1]["_value"]) == (state == "failed")
@@ -409,7 +353,7 @@ def test_a_trackio_folder_on_the_network_gets_files_to_import(store, monkeypatch
     from trackio import fragments
 
     assert fragments.import_inbox_dir() == 4
-    series, config, _ = stored("network")
+    series, config, _ = read_trackio("network")
     assert series["loss"] == [(s, 1.0) for s in range(3)]
     assert (config["workers"], config["state"]) == (2, "finished")
 

@@ -8,16 +8,16 @@ the cell, measures this machine, and asks Hugging Face for the user's name. The 
 from __future__ import annotations
 
 import contextlib
+import re
 import sqlite3
-import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trackio import Image, Markdown, fragments, utils
+from trackio.media import get_project_media_path
 from trackio.sqlite_storage import SQLiteStorage
 
 from ...errors import PlanError
@@ -91,15 +91,15 @@ class StoredRun:
         last = int(ending.figures.get("steps", 0))
         values: dict[str, Any] = {f"final/{k}": value for k, value in ending.figures.items()}
         notes = "\n".join(f"- {note}" for note in (f"state: {ending.state}", *ending.notes))
-        report = Markdown(f"```\n{ending.report}\n```\n\n{notes}")
-        values["report"] = report._to_dict()
+        report = f"```\n{ending.report}\n```\n\n{notes}"
+        values["report"] = {"_type": Markdown.TYPE, "_value": report}
         if ending.picture:
-            with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
-                path = Path(folder, "run.png")
-                path.write_bytes(ending.picture)
-                image = Image(str(path))
-                image._save(self._project, self._name, last)
-                values["run"] = image._to_dict()
+            name = re.sub(r"[^\w@+-]+", "-", self._name)  # a folder's, which "a/b" is not
+            folder = get_project_media_path(project=self._project, run=name, step=last)
+            path = folder / f"{self._id}.png"
+            path.write_bytes(ending.picture)
+            place = str(path.relative_to(utils.MEDIA_DIR))
+            values["run"] = {"_type": Image.TYPE, "file_path": place, "caption": None}
         self._config["state"] = ending.state
         self._stale = True
         self._add([(last, ending.ended, values)])
