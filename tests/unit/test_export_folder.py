@@ -161,7 +161,11 @@ class TestContents:
         )
         pins = read_job(job_of(known, tmp_path / "job")).pins
         assert (pins["threads"], pins["allreduce"], pins["dtype"]) == (None, None, "float32")
-        assert read_job(job_of(plan_of(), tmp_path / "other")).pins["threads"] is None
+
+    def test_a_plan_is_pinned_to_what_it_would_have_here(self, tmp_path):
+        pins = read_job(job_of(plan_of(), tmp_path / "job")).pins
+        assert pins["threads"] >= 1
+        assert pins["allreduce"] == "backend"
 
     def test_a_plain_folder_does_without_workbench(self, tmp_path):
         path = write_job(plan_of(builtin.lookup("digits_mlp")), tmp_path / "job", plain=True)
