@@ -447,7 +447,7 @@ def _of_ray(folder: Path, job: JobFacts, resources: Resources, where: str) -> di
         "pip": None
         if resources.installed
         else [re.sub(r"^\./", f"{where}/", line) for line in lines],
-        "ray_variables": {LOG_LINES: "1", "RAY_COLOR_PREFIX": "0"},
+        "ray_variables": {LOG_LINES: "1", "RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"},
         "excludes": ["/.venv", "/runs"],
         "ray_resources": share or None,
     }
@@ -562,20 +562,14 @@ def _parts(values: Values) -> Iterator[tuple[str, bytes]]:
 
 
 def _map_names(values: Values) -> list[str]:
-    count = sum(1 for _ in _parts(values))
-    return [
-        f"{values['dns_name']}-files",
-        *(f"{values['dns_name']}-wheel-{i}" for i in range(count)),
-    ]
+    name = values["dns_name"]
+    return [f"{name}-files", *(f"{name}-wheel-{i}" for i, _ in enumerate(_parts(values)))]
 
 
 def _shipped(values: Values) -> dict[str, str]:
     """Return the texts of a job folder that travel with it."""
-    folder: Path = values["home"]
-    names = [
-        name for name in ("train.py", "run.json", "requirements.txt") if (folder / name).is_file()
-    ]
-    return {name: (folder / name).read_text(encoding="utf-8") for name in names}
+    paths = [values["home"] / name for name in ("train.py", "run.json", "requirements.txt")]
+    return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
 
 
 def _config_maps(envelope: Envelope, values: Values, texts: Mapping[str, str]) -> list[Any]:
