@@ -217,8 +217,8 @@ class Submitted:
         # A machine's clock and its processes' times differ by up to a second.
         ran = None if now.began_s is None else min(since, max(0.0, time.time() - now.began_s))
         state = now.state + (" before its first step" if now.stepped is False else "")
-        return [self.name, self.platform, self.id, state, now.reason or UNKNOWN,
-                f"{duration(since)} ago", UNKNOWN if ran is None else f"{duration(ran)} ago"]  # fmt: skip
+        ages = [UNKNOWN if one is None else f"{duration(one)} ago" for one in (since, ran)]
+        return [self.name, self.platform, self.id, state, now.reason or UNKNOWN, *ages]
 
     def table(self) -> Table:
         """Return how it is, asked now, and of a failed job what it printed last."""
