@@ -6,6 +6,7 @@ import ast
 import base64
 import dataclasses
 import json
+import os
 import shlex
 import subprocess
 from pathlib import Path
@@ -536,6 +537,66 @@ def test_the_command_of_a_trainjob_lays_out_the_folder_and_starts_torchrun(folde
     assert {"train.py", "run.json", "requirements.txt", "1024"} <= set(seen)
     assert asked[0].endswith("-r requirements.txt")
     assert asked[1].split()[-1] == "train.py"
+
+
+FAKE_SSH = """#!/bin/sh
+while [ "$1" != -- ]; do shift; done
+mkdir -p "$HOSTS_ARE/$2" && cd "$HOSTS_ARE/$2" && exec sh -c "$3"
+"""
+FAKE_TORCHRUN = """#!/bin/sh
+echo "torchrun $*" > started; [ -n "$WORKBENCH_JOB_KEY" ] && echo key >> started
+if [ -e fails-here ]; then read -r _ < "$HOSTS_ARE/ready"; exit 7; fi
+if [ -e waits-here ]; then
+  sleep 60 &
+  trap 'echo told >> started; kill $!; exit 1' TERM
+  echo > "$HOSTS_ARE/ready"
+  wait
+fi
+"""
+
+
+def over_ssh(folder, hosts):
+    """Run start-ssh.sh with an ssh whose hosts are folders; return its exit code."""
+    made = folder.with_name(f"{folder.name}-hosts")
+    for name, text in (("ssh", FAKE_SSH), ("bin/torchrun", FAKE_TORCHRUN)):
+        program = folder / "programs" / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(text)
+        program.chmod(0o755)
+    resources = dataclasses.replace(LEAST, folder="", nodes=len(hosts), hosts=hosts)
+    write_envelope("ssh", folder, dataclasses.replace(JOB, name=EVIL), resources)
+    done = subprocess.run(
+        ["bash", str(folder / "start-ssh.sh")],
+        env={"PATH": f"{folder / 'programs'}:/usr/bin:/bin", "HOSTS_ARE": str(made),
+             "WORKBENCH_VENV": str(folder / "programs")},
+        timeout=60, check=False, capture_output=True,
+    )  # fmt: skip
+    return done.returncode, {
+        host: made / host / "workbench-jobs" / legal_name(EVIL) for host in hosts
+    }
+
+
+def test_a_job_over_ssh_is_copied_to_each_host_and_started_there(folder):
+    (folder / "runs").mkdir()
+    code, there = over_ssh(folder, ("one", "u@two"))
+    assert code == 0
+    for node, at in enumerate(there.values()):
+        assert (at / "train.py").read_text() == (folder / "train.py").read_text()
+        assert not (at / "runs").exists()
+        command, key = (at / "started").read_text().splitlines()
+        assert f"--node-rank={node} " in command
+        assert "--master-addr=one " in command
+        assert key == "key"
+
+
+def test_a_host_that_fails_ends_the_others(folder):
+    _, there = over_ssh(folder, ("one", "two"))
+    (there["two"] / "fails-here").touch()
+    (there["one"] / "waits-here").touch()
+    os.mkfifo(folder.with_name(f"{folder.name}-hosts") / "ready")
+    code, _ = over_ssh(folder, ("one", "two"))
+    assert code == 7
+    assert "told" in (there["one"] / "started").read_text()
 
 
 # -- the page --------------------------------------------------------------------------------------

@@ -32,6 +32,11 @@ for node in "${!hosts[@]}"; do
 done
 status=0
 for _ in "${hosts[@]}"; do
-  wait -n || { status=$?; stop; }
+  code=0
+  wait -n || code=$?
+  if [ "$code" -ne 0 ] && [ "$status" -eq 0 ]; then # the first to fail says why
+    status=$code
+    stop
+  fi
 done
 exit "$status"
