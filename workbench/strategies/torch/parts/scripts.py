@@ -1,0 +1,600 @@
+"""Records scripts that know nothing of Workbench: what trains in them is found while it trains.
+
+`workbench run train.py` is to show any job, with no change of its code. A script says what it does
+by what it calls, so PyTorch is listened to in two places:
+
+    DataLoader's next      which batches are fetched, and how long that takes
+    autograd.backward      the first one asks: which optimizer, and which module holds what it has?
+
+Then all modules and optimizers of the process are looked through, once, whatever wraps the model
+(DDP, FSDP, compile, Lightning, Accelerate) and in which order. From there on the loop is recorded
+as by `wb.watch`; its first step is taken up from where its first batch was fetched.
+
+    fetch | fetch | forward | backward | optimizer.step | fetch | ...
+      noted                 ^ found: the first step began with that fetch
+
+Libraries fetch ahead of what they train on. So what a step trained on is not what was fetched in
+it: batches wait in line, and each backward takes one.
+
+The script's numbers stay as they are: nothing is wrapped, no random number used, nothing sent.
+Copies of DDP are not compared, unlike under `wb.watch`, which a script asks for.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo import OptimizedModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import dataloader
+
+from ....engine.contract import NAN
+from ....engine.torch import accelerator
+from ....engine.torch.data import batch_length
+from ....engine.torch.horovod.gradients import averaging
+from ....engine.training.user_loops import announce
+from ....errors import FitError, RunError
+from ....shared import events
+from .averaging import ring_bytes
+from .user_loop import OwnLoop
+
+if TYPE_CHECKING:
+    from ....engine.context import RunContext
+
+clock = time.perf_counter
+
+SHARDED = FSDPModule, FullyShardedDataParallel
+MOST_NOTED = 256
+"""How many fetches are remembered that may turn out to be training's."""
+MOST_NODES = 50_000
+"""How far a loss is followed back to ask which of several optimizers it is for."""
+
+_watching: _Scripts | None = None
+
+
+def watch_scripts(context: RunContext) -> Callable[[], None]:
+    """Record what the script trains that this process is about to run, if it trains anything.
+
+    A script that calls `wb.watch`, `wb.prepare` or `wb.fit` itself is left to that. Of several
+    models (a GAN) the first pair that trains is recorded: its optimizer ends the steps.
+
+    Args:
+        context: The run, which is under way; `context.trained` says how many steps were recorded.
+
+    Returns:
+        What takes everything out again; call it when the script has ended, once or more.
+
+    Raises:
+        RunError: The process is watched already.
+    """
+    global _watching
+    if _watching is not None:
+        raise RunError(
+            "This process records a script already.",
+            next_step="end that one first: call what watch_scripts returned",
+            code="WB-RUN-925",
+        )
+    _watching = scripts = _Scripts(context)
+    return scripts.close
+
+
+@dataclass
+class _Fetch:
+    """One batch that a loader handed out.
+
+    Attributes:
+        batches: Stands for the pass over the loader, as long as somebody holds that.
+        source: Tells one loader from another, also between passes.
+        samples: None where the batch cannot be counted.
+        passed: What the device had been given by then.
+    """
+
+    batches: weakref.ref[Any]
+    source: Any
+    began_s: float
+    ended_s: float
+    samples: int | None
+    passed: accelerator.Event | None = None
+
+
+class _Scripts:
+    """Listens to the script from before it begins until it has ended."""
+
+    def __init__(self, context: RunContext) -> None:
+        self.context = context
+        self.loop: ScriptLoop | None = None
+        self._home = os.getpid(), threading.get_ident()
+        self.fetches: deque[_Fetch] = deque(maxlen=MOST_NOTED)
+        self._scaled: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._backwards = 0
+        self._stands_down = False
+        self._leave_backward = _patched(torch.autograd, "backward", self._backward)
+        iterator = dataloader._BaseDataLoaderIter
+        self._undo = [self._leave_backward, _patched(iterator, "__next__", self._next)]
+        for kind in _with_subclasses(torch.amp.GradScaler):
+            if "scale" in vars(kind):
+                self._undo.append(_patched(kind, "scale", self._scale))
+
+    # -- what is listened to -----------------------------------------------------------------------
+
+    def _backward(self, original: Any, tensors: Any, *args: Any, **keywords: Any) -> None:
+        """Ask, at the first backward, what it trains."""
+        if self.loop is None and self._is_ours() and self._found(tensors):
+            original = torch.autograd.backward  # the loop's
+        original(tensors, *args, **keywords)
+
+    def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
+        """Keep a loss from before it was multiplied."""
+        scaled = original(scaler, outputs)
+        if isinstance(outputs, torch.Tensor) and self._is_ours():
+            (self.loop or self)._scaled = scaled, outputs.detach()
+        return scaled
+
+    def _next(self, original: Any, batches: Any) -> Any:
+        """Hand out a loader's next batch."""
+        if self._stands_down or not self._is_ours():
+            return original(batches)
+        learns, source = torch.is_grad_enabled(), batches._index_sampler
+        loop = self.loop
+        if loop is not None and learns and loop.trains_on(source):
+            return loop.take(batches, source, original)
+        if loop is not None:
+            loop.was_aside = True
+        began_s = clock()
+        try:
+            batch = original(batches)
+        except StopIteration:
+            left = [one for one in self.fetches if one.batches() is not batches]
+            self.fetches = deque(left, MOST_NOTED)
+            raise
+        if learns:
+            noted = _Fetch(weakref.ref(batches), source, began_s, clock(), _count(batch))
+            if loop is None and self.context.spec.device != "cpu":
+                noted.passed = accelerator.of(self.context.spec.device).event()
+            self.fetches.append(noted)
+        return batch
+
+    def _is_ours(self) -> bool:
+        """Whether it is the script that calls: no thread, no process that it started."""
+        return self._home == (os.getpid(), threading.get_ident())
+
+    # -- what is found -----------------------------------------------------------------------------
+
+    def _found(self, losses: Any) -> bool:
+        """Look for what trains; return whether it is recorded from here on."""
+        context = self.context
+        if self._stands_down or context.taken_over or context.strategy or context.weights:
+            self._stands_down = True  # the script has called wb.watch or wb.fit
+            self.fetches.clear()
+            return False
+        self._backwards += 1
+        if self._backwards & (self._backwards - 1):  # looked for at the 1st, 2nd, 4th, 8th, ...
+            return False
+        began_s = clock()
+        found = find(losses)
+        if found is None:
+            return False
+        device, told = found.device, torch.device(context.spec.device)
+        if (device.type, device.index or 0) != (told.type, told.index or 0):
+            context.spec = replace(context.spec, device=str(device))  # the script's own choice
+        fetches = self.claim()
+        self._leave_backward()
+        self.loop = loop = ScriptLoop(self, found)
+        loop._scaled, self._scaled = self._scaled, None
+        spent_s = clock() - began_s  # is no part of the step
+        for one in self.fetches:
+            one.began_s, one.ended_s = one.began_s + spent_s, one.ended_s + spent_s
+        context.taken_over = "wb.watch"
+        context.closers.append(loop.close)
+        whole = context.spec.rank == 0 and loop.is_whole
+        context.weights = loop.weights if whole else dict
+        announce(context, found.model, _global_batch(fetches, context.spec.world_size))
+        if not fetches:
+            why = "the script takes its batches from no DataLoader"
+            context.emit(events.Unmeasured(columns={"data_wait_s": why}))
+        return True
+
+    def claim(self) -> list[_Fetch]:
+        """Return the fetches, since the last step, of what the step under way trains on.
+
+        That is the loader asked last, and those asked as often: a loop may take from several at a
+        time. A pass that has ended or was given up (a look at one batch) is none of them.
+        """
+        alive = [one for one in self.fetches if one.batches() is not None]
+        asked = Counter(id(one.source) for one in alive)
+        last = asked[id(alive[-1].source)] if alive else 0
+        return [one for one in alive if asked[id(one.source)] == last]
+
+    def close(self) -> None:
+        """Take everything out again."""
+        global _watching
+        if _watching is not self:
+            return
+        _watching = None
+        context = self.context
+        if self.loop is not None:
+            self.loop.close()
+        elif context.updates and not (context.taken_over or context.strategy):
+            text = (
+                "Nothing was recorded: optimizers took steps, but of no torch.nn.Module that was "
+                "found, or without backward()."
+            )
+            context.emit(events.Noted(rank=context.spec.rank, text=text))
+        self._stands_down = True
+        self.fetches.clear()
+        self._scaled = None
+        if self.loop is None and context.closers:  # a loop of the script's own stands above
+            context.closers.insert(0, self._take_out)  # they are called last first
+        else:
+            self._take_out()
+
+    def _take_out(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+
+class ScriptLoop(OwnLoop):
+    """The loop of a script: as under `wb.watch`, its batches found by their fetching.
+
+    Args:
+        scripts: Knows what was fetched by loaders that are not known to be training's.
+        found: What trains.
+
+    Attributes:
+        was_aside: Whether a batch was fetched meanwhile that is not trained on: an evaluation.
+    """
+
+    def __init__(self, scripts: _Scripts, found: Found) -> None:
+        context, model = scripts.context, found.model
+        several = context.spec.world_size > 1
+        wrapped = isinstance(model, DistributedDataParallel)
+        self.is_whole = not is_sharded(model)
+        inside = wrapped or not self.is_whole
+        self._scripts = scripts
+        self._sources: list[Any] = []
+        self._line: list[tuple[Any, int | None]] = []  # batches that wait to be trained on
+        self._ahead = 0
+        self._hoards = False
+        sent_bytes = ring_bytes(model, context.spec.world_size) if wrapped else NAN
+        super().__init__(
+            context, model, found.optimizer, None,
+            watched=self, sent_bytes=sent_bytes, communicates=several and inside,
+        )  # fmt: skip
+        self._counts = False
+        if (by_optimizer := averaging(model)) is not None:
+            self.hear_of_waits(by_optimizer)
+        elif several and not inside:
+            self.timer.blind()
+            why = "the script communicates outside backward, where it is not seen"
+            columns = dict.fromkeys(("sync_wait_s", "transfer_s"), why)
+            context.emit(events.Unmeasured(columns=columns))
+        if not isinstance(found.entrance, torch.jit.ScriptModule):
+            hook: Any = _Hook(self._enters)
+            entered = found.entrance.register_forward_pre_hook
+            self._undo.append(entered(hook, prepend=True, with_kwargs=True).remove)
+
+    def _time_loader(self, loader: Any) -> None:
+        """Leave it: loaders are heard of by way of `take`."""
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._backwards = 0
+        self._entered: list[int] = []
+        self._is_tentative = self.was_aside = False
+
+    # -- where a step begins -----------------------------------------------------------------------
+
+    def trains_on(self, source: Any) -> bool:
+        """Whether the batches of a loader are known to be trained on."""
+        return any(one is source for one in self._sources)
+
+    def take(self, batches: Any, source: Any, fetch: Callable[[Any], Any]) -> Any:
+        """Return the next batch, timed.
+
+        Raises:
+            RunStopped: Stop was pressed.
+        """
+        if not batches._num_yielded:
+            self._line = [one for one in self._line if one[0] is not source]
+        if not self._backwards and self._is_anew(batches):
+            trained = self._is_tentative and not self.was_aside
+            self._clear()
+            if not trained:
+                self.epoch_begins()
+        self._begin()
+        before_s = clock()
+        try:
+            batch = fetch(batches)
+        except StopIteration:
+            if not self._fed:
+                self._under_way = False
+                self.epoch_ends()
+            raise
+        self.timer.spend("data")
+        waited_s = clock() - before_s
+        if self._fed:
+            self._late_wait_s += waited_s
+        else:
+            self._first_wait_s += waited_s
+            self._feed()
+        self._line.append((source, _count(batch)))
+        return batch
+
+    def _is_anew(self, batches: Any) -> bool:
+        """Whether what was taken for the beginning of a step is none, so it begins anew."""
+        if not self._line and (self._is_tentative or not batches._num_yielded):
+            return True  # a look at a batch, or what trains another model
+        return self.was_aside and not self._fed
+
+    def _enters(self, samples: int | None) -> None:
+        """Begin a step, where its batch was fetched earlier or by no loader."""
+        if not self._fed:
+            self._begin_here()
+        self._entered += [samples] if samples else []
+
+    def _begin_here(self) -> None:
+        self._begin()
+        self._feed()
+        self._is_tentative = True
+
+    def _take_up(self, fetches: list[_Fetch]) -> None:
+        """Let the step have begun with fetches of which it was not known that they are training's.
+
+        An evaluation that was under way by their time is left out.
+        """
+        self._clear()
+        self._begin()
+        first, last = fetches[0], fetches[-1]
+        if self._start == self._start and first.began_s > self._start:
+            self.context.eval_s += first.began_s - self._start
+        self._start = first.began_s
+        self._first_wait_s = sum(one.ended_s - one.began_s for one in fetches)
+        self._feed()
+        timer: Any = self.timer
+        if not hasattr(timer, "steps"):
+            timer.begin_at(last.ended_s)
+        elif last.passed is not None:
+            timer.steps.marks.began, timer.steps.marks.cpu_s = last.passed, last.ended_s
+        for one in fetches:
+            self._line.append((one.source, one.samples))
+            if not self.trains_on(one.source):
+                self._sources.append(one.source)
+        self._counts = True
+
+    def _before_backward(self, tensors: list[Any]) -> tuple[list[Any], list[Any]]:
+        if not self._backwards and not self._line and (fetches := self._scripts.claim()):
+            self._take_up(fetches)
+        elif not self._fed:
+            self._begin_here()
+        self._backwards += 1
+        return super()._before_backward(tensors)
+
+    # -- where it ends -----------------------------------------------------------------------------
+
+    def _record(self, loss: torch.Tensor, *, seen: bool) -> None:
+        self._samples = self._trained_on() or self._given() or max(1, self._backwards)
+        super()._record(loss, seen=seen)
+        self._scripts.fetches.clear()
+
+    def _given(self) -> int:
+        """Return the samples that the model was given; the first of all forwards was not seen."""
+        seen = self._entered
+        return sum(seen) * max(len(seen), self._backwards) // len(seen) if seen else 0
+
+    def _trained_on(self) -> int:
+        """Take the step's batches out of the line; return their samples, 0 where unknown.
+
+        Of each loader every backward takes one batch; more than that were fetched ahead. A loop
+        that fetches more in each step does not fetch ahead: it trains on them together.
+        """
+        taken: list[int | None] = []
+        left: list[tuple[Any, int | None]] = []
+        for source in self._sources:
+            sizes = [size for one, size in self._line if one is source]
+            count = len(sizes) if self._hoards else max(1, self._backwards)
+            taken += sizes[:count]
+            left += [(source, size) for size in sizes[count:]]
+        if self._ahead and len(left) > self._ahead:
+            self._hoards = True
+            taken, left = taken + [size for _, size in left], []
+        self._ahead = max(self._ahead, len(left))
+        self._line = left
+        return 0 if None in taken else sum(size or 0 for size in taken)
+
+
+class _Hook:
+    """Tells of each training forward; in copies and pickles of the model it tells nobody."""
+
+    def __init__(self, tell: Callable[[int | None], object] = lambda samples: None) -> None:
+        self._tell = tell
+
+    def __call__(self, module: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        # A graph must neither hold nor break at it.
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self._tell(_count((args, keywords)))
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
+
+
+def _count(batch: Any) -> int | None:
+    """Return how many samples a batch holds; None where it has no tensor."""
+    try:
+        return batch_length(batch)
+    except FitError:
+        return None
+
+
+def _global_batch(fetches: list[_Fetch], workers: int) -> int | None:
+    """Return what all workers train on in a step, as the loader or its first batch says."""
+    sizes = {id(one.source): getattr(one.source, "batch_size", one.samples) for one in fetches}
+    known = [size for size in sizes.values() if isinstance(size, int)]
+    return workers * sum(known) if known else None
+
+
+def _patched(kind: Any, name: str, instead: Callable[..., Any]) -> Callable[[], None]:
+    """Let a function be `instead`, which is given the original first; return what undoes it."""
+    original = vars(kind)[name]
+
+    @functools.wraps(original)
+    def function(*args: Any, **keywords: Any) -> Any:
+        return instead(original, *args, **keywords)
+
+    def undo() -> None:
+        if vars(kind)[name] is function:
+            setattr(kind, name, original)
+
+    setattr(kind, name, function)
+    return undo
+
+
+def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    yield kind
+    for sub in kind.__subclasses__():
+        yield from _with_subclasses(sub)
+
+
+# -- which model, which optimizer ------------------------------------------------------------------
+
+
+class _Tree:
+    """The modules of this process: which holds which, and which parameter is whose."""
+
+    def __init__(self, modules: Iterable[Module]) -> None:
+        self._parents: dict[int, list[Module]] = {}
+        self._owners: dict[int, list[Module]] = {}
+        for module in modules:
+            for child in (vars(module).get("_modules") or {}).values():
+                if child is not None:
+                    self._parents.setdefault(id(child), []).append(module)
+            for parameter in _own_parameters(module):
+                self._owners.setdefault(id(parameter), []).append(module)
+
+    def above(self, module: Module) -> list[Module]:
+        """Return a module and all that hold it, the nearest first."""
+        found, seen = [module], {id(module)}
+        for one in found:  # grows meanwhile
+            for parent in self._parents.get(id(one), ()):
+                if id(parent) not in seen:
+                    seen.add(id(parent))
+                    found.append(parent)
+        return found
+
+    def holder(self, parameters: list[torch.Tensor]) -> Module | None:
+        """Return the smallest module that holds most of these, or what distributes that."""
+        counts: dict[int, int] = {}
+        modules: dict[int, Module] = {}
+        for parameter in parameters:
+            holders: dict[int, Module] = {}
+            for owner in self._owners.get(id(parameter), ()):
+                if id(owner) not in holders:
+                    holders |= {id(one): one for one in self.above(owner)}
+            for key in holders:
+                counts[key] = counts.get(key, 0) + 1
+            modules |= holders
+        if not modules:
+            return None
+        most = max(counts.values())
+        full = [module for key, module in modules.items() if counts[key] == most]
+        smallest: Module = min(full, key=lambda one: sum(1 for _ in one.modules()))
+        above = self.above(smallest)
+        copied = [one for one in above if isinstance(one, DistributedDataParallel)]
+        sharded = [one for one in above if isinstance(one, SHARDED)]
+        return (copied or sharded or [smallest])[-1]
+
+
+def _own_parameters(module: Module) -> list[Any]:
+    """Return a module's own parameters; FSDP's all, of which it registers some at a time."""
+    found: list[Any] = list((vars(module).get("_parameters") or {}).values())
+    held: Any = module
+    try:
+        if isinstance(module, FSDPModule):
+            for group in held._get_fsdp_state()._fsdp_param_groups:
+                for one in group.fsdp_params:
+                    found += [one.sharded_param, getattr(one, "_unsharded_param", None)]
+        elif isinstance(module, FullyShardedDataParallel) and held._handle is not None:
+            flat = held._handle.flat_param
+            found += [flat, *(flat._params or ())]
+    except AttributeError:  # another version's internals: what is registered must do
+        pass
+    return [one for one in found if one is not None]
+
+
+@dataclass
+class Found:
+    """What trains in a script.
+
+    Attributes:
+        entrance: What is called when the model is: where it is compiled, what stands around it. A
+            hook inside would be compiled into the graph.
+    """
+
+    model: Module
+    optimizer: Optimizer
+    entrance: Module
+    device: torch.device
+
+
+def find(losses: Any) -> Found | None:
+    """Return what trains by these losses' backward; None where there is no such pair."""
+    things = gc.get_objects()
+    # `isinstance` would take longer, and believe objects that say they are of another class.
+    modules, optimizers = set(_with_subclasses(Module)), set(_with_subclasses(Optimizer))
+    tree = _Tree(thing for thing in things if type(thing) in modules)
+    pairs = []
+    for optimizer in [thing for thing in things if type(thing) in optimizers]:
+        groups = vars(optimizer).get("param_groups")  # what wraps an optimizer has none of its own
+        held = [p for group in groups or () for p in group["params"] if p.requires_grad]
+        model = tree.holder(held)
+        if model is not None:
+            pairs.append((model, optimizer, held))
+    if (shown := _reached(losses)) is not None:
+
+        def share(pair: tuple[Module, Optimizer, list[Any]]) -> tuple[int, int]:
+            whole = (id(p) for module in pair[0].modules() for p in _own_parameters(module))
+            return len(shown & {id(p) for p in pair[2]}), len(shown.intersection(whole))
+
+        pairs = sorted((one for one in pairs if any(share(one))), key=share, reverse=True)
+    if not pairs:
+        return None
+    model, optimizer, held = pairs[0]
+    around = [one for one in tree.above(model) if isinstance(one, OptimizedModule)]
+    return Found(model, optimizer, around[-1] if around else model, held[0].device)
+
+
+def _reached(losses: Any) -> set[int] | None:
+    """Return the ids of the parameters that losses were computed from; None: they do not show it.
+
+    Of what is computed again in backward (checkpointed activations) a graph has no parameters.
+    """
+    listed = losses if isinstance(losses, (list, tuple)) else [losses]
+    nodes = [t.grad_fn for t in listed if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    seen, found = set(nodes), set()
+    for node in nodes:  # grows meanwhile
+        found.add(id(getattr(node, "variable", None)))
+        if len(nodes) > MOST_NODES or type(node).__name__ == "CheckpointFunctionBackward":
+            return None
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return found
+
+
+def is_sharded(model: Module) -> bool:
+    """Whether FSDP has a part of this model."""
+    return any(isinstance(module, SHARDED) for module in model.modules())
