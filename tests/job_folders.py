@@ -1,8 +1,8 @@
 """Job folders for tests, and their processes, started without torchrun's agent: it takes seconds.
 
-    folder = job_folder(tmp_path, plan)
-    with started(folder, 2) as processes:
-        ...
+folder = job_folder(tmp_path, plan)
+with started(folder, 2) as processes:
+    ...
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Jobs: the folder of a plan, started as a scheduler would, trains, stops, resumes and is followed."""
+"""Jobs: a plan's folder, started as a scheduler would, trains, stops, resumes and is followed."""
 
 from __future__ import annotations
 

@@ -50,6 +50,7 @@ machinery(__name__)
 FORMAT = "workbench-job/1"
 DESCRIPTION = "run.json"
 CONDUCTOR = "workbench.jobs.conductor"
+SCRIPTS = "workbench.strategies.torch.parts.scripts"
 CONDUCT_S = 60.0
 SETTLE_S = 30.0
 """How long rank 0 waits at the end for the conductor, which waits for the other ranks."""
@@ -184,7 +185,7 @@ def _logged(path: Path | None) -> Iterator[None]:
         yield
         return
     with file:
-        sys.stdout, sys.stderr = _Tee(before[0], file), _Tee(before[1], file)  # type: ignore[assignment]
+        sys.stdout, sys.stderr = _Tee(before[0], file), _Tee(before[1], file)
         try:
             yield
         finally:
@@ -343,7 +344,7 @@ class WatchedScript(Script):
     def execute(self, source: str, number: int) -> BaseException | None:
         """Run the script, with what it trains recorded."""
         run = context.require("workbench run")
-        undo = importlib.import_module(f"{__package__}.torch.scripts").watch_scripts(run)
+        undo = importlib.import_module(SCRIPTS).watch_scripts(run)
         try:
             return super().execute(source, number)
         finally:
@@ -366,7 +367,7 @@ def _meet(where: Surroundings, job: About, conductor: Conductor | None) -> About
         return meeting.ask(about)
     abouts = meeting.gather(about)
     store = where.store
-    if store is None and where.world_size == 1:
+    if where.world_size == 1 and not where.has_agent:
         store = _own_store(job)
     try:
         parts = conductor.conduct(

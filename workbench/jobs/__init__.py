@@ -3,11 +3,14 @@
 In reading order:
 
     control      how is a run in another process told to stop
-    places       where is a run that is followed: a folder, a host, a stream of lines
+    frames       how do a run's files travel, through ssh or as marked lines of a log
+    places       where is a run that is followed: a folder, a host, a command's output
     conductor    the process beside rank 0 that keeps a job's records
     followed     a run whose history comes from such a place
-    platforms    how does each platform start, name and end a job
+    platforms/   how does each platform start, name and end a job
     submitted    the jobs that this user has submitted
     progress     what Kubeflow is told of a job
-    command      the shell's commands for them
+    telling      what do the shell's commands say of runs, to people and programs
+    here         `workbench run`: the processes of a run on this machine
+    command      the shell's commands for jobs
 """

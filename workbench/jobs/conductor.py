@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import psutil
 
@@ -406,11 +406,11 @@ class Conductor:
             run.note(text)
         run.finish(error)
 
-    def conduct(self, rank_0: IO[bytes]) -> None:
+    def conduct(self, rank_0: Any) -> None:
         """Serve the job until its run is settled.
 
         Args:
-            rank_0: Ends when rank 0 does.
+            rank_0: The way to rank 0, as a file; it ends when rank 0 does.
         """
         watcher = threading.Thread(target=self._watch, args=(rank_0,), daemon=True)
         watcher.start()
@@ -458,7 +458,7 @@ class Conductor:
         sys.stdout.write(line)
         sys.stdout.flush()
 
-    def _watch(self, rank_0: IO[bytes]) -> None:
+    def _watch(self, rank_0: Any) -> None:
         with contextlib.suppress(OSError):
             rank_0.read()
         self._left.set()
@@ -574,7 +574,7 @@ def main() -> int:
         return 0
 
 
-def _answer(rank_0: IO[bytes], content: Mapping[str, Any]) -> None:
+def _answer(rank_0: Any, content: Mapping[str, Any]) -> None:
     rank_0.write(json.dumps(content, default=str).encode() + b"\n")
     rank_0.flush()
 

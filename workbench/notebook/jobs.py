@@ -20,7 +20,7 @@ from ..execution import registry
 from ..execution.allocator import notebook_framework
 from ..execution.requests import to_recipe
 from ..execution.run import Run
-from ..export.envelopes import ENVELOPES, JobFacts, Resources, write_envelope
+from ..export.envelopes import JobFacts, Resources, write_envelope
 from ..export.folder import JobFolder, job_of, read_job
 from ..history.folders import runs_root
 from ..jobs.followed import BEGIN_S, FollowedJob
@@ -282,7 +282,7 @@ def _names() -> Mapping[str, object] | None:
     if "IPython" not in sys.modules:
         return None
     shell = sys.modules["IPython"].get_ipython()
-    return None if shell is None else shell.user_ns  # type: ignore[no-any-return]
+    return None if shell is None else shell.user_ns
 
 
 def _envelope(name: str, path: Path, resources: Resources) -> list[Path]:
@@ -319,6 +319,3 @@ def _new_folder(what: object) -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     found = root / f"{''.join(c if c.isalnum() or c in '-_' else '-' for c in name)[:40]}-{stamp}"
     return found
-
-
-__all__ = ["ENVELOPES", "RunError", "follow", "job", "jobs", "submit"]

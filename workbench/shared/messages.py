@@ -107,7 +107,8 @@ class Message:
 
     def to_wire(self) -> dict[str, Any]:
         """Return its fields, JSON-ready."""
-        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return {k: v.to_wire() if isinstance(v, CellOutcome) else v for k, v in fields.items()}
 
     def buffers(self) -> tuple[Buffer, ...]:
         """Return what travels beside the fields, as raw bytes."""
@@ -342,10 +343,6 @@ class CellEnded(OfEngine):
     kind: ClassVar[str] = "ended"
     outcome: CellOutcome
 
-    def to_wire(self) -> dict[str, Any]:
-        """Return its fields, JSON-ready."""
-        return {"engine": self.engine, "outcome": self.outcome.to_wire()}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Asked(OfEngine):
@@ -489,21 +486,9 @@ class Interrupt(Message):
 
 
 Up = (
-    Hello
-    | Refused
-    | Records
-    | Happened
-    | Position
-    | Stopped
-    | Answered
-    | Left
-    | Served
-    | WhereAnswer
-    | StacksAnswer
-    | ClockAnswer
-    | CellEnded
-    | Asked
-)
+    Hello | Refused | Records | Happened | Position | Stopped | Answered | Left | Served
+    | WhereAnswer | StacksAnswer | ClockAnswer | CellEnded | Asked
+)  # fmt: skip
 Down = (
     Welcome
     | Halt

@@ -192,7 +192,7 @@ def averaging(model: torch.nn.Module) -> Gradients | None:
     return None
 
 
-def _world() -> weakref.ref[Any]:
+def _present_group() -> weakref.ref[Any]:
     """Return which group there is, without holding on to it."""
     return weakref.ref(dist.group.WORLD)
 
@@ -279,7 +279,7 @@ class Gradients:
         if dist.get_world_size() == 1:
             return
         self.forget_failed()
-        self._group = _world()
+        self._group = _present_group()
         left = self._left.get(id(parameter), self.passes)
         if left <= 0:
             self._clear()
@@ -301,7 +301,7 @@ class Gradients:
 
     def forget_failed(self) -> None:
         """Forget a step that has failed half-way: the workers have met anew since."""
-        if self._left and self._group != _world():
+        if self._left and self._group != _present_group():
             self._clear()
 
     def _launch(self, bucket: Bucket) -> None:

@@ -178,7 +178,7 @@ def _record(context: RunContext) -> None:
     """Have the run record the loop as it is, unless `wb.watch` does."""
     if context.taken_over:
         return
-    scripts = importlib.import_module("workbench.engine.torch.scripts")
+    scripts = importlib.import_module("workbench.strategies.torch.parts.scripts")
     try:
         end = scripts.watch_scripts(context)
     except RunError:  # this process is a script, which is recorded already

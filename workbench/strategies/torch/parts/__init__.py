@@ -4,6 +4,7 @@ In reading order:
 
     replica              how does a share of a batch become gradients and an update
     user_loop            how are the steps of a user's own loop seen
+    scripts              what trains in a script that knows nothing of Workbench
     loader               which batches does a user's own loop get
     reduction            how are the gradients of copies averaged, whoever calls backward
     averaging            which all-reduce averages a run's gradients, compressed or not

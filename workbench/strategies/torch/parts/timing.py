@@ -62,8 +62,11 @@ class CpuTimer:
 
     def begin(self) -> None:
         """Note that the step has its data."""
-        self._began = clock()
-        self._ready = NAN
+        self.begin_at(clock())
+
+    def begin_at(self, at_s: float) -> None:
+        """Note that the step had its data then."""
+        self._began, self._ready = at_s, NAN
         self._exposed = self._injected = self._aside = 0.0
 
     def spend(self, phase: str) -> None:
