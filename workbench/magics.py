@@ -221,7 +221,7 @@ class WorkbenchMagics(Magics):
                 + (f", --seeds {asked.seeds}" if asked.seeds else "")
                 + ("" if asked.to_job else ", --plain without --to-job"),
                 allowed="%%distributed mirrored -n 2 --to-job DIR",
-                code="WB-PLAN-811",
+                code="WB-PLAN-201",
             )
         cluster = session.cluster
         plan = plan_of(

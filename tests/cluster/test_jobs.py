@@ -80,7 +80,7 @@ def test_a_rank_that_is_killed_is_named_and_no_process_is_left(tmp_path):
         assert soon(lambda: run.snapshot().step > 3)
         left = [p.pid for one in processes for p in psutil.Process(one.pid).children(True)]
         processes[1].kill()
-        with pytest.raises(RunError, match="WB-RUN-805"):
+        with pytest.raises(RunError, match="WB-RUN-106"):
             run.wait(WAIT_S)
         assert "Rank 1" in str(run.error)
         assert done(processes)[0] == 1

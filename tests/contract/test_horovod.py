@@ -69,13 +69,13 @@ def test_messages_are_those_of_horovods_documentation(workers: Workers) -> None:
 
 
 CODES = {
-    "no init": "WB-FIT-902", "comm": "WB-FIT-900", "join": "WB-FIT-907", "both": "WB-FIT-903",
-    "adasum": "WB-FIT-904", "set": "WB-FIT-905", "alltoall": "WB-FIT-921",
-    "elastic": "WB-FIT-921", "shapes": "WB-FIT-906", "other model": "WB-FIT-908",
-    "other optimizer": "WB-FIT-908", "max": "WB-FIT-915", "unnamed": "WB-FIT-917",
-    "twice": "WB-FIT-917", "no names": "WB-FIT-916", "wrapped": "WB-FIT-914",
-    "zeroed": "WB-FIT-913", "more passes": "WB-FIT-912", "clipped early": "WB-FIT-911",
-    "sparse": "WB-FIT-910",
+    "no init": "WB-FIT-165", "comm": "WB-FIT-163", "join": "WB-FIT-170", "both": "WB-FIT-166",
+    "adasum": "WB-FIT-167", "set": "WB-FIT-168", "alltoall": "WB-FIT-183",
+    "elastic": "WB-FIT-183", "shapes": "WB-FIT-169", "other model": "WB-FIT-171",
+    "other optimizer": "WB-FIT-171", "max": "WB-FIT-177", "unnamed": "WB-FIT-179",
+    "twice": "WB-FIT-179", "no names": "WB-FIT-178", "wrapped": "WB-FIT-176",
+    "zeroed": "WB-FIT-175", "more passes": "WB-FIT-174", "clipped early": "WB-FIT-173",
+    "sparse": "WB-FIT-172",
 }  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def test_mistakes_are_refused_on_every_rank(workers: Workers) -> None:
 
 @pytest.mark.parametrize(
     ("first", "code"),
-    [("prepare", "WB-FIT-918"), ("horovod", "WB-FIT-920"), ("fit", "WB-FIT-920")],
+    [("prepare", "WB-FIT-180"), ("horovod", "WB-FIT-182"), ("fit", "WB-FIT-182")],
 )
 def test_one_of_both_averages(workers: Workers, first: str, code: str) -> None:
     for report in workers.run("mirrored", horovod_cells.both, first, workers=2):
@@ -96,7 +96,7 @@ def test_one_of_both_averages(workers: Workers, first: str, code: str) -> None:
 
 def test_another_strategy_is_refused(workers: Workers) -> None:
     reports = workers.run("sharded", horovod_cells.recorded, False, workers=2)
-    assert ["WB-FIT-919" in str(report.error) for report in reports] == [True, True]
+    assert ["WB-FIT-181" in str(report.error) for report in reports] == [True, True]
 
 
 def test_the_newest_optimizer_of_a_model_averages(workers: Workers) -> None:

@@ -492,7 +492,7 @@ watch_scripts(run)
 """
     reports = workers.run("one_device", recorded, source)
     (error,) = failures(reports)
-    assert "WB-RUN-925" in error
+    assert "WB-RUN-126" in error
     assert reports[0].left == []
 
 

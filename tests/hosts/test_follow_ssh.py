@@ -91,4 +91,4 @@ def test_a_host_that_cannot_be_reached_is_told_in_the_words_of_ssh(
 ) -> None:
     with pytest.raises(RunError, match="no-such-host") as error:
         open_place("ssh://no-such-host/dir")
-    assert error.value.code == "WB-RUN-906"
+    assert error.value.code == "WB-RUN-114"

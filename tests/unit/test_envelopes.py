@@ -167,7 +167,7 @@ def test_a_value_that_the_user_chooses_is_quoted_everywhere(name, one, folder):
     if name == "skypilot" and one == "region":  # its schema has a pattern
         with pytest.raises(PlanError) as caught:
             write(name, folder, resources=dataclasses.replace(ALL, region=EVIL))
-        assert caught.value.code == "WB-PLAN-933"
+        assert caught.value.code == "WB-PLAN-234"
         return
     plain = write(name, folder)
     for file, text in write(
@@ -185,22 +185,22 @@ def test_a_value_that_the_user_chooses_is_quoted_everywhere(name, one, folder):
 @pytest.mark.parametrize("one", ["partition", "account", "qos"])
 @pytest.mark.parametrize("value", ["a b", "a\n#SBATCH --uid=0", "-x", "$(id)", "'"])
 def test_a_word_that_slurm_cannot_read_is_refused(one, value, folder):
-    refused("WB-PLAN-929", "slurm", folder, **{one: value})
+    refused("WB-PLAN-230", "slurm", folder, **{one: value})
 
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=id", "a b", "a;b", "$(id)", "", "a\nb"])
 def test_a_host_that_is_none_is_refused(host, folder):
-    refused("WB-PLAN-927", "ssh", folder, hosts=(host,))
+    refused("WB-PLAN-228", "ssh", folder, hosts=(host,))
 
 
 @pytest.mark.parametrize("one", ["namespace", "service_account", "volume_claim"])
 def test_a_name_that_kubernetes_has_not_is_refused(one, folder):
-    refused("WB-PLAN-928", "trainjob", folder, **{one: "My_Team"})
+    refused("WB-PLAN-229", "trainjob", folder, **{one: "My_Team"})
 
 
 @pytest.mark.parametrize("secret", ["", "a:b c", "a:", "tokens", "A:B", "hf_abc"])
 def test_secrets_are_names_never_values(secret, folder):
-    refused("WB-PLAN-931", "trainjob", folder, secrets=(secret,))
+    refused("WB-PLAN-232", "trainjob", folder, secrets=(secret,))
 
 
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.text())
@@ -274,7 +274,7 @@ def test_a_key_that_the_platform_does_not_know_is_refused_wherever_it_is(name, f
         at["numnodes"] = 1
         with pytest.raises(PlanError) as caught:
             published.check_document(envelope, changed, schema, definition)
-        assert caught.value.code == "WB-PLAN-933"
+        assert caught.value.code == "WB-PLAN-234"
         assert "numnodes" in str(caught.value)
         tried += 1
     assert tried >= 2
@@ -291,14 +291,14 @@ def test_a_wrong_key_in_a_template_is_refused_when_it_is_written(name, folder, m
     )
     with pytest.raises(PlanError) as caught:
         write(name, folder)
-    assert caught.value.code == "WB-PLAN-933"
+    assert caught.value.code == "WB-PLAN-234"
     assert not (folder / file).exists()
 
 
 def test_a_value_of_a_wrong_kind_is_refused(folder):
     with pytest.raises(PlanError) as caught:
         write("vertex", folder, resources=dataclasses.replace(ALL, accelerator="H100"))
-    assert caught.value.code == "WB-PLAN-933"
+    assert caught.value.code == "WB-PLAN-234"
     assert "acceleratorType" in str(caught.value)
 
 
@@ -311,7 +311,7 @@ def test_a_value_of_a_wrong_kind_is_refused(folder):
 def test_an_option_that_a_command_does_not_have_is_refused(line):
     with pytest.raises(PlanError) as caught:
         published.check_options(ENVELOPES["slurm"], line + "\n")
-    assert caught.value.code == "WB-PLAN-934"
+    assert caught.value.code == "WB-PLAN-235"
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_a_call_that_a_library_does_not_publish_is_refused(name, old, new, folde
     monkeypatch.setattr(envelopes, "template_text", published.template_text)
     with pytest.raises(PlanError) as caught:
         write(name, folder)
-    assert caught.value.code == "WB-PLAN-935"
+    assert caught.value.code == "WB-PLAN-236"
 
 
 # -- what is asked for -----------------------------------------------------------------------------
@@ -341,12 +341,12 @@ def test_a_call_that_a_library_does_not_publish_is_refused(name, old, new, folde
      {"time_s": float("nan")}],
 )  # fmt: skip
 def test_numbers_that_cannot_be_are_refused(wrong, folder):
-    refused("WB-PLAN-926", "slurm", folder, **wrong)
+    refused("WB-PLAN-227", "slurm", folder, **wrong)
 
 
 @pytest.mark.parametrize("wrong", [{"nodes": 3}, {"nodes": 2, "workers_per_node": 3}, {"nodes": 8}])
 def test_processes_that_do_not_fill_the_nodes_evenly_are_refused(wrong, folder):
-    assert "1, 2, 4" in refused("WB-PLAN-930", "slurm", folder, **wrong)
+    assert "1, 2, 4" in refused("WB-PLAN-231", "slurm", folder, **wrong)
 
 
 def test_servers_are_processes_like_others(folder):
@@ -356,7 +356,7 @@ def test_servers_are_processes_like_others(folder):
 
 def test_a_platform_that_cannot_start_tensorflow_names_those_that_can(folder):
     job = dataclasses.replace(JOB, framework="tensorflow")
-    assert "slurm" in refused("WB-PLAN-922", "trainjob", folder, job=job)
+    assert "slurm" in refused("WB-PLAN-223", "trainjob", folder, job=job)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_tensorflow_is_started_with_its_own_script(name, folder):
 
 
 def test_a_platform_of_one_machine_refuses_several(folder):
-    refused("WB-PLAN-923", "monarch", folder, nodes=2)
+    refused("WB-PLAN-224", "monarch", folder, nodes=2)
 
 
 @pytest.mark.parametrize(
@@ -381,15 +381,15 @@ def test_a_platform_of_one_machine_refuses_several(folder):
      ("databricks", "folder"), ("vertex", "instance_type")],
 )  # fmt: skip
 def test_what_a_platform_must_be_told_is_asked_for(name, without, folder):
-    assert f"{without}=" in refused("WB-PLAN-924", name, folder, **{without: ""})
+    assert f"{without}=" in refused("WB-PLAN-225", name, folder, **{without: ""})
 
 
 def test_gpus_on_a_cloud_must_have_a_name(folder):
-    assert "accelerator=" in refused("WB-PLAN-924", "skypilot", folder, gpus_per_node=1)
+    assert "accelerator=" in refused("WB-PLAN-225", "skypilot", folder, gpus_per_node=1)
 
 
 def test_there_is_one_host_for_each_node(folder):
-    refused("WB-PLAN-925", "ssh", folder, nodes=2, hosts=("a", "b", "c"))
+    refused("WB-PLAN-226", "ssh", folder, nodes=2, hosts=("a", "b", "c"))
 
 
 def test_an_unknown_platform_is_refused(folder):
@@ -397,7 +397,7 @@ def test_an_unknown_platform_is_refused(folder):
 
 
 def test_a_folder_without_a_job_is_refused(tmp_path):
-    refused("WB-PLAN-921", "slurm", tmp_path)
+    refused("WB-PLAN-222", "slurm", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ def test_memory_is_read_as_users_of_all_platforms_write_it(text, size):
 def test_what_is_no_memory_is_refused(text):
     with pytest.raises(PlanError) as caught:
         memory_bytes(text)
-    assert caught.value.code == "WB-PLAN-920"
+    assert caught.value.code == "WB-PLAN-221"
 
 
 def test_memory_is_written_as_each_platform_takes_it(folder):
@@ -475,7 +475,7 @@ def test_a_claim_takes_the_place_of_config_maps(folder):
 
 def test_files_too_large_for_config_maps_are_refused(folder):
     (folder / "wb-1-py3-none-any.whl").write_bytes(bytes(9 << 20))
-    assert "volume_claim=" in refused("WB-PLAN-932", "trainjob", folder)
+    assert "volume_claim=" in refused("WB-PLAN-233", "trainjob", folder)
 
 
 def test_an_image_with_all_in_it_is_sent_no_wheel(folder):

@@ -227,7 +227,7 @@ class TestSafe:
         object.__setattr__(plan, "log", (target,))
         with pytest.raises(PlanError) as caught:
             write_job(plan, tmp_path / "job")
-        assert caught.value.code == "WB-PLAN-911"
+        assert caught.value.code == "WB-PLAN-213"
         assert "s3cret" not in str(caught.value)
         assert not (tmp_path / "job").exists()
 
@@ -239,10 +239,10 @@ class TestSafe:
 
     def test_weights_to_start_from_must_be_at_hand(self, tmp_path):
         plan = plan_of(init_from="base")
-        assert code_of(write_job, plan, tmp_path / "job") == "WB-PLAN-907"
+        assert code_of(write_job, plan, tmp_path / "job") == "WB-PLAN-209"
         empty = tmp_path / "empty"
         empty.mkdir()
-        assert code_of(write_job, plan, tmp_path / "job", initial=empty) == "WB-PLAN-910"
+        assert code_of(write_job, plan, tmp_path / "job", initial=empty) == "WB-PLAN-212"
         assert not (tmp_path / "job").exists()
 
 
@@ -255,7 +255,7 @@ class TestFiles:
         (notebook / "helpers.py").write_text("")
         (tmp_path / "far.bin").write_bytes(b"3")
         source = "import helpers\nopen('data/x.csv')\nprint(helpers)\n"
-        assert code_of(write_job, plan_of(source), tmp_path / "job") == "WB-PLAN-904"
+        assert code_of(write_job, plan_of(source), tmp_path / "job") == "WB-PLAN-206"
         files = [Path("data"), Path("helpers.py"), tmp_path / "far.bin"]
         path = write_job(plan_of(source), tmp_path / "job", files=files)
         assert (path / "data" / "x.csv").read_text() == "1"
@@ -266,11 +266,11 @@ class TestFiles:
     @pytest.mark.parametrize("name", ["train.py", "run.json", "runs", "workbench.whl"])
     def test_names_of_the_folders_own_files_are_taken(self, name, tmp_path, notebook):
         (notebook / name).write_text("")
-        assert code_of(write_job, plan_of(), tmp_path / "job", files=[Path(name)]) == "WB-PLAN-909"
+        assert code_of(write_job, plan_of(), tmp_path / "job", files=[Path(name)]) == "WB-PLAN-211"
 
     def test_a_file_that_is_not_there_is_said(self, tmp_path):
         gone = [Path("gone.csv")]
-        assert code_of(write_job, plan_of(), tmp_path / "job", files=gone) == "WB-PLAN-908"
+        assert code_of(write_job, plan_of(), tmp_path / "job", files=gone) == "WB-PLAN-210"
         assert not (tmp_path / "job").exists()
 
 
@@ -298,7 +298,7 @@ class TestReplacing:
             goal.mkdir()
             name = "run.json" if holds == "a run" else "mine.txt"
             (goal / name).write_text('{"state": "finished"}')
-        assert code_of(write_job, plan_of(), goal, replace=True) == "WB-PLAN-912"
+        assert code_of(write_job, plan_of(), goal, replace=True) == "WB-PLAN-214"
         assert goal.is_file() or len(list(goal.iterdir())) == 1
 
     def test_an_empty_folder_is_taken(self, tmp_path):
@@ -309,7 +309,7 @@ class TestReplacing:
         path = write_job(plan_of(), tmp_path / "job")
         with (path / "train.py").open("a") as file:
             file.write("# mine\n")
-        assert code_of(write_job, plan_of(), path) == "WB-PLAN-914"
+        assert code_of(write_job, plan_of(), path) == "WB-PLAN-216"
         write_job(plan_of(), path, replace=True)
         assert "# mine" not in (path / "train.py").read_text()
 
@@ -318,7 +318,7 @@ class TestReplacing:
         alive = path / "runs" / "1" / "alive"
         alive.parent.mkdir(parents=True)
         alive.write_text("{}")
-        assert code_of(write_job, plan_of(), path) == "WB-PLAN-913"
+        assert code_of(write_job, plan_of(), path) == "WB-PLAN-215"
         os.utime(alive, (time.time() - 3600,) * 2)
         write_job(plan_of(), path)
 
@@ -334,7 +334,7 @@ class TestReplacing:
             return rename(self, target)
 
         monkeypatch.setattr(Path, "rename", full)
-        assert code_of(write_job, plan_of(name="b"), path) == "WB-PLAN-906"
+        assert code_of(write_job, plan_of(name="b"), path) == "WB-PLAN-208"
         assert {one.name: one.stat().st_mtime_ns for one in path.iterdir()} == before
         assert read_job(path).name == "a"
         assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
@@ -343,26 +343,26 @@ class TestReplacing:
 @pytest.mark.usefixtures("quick")
 class TestReading:
     def test_what_is_no_job_folder_is_said(self, tmp_path):
-        assert code_of(read_job, tmp_path) == "WB-PLAN-916"
-        assert code_of(read_job, tmp_path / "gone") == "WB-PLAN-916"
+        assert code_of(read_job, tmp_path) == "WB-PLAN-218"
+        assert code_of(read_job, tmp_path / "gone") == "WB-PLAN-218"
         for text in ('{"state": "finished"}', "[]", "3"):
             (tmp_path / "run.json").write_text(text)
-            assert code_of(read_job, tmp_path) == "WB-PLAN-916"
+            assert code_of(read_job, tmp_path) == "WB-PLAN-218"
 
     def test_a_description_that_was_cut_is_said(self, tmp_path):
         path = write_job(plan_of(), tmp_path / "job")
         whole = (path / "run.json").read_bytes()
         for size in (0, 1, len(whole) // 2, len(whole) - 2):
             (path / "run.json").write_bytes(whole[:size])
-            assert code_of(read_job, path) == "WB-PLAN-915"
+            assert code_of(read_job, path) == "WB-PLAN-217"
         (path / "run.json").write_bytes(b"\xff\xfe{}")
-        assert code_of(read_job, path) == "WB-PLAN-915"
+        assert code_of(read_job, path) == "WB-PLAN-217"
 
     def test_a_newer_folder_is_said(self, tmp_path):
         path = write_job(plan_of(), tmp_path / "job")
         about = json.loads((path / "run.json").read_text()) | {"format": "workbench-job/2"}
         (path / "run.json").write_text(json.dumps(about))
-        assert code_of(read_job, path) == "WB-PLAN-917"
+        assert code_of(read_job, path) == "WB-PLAN-219"
 
     @pytest.mark.parametrize(
         ("key", "value"),
@@ -376,7 +376,7 @@ class TestReading:
         path = write_job(plan_of(), tmp_path / "job")
         about = json.loads((path / "run.json").read_text()) | {key: value}
         (path / "run.json").write_text(json.dumps(about))
-        assert code_of(read_job, path) == "WB-PLAN-918"
+        assert code_of(read_job, path) == "WB-PLAN-220"
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ def test_horovod_and_its_parts_are_found(finder: object) -> None:
 
     assert (Compression, Average, allreduce) == (hvd.Compression, hvd.Average, hvd.allreduce)
     assert not hvd.is_initialized()
-    with pytest.raises(Exception, match="WB-FIT-921"):
+    with pytest.raises(Exception, match="WB-FIT-183"):
         horovod.run(print, np=2)
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("horovod.torch.nothing")
@@ -55,7 +55,7 @@ def test_installing_twice_is_installing_once(finder: object) -> None:
 
 @pytest.mark.parametrize("part", ["tensorflow", "keras", "spark"])
 def test_parts_that_are_not_here_say_what_to_do(finder: object, part: str) -> None:
-    with pytest.raises(ImportError, match="WB-FIT-922") as caught:
+    with pytest.raises(ImportError, match="WB-FIT-184") as caught:
         importlib.import_module(f"horovod.{part}")
     assert "%%distributed" in str(caught.value)
     assert f"horovod.{part}" not in sys.modules

@@ -255,28 +255,28 @@ def refused_key(run_dir: Path) -> str:
 def test_a_key_that_others_could_read_or_made_is_not_used(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert refused_key(run_dir) == "WB-RUN-900"
+    assert refused_key(run_dir) == "WB-RUN-108"
     control.make_key(run_dir)
     path = run_dir / control.KEY
     path.chmod(0o640)
-    assert refused_key(run_dir) == "WB-RUN-901"
+    assert refused_key(run_dir) == "WB-RUN-109"
     path.chmod(0o600)
     with monkeypatch.context() as patch:
         owned_by_another(patch)
-        assert refused_key(run_dir) == "WB-RUN-901"
+        assert refused_key(run_dir) == "WB-RUN-109"
     path.rename(run_dir / "elsewhere")
     path.symlink_to(run_dir / "elsewhere")
-    assert refused_key(run_dir) == "WB-RUN-901"
+    assert refused_key(run_dir) == "WB-RUN-109"
     path.unlink()
     os.mkfifo(path, 0o600)
-    assert refused_key(run_dir) == "WB-RUN-901"
+    assert refused_key(run_dir) == "WB-RUN-109"
 
 
 @pytest.mark.parametrize("content", [b"", b"abcd", b"x" * 64, b"\xff" * 64, b"0" * 66])
 def test_a_damaged_key_is_told(run_dir: Path, content: bytes) -> None:
     control.make_key(run_dir)
     (run_dir / control.KEY).write_bytes(content)
-    assert refused_key(run_dir) == "WB-RUN-902"
+    assert refused_key(run_dir) == "WB-RUN-110"
 
 
 def test_an_order_that_cannot_be_written_is_told_and_nothing_is_left(
@@ -288,7 +288,7 @@ def test_an_order_that_cannot_be_written_is_told_and_nothing_is_left(
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(RunError) as caught:
         control.give(run_dir, Order("stop"))
-    assert caught.value.code == "WB-RUN-903"
+    assert caught.value.code == "WB-RUN-111"
     assert os.listdir(run_dir / control.INBOX) == []
 
 
@@ -317,7 +317,7 @@ def test_an_order_that_cannot_be_written_is_told_and_nothing_is_left(
 def test_what_no_run_can_do_is_no_order(about: dict) -> None:
     with pytest.raises(PlanError) as caught:
         Order(**about)
-    assert caught.value.code == "WB-PLAN-940"
+    assert caught.value.code == "WB-PLAN-237"
 
 
 def test_a_fault_that_is_not_understood_says_its_own_error() -> None:
@@ -343,7 +343,7 @@ def test_a_line_of_json_is_read_back(run_dir: Path) -> None:
 def test_text_that_is_no_order_is_told(text: bytes) -> None:
     with pytest.raises(PlanError) as caught:
         control.read_order(text)
-    assert caught.value.code == "WB-PLAN-941"
+    assert caught.value.code == "WB-PLAN-238"
 
 
 JSON = st.recursive(

@@ -278,7 +278,7 @@ def test_a_wandb_that_is_switched_off_writes_nothing(run, tmp_path, monkeypatch)
 def test_what_wandb_cannot_do_is_refused(run, tmp_path, monkeypatch):
     need("wandb")
     monkeypatch.setenv("WANDB_MODE", "sometimes")
-    with pytest.raises(PlanError, match="WB-PLAN-961"):
+    with pytest.raises(PlanError, match="WB-PLAN-247"):
         run.log_to("wandb:lessons")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", "/proc/runs")
@@ -359,7 +359,7 @@ def test_a_trackio_folder_on_the_network_gets_files_to_import(store, monkeypatch
 
 
 def test_a_name_that_trackio_keeps_is_refused(run, store):
-    with pytest.raises(PlanError, match="WB-PLAN-962"):
+    with pytest.raises(PlanError, match="WB-PLAN-248"):
         run.log_to("trackio:registry-mine")
     assert not run.logs
 
@@ -388,7 +388,7 @@ def test_projects_are_places(text, where):
      "trackio", "trackio: ", "trackio:a/b", "trackio:.", "trackio:..\\x"],
 )  # fmt: skip
 def test_what_is_no_project_is_refused(text):
-    with pytest.raises(PlanError, match="WB-PLAN-960") as refused:
+    with pytest.raises(PlanError, match="WB-PLAN-246") as refused:
         parse_target(text)
     assert refused.value.allowed
 

@@ -107,7 +107,7 @@ def code_of(error: pytest.ExceptionInfo[Any]) -> str:
 def test_what_is_no_place_is_told(place: Any) -> None:
     with pytest.raises(PlanError) as error:
         open_place(place)
-    assert code_of(error) == "WB-PLAN-942"
+    assert code_of(error) == "WB-PLAN-239"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_what_is_no_place_is_told(place: Any) -> None:
 def test_an_address_that_could_mean_something_else_is_refused(place: str) -> None:
     with pytest.raises(PlanError) as error:
         open_place(place, ssh=("false",))
-    assert code_of(error) == "WB-PLAN-943"
+    assert code_of(error) == "WB-PLAN-240"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_string_is_a_folder_or_a_command(job: Job, tmp_path: Path) -> None:
     found[2].close()
     with pytest.raises(RunError) as error:
         open_place("no-such-program of mine")
-    assert code_of(error) == "WB-RUN-904"
+    assert code_of(error) == "WB-RUN-112"
 
 
 # -- a folder --------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_a_folder_that_is_no_run_and_no_job_is_told(kind: str, tmp_path: Path) -
     folder, run = broken(kind, tmp_path / "folder")
     with pytest.raises(RunError) as error:
         open_place(folder, run=run)
-    assert code_of(error) == "WB-RUN-904"
+    assert code_of(error) == "WB-RUN-112"
     assert error.value.next_step
 
 
@@ -346,7 +346,7 @@ def test_a_connection_that_stays_lost_is_told_until_it_is_back(
     assert not place.over
     with pytest.raises(RunError) as error:
         place.send(Order("stop"))
-    assert code_of(error) == "WB-RUN-907"
+    assert code_of(error) == "WB-RUN-115"
     Path(ssh[1]).write_text(STAND_IN)
     job.step(3)
     until(place, lambda: same(place, job.run))
@@ -360,7 +360,7 @@ def test_a_host_that_cannot_be_reached_is_told_in_the_words_of_ssh(
     Path(ssh[1]).write_text("echo 'Permission denied (publickey).' >&2; exit 255")
     with pytest.raises(RunError, match="publickey") as error:
         over_ssh()
-    assert code_of(error) == "WB-RUN-906"
+    assert code_of(error) == "WB-RUN-114"
     assert set(folders.runs_root().iterdir()) == before
 
 
@@ -371,13 +371,13 @@ def test_a_host_that_says_nothing_is_not_waited_for_long(
     Path(ssh[1]).write_text("exec cat >/dev/null")
     with pytest.raises(RunError) as error:
         over_ssh()
-    assert code_of(error) == "WB-RUN-906"
+    assert code_of(error) == "WB-RUN-114"
 
 
 def test_a_machine_without_ssh_is_told(job: Job) -> None:
     with pytest.raises(RunError) as error:
         open_place(f"ssh://host{job.folder}", ssh=("/no/such/ssh",))
-    assert code_of(error) == "WB-RUN-906"
+    assert code_of(error) == "WB-RUN-114"
 
 
 @pytest.mark.parametrize("kind", BROKEN)
@@ -387,7 +387,7 @@ def test_a_folder_on_a_host_that_is_no_run_is_told(
     folder, run = broken(kind, tmp_path / "folder")
     with pytest.raises(RunError) as error:
         over_ssh(folder, run)
-    assert code_of(error) == "WB-RUN-904"
+    assert code_of(error) == "WB-RUN-112"
 
 
 def test_names_of_folders_are_data_on_the_other_side(
@@ -439,7 +439,7 @@ def test_orders_go_over_ssh_signed_and_are_answered(
     place = over_ssh()
     with pytest.raises(RunError) as error:
         place.send(Order("stop"))
-    assert code_of(error) == "WB-RUN-908"
+    assert code_of(error) == "WB-RUN-116"
     inbox = job.begin()
     until(place, lambda: place._key)
     given = [Order("pause"), Order("inject", faults=("slow=1:5ms",)), Order("step", steps=3)]
@@ -461,7 +461,7 @@ def test_an_order_that_cannot_be_put_there_is_told(
     (job.run / control.INBOX).rename(job.run / "elsewhere")
     with pytest.raises(RunError) as error:
         place.send(Order("stop"))
-    assert code_of(error) == "WB-RUN-907"
+    assert code_of(error) == "WB-RUN-115"
     (job.run / control.INBOX).symlink_to(job.run / "elsewhere")
     with pytest.raises(RunError):
         place.send(Order("stop"))
@@ -702,7 +702,7 @@ def test_another_run_in_the_same_output_is_not_mixed_in(
 def test_a_command_that_cannot_be_started_is_told() -> None:
     with pytest.raises(RunError) as error:
         open_place(["/no/such/program", "logs"])
-    assert code_of(error) == "WB-RUN-909"
+    assert code_of(error) == "WB-RUN-117"
 
 
 def test_a_command_that_fails_is_tried_again_and_told(follow: Callable[..., LinesPlace]) -> None:
@@ -817,19 +817,19 @@ def test_orders_go_through_a_command(
     place = follow(tail(printed), control=[sys.executable, "-c", RELAY, "{dir}"])
     with pytest.raises(RunError) as error:
         place.send(Order("stop"))
-    assert code_of(error) == "WB-RUN-911"
+    assert code_of(error) == "WB-RUN-119"
     printed.pump()
     until(place, lambda: place._about)
     place.send(Order("step", steps=4))
     assert [(order.do, order.steps) for order in inbox.take()] == [("step", 4)]
     (job.run / control.KEY).unlink()
-    with pytest.raises(RunError, match="WB-RUN-900") as error:
+    with pytest.raises(RunError, match="WB-RUN-108") as error:
         place.send(Order("stop"))
-    assert code_of(error) == "WB-RUN-912"
+    assert code_of(error) == "WB-RUN-120"
 
 
 @pytest.mark.parametrize(
-    ("command", "code"), [(None, "WB-RUN-910"), (["/no/such/program"], "WB-RUN-912")]
+    ("command", "code"), [(None, "WB-RUN-118"), (["/no/such/program"], "WB-RUN-120")]
 )
 def test_output_alone_takes_no_orders(
     command: list[str] | None, code: str, job: Job, printed: Printed,
@@ -853,7 +853,7 @@ def test_a_folder_that_output_names_is_no_option(
     until(place, lambda: place._about)
     with pytest.raises(RunError) as error:
         place.send(Order("stop"))
-    assert code_of(error) == "WB-RUN-911"
+    assert code_of(error) == "WB-RUN-119"
 
 
 # -- the mirror ------------------------------------------------------------------------------------
@@ -1003,7 +1003,7 @@ def test_without_a_folder_for_the_mirror_nothing_is_started(
     monkeypatch.setattr(folders, "new_run_dir", lambda name: tmp_path / "none")
     with pytest.raises(RunError) as error:
         open_place(["cat"])
-    assert code_of(error) == "WB-RUN-905"
+    assert code_of(error) == "WB-RUN-113"
 
 
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)

@@ -164,7 +164,7 @@ def test_there_is_no_such_job(kept: Path) -> None:
     jobs = jobs_of(kept)
     with pytest.raises(MissingJobError) as told:
         jobs["train"]
-    assert told.value.code == "WB-PLAN-950"
+    assert told.value.code == "WB-PLAN-245"
     jobs.add(ticket(), "train")
     with pytest.raises(PlanError, match="did you mean 'train'"):
         jobs["trian"]
@@ -195,7 +195,7 @@ def test_following_calls_what_it_was_given_with_the_job(kept: Path) -> None:
     job = jobs.add(ticket(), "train")
     with pytest.raises(PlanError) as told:
         job.follow()
-    assert told.value.code == "WB-PLAN-949"
+    assert told.value.code == "WB-PLAN-244"
     jobs.follower = lambda job: f"run of {job.place}"
     assert job.follow() == "run of fake://id-1"
 
@@ -256,7 +256,7 @@ def test_a_job_that_died_before_its_first_step_is_told_as_such_with_its_last_lin
     Fake.states["id-1"] = JobState("failed", "FAILED (NonZeroExitCode)", stepped=False)
     with pytest.raises(ClusterError) as told:
         job.wait(5)
-    assert told.value.code == "WB-CLUSTER-912"
+    assert told.value.code == "WB-CLUSTER-095"
     for text in (str(told.value), repr(job)):
         assert "failed before its first step" in text
         assert "FAILED (NonZeroExitCode)" in text

@@ -89,14 +89,14 @@ class Conductor:
             answer = json.loads(self._file.readline() or b"{}")
         self._socket.settimeout(None)
         if "error" in answer:
-            raise PlanError(str(answer["error"]), code="WB-PLAN-803")
+            raise PlanError(str(answer["error"]), code="WB-PLAN-193")
         if "parts" not in answer:
             status = self._process.poll()
             raise ClusterError(
                 "The process that keeps the job's records did not start.",
                 seen=f"exit status {status}" if status is not None else f"no word in {CONDUCT_S} s",
                 next_step="its own words are above; is the installation whole there?",
-                code="WB-CLUSTER-801",
+                code="WB-CLUSTER-081",
             )
         parts: list[About] = answer["parts"]
         return parts
@@ -135,7 +135,7 @@ class Script:
         except SystemExit as left:
             if left.code in (None, 0):
                 return None
-            return RunError(f"The script ended by sys.exit({left.code!r}).", code="WB-RUN-800")
+            return RunError(f"The script ended by sys.exit({left.code!r}).", code="WB-RUN-101")
         except BaseException as error:
             if type(error).__name__ != "RunStopped":
                 self._print(error)
@@ -274,7 +274,7 @@ def _described(folder: Path) -> About:
             seen=f"{path}: {type(error).__name__}: {error}",
             allowed="the folder as run.to_job(DIR) wrote it",
             next_step="write it anew: run.to_job(DIR)",
-            code="WB-PLAN-804",
+            code="WB-PLAN-194",
         ) from error
     if version != FORMAT:
         raise PlanError(
@@ -282,7 +282,7 @@ def _described(folder: Path) -> About:
             seen=version,
             allowed=FORMAT,
             next_step="install the wheel that lies in the job's folder",
-            code="WB-PLAN-805",
+            code="WB-PLAN-195",
         )
     return {"folder": str(folder), **found}
 
@@ -298,12 +298,12 @@ def _take_part(path: Path, job: About) -> bool:
             seen=f"{where.world_size} processes",
             allowed=f"{wanted}: {_launch_words(job['launch'])}",
             next_step=f"torchrun --standalone --nproc-per-node {wanted} {path.name}",
-            code="WB-PLAN-806",
+            code="WB-PLAN-196",
         )
     conductor = Conductor() if where.rank == 0 else None
     part = _meet(where, job, conductor)
     if "error" in part:
-        raise PlanError(str(part["error"]), code="WB-PLAN-807")
+        raise PlanError(str(part["error"]), code="WB-PLAN-197")
     source = path.read_text(encoding="utf-8")
     request = {**part["request"], "source": source}
     spec = request["spec"]

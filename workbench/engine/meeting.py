@@ -76,7 +76,7 @@ class Surroundings:
                 seen=str(error),
                 allowed="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
                 next_step="start it with torchrun, or unset RANK to run it in one process",
-                code="WB-PLAN-800",
+                code="WB-PLAN-190",
             ) from None
         has_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return Surroundings(rank, world_size, store, has_agent, attempt)
@@ -101,7 +101,7 @@ def _of_tensorflow(text: str) -> Surroundings:
             allowed='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", '
             '"index": 0}}',
             next_step="unset TF_CONFIG to run in one process",
-            code="WB-PLAN-801",
+            code="WB-PLAN-191",
         ) from None
     return Surroundings(rank, len(addresses), addresses=addresses)
 
@@ -279,7 +279,7 @@ def meeting_of(where: Surroundings) -> Meeting:
             allowed="the same 16 characters or more in each process",
             next_step=f"export {KEY}=$(python -c 'import secrets; print(secrets.token_hex(16))') "
             "once, and hand it to all of them; `workbench run DIR` does so by itself",
-            code="WB-PLAN-802",
+            code="WB-PLAN-192",
         )
     return AtFirstAddress(where, key.encode())
 
@@ -295,5 +295,5 @@ def _no_meeting(seen: str) -> ClusterError:
         allowed=f"all processes of the job within {MEET_S:g} s",
         next_step="look at the logs of the other processes: one of them may have failed before; "
         "between hosts, the port must be open",
-        code="WB-CLUSTER-800",
+        code="WB-CLUSTER-080",
     )

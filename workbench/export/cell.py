@@ -73,7 +73,7 @@ def read_cell(source: str) -> Cell:
             seen=f"line {found.lineno}: {_line(source, found.lineno)}",
             allowed="await inside of async def",
             next_step="put it into `async def main(): ...`, and call asyncio.run(main())",
-            code="WB-PLAN-901",
+            code="WB-PLAN-203",
         )
     text, future = source, []
     for node in tree.body:
@@ -96,7 +96,7 @@ def _no_python(source: str, error: SyntaxError) -> PlanError:
             "The cell is no Python.",
             seen=f"line {number}: {line.strip()} ({error.msg})",
             next_step="run the cell once: the notebook shows the place",
-            code="WB-PLAN-902",
+            code="WB-PLAN-204",
         )
     mark, word = (magic[1] or "?")[0], magic[2] or ""
     if mark == "!" and word in ("pip", "conda", "uv"):
@@ -108,7 +108,7 @@ def _no_python(source: str, error: SyntaxError) -> PlanError:
         seen=f"line {number}: {line.strip()}",
         allowed="Python",
         next_step=_INSTEAD.get(key, "leave the line out, or write it in Python"),
-        code="WB-PLAN-900",
+        code="WB-PLAN-202",
     )
 
 
@@ -177,7 +177,7 @@ def check_cell(
             allowed="what the cell defines or imports, and "
             f"{', '.join(sorted(ENGINE_NAMES))}; %push is of no use to a job",
             next_step="; ".join(_advice(name, names) for name in sorted(missing)),
-            code="WB-PLAN-903",
+            code="WB-PLAN-205",
         )
     here = folder.absolute()
     travel = {(here / file).resolve() for file in files}
@@ -201,7 +201,7 @@ def check_cell(
             seen=", ".join(f"{path} (line {line})" for path, line in stay),
             allowed="files that travel with it: a job runs in its own folder, with these beside it",
             next_step=f"files={given!r}, or an absolute path that is there too",
-            code="WB-PLAN-904",
+            code="WB-PLAN-206",
         )
     return lost
 

@@ -173,7 +173,7 @@ def memory_bytes(text: str) -> int:
             "That is no amount of memory for a node.",
             seen=text,
             allowed="a number and K, M, G or T: 16G, 512M, 1.5T; at least 1M",
-            code="WB-PLAN-920",
+            code="WB-PLAN-221",
         )
     return size
 
@@ -218,7 +218,7 @@ def checked(envelope: Envelope, folder: Path, job: JobFacts, resources: Resource
             "That is not a job folder: it has no train.py.",
             seen=str(folder),
             allowed="a folder that wb.job(plan, DIR) or run.to_job(DIR) wrote",
-            code="WB-PLAN-921",
+            code="WB-PLAN-222",
         )
     _check_numbers(resources)
     _check_names(resources)
@@ -229,14 +229,14 @@ def checked(envelope: Envelope, folder: Path, job: JobFacts, resources: Resource
             seen=f"{job.framework}, {job.processes} processes",
             allowed=f"on {envelope.name}: " + ", ".join(envelope.frameworks),
             next_step=f"for {job.framework} take one of: " + ", ".join(others),
-            code="WB-PLAN-922",
+            code="WB-PLAN-223",
         )
     if envelope.limit and resources.nodes > envelope.limit:
         raise PlanError(
             f"{envelope.name} is started on one machine only.",
             seen=f"nodes={resources.nodes}",
             next_step="nodes=1, or another platform: slurm, ray, skypilot",
-            code="WB-PLAN-923",
+            code="WB-PLAN-224",
         )
     _check_processes(envelope, job, resources)
     needs = [*envelope.needs]
@@ -247,14 +247,14 @@ def checked(envelope: Envelope, folder: Path, job: JobFacts, resources: Resource
             f"{envelope.name} must be told more: {', '.join(missing)}.",
             seen="nothing",
             next_step=", ".join(f"{need}=..." for need in missing),
-            code="WB-PLAN-924",
+            code="WB-PLAN-225",
         )
     if envelope.name == "ssh" and len(resources.hosts) != resources.nodes:
         raise PlanError(
             "There must be one host for each node.",
             seen=f"nodes={resources.nodes}, {len(resources.hosts)} hosts",
             next_step=f"nodes={len(resources.hosts)}, or name as many hosts as nodes",
-            code="WB-PLAN-925",
+            code="WB-PLAN-226",
         )
 
 
@@ -270,7 +270,7 @@ def _check_numbers(resources: Resources) -> None:
                 f"{one.name} of the resources cannot be that.",
                 seen=number,
                 allowed=f"a number from {least.get(one.name, 0)} on",
-                code="WB-PLAN-926",
+                code="WB-PLAN-227",
             )
     if resources.memory:
         memory_bytes(resources.memory)
@@ -281,7 +281,7 @@ def _check_names(resources: Resources) -> None:
     for host in resources.hosts:
         if not _HOST.fullmatch(host):
             raise PlanError(
-                "That is no host for ssh.", seen=host, allowed="[user@]host", code="WB-PLAN-927"
+                "That is no host for ssh.", seen=host, allowed="[user@]host", code="WB-PLAN-228"
             )
     for name in ("namespace", "service_account", "volume_claim"):
         value = getattr(resources, name)
@@ -290,7 +290,7 @@ def _check_names(resources: Resources) -> None:
                 f"Kubernetes has no {name.replace('_', ' ')} of that name.",
                 seen=value,
                 allowed="small letters, digits and '-', at most 63 (RFC 1123)",
-                code="WB-PLAN-928",
+                code="WB-PLAN-229",
             )
     for name in ("partition", "account", "qos"):
         value = getattr(resources, name)
@@ -299,7 +299,7 @@ def _check_names(resources: Resources) -> None:
                 f"Slurm has no {name} of that name.",
                 seen=value,
                 allowed="letters, digits, and any of _ . , : + @ / -",
-                code="WB-PLAN-929",
+                code="WB-PLAN-230",
             )
 
 
@@ -315,7 +315,7 @@ def _check_processes(envelope: Envelope, job: JobFacts, resources: Resources) ->
             allowed="nodes: " + ", ".join(map(str, fit[:12])),
             next_step="choose nodes and workers_per_node so that their product is "
             f"{job.processes}, or run the plan with another number of workers",
-            code="WB-PLAN-930",
+            code="WB-PLAN-231",
         )
 
 
@@ -485,7 +485,7 @@ def _of_kubernetes(
                 allowed="SECRET:KEY, which becomes the variable KEY"
                 + ("" if kind == "trainjob" else "; or SECRET, all of whose keys become variables"),
                 next_step="name a Secret of the namespace, never its value",
-                code="WB-PLAN-931",
+                code="WB-PLAN-232",
             )
         if key:
             there = {"secretKeyRef": {"name": source, "key": key}}
@@ -589,7 +589,7 @@ def _config_maps(envelope: Envelope, values: Values, texts: Mapping[str, str]) -
             allowed=f"texts of {MAP_BYTES // 1000} kB, and {MOST_MAP_BYTES >> 20} MiB in all",
             next_step="copy the job's folder to a PersistentVolumeClaim and name it: "
             "volume_claim='NAME'; or build an image with Workbench: image=..., installed=True",
-            code="WB-PLAN-932",
+            code="WB-PLAN-233",
         )
     encoded = [({name: base64.b64encode(data).decode()}) for name, data in parts]
     contents = [{"data": dict(texts)}, *({"binaryData": one} for one in encoded)]

@@ -231,7 +231,7 @@ def write_job(
             seen=str(goal),
             allowed="a folder that this user may write to, on a disk with room",
             next_step="make room there, or name another folder",
-            code="WB-PLAN-906",
+            code="WB-PLAN-208",
         ) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -267,7 +267,7 @@ def _portable(plan: Plan, initial: Path | None) -> Plan:
             seen=f"--init-from {plan.init_from}",
             allowed="a run of which the folder is known",
             next_step="write_job(..., initial=run.folder), or leave --init-from out",
-            code="WB-PLAN-907",
+            code="WB-PLAN-209",
         )
     recipe = plan.recipe
     if recipe.args:  # arguments do not travel: they are written into the cell
@@ -305,7 +305,7 @@ def _portable_target(target: str) -> str:
             allowed="an address without user, password and query",
             next_step="give them in the environment where the job runs (MLFLOW_TRACKING_USERNAME, "
             "MLFLOW_TRACKING_PASSWORD)",
-            code="WB-PLAN-911",
+            code="WB-PLAN-213",
         )
     return target
 
@@ -325,7 +325,7 @@ def _placed(files: Sequence[Path], here: Path) -> dict[str, Path]:
                 "A file that is to travel with the job is not there.",
                 seen=str(file),
                 allowed="paths of files and folders, from the notebook's folder",
-                code="WB-PLAN-908",
+                code="WB-PLAN-210",
             )
         if place.split("/")[0] in _OURS or place in found or place.endswith(".whl"):
             raise PlanError(
@@ -334,7 +334,7 @@ def _placed(files: Sequence[Path], here: Path) -> dict[str, Path]:
                 seen=place,
                 allowed=f"other names than {', '.join(_OURS)}",
                 next_step="rename it, here and in the cell",
-                code="WB-PLAN-909",
+                code="WB-PLAN-211",
             )
         found[place] = path
     return found
@@ -366,7 +366,7 @@ def _copy_weights(run: Path, goal: Path) -> None:
             seen=run.name,
             allowed="the folder of a finished run, with weights.npz",
             next_step="start from another run, or leave --init-from out",
-            code="WB-PLAN-910",
+            code="WB-PLAN-212",
         )
     goal.mkdir()
     for file in files:
@@ -388,7 +388,7 @@ def _check_goal(goal: Path, *, force: bool) -> list[str]:
             seen=str(goal),
             allowed="a new path, an empty folder, or a job folder written before",
             next_step="name another folder",
-            code="WB-PLAN-912",
+            code="WB-PLAN-214",
         )
     for alive in (goal / RUNS).glob("*/alive"):
         with contextlib.suppress(OSError):
@@ -398,7 +398,7 @@ def _check_goal(goal: Path, *, force: bool) -> list[str]:
                     seen=str(alive.parent),
                     allowed="a job folder of which no run goes on",
                     next_step="stop the run, wait for its end, or name another folder",
-                    code="WB-PLAN-913",
+                    code="WB-PLAN-215",
                 )
     written: dict[str, str] = about.get("files") or {}
     wanted, path = written.get("train.py"), goal / "train.py"
@@ -408,7 +408,7 @@ def _check_goal(goal: Path, *, force: bool) -> list[str]:
             seen=str(path),
             allowed="a new folder, or replace=True, which writes over it",
             next_step="take the changes into the cell, or name another folder",
-            code="WB-PLAN-914",
+            code="WB-PLAN-216",
         )
     return [one.name for one in goal.iterdir() if one.name not in written and one.name != META]
 
@@ -527,7 +527,7 @@ def read_job(folder: Path) -> JobFolder:
             seen=f"{path}: {str(error)[:200]}",
             allowed="the file as it was written",
             next_step="write the folder again from the notebook: run.to_job(...)",
-            code="WB-PLAN-915",
+            code="WB-PLAN-217",
         ) from error
     kind = str(about.get("format", "")) if isinstance(about, dict) else ""
     if not kind.startswith("workbench-job/"):
@@ -536,7 +536,7 @@ def read_job(folder: Path) -> JobFolder:
             seen=str(path),
             allowed="a folder that run.to_job(...) wrote, with train.py and run.json",
             next_step="name the folder above its runs/" if kind or about else None,
-            code="WB-PLAN-916",
+            code="WB-PLAN-218",
         )
     if kind != FORMAT:
         raise PlanError(
@@ -544,7 +544,7 @@ def read_job(folder: Path) -> JobFolder:
             seen=kind[:60],
             allowed=FORMAT,
             next_step="pip install -U distributed-workbench, or the wheel in the folder",
-            code="WB-PLAN-917",
+            code="WB-PLAN-219",
         )
     try:
         plan = Plan.from_wire(about["plan"])
@@ -559,7 +559,7 @@ def read_job(folder: Path) -> JobFolder:
             seen=f"{path}: {type(error).__name__} {str(error).splitlines()[:1]}",
             allowed="the folder as it was written",
             next_step="write the folder again from the notebook: run.to_job(...)",
-            code="WB-PLAN-918",
+            code="WB-PLAN-220",
         ) from error
     name = str(about.get("name") or plan.strategy)
     return JobFolder(path, name, plan, launch, pins, plain=bool(about.get("plain")))

@@ -215,7 +215,7 @@ def check_document(envelope: Envelope, document: Any, name: str, definition: str
             allowed=envelope.note,
             next_step="correct that resource; if it is none of yours, the platform may have "
             "changed: report it with this message",
-            code="WB-PLAN-933",
+            code="WB-PLAN-234",
         )
 
 
@@ -240,7 +240,7 @@ def check_options(envelope: Envelope, script: str) -> None:
                         seen=f"--{option}",
                         allowed=", ".join(known[command]),
                         next_step=f"report it: the envelope of {envelope.name} is wrong",
-                        code="WB-PLAN-934",
+                        code="WB-PLAN-235",
                     )
 
 
@@ -277,5 +277,5 @@ def check_calls(envelope: Envelope, script: str) -> None:
                 seen=f"{called}({', '.join(wrong or given)})",
                 allowed="nothing of that name" if parameters is None else ", ".join(parameters),
                 next_step=f"report it: the envelope of {envelope.name} is wrong",
-                code="WB-PLAN-935",
+                code="WB-PLAN-236",
             )

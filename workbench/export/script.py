@@ -220,7 +220,7 @@ def _refused(seen: str, next_step: str) -> PlanError:
         seen=seen,
         allowed=_PLAIN_ABLE,
         next_step=f"{next_step}; the export without --plain has all strategies",
-        code="WB-PLAN-905",
+        code="WB-PLAN-207",
     )
 
 

@@ -155,7 +155,7 @@ def _follow(given: argparse.Namespace) -> int:
             "--wait is out of range.",
             seen=given.wait,
             allowed="seconds, 0 or more; inf: as long as it takes",
-            code="WB-PLAN-985",
+            code="WB-PLAN-259",
         )
     run = follow_place(given.place, wait_s)
     try:
@@ -186,7 +186,7 @@ def order_of(words: Sequence[str]) -> Order:
         seen=" ".join(words) or None,
         allowed="stop, pause, resume, step [N], inject FAULT ...",
         next_step="workbench control PLACE stop",
-        code="WB-PLAN-978",
+        code="WB-PLAN-252",
     )
 
 
@@ -198,7 +198,7 @@ def carry_out(run: Run, order: Order) -> None:
     """
     if run.is_over:
         raise PlanError(
-            f"Run {run.name} has ended: it takes no orders.", seen=run.state, code="WB-PLAN-979"
+            f"Run {run.name} has ended: it takes no orders.", seen=run.state, code="WB-PLAN-253"
         )
     if order.do == "inject":
         run.inject(*order.faults)
@@ -270,7 +270,7 @@ def _jobs(given: argparse.Namespace) -> int:
             f"Which job's is meant by workbench jobs {verb}?",
             allowed=", ".join(jobs) or "none: there is no job",
             next_step=f"workbench jobs {verb} NAME",
-            code="WB-PLAN-986",
+            code="WB-PLAN-260",
         )
     chosen = [jobs[name] for name in words]
     if verb == "logs":

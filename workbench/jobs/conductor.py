@@ -114,7 +114,7 @@ class ProcessEndedError(EngineDiedError):
         super().__init__(process.id, process.pid, Ending(what=what), host=process.elsewhere)
         where = f" on {process.host}" if process.elsewhere else ""
         ClusterError.__init__(
-            self, f"Its process (pid {process.pid}{where}) {what}.", code="WB-CLUSTER-802"
+            self, f"Its process (pid {process.pid}{where}) {what}.", code="WB-CLUSTER-082"
         )
 
 
@@ -400,7 +400,7 @@ class Conductor:
             error = None  # an agreed stop that needed an interrupt is still a stop
         if error is not None and any(one.status == "died" for one in task.outcomes.values()):
             # What brings an engine back in a notebook is of no use here.
-            error = RunError(error.what, next_step=DIED, code="WB-RUN-805")
+            error = RunError(error.what, next_step=DIED, code="WB-RUN-106")
         error = error or outcome_error(run, task.outcomes)
         for text in outcome_notes(task.outcomes):
             run.note(text)

@@ -65,7 +65,7 @@ class Order:
                 seen=str(self.do)[:80],
                 allowed=f"{', '.join(get_args(Does))}; steps from 1 to {MOST_STEPS}; faults with "
                 "inject alone",
-                code="WB-PLAN-940",
+                code="WB-PLAN-237",
             )
 
 
@@ -115,7 +115,7 @@ def read_order(text: bytes) -> Order:
             "What was sent to a run is no order.",
             seen=text[:80],
             allowed="a line of JSON with do, steps, faults and number",
-            code="WB-PLAN-941",
+            code="WB-PLAN-238",
         ) from error
 
 
@@ -167,7 +167,7 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
             f"The run takes no orders from here: its key cannot be read ({error.strerror}).",
             seen=str(path),
             next_step="ask as the user who started the job, when the job has begun",
-            code="WB-RUN-900",
+            code="WB-RUN-108",
         ) from error
     try:
         about = os.fstat(handle)
@@ -189,7 +189,7 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
             "The run takes no orders: its key is damaged.",
             seen=str(path),
             next_step="end the job with its platform's own command",
-            code="WB-RUN-902",
+            code="WB-RUN-110",
         ) from error
     return key
 
@@ -200,7 +200,7 @@ def _unsafe(path: Path, why: str) -> RunError:
         seen=str(path),
         allowed="a file of this user that nobody else can read (mode 0600)",
         next_step="keep job folders where files have an owner and a mode of their own",
-        code="WB-RUN-901",
+        code="WB-RUN-109",
     )
 
 
@@ -218,7 +218,7 @@ def put(run_dir: str | os.PathLike[str], signed: bytes) -> None:
             f"The order cannot be put into the run's folder: {error.strerror}.",
             seen=str(Path(run_dir) / INBOX),
             next_step="ask as the user who started the job, on a disk with room",
-            code="WB-RUN-903",
+            code="WB-RUN-111",
         ) from error
 
 

@@ -187,7 +187,7 @@ class FollowedJob(Run):
         if self.is_over:
             return
         self._banner = ""
-        self.error = RunError(str(error), code="WB-RUN-801") if error else None
+        self.error = RunError(str(error), code="WB-RUN-102") if error else None
         self._state = state  # type: ignore[assignment]
         self._halting.close()
         self.history.finish()
@@ -311,7 +311,7 @@ def _await_meta(place: Place, wait_s: float | None, gone: Callable[[], str]) -> 
                 "The job ended before its run began.",
                 seen=why or place.problem or place.where,
                 next_step="look at its output: job.logs(), or the platform's own log",
-                code="WB-RUN-802",
+                code="WB-RUN-103",
             )
         if wait_s is not None and now - began > wait_s:
             raise RunError(
@@ -320,7 +320,7 @@ def _await_meta(place: Place, wait_s: float | None, gone: Callable[[], str]) -> 
                 + (f": {place.problem}" if place.problem else ""),
                 allowed="a job that has started, or a run's folder",
                 next_step="is the job still in the queue? wb.follow(place, wait_s=None) waits",
-                code="WB-RUN-803",
+                code="WB-RUN-104",
             )
         time.sleep(LOOK_S)
 
@@ -334,5 +334,5 @@ def _check(meta: Mapping[str, Any], place: Place) -> None:
             seen=f"{place.where}: rows of {meta.get(disk.ROW_BYTES)} bytes",
             allowed=f"{RECORD.itemsize} bytes",
             next_step="follow it with the version that the job has: the wheel lies in its folder",
-            code="WB-RUN-804",
+            code="WB-RUN-105",
         )

@@ -146,11 +146,11 @@ def _checked(given: argparse.Namespace) -> Path:
             seen=given.what,
             allowed="a Python file, or a folder as run.to_job(DIR) writes it",
             next_step="workbench run train.py",
-            code="WB-PLAN-980",
+            code="WB-PLAN-254",
         )
     if given.n is not None and given.n < 1:
         raise PlanError(
-            "-n counts processes.", seen=given.n, allowed="1 or more", code="WB-PLAN-981"
+            "-n counts processes.", seen=given.n, allowed="1 or more", code="WB-PLAN-255"
         )
     flags = {"-n": given.n, "--strategy": given.strategy, "--out": given.out,
              "--plain": given.plain or None}  # fmt: skip
@@ -161,7 +161,7 @@ def _checked(given: argparse.Namespace) -> Path:
             seen=" ".join(too_many),
             allowed=f"workbench run {shlex.quote(given.what)}",
             next_step="write another folder: run.to_job(DIR) of a run with other settings",
-            code="WB-PLAN-982",
+            code="WB-PLAN-256",
         )
     return what
 
@@ -219,7 +219,7 @@ def processes_of_job(folder: Path, args: Sequence[str] = ()) -> list[Process]:
             seen=f"launch: {launch!r} ({error})",
             allowed='{"workers": 2, "servers": 0, "processes": 2, "framework": "torch"}',
             next_step="write the folder anew: run.to_job(DIR)",
-            code="WB-PLAN-983",
+            code="WB-PLAN-257",
         ) from None
     script = str(folder / "train.py")
     if count == 1:
@@ -240,7 +240,7 @@ def torchrun(count: int, *command: str) -> tuple[str, ...]:
             "PyTorch is not installed in this Python: its torchrun starts the processes.",
             seen=sys.executable,
             next_step="pip install 'distributed-workbench[torch]'",
-            code="WB-PLAN-984",
+            code="WB-PLAN-258",
         )
     head = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     return (*head, "--nproc-per-node", str(count), *command)

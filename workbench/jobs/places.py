@@ -129,7 +129,7 @@ def open_place(
         "A run cannot be followed there.",
         seen=place,
         allowed="a folder, ssh://[user@]host[:port]/folder, or a command as a list of words",
-        code="WB-PLAN-942",
+        code="WB-PLAN-239",
     )
 
 
@@ -153,7 +153,7 @@ _WRONG = {
 
 def _not_there(why: str, where: str) -> RunError:
     what, step = _WRONG.get(why, _WRONG["none"])
-    return RunError(what, seen=where, next_step=step, code="WB-RUN-904")
+    return RunError(what, seen=where, next_step=step, code="WB-RUN-112")
 
 
 class FolderPlace:
@@ -214,7 +214,7 @@ class _Streamed:
                 "There is no room for a mirror of the run.",
                 seen=str(self.folder.parent),
                 next_step=f"make room there, or set {folders.HOME_VARIABLE} to another folder",
-                code="WB-RUN-905",
+                code="WB-RUN-113",
             )
         with contextlib.suppress(OSError):
             folders.mark(self.folder)
@@ -359,7 +359,7 @@ class SshPlace(_Streamed):
                 "The host cannot be followed over ssh.",
                 seen=words,
                 next_step=f"try: {shlex.join(self._ssh)} python3 --version",
-                code="WB-RUN-906",
+                code="WB-RUN-114",
             )
 
     def _start(self) -> Process:
@@ -399,7 +399,7 @@ class SshPlace(_Streamed):
                     "The run takes no orders from here: it has no key that this user can read.",
                     seen=self.where,
                     next_step="follow as the user who started the job, when its run has begun",
-                    code="WB-RUN-908",
+                    code="WB-RUN-116",
                 )
             order = orders.later(order, self._newest)
             self._newest, self._answer = order.number, None
@@ -421,7 +421,7 @@ class SshPlace(_Streamed):
             f"The order may not have reached the run: {why}.",
             seen=self.where,
             next_step="try again when the connection is back: it is made again by itself",
-            code="WB-RUN-907",
+            code="WB-RUN-115",
         )
 
 
@@ -441,7 +441,7 @@ def _address(place: str) -> tuple[list[str], str]:
             seen=place,
             allowed="ssh://[user@]host[:port]/folder, the folder from the root on",
             next_step="other settings of a host stand in ~/.ssh/config, under a name of its own",
-            code="WB-PLAN-943",
+            code="WB-PLAN-240",
         )
     user, host, port, folder = match.groups()
     options = [*(["-p", port] if port else []), *(["-l", user] if user else [])]
@@ -473,7 +473,7 @@ class LinesPlace(_Streamed):
                 f"{getattr(error, 'strerror', error)}.",
                 seen=self.where,
                 next_step="try it in a shell",
-                code="WB-RUN-909",
+                code="WB-RUN-117",
             ) from error
 
     def _start(self) -> Process:
@@ -527,7 +527,7 @@ class LinesPlace(_Streamed):
                 seen=self.where,
                 allowed="kubectl logs -f POD, which kubectl exec goes with",
                 next_step="name the command that takes them: wb.follow(..., control=[...])",
-                code="WB-RUN-910",
+                code="WB-RUN-118",
             )
         folder = self._about.get("dir")
         if not (isinstance(folder, str) and folder.startswith("/") and folder.isprintable()):
@@ -535,7 +535,7 @@ class LinesPlace(_Streamed):
                 "The run has not said yet where it is.",
                 seen=self.where,
                 next_step="try again when its first step is drawn",
-                code="WB-RUN-911",
+                code="WB-RUN-119",
             )
         command = [folder if word == "{dir}" else word for word in self._control]
         try:
@@ -551,7 +551,7 @@ class LinesPlace(_Streamed):
                 "The command that takes orders failed.",
                 seen=f"{shlex.join(command)}\n{why}",
                 next_step="try it in a shell",
-                code="WB-RUN-912",
+                code="WB-RUN-120",
             )
 
 

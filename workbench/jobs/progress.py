@@ -190,7 +190,7 @@ class KubeflowProgress:
 
     def _post(self, status: dict[str, Any]) -> None:
         if urlsplit(self._url).scheme != "https":
-            raise RunError(f"{URL} is no https address: the token stays here.", code="WB-RUN-922")
+            raise RunError(f"{URL} is no https address: the token stays here.", code="WB-RUN-123")
         request = urllib.request.Request(
             self._url,
             data=json.dumps(status, separators=(",", ":")).encode(),
@@ -212,7 +212,7 @@ class KubeflowProgress:
         except urllib.error.HTTPError as error:
             with error:
                 words = _message(error.read(_ANSWER_BYTES)) or error.reason
-            raise RunError(f"The server answers {error.code}: {words}", code="WB-RUN-923") from None
+            raise RunError(f"The server answers {error.code}: {words}", code="WB-RUN-124") from None
 
     def _read_token(self) -> str:
         """Return the token as it is now: the kubelet puts a new one into its file."""
@@ -221,7 +221,7 @@ class KubeflowProgress:
         token = Path(self._token).read_text().strip()
         if not token or not token.isprintable():
             raise RunError(
-                "The file with the token holds none.", seen=self._token, code="WB-RUN-924"
+                "The file with the token holds none.", seen=self._token, code="WB-RUN-125"
             )
         return token
 

@@ -156,7 +156,7 @@ class Submitted:
                 "A run cannot be followed from here.",
                 seen=self.name,
                 next_step="import workbench as wb; wb.follow(job.place)",
-                code="WB-PLAN-949",
+                code="WB-PLAN-244",
             )
         return follow(self)
 
@@ -184,7 +184,7 @@ class Submitted:
                 next_step=f"wb.jobs[{self.name!r}].logs() has more"
                 if now.state == "failed"
                 else f"look for job {self.id} in the platform's own list",
-                code="WB-CLUSTER-912",
+                code="WB-CLUSTER-095",
             )
         return self
 
@@ -457,7 +457,7 @@ class MissingJobError(KeyError, PlanError):
                 if names
                 else None,
                 next_step="wb.jobs shows all" if names else 'wb.submit(plan, on="slurm")',
-                code="WB-PLAN-950",
+                code="WB-PLAN-245",
             )
         PlanError.__init__(self, told.what, code=told.code, seen=told.seen, allowed=told.allowed,
                            next_step=told.next_step)  # fmt: skip

@@ -179,7 +179,7 @@ def run_folder(place: str | Path) -> Path:
             seen=str(place),
             allowed="a run folder, a job folder, or what run.save(path) wrote",
             next_step="workbench follow takes ssh://host/dir too; copy the folder here to compare",
-            code="WB-PLAN-975",
+            code="WB-PLAN-249",
         )
     if runs := runs_in(folder):
         return runs[-1]
@@ -188,7 +188,7 @@ def run_folder(place: str | Path) -> Path:
             "This job has not run yet.",
             seen=str(place),
             next_step=f"workbench run {shlex.quote(str(place))}",
-            code="WB-PLAN-976",
+            code="WB-PLAN-250",
         )
     return folder
 
@@ -358,7 +358,7 @@ def parse_condition(text: str) -> Condition:
             allowed='METRIC < NUMBER, with < <= > or >=; "abs" at the end: the value itself, '
             "else its ratio to the first run's",
             next_step='--fail-if "samples_per_s < 0.95"',
-            code="WB-PLAN-977",
+            code="WB-PLAN-251",
         )
     return Condition(" ".join(text.split()), found[1], found[2], limit, found[4] is not None)
 

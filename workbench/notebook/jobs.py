@@ -138,7 +138,7 @@ def submit(
             seen=", ".join(rest),
             allowed="resources: " + ", ".join(sorted(_RESOURCES)),
             next_step="write the folder anew with them: wb.job(...)",
-            code="WB-PLAN-808",
+            code="WB-PLAN-198",
         )
     read_job(path)
     if name := ENVELOPE_OF.get(on, on):
@@ -223,7 +223,7 @@ def _show_when_begun(handed: Submitted, plot: str = "auto") -> FollowedJob:
             seen=str(handed.look().reason or error.seen),
             allowed=f"its output ends:\n{handed.logs(20)}",
             next_step="mend it and submit it again",
-            code="WB-RUN-806",
+            code="WB-RUN-107",
         ) from error
     _show(run, plot)
     return run
@@ -255,7 +255,7 @@ def _planned(
                 seen=", ".join([*(["strategy"] if strategy else []), *asked]),
                 allowed="resources: " + ", ".join(sorted(_RESOURCES)),
                 next_step="give the source of the cell, or a function, with strategy=...",
-                code="WB-PLAN-809",
+                code="WB-PLAN-199",
             )
         return what
     if isinstance(what, str) and what in registry.runs:
@@ -266,7 +266,7 @@ def _planned(
             seen=what if isinstance(what, str) else getattr(what, "__name__", type(what).__name__),
             allowed="a run, a plan, or a source with strategy='mirrored'",
             next_step="wb.job(source, folder, strategy='mirrored', workers=2)",
-            code="WB-PLAN-810",
+            code="WB-PLAN-200",
         )
     cluster = session.cluster
     return plan_of(

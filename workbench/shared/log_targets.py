@@ -163,7 +163,7 @@ def _project(kind: str, where: str) -> str:
             seen=_short(f"{kind}:{where}"),
             allowed=allowed,
             next_step=f"--log {kind}:lessons",
-            code="WB-PLAN-960",
+            code="WB-PLAN-246",
         )
     return "/".join(name.strip() for name in names)
 

@@ -36,7 +36,7 @@ def check(where: str) -> None:
             "Trackio keeps this name for itself.",
             seen=where,
             next_step=f"--log trackio:{where}-runs",
-            code="WB-PLAN-962",
+            code="WB-PLAN-248",
         ) from error
     try_folder(str(utils.TRACKIO_DIR), "Trackio's store", make=True)
 

@@ -60,7 +60,7 @@ def check(where: str) -> None:
             "WANDB_MODE names no mode of W&B's.",
             seen=mode,
             allowed=", ".join(MODES[:4]),
-            code="WB-PLAN-961",
+            code="WB-PLAN-247",
         )
     if mode != "disabled":
         folder = os.environ.get("WANDB_DIR") or "."
@@ -149,12 +149,12 @@ class ChildRun:
             self._close(0.0)
             raise RunError(
                 f"W&B's process ended, or did not answer within {timeout_s:g} s ({what}). {said}",
-                code="WB-RUN-920",
+                code="WB-RUN-121",
             )
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             self._close(LEAVE_S)
-            raise RunError(f"W&B says: {answer['error']}", code="WB-RUN-921")
+            raise RunError(f"W&B says: {answer['error']}", code="WB-RUN-122")
         return answer
 
     def _last_words(self) -> str:

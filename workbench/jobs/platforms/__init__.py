@@ -40,7 +40,7 @@ def platform(on: str, **options: str) -> Platform:
             f"{on} has no such option.",
             seen=", ".join(strange),
             allowed=", ".join(known) or "none",
-            code="WB-PLAN-948",
+            code="WB-PLAN-243",
         )
     made: Platform = PLATFORMS[on](**options)
     return made

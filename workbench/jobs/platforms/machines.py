@@ -97,7 +97,7 @@ class Local:
                 "This machine is one node.",
                 seen=f"nodes={resources.nodes}",
                 next_step="on='slurm', 'ssh' or another platform for more; or nodes=1",
-                code="WB-CLUSTER-903",
+                code="WB-CLUSTER-086",
             )
         if resources.gpus_per_node > (found := len(discover())):
             raise ClusterError(
@@ -105,7 +105,7 @@ class Local:
                 seen=f"gpus_per_node={resources.gpus_per_node}",
                 allowed=f"up to {found}",
                 next_step="another platform, or gpus_per_node=0",
-                code="WB-CLUSTER-913",
+                code="WB-CLUSTER-096",
             )
 
     def submit(self, folder: Path, resources: Resources) -> Ticket:
@@ -249,7 +249,7 @@ class Slurm:
                 seen=wanted,
                 allowed=", ".join(sorted(partitions)) or "none: sinfo shows no partition",
                 next_step="partition=NAME; sinfo shows what each has",
-                code="WB-CLUSTER-904",
+                code="WB-CLUSTER-087",
             )
         kinds = partitions.get(wanted, [])
         each = resources.workers_per_node or job.launch["processes"] // max(1, resources.nodes)
@@ -268,7 +268,7 @@ class Slurm:
                 allowed="; ".join(one.words for one in kinds),
                 next_step="ask for less, or for another partition: "
                 + ", ".join(sorted(set(partitions) - {wanted})),
-                code="WB-CLUSTER-905",
+                code="WB-CLUSTER-088",
             )
         must(
             ["sbatch", "--test-only", "job.sbatch"], "Slurm would refuse the job.",
@@ -316,7 +316,7 @@ class Slurm:
                 "Slurm does not answer.",
                 seen=said.words,
                 next_step="squeue in a terminal must work",
-                code="WB-CLUSTER-906",
+                code="WB-CLUSTER-089",
             )
         if not word:
             word, began = self._accounts(ticket)
@@ -371,7 +371,7 @@ class Slurm:
                 "Slurm did not cancel the job.",
                 seen=said.words,
                 next_step=f"scancel {ticket.id} in a terminal",
-                code="WB-CLUSTER-907",
+                code="WB-CLUSTER-090",
             )
 
     def place(self, ticket: Ticket) -> str:
@@ -467,7 +467,7 @@ def _far(host: str, script: str, **options: Any) -> Said:
             f"There is no connection to {host} by ssh.",
             seen=said.words,
             next_step=f"`ssh {host} true` in a terminal must work without a password",
-            code="WB-CLUSTER-909",
+            code="WB-CLUSTER-092",
         )
     return said
 
@@ -479,7 +479,7 @@ def _far_must(host: str, script: str, **options: Any) -> str:
             f"The job could not be started on {host}.",
             seen=said.words,
             next_step=f"look there: ssh {host}",
-            code="WB-CLUSTER-910",
+            code="WB-CLUSTER-093",
         )
     return said.out
 
@@ -504,7 +504,7 @@ class Ssh:
                 "ssh must be told where to.",
                 seen="no host",
                 next_step='hosts=["user@node1"]',
-                code="WB-PLAN-947",
+                code="WB-PLAN-242",
             )
         for host in resources.hosts:
             _far_must(host, "command -v bash > /dev/null || { echo no bash there >&2; exit 5; }")

@@ -43,7 +43,7 @@ class Refused:
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Raise FitError."""
         raise FitError(
-            f"hvd.{self._name} is not supported.", next_step=self._instead, code="WB-FIT-921"
+            f"hvd.{self._name} is not supported.", next_step=self._instead, code="WB-FIT-183"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -95,7 +95,7 @@ class Loader(importlib.abc.Loader):
                 f"Workbench has no {module.__name__}, and Horovod itself no longer builds.",
                 allowed="horovod.torch",
                 next_step=_PARTS[name],
-                code="WB-FIT-922",
+                code="WB-FIT-184",
             )
         if not name:
             module.__dict__.update(__version__=VERSION, run=Refused("run", _LAUNCH))

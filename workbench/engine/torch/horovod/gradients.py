@@ -78,7 +78,7 @@ class Bucket:
                         "A gradient is sparse.",
                         seen=f"shape {tuple(p.shape)}",
                         next_step="hvd.DistributedOptimizer(..., sparse_as_dense=True)",
-                        code="WB-FIT-910",
+                        code="WB-FIT-172",
                     )
                 gradient = gradient.to_dense()
             view.copy_(gradient)
@@ -153,7 +153,7 @@ def _check_unchanged(parameter: torch.Tensor, seen: tuple[Any, int]) -> None:
         allowed="changes (clipping, unscaling) after optimizer.synchronize()",
         next_step="optimizer.synchronize(), then what changes them, then "
         "`with optimizer.skip_synchronize(): optimizer.step()`",
-        code="WB-FIT-911",
+        code="WB-FIT-173",
     )
 
 
@@ -289,7 +289,7 @@ class Gradients:
                 f"{tuple(parameter.shape)}",
                 allowed=f"{self.passes} before optimizer.step()",
                 next_step="backward_passes_per_step=N, where N backward passes make a step",
-                code="WB-FIT-912",
+                code="WB-FIT-174",
             )
         self._left[id(parameter)] = left - 1
         self._places[id(parameter)].take(parameter)
@@ -390,7 +390,7 @@ def refuse_averaged(model: torch.nn.Module) -> None:
                 allowed="one of them",
                 next_step="take hvd.DistributedOptimizer out, or record the loop as it is: "
                 "wb.watch(model, optimizer, loader)",
-                code="WB-FIT-920",
+                code="WB-FIT-182",
             )
         gradients.retire()
         gradients = averaging(model)

@@ -129,14 +129,14 @@ def synchronize(handle: Handle) -> Any:
 
 def op_of(op: Any, average: bool | None = None) -> Op:
     if op is not None and average is not None:
-        raise FitError("op= stands in the place of average=: give one of them.", code="WB-FIT-903")
+        raise FitError("op= stands in the place of average=: give one of them.", code="WB-FIT-166")
     found = Op(op) if op is not None else Sum if average is False else Average
     if found is Adasum:
         raise FitError(
             "Adasum is not supported.",
             allowed="Average, Sum, Min, Max and Product; Average and Sum for an optimizer",
             next_step="op=hvd.Average",
-            code="WB-FIT-904",
+            code="WB-FIT-167",
         )
     return found
 
@@ -159,7 +159,7 @@ def begin(process_set: Any) -> None:
             "Process sets are not supported.",
             allowed="hvd.global_process_set: all ranks",
             next_step="torch.distributed.new_group, for messages of some ranks",
-            code="WB-FIT-905",
+            code="WB-FIT-168",
         )
     for gradients in list(pending):
         gradients.launch_rest()  # some ranks may have sent more of them already than others
@@ -278,7 +278,7 @@ def allgather_async(
             "Tensors of different shapes cannot be gathered.",
             seen=", ".join(f"rank {at}: {shape} {kind}" for at, (shape, kind) in enumerate(shapes)),
             allowed="the first dimension alone may differ",
-            code="WB-FIT-906",
+            code="WB-FIT-169",
         )
     counts = [shape[0] for shape, _ in shapes]
     padded = rows.new_zeros((max(counts), *rows.shape[1:]))
@@ -441,7 +441,7 @@ def join(device: int = -1) -> int:
     raise FitError(
         "hvd.join is not supported: ranks must take as many steps as each other.",
         next_step="DistributedSampler gives each rank as many samples; leave hvd.join() out",
-        code="WB-FIT-907",
+        code="WB-FIT-170",
     )
 
 
@@ -461,5 +461,5 @@ def check_alike(tensors: Sequence[torch.Tensor]) -> None:
             if len(set(counts)) > 1
             else f"{counts[0]} tensors on each rank, of other shapes or types of numbers",
             next_step="build the same model on every rank",
-            code="WB-FIT-908",
+            code="WB-FIT-171",
         )

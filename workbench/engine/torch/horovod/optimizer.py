@@ -70,7 +70,7 @@ class Distributed:
                 "zero_grad() between backward and step() would take gradients away while they are "
                 "averaged.",
                 next_step="optimizer.zero_grad() before the backward, or after the step",
-                code="WB-FIT-913",
+                code="WB-FIT-175",
             )
         above: Any = super()
         above.zero_grad(set_to_none)
@@ -101,7 +101,7 @@ def DistributedOptimizer(  # noqa: N802
     """
     begin(process_set)
     if isinstance(optimizer, Distributed):
-        raise FitError("This optimizer is a DistributedOptimizer already.", code="WB-FIT-914")
+        raise FitError("This optimizer is a DistributedOptimizer already.", code="WB-FIT-176")
     kind = op_of(op)
     if kind not in (Average, Sum) or backward_passes_per_step < 1 or (
         gradient_predivide_factor != 1.0 and kind is not Average
@@ -111,7 +111,7 @@ def DistributedOptimizer(  # noqa: N802
             seen=f"op={kind.name}, backward_passes_per_step={backward_passes_per_step}, "
             f"gradient_predivide_factor={gradient_predivide_factor:g}",
             allowed="op Average or Sum; at least one pass; a predivide factor with Average alone",
-            code="WB-FIT-915",
+            code="WB-FIT-177",
         )
     _check_names(optimizer, named_parameters)
     context = current()
@@ -141,7 +141,7 @@ def _check_names(
             "named_parameters was not understood.",
             allowed="pairs of a name and a parameter",
             next_step="named_parameters=model.named_parameters()",
-            code="WB-FIT-916",
+            code="WB-FIT-178",
         )
     names, known = [name for name, _ in pairs], {id(p) for _, p in pairs}
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -151,7 +151,7 @@ def _check_names(
             "named_parameters does not name each parameter of the optimizer once.",
             seen=f"twice: {', '.join(twice)}" if twice else f"{unnamed} without a name",
             next_step="named_parameters=model.named_parameters(), or leave it out",
-            code="WB-FIT-917",
+            code="WB-FIT-179",
         )
 
 
@@ -162,7 +162,7 @@ def _check_run(context: RunContext) -> None:
             seen=f"hvd.DistributedOptimizer after {context.taken_over or 'wb.fit'}",
             allowed="one of them",
             next_step="take hvd.DistributedOptimizer out, or wb.prepare and wb.fit",
-            code="WB-FIT-918",
+            code="WB-FIT-180",
         )
     if context.entry.name not in ("mirrored", "one_device"):
         raise FitError(
@@ -170,7 +170,7 @@ def _check_run(context: RunContext) -> None:
             seen=f"strategy {context.entry.name}",
             allowed="mirrored",
             next_step="%%distributed mirrored",
-            code="WB-FIT-919",
+            code="WB-FIT-181",
         )
 
 

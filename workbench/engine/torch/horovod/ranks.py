@@ -42,7 +42,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             "hvd.init takes all ranks here.",
             seen="comm=" if comm is not None else "process_sets=",
             next_step="hvd.init(); torch.distributed.new_group makes groups of some ranks",
-            code="WB-FIT-900",
+            code="WB-FIT-163",
         )
     if not dist.is_initialized():
         _join()
@@ -71,7 +71,7 @@ def _join() -> None:
             "These processes were not started by torchrun, so they cannot find each other.",
             seen=f"{launched[0]}={os.environ[launched[0]]}",
             next_step="torchrun --nproc-per-node 4 train.py in place of horovodrun -np 4 or mpirun",
-            code="WB-FIT-901",
+            code="WB-FIT-164",
         )
     stores: Any = dist  # the stores are there, but not declared as exported
     dist.init_process_group("gloo", store=stores.HashStore(), rank=0, world_size=1)
@@ -92,7 +92,7 @@ def is_initialized() -> bool:
 def require_init() -> None:
     if not is_initialized():
         raise FitError(
-            "Horovod has not been initialized.", next_step="hvd.init()", code="WB-FIT-902"
+            "Horovod has not been initialized.", next_step="hvd.init()", code="WB-FIT-165"
         )
 
 

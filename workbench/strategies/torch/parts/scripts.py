@@ -85,7 +85,7 @@ def watch_scripts(context: RunContext) -> Callable[[], None]:
         raise RunError(
             "This process records a script already.",
             next_step="end that one first: call what watch_scripts returned",
-            code="WB-RUN-925",
+            code="WB-RUN-126",
         )
     _watching = scripts = _Scripts(context)
     return scripts.close
