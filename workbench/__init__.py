@@ -16,8 +16,10 @@ uses all of them:
     cluster/     how are engines started, watched and ended
     history/     what is known of a run, step by step
     views/       how is it drawn
+    export/      a plan as a folder that trains it elsewhere
     execution/   a run from its request to its end
     session/     one cluster and all that can be asked of it
+    jobs/        runs that go on elsewhere: conducted there, followed and steered from here
     notebook/    what a notebook sees: its session, recipes, comparisons
     panels/      the workbench with the mouse
     magics       what does each magic's line ask for

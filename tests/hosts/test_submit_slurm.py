@@ -46,10 +46,10 @@ def test_a_job_waits_runs_and_prints_then_one_is_refused_and_one_cancelled(
     assert job.place == str(folder)
 
     for wrong, code in (
-        (replace(two, partition="large"), "WB-CLUSTER-087"),
-        (replace(two, nodes=3), "WB-CLUSTER-088"),
-        (replace(two, gpus_per_node=3), "WB-CLUSTER-088"),
-        (replace(two, partition="tiny", time_s=3600.0), "WB-CLUSTER-088"),
+        (replace(two, partition="large"), "WB-CLUSTER-086"),
+        (replace(two, nodes=3), "WB-CLUSTER-087"),
+        (replace(two, gpus_per_node=3), "WB-CLUSTER-087"),
+        (replace(two, partition="tiny", time_s=3600.0), "WB-CLUSTER-087"),
     ):
         with pytest.raises(ClusterError) as told:
             jobs.submit(folder, "slurm", wrong)
@@ -57,7 +57,7 @@ def test_a_job_waits_runs_and_prints_then_one_is_refused_and_one_cancelled(
     job_folder(reached, "prints", "#SBATCH --nodes=5\ntrue")
     with pytest.raises(ClusterError) as told:
         jobs.submit(folder, "slurm", two)
-    assert told.value.code == "WB-CLUSTER-085"
+    assert told.value.code == "WB-CLUSTER-084"
 
     job_folder(reached, "prints", "sleep 600")
     job = jobs.submit(folder, "slurm", two)

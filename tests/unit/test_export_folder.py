@@ -263,7 +263,7 @@ class TestFiles:
         assert (path / "far.bin").read_bytes() == b"3"
         assert not (path / "data" / ".hidden").exists()
 
-    @pytest.mark.parametrize("name", ["train.py", "run.json", "runs", "workbench.whl"])
+    @pytest.mark.parametrize("name", ["train.py", "run.json", "runs", "a.whl"])
     def test_names_of_the_folders_own_files_are_taken(self, name, tmp_path, notebook):
         (notebook / name).write_text("")
         assert code_of(write_job, plan_of(), tmp_path / "job", files=[Path(name)]) == "WB-PLAN-211"

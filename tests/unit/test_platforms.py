@@ -120,7 +120,7 @@ def test_a_client_that_is_not_installed_is_named_with_what_to_install(
     folder = folder_with(tmp_path, file, "ray-env.yaml")
     with pytest.raises(ClusterError) as told:
         platform(on).check(folder, replace(ONE, hosts=("node1",)))
-    assert told.value.code == "WB-CLUSTER-083"
+    assert told.value.code == "WB-CLUSTER-082"
     assert "install" in str(told.value.next_step)
 
 
@@ -148,7 +148,7 @@ def test_a_client_that_says_nothing_is_ended_with_what_it_started(
     clients.does("squeue", "*", f"sleep 60 & echo $! > {tmp_path}/pid; wait")
     with pytest.raises(ClusterError) as told:
         platform("slurm").state(Ticket("slurm", "17", str(tmp_path), 0.0))
-    assert told.value.code == "WB-CLUSTER-084"
+    assert told.value.code == "WB-CLUSTER-083"
     pid = int((tmp_path / "pid").read_text())
     end = time.monotonic() + WAIT_S
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -259,8 +259,8 @@ def test_a_process_that_was_killed_is_no_running_job_nor_is_anothers_of_its_pid(
 def test_this_machine_is_one_node_with_the_gpus_that_it_has(tmp_path: Path) -> None:
     folder = small_job(tmp_path / "job")
     for resources, code in (
-        (replace(ONE, nodes=2), "WB-CLUSTER-086"),
-        (replace(ONE, gpus_per_node=1000), "WB-CLUSTER-096"),
+        (replace(ONE, nodes=2), "WB-CLUSTER-085"),
+        (replace(ONE, gpus_per_node=1000), "WB-CLUSTER-095"),
     ):
         with pytest.raises(ClusterError) as told:
             platform("local").check(folder, resources)
@@ -323,7 +323,7 @@ def test_what_a_partition_lacks_is_said_with_what_it_has(
 ) -> None:
     with pytest.raises(ClusterError) as told:
         platform("slurm").check(folder_with(tmp_path, "job.sbatch"), replace(ONE, **asked))
-    assert told.value.code == "WB-CLUSTER-088"
+    assert told.value.code == "WB-CLUSTER-087"
     assert "nodes with 4 CPUs" in str(told.value) or "1 nodes with 8 CPUs" in str(told.value)
     assert not [call for call in slurm.calls if call.startswith("sbatch")]
 
@@ -335,7 +335,7 @@ def test_an_unknown_partition_is_named_with_those_that_there_are(
         platform("slurm").check(
             folder_with(tmp_path, "job.sbatch"), replace(ONE, partition="large")
         )
-    assert told.value.code == "WB-CLUSTER-087"
+    assert told.value.code == "WB-CLUSTER-086"
     assert told.value.allowed == "long, small, tiny"
 
 
@@ -347,7 +347,7 @@ def test_slurms_own_refusal_is_said_in_its_words(tmp_path: Path, slurm: Clients)
     for call in (one.check, one.submit):
         with pytest.raises(ClusterError) as told:
             call(folder, ONE)
-        assert told.value.code == "WB-CLUSTER-085"
+        assert told.value.code == "WB-CLUSTER-084"
         assert "Invalid account" in str(told.value)
 
 
@@ -369,7 +369,7 @@ def test_a_platform_that_gives_no_id_is_said_so(tmp_path: Path, slurm: Clients) 
     slurm.says("sbatch", "--parsable*", "\n")
     with pytest.raises(ClusterError) as told:
         platform("slurm").submit(folder_with(tmp_path, "job.sbatch"), ONE)
-    assert told.value.code == "WB-CLUSTER-091"
+    assert told.value.code == "WB-CLUSTER-090"
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,7 @@ def test_a_controller_that_is_down_is_no_end_of_a_job(tmp_path: Path, slurm: Cli
     slurm.says("squeue", "*", err=words, code=1)
     with pytest.raises(ClusterError) as told:
         platform("slurm").state(in_slurm(tmp_path))
-    assert told.value.code == "WB-CLUSTER-089"
+    assert told.value.code == "WB-CLUSTER-088"
     assert "Unable to contact" in str(told.value)
 
 
@@ -458,7 +458,7 @@ def test_scancel_of_a_job_that_is_gone_is_no_error_but_a_refusal_is(
     slurm.says("scancel", "17", err="scancel: error: Access/permission denied\n", code=1)
     with pytest.raises(ClusterError) as told:
         one.cancel(ticket)
-    assert told.value.code == "WB-CLUSTER-090"
+    assert told.value.code == "WB-CLUSTER-089"
 
 
 # -- ssh -------------------------------------------------------------------------------------------
@@ -547,7 +547,7 @@ def test_a_job_over_ssh_is_cancelled_with_what_it_started_and_stands_alone(
     assert one.state(ticket).state == "running"
     with pytest.raises(ClusterError) as told:
         one.submit(folder, alone)
-    assert told.value.code == "WB-CLUSTER-093"
+    assert told.value.code == "WB-CLUSTER-092"
     one.cancel(ticket)
     assert one.state(ticket).state == "cancelled"
     child = int((there / "begun").read_text())
@@ -559,7 +559,7 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path, homes: Path) -> 
     one, folder = platform("ssh"), ssh_job(tmp_path, "true\n")
     with pytest.raises(ClusterError) as told:
         one.check(folder, replace(ONE, hosts=("node7",)))
-    assert told.value.code == "WB-CLUSTER-092"
+    assert told.value.code == "WB-CLUSTER-091"
     assert "Could not resolve" in str(told.value)
     with pytest.raises(PlanError) as missing:
         one.check(folder, ONE)
@@ -647,7 +647,7 @@ def test_a_job_that_ray_does_not_know_is_gone_and_a_ray_that_is_down_is_not(ray:
     for call in (one.state, one.cancel):
         with pytest.raises(ClusterError) as told:
             call(in_ray())
-        assert told.value.code == "WB-CLUSTER-094"
+        assert told.value.code == "WB-CLUSTER-093"
 
 
 # -- Kubernetes ------------------------------------------------------------------------------------
@@ -706,7 +706,7 @@ def test_what_kubernetes_refuses_is_said_in_its_words(tmp_path: Path, kubectl: C
     kubectl.says("kubectl", "*create*", err=words, code=1)
     with pytest.raises(ClusterError) as told:
         platform("kubernetes").check(folder_with(tmp_path, "trainjob.yaml"), ONE)
-    assert told.value.code == "WB-CLUSTER-085"
+    assert told.value.code == "WB-CLUSTER-084"
     assert "already exists" in str(told.value)
 
 
@@ -751,7 +751,7 @@ def test_a_train_job_that_is_deleted_is_gone(kubectl: Clients) -> None:
     for call in (one.state, one.cancel):
         with pytest.raises(ClusterError) as told:
             call(in_kubernetes())
-        assert told.value.code == "WB-CLUSTER-094"
+        assert told.value.code == "WB-CLUSTER-093"
 
 
 # -- SkyPilot --------------------------------------------------------------------------------------
@@ -811,7 +811,7 @@ def test_a_cluster_that_is_not_there_yet_waits_and_one_that_is_no_more_is_gone(
     clients.says("sky", "*", err="Could not connect to SkyPilot API server\n", code=1)
     with pytest.raises(ClusterError) as told:
         one.state(in_sky())
-    assert told.value.code == "WB-CLUSTER-094"
+    assert told.value.code == "WB-CLUSTER-093"
     with pytest.raises(ClusterError) as told:
         one.cancel(in_sky())
-    assert told.value.code == "WB-CLUSTER-085"
+    assert told.value.code == "WB-CLUSTER-084"

@@ -256,7 +256,7 @@ def test_a_job_that_died_before_its_first_step_is_told_as_such_with_its_last_lin
     Fake.states["id-1"] = JobState("failed", "FAILED (NonZeroExitCode)", stepped=False)
     with pytest.raises(ClusterError) as told:
         job.wait(5)
-    assert told.value.code == "WB-CLUSTER-095"
+    assert told.value.code == "WB-CLUSTER-094"
     for text in (str(told.value), repr(job)):
         assert "failed before its first step" in text
         assert "FAILED (NonZeroExitCode)" in text

@@ -7,5 +7,6 @@ order:
     script       the cell as a file that Python starts, with Workbench or without it
     packages     what is to be installed, Workbench itself included
     folder       the folder around it: what was pinned, how it is started
+    published    templates, and whether what comes of them is as the platforms have published
     envelopes    what each platform is given besides
 """

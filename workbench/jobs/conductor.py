@@ -33,12 +33,11 @@ from ..cluster.calls import Call
 from ..cluster.engines import EngineInfo
 from ..cluster.hosts.gpus import HostDevices
 from ..cluster.hosts.wire import HostFacts
-from ..cluster.processes import Ending, EngineDiedError
 from ..cluster.router import ControlRouter
 from ..cookbook.recipe import Recipe
 from ..devices import leases as device_pool
 from ..devices.discovery import Device, Survey
-from ..errors import ClusterError, RunError, WorkbenchError
+from ..errors import RunError, WorkbenchError
 from ..execution import hangs
 from ..execution.logging_to import await_all
 from ..execution.outcome import outcome_error, outcome_notes
@@ -48,7 +47,17 @@ from ..execution.task import Task
 from ..history import disk
 from ..session import checkpoints
 from ..shared import cluster_env, events
-from ..shared.messages import Asked, CellEnded, Happened, Hello, Interrupt, Position, Records, Up
+from ..shared.messages import (
+    Asked,
+    CellEnded,
+    CellOutcome,
+    Happened,
+    Hello,
+    Interrupt,
+    Position,
+    Records,
+    Up,
+)
 from ..shared.plan import Plan, make_plan
 from .control import Inbox, Order, make_key
 from .frames import LineWriter
@@ -107,17 +116,6 @@ class JobRun(Run):
             file.write(json.dumps(line) + "\n")
 
 
-class ProcessEndedError(EngineDiedError):
-    """A process of the job has ended; the platform knows how, its parent here does not."""
-
-    def __init__(self, process: EngineInfo, what: str) -> None:
-        super().__init__(process.id, process.pid, Ending(what=what), host=process.elsewhere)
-        where = f" on {process.host}" if process.elsewhere else ""
-        ClusterError.__init__(
-            self, f"Its process (pid {process.pid}{where}) {what}.", code="WB-CLUSTER-082"
-        )
-
-
 class JobEngines:
     """A job's processes, as far as a `Task` needs engines.
 
@@ -162,7 +160,12 @@ class JobEngines:
 
     def died(self, engine: int, what: str) -> None:
         """Settle the call of a process that has ended."""
-        self.calls[engine].finish(ProcessEndedError(self.engines[engine], what))
+        one = self.engines[engine]
+        where = f" on {one.host}" if one.elsewhere else ""
+        words = f"Its process (pid {one.pid}{where}) {what}."
+        self.calls[engine].finish(
+            CellOutcome(status="died", ename="ClusterError", evalue=words, how=what)
+        )
 
     def host_of(self, engine: int) -> None:
         """No agent is anywhere."""

@@ -184,7 +184,7 @@ class Submitted:
                 next_step=f"wb.jobs[{self.name!r}].logs() has more"
                 if now.state == "failed"
                 else f"look for job {self.id} in the platform's own list",
-                code="WB-CLUSTER-095",
+                code="WB-CLUSTER-094",
             )
         return self
 

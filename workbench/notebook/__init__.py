@@ -6,5 +6,6 @@ In reading order:
     run_view   how is a run shown while it goes on
     values     how do variables and texts get to the engines and back
     recipes    what can be trained by its name
+    jobs       `wb.job`, `wb.submit`, `wb.follow`: from the notebook to a job, and back
     compare    `wb.compare`, `wb.strategies`, `wb.diagram`, `wb.calibrate`: what there is to know
 """

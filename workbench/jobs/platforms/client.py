@@ -201,7 +201,7 @@ def say(
             f"{program} is not installed here.",
             seen=f"PATH={os.environ.get('PATH', '')}",
             next_step=_INSTALL.get(program, "install it"),
-            code="WB-CLUSTER-083",
+            code="WB-CLUSTER-082",
         )
     limit_s = ASK_S if timeout_s is None else timeout_s
     env = environment()
@@ -227,7 +227,7 @@ def say(
                 seen=f"{shlex.join(command[:3])} said nothing for {limit_s:g} s",
                 next_step=f"try it in a terminal: {shlex.join(command)[:200]}; a job that was "
                 "being submitted may be there",
-                code="WB-CLUSTER-084",
+                code="WB-CLUSTER-083",
             ) from error
         return Said(code, _end(out), _end(err))
 
@@ -247,7 +247,7 @@ def must(command: Sequence[str], what: str, next_step: str, **options: Any) -> s
     """
     said = say(command, **options)
     if said.code:
-        raise ClusterError(what, seen=said.words, next_step=next_step, code="WB-CLUSTER-085")
+        raise ClusterError(what, seen=said.words, next_step=next_step, code="WB-CLUSTER-084")
     return said.out
 
 
@@ -285,7 +285,7 @@ def checked_id(job: str, said: str) -> str:
         "The platform took the job, but did not say how it is called.",
         seen=said.strip() or "nothing",
         next_step="look for the job in the platform's own list",
-        code="WB-CLUSTER-091",
+        code="WB-CLUSTER-090",
     )
 
 

@@ -116,7 +116,7 @@ def _lost(platform: str, said: Said, *, gone: bool = False) -> JobState:
         f"{platform} does not say how the job is.",
         seen=said.words,
         next_step="try its client in a terminal",
-        code="WB-CLUSTER-094",
+        code="WB-CLUSTER-093",
     )
 
 

@@ -97,7 +97,7 @@ class Local:
                 "This machine is one node.",
                 seen=f"nodes={resources.nodes}",
                 next_step="on='slurm', 'ssh' or another platform for more; or nodes=1",
-                code="WB-CLUSTER-086",
+                code="WB-CLUSTER-085",
             )
         if resources.gpus_per_node > (found := len(discover())):
             raise ClusterError(
@@ -105,7 +105,7 @@ class Local:
                 seen=f"gpus_per_node={resources.gpus_per_node}",
                 allowed=f"up to {found}",
                 next_step="another platform, or gpus_per_node=0",
-                code="WB-CLUSTER-096",
+                code="WB-CLUSTER-095",
             )
 
     def submit(self, folder: Path, resources: Resources) -> Ticket:
@@ -249,7 +249,7 @@ class Slurm:
                 seen=wanted,
                 allowed=", ".join(sorted(partitions)) or "none: sinfo shows no partition",
                 next_step="partition=NAME; sinfo shows what each has",
-                code="WB-CLUSTER-087",
+                code="WB-CLUSTER-086",
             )
         kinds = partitions.get(wanted, [])
         each = resources.workers_per_node or job.launch["processes"] // max(1, resources.nodes)
@@ -268,7 +268,7 @@ class Slurm:
                 allowed="; ".join(one.words for one in kinds),
                 next_step="ask for less, or for another partition: "
                 + ", ".join(sorted(set(partitions) - {wanted})),
-                code="WB-CLUSTER-088",
+                code="WB-CLUSTER-087",
             )
         must(
             ["sbatch", "--test-only", "job.sbatch"], "Slurm would refuse the job.",
@@ -316,7 +316,7 @@ class Slurm:
                 "Slurm does not answer.",
                 seen=said.words,
                 next_step="squeue in a terminal must work",
-                code="WB-CLUSTER-089",
+                code="WB-CLUSTER-088",
             )
         if not word:
             word, began = self._accounts(ticket)
@@ -371,7 +371,7 @@ class Slurm:
                 "Slurm did not cancel the job.",
                 seen=said.words,
                 next_step=f"scancel {ticket.id} in a terminal",
-                code="WB-CLUSTER-090",
+                code="WB-CLUSTER-089",
             )
 
     def place(self, ticket: Ticket) -> str:
@@ -467,7 +467,7 @@ def _far(host: str, script: str, **options: Any) -> Said:
             f"There is no connection to {host} by ssh.",
             seen=said.words,
             next_step=f"`ssh {host} true` in a terminal must work without a password",
-            code="WB-CLUSTER-092",
+            code="WB-CLUSTER-091",
         )
     return said
 
@@ -479,7 +479,7 @@ def _far_must(host: str, script: str, **options: Any) -> str:
             f"The job could not be started on {host}.",
             seen=said.words,
             next_step=f"look there: ssh {host}",
-            code="WB-CLUSTER-093",
+            code="WB-CLUSTER-092",
         )
     return said.out
 
