@@ -305,7 +305,6 @@ def test_an_order_that_cannot_be_written_is_told_and_nothing_is_left(
         {"do": "step", "steps": control.MOST_STEPS + 1},
         {"do": "stop", "number": -1},
         {"do": "stop", "number": 1 << 63},
-        {"do": "inject"},
         {"do": "stop", "faults": FAULTS},
         {"do": "inject", "faults": list(FAULTS)},
         {"do": "inject", "faults": (5,)},

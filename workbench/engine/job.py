@@ -212,6 +212,7 @@ def run_job(script: str | os.PathLike[str]) -> None:
     if _running:
         return
     path = Path(script).resolve()
+    os.chdir(path.parent)  # what the script reads lies beside it
     _end(_guarded(lambda: _take_part(path, _described(path.parent))))
 
 

@@ -184,7 +184,7 @@ def order_of(words: Sequence[str]) -> Order:
     raise PlanError(
         "This is no order for a run." if words else "What is the run to do?",
         seen=" ".join(words) or None,
-        allowed="stop, pause, resume, step [N], inject FAULT ...",
+        allowed="stop, preempt, pause, resume, step [N], inject [FAULT ...]",
         next_step="workbench control PLACE stop",
         code="WB-PLAN-252",
     )

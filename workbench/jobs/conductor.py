@@ -404,7 +404,10 @@ class Conductor:
         if error is not None and any(one.status == "died" for one in task.outcomes.values()):
             # What brings an engine back in a notebook is of no use here.
             error = RunError(error.what, next_step=DIED, code="WB-RUN-106")
-        error = error or outcome_error(run, task.outcomes)
+        if error is None and "script" not in self._job:
+            error = outcome_error(run, task.outcomes)
+        elif error is None and not any(one.trained for one in task.outcomes.values()):
+            run.note("The script trained nothing that could be recorded.")
         for text in outcome_notes(task.outcomes):
             run.note(text)
         run.finish(error)
@@ -472,6 +475,8 @@ class Conductor:
             match order.do:
                 case "stop":
                     run.stop()
+                case "preempt":
+                    self._preempt("an order")
                 case "pause":
                     run.pause()
                 case "resume":

@@ -36,7 +36,8 @@ ORDER_BYTES = 4096
 FILES_AT_ONCE = 100
 MOST_STEPS = 1_000_000
 MOST_FAULTS = 32
-Does = Literal["stop", "pause", "resume", "step", "inject", "interrupt"]
+Does = Literal["stop", "preempt", "pause", "resume", "step", "inject", "interrupt"]
+"""`preempt` stops as `stop` does, and the next start of the job goes on from there."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Order:
     Attributes:
         do: What to do.
         steps: For `step`: how many steps a paused run goes on.
-        faults: For `inject`: as `--inject` takes them.
+        faults: For `inject`: as `--inject` takes them; none ends the faults.
         number: Grows from order to order.
 
     Raises:
@@ -79,8 +80,8 @@ def _wrong(order: Order) -> str:
         return "its number is none"
     if not isinstance(order.faults, tuple) or len(order.faults) > MOST_FAULTS:
         return f"its faults are not a tuple of at most {MOST_FAULTS}"
-    if bool(order.faults) != (order.do == "inject"):
-        return "inject needs faults, and the others have none"
+    if order.faults and order.do != "inject":
+        return "only inject has faults"
     if not all(isinstance(text, str) for text in order.faults):
         return "a fault is no text"
     if sum(map(len, order.faults)) > ORDER_BYTES // 2:

@@ -210,6 +210,10 @@ class FollowedJob(Run):
         """Have the job end at a step that all its workers agree on; returns at once."""
         self._order("stop")
 
+    def preempt(self) -> None:
+        """Have it stop as if its platform had asked: the job's next start goes on from there."""
+        self._order("preempt")
+
     def pause(self) -> None:
         """Have it stand still after a step that all agree on; returns at once."""
         self._order("pause")

@@ -23,7 +23,7 @@ from ..execution.run import Run
 from ..export.envelopes import JobFacts, Resources, write_envelope
 from ..export.folder import JobFolder, job_of, read_job
 from ..history.folders import runs_root
-from ..jobs.followed import BEGIN_S, FollowedJob
+from ..jobs.followed import BEGIN_S, LOOK_S, FollowedJob
 from ..jobs.followed import follow as follow_place
 from ..jobs.submitted import Submitted, jobs
 from ..shared.plan import Plan, plan_of
@@ -74,7 +74,10 @@ def job(
     """
     resources, rest = _parted(asked)
     told: dict[str, Any] = {"plain": plain, "files": [Path(f) for f in files], "replace": replace}
-    path = job_of(_planned(what, strategy, args, rest), folder, names=_names(), **told)
+    planned = _planned(what, strategy, args, rest)
+    if isinstance(planned, Plan) and planned.init_from:
+        told["initial"] = Path(registry.weights_folder(planned.init_from))
+    path = job_of(planned, folder, names=_names(), **told)
     for name in (on,) if isinstance(on, str) else on:
         _envelope(name, path, resources)
     return path
@@ -214,7 +217,7 @@ def _show_when_begun(handed: Submitted, plot: str = "auto") -> FollowedJob:
 
     gone()
     try:
-        run = follow_place(handed.place, wait_s=None, gone=gone)
+        run = follow_place(_place_of(handed, gone), wait_s=None, gone=gone)
     except RunError as error:
         if handed.look().state != "failed":
             raise
@@ -227,6 +230,14 @@ def _show_when_begun(handed: Submitted, plot: str = "auto") -> FollowedJob:
         ) from error
     _show(run, plot)
     return run
+
+
+def _place_of(handed: Submitted, gone: Callable[[], str]) -> Any:
+    """Return where the job's own run is; in a folder that has older runs, once it has begun."""
+    has_older = handed.ticket.extra.get("runs_before", "0") != "0"
+    while has_older and str(handed.place) == str(handed.folder) and not gone():
+        time.sleep(LOOK_S)
+    return handed.place
 
 
 jobs.follower = lambda handed: _show_when_begun(handed)
