@@ -45,6 +45,7 @@ from .interrupt import InterruptWatch
 from .meeting import KEY, About, Surroundings, meeting_of
 from .runtime import Engine, run_cell, support
 from .telemetry.control_link import ControlLink
+from .transport.address import addresses
 
 machinery(__name__)
 FORMAT = "workbench-job/1"
@@ -404,17 +405,20 @@ def _own_store(job: About) -> tuple[str, int] | None:
 def _about(where: Surroundings, job: About) -> About:
     """Return what the conductor must know of this process."""
     me, facts = psutil.Process(), survey(str(job.get("framework", "torch")))
-    store, address, port = where.store, "", 0
+    store, address, port, meets_at = where.store, "", 0, ""
     if where.addresses:
         host, _, port_text = where.addresses[where.rank].rpartition(":")
         address, port = socket.gethostbyname(host), int(port_text)
     elif store is not None and where.world_size > 1:
-        address = cluster_env.own_address(socket.gethostbyname(store[0]))
+        meets_at = socket.gethostbyname(store[0])
+        address = cluster_env.own_address(meets_at)
     return {
         "rank": where.rank,
         "host": socket.gethostname(),
         "place": cluster_env.host_token(),
         "address": address,
+        "addresses": addresses() if meets_at else [],
+        "store": meets_at,
         "port": port,
         "cores": cpu_count(),
         "pid": me.pid,

@@ -203,6 +203,9 @@ class Conductor:
         self.folder, resume_from = self._place()
         places = [str(one["place"]) for one in self._processes]
         self._several = len(set(places)) > 1
+        self._store = asked["store"]
+        if self._several and self._store:
+            self._store = self._meeting_place()
         leases = self._leases()
         self.plan.check_devices([one.word for one in leases.leases])
         listen = self._listening()
@@ -211,12 +214,12 @@ class Conductor:
             secret=self._several,
         )  # fmt: skip
         try:
-            self._begin(asked, leases, resume_from)
+            self._begin(leases, resume_from)
         except BaseException:
             self.router.close()
             raise
 
-    def _begin(self, asked: Mapping[str, Any], leases: device_pool.Leases, resume: str) -> None:
+    def _begin(self, leases: device_pool.Leases, resume: str) -> None:
         plan, folder = self.plan, self.folder
         ids = list(range(plan.engines)) * (plan.workers // plan.engines)
         servers = list(range(plan.engines, len(self._processes)))
@@ -244,7 +247,7 @@ class Conductor:
         here = cluster_env.host_token()
         far = {i: {"far": True} for i, one in self.engines.engines.items() if one.place != here}
         run.far.ranks = {i: ids.index(i) for i in far if i in ids}
-        specs = self._specs([*dict.fromkeys(ids), *servers], leases, asked)
+        specs = self._specs([*dict.fromkeys(ids), *servers], leases)
         requests = run_requests(run, specs, 1, "")
         self._pin(requests)
         run.open_board(self.router.send, [*run.members, *servers])
@@ -327,15 +330,25 @@ class Conductor:
 
     _rooms: Mapping[int, str] = {}
 
+    def _meeting_place(self) -> tuple[str, int]:
+        """Return the store's address, which its own host may know by a loopback address only.
+
+        Processes of that host are reached at the same address.
+        """
+        told = [str(one["store"]) for one in self._processes]
+        host = next((one for one in told if not one.startswith("127.")), told[0])
+        for one in self._processes:
+            if host in one["addresses"]:
+                one["address"] = host
+        return host, int(self._store[1])
+
     def _listening(self) -> str:
         if not self._several:
             return "127.0.0.1"
         return os.environ.get(LISTEN) or str(self._processes[0]["address"])
 
-    def _specs(
-        self, ids: Sequence[int], leases: device_pool.Leases, asked: Mapping[str, Any]
-    ) -> Any:
-        plan, store = self.plan, asked["store"]
+    def _specs(self, ids: Sequence[int], leases: device_pool.Leases) -> Any:
+        plan, store = self.plan, self._store
         specs = make_specs(
             {i: str(self._processes[i]["place"]) for i in ids},
             plan.workers,
