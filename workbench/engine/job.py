@@ -38,7 +38,7 @@ from ..devices.discovery import survey
 from ..devices.leases import cpu_count
 from ..errors import ClusterError, PlanError, RunError, WorkbenchError
 from ..shared import cluster_env
-from ..shared.messages import Asked, CellEnded, CellOutcome
+from ..shared.messages import AskedToEnd, CellEnded, CellOutcome
 from . import context
 from .debugging.marks import machinery
 from .interrupt import InterruptWatch
@@ -316,7 +316,7 @@ def _take_part(path: Path, job: About) -> bool:
         kernel_key=part["curve"],
     )  # fmt: skip
     engine = Engine(where.rank, link, watch, framework=spec["framework"])
-    watch.on_terminate = lambda: link.say(Asked(engine=where.rank, why="SIGTERM"))
+    watch.on_terminate = lambda: link.say(AskedToEnd(engine=where.rank, why="SIGTERM"))
     # An interrupt is meant for the cell; what comes before or after it finds nothing to end.
     before = signal.signal(signal.SIGTERM, _heard), signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -48,7 +48,7 @@ from ..history import disk
 from ..session import checkpoints
 from ..shared import cluster_env, events
 from ..shared.messages import (
-    Asked,
+    AskedToEnd,
     CellEnded,
     CellOutcome,
     Happened,
@@ -392,7 +392,7 @@ class Conductor:
                 self.run.receive(message, engine)
             case CellEnded():
                 self.engines.calls[message.engine].finish(message.outcome)
-            case Asked():
+            case AskedToEnd():
                 self._preempt(message.why)
             case Hello():
                 pass

@@ -345,7 +345,7 @@ class CellEnded(OfEngine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(OfEngine):
+class AskedToEnd(OfEngine):
     """A job's process was told to end by its platform, `why`: all are to stop at a step."""
 
     kind: ClassVar[str] = "asked"
@@ -487,7 +487,7 @@ class Interrupt(Message):
 
 Up = (
     Hello | Refused | Records | Happened | Position | Stopped | Answered | Left | Served
-    | WhereAnswer | StacksAnswer | ClockAnswer | CellEnded | Asked
+    | WhereAnswer | StacksAnswer | ClockAnswer | CellEnded | AskedToEnd
 )  # fmt: skip
 Down = (
     Welcome

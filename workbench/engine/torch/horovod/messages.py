@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from ....errors import FitError
+from .. import accelerator
 from ..group import backend_of
 from .ranks import rank, require_init, size
 
@@ -168,9 +169,7 @@ def begin(process_set: Any) -> None:
 def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor where the group can send it from, without gradient."""
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if backend_of(None, copy.device) or not torch.cuda.is_available():
-        return copy
-    return copy.cuda()
+    return copy if backend_of(None, copy.device) else copy.to(accelerator.own().device)
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
