@@ -32,14 +32,17 @@ FILES = known()
 
 
 def is_there(path: str) -> bool:
-    """Return whether a file of the repository ends in this path, or fits this pattern."""
+    """Return whether a file of the repository ends in this path, or fits this pattern.
+
+    Scripts of platforms are made from templates of the same name.
+    """
     if path in THEIRS or path.startswith(LIBRARIES):
         return True
     if PATTERN.search(path):
         part = r"[\w-]+"
         pattern = part.join(map(re.escape, re.split(r"<\w+>|\*|NAME|(?<=lab_)N", path)))
         return any(re.search(rf"(?:^|/){pattern}$", file) for file in FILES)
-    return any(file == path or file.endswith(f"/{path}") for file in FILES)
+    return any(f"/{file}".endswith((f"/{path}", f"/templates/{path}.in")) for file in FILES)
 
 
 def missing(text: str) -> list[str]:

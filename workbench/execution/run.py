@@ -607,7 +607,7 @@ class Run:
             self.logs.append(RunLog(self, self.plan.log))
 
     def log_to(self, *targets: str) -> RunLog:
-        """Write the run also to `tensorboard:DIR` or `mlflow:URI`: what there is, and what comes.
+        """Write all of it also to tensorboard:DIR, mlflow:URI, wandb:PROJECT or trackio:PROJECT.
 
         Returns:
             What writes it: `.places` says where, `.wait()` waits for the end.

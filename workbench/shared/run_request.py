@@ -246,7 +246,7 @@ class RunSettings:
         argument="log",
         is_text=True,
         read=parse_targets,
-        help="also write the run to tensorboard:DIR or mlflow:URI",
+        help="also write the run to tensorboard:DIR, mlflow:URI, wandb:PROJECT, trackio:PROJECT",
         without="nowhere else",
         example="%%distributed mirrored --log tensorboard:runs",
     )

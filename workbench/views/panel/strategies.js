@@ -208,7 +208,7 @@ SECTIONS.push({
         field("checkpoint", "str", "Checkpoint folder", "what is needed to go on is written there", { placeholder: "none" }),
         field("checkpoint_every", "int", "Checkpoint every", "steps", { min: 1, placeholder: "100" }),
         field("on_failure", "str", "When an engine dies", "stop, continue or replace", { placeholder: "stop" }),
-        field("log", "str", "Log to", "as tensorboard:FOLDER, mlflow:URI", { placeholder: "nowhere else" }),
+        field("log", "str", "Log to", "as tensorboard:FOLDER, mlflow:URI, wandb:PROJECT, trackio:PROJECT", { placeholder: "nowhere else" }),
       ];
       const element = kit.h("div", { class: "wbp-common", role: "group", "aria-label": "For all runs" }, kit.h("div", { class: "wbp-group-title" }, "For all runs"), kit.h("div", { class: "wbp-common-fields" }, fields.map(([name, one]) => { one.root.classList.add(`wbp-of-${name}`); return one.root; })));
       return {
