@@ -12,7 +12,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from workbench.cookbook.recipe import Recipe
@@ -59,21 +59,32 @@ def environment(rank: int, world_size: int, port: int, **more: str) -> dict[str,
 
 @contextlib.contextmanager
 def started(
-    folder: Path, world_size: int, command: tuple[str, ...] = ("train.py",), **more: str
+    folder: Path,
+    world_size: int,
+    command: tuple[str, ...] = ("train.py",),
+    each: Sequence[Mapping[str, str]] = (),
+    **more: str,
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start a job's processes; those that are left are ended."""
+    """Start a job's processes; those that are left are ended.
+
+    Args:
+        each: What the environment of each rank has besides.
+        more: What all have; what is empty is taken out.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     found = []
     try:
         for rank in range(world_size):
+            told = environment(rank, world_size, port, **more)
+            told |= each[rank] if each else {}
             log = (folder / f"out-{rank}.txt").open("w")
             with log:
                 found.append(
                     subprocess.Popen(
                         [sys.executable, *command], cwd=folder, stdout=log, stderr=log, text=True,
-                        env=environment(rank, world_size, port, **more),
+                        env={name: text for name, text in told.items() if text},
                     )
                 )  # fmt: skip
         yield found

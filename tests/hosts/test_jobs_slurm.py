@@ -77,7 +77,9 @@ def test_a_job_that_is_warned_goes_on_from_its_checkpoint(shared: Path, queues: 
     assert disk.read_meta(second)["job"]["resumed_from"] == f"step-{stopped}"
 
 
-def test_a_job_that_dies_is_named_with_what_it_printed(shared: Path, reached: SimulatedHosts) -> None:
+def test_a_job_that_dies_is_named_with_what_it_printed(
+    shared: Path, reached: SimulatedHosts
+) -> None:
     handed = submitted(shared, "import torch\nraise ValueError('no data on this node')")
     with pytest.raises(RunError, match="no data on this node"):
         handed.follow().wait(WAIT_S)
