@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -30,9 +31,9 @@ from ..shared import events
 from ..shared.events import OVER, State
 from ..shared.faults import lasting, parse_fault
 from ..shared.plan import Plan
-from .conductor import ALIVE, ALIVE_S
+from .conductor import ALIVE, ALIVE_S, RUNS
 from .control import Order
-from .places import Place, open_place
+from .places import LOG, Place, open_place
 
 if TYPE_CHECKING:
     from ..history.snapshot import Snapshot
@@ -47,6 +48,7 @@ SILENT_S = 15.0
 GONE_S = 10.0
 """How long rows may still come when the place has ended, or the platform says that the job has."""
 OUTPUT = "log-rank{}.txt"
+WHERE_CHARACTERS, HOST_CHARACTERS = 40, 60
 STATES: frozenset[str] = frozenset(get_args(State))
 
 
@@ -79,7 +81,22 @@ class FollowedJob(Run):
         self._banner = ""
         self._meta_text = ""
         self._alive_text = ""
+        self._went_on = self._where(meta)
         self.advance("submit")
+
+    def _where(self, meta: Mapping[str, Any]) -> str:
+        """Return where it goes on, in short; workers of no named host are on the job's own."""
+        about = meta.get("job")
+        host = str(about.get("host") or "")[:HOST_CHARACTERS] if isinstance(about, dict) else ""
+        if host and host != socket.gethostname():
+            for rank in range(len(self.engines)):
+                self.history.story.hosts.setdefault(rank, host)
+        where = self.place.where
+        if re.match(r"(\S+:)?/", where):
+            path = Path(where.rpartition(":")[2])
+            where = path.parents[1].name if path.parent.name == RUNS else path.name
+        where = where if len(where) <= WHERE_CHARACTERS else where[: WHERE_CHARACTERS - 1] + "…"
+        return f"{where} @ {host}" if host else where
 
     def begin_to_follow(self) -> None:
         """Read what is there, and go on reading on a thread."""
@@ -246,11 +263,12 @@ class FollowedJob(Run):
 
     def snapshot(self) -> Snapshot:
         """The run at this moment, for views."""
-        return replace(super().snapshot(), banner="" if self.is_over else self._banner)
+        banner = "" if self.is_over else self._banner
+        return replace(super().snapshot(), banner=banner, place=self._went_on)
 
     def printed(self, rank: int = 0, last: int = 50) -> str:
         """The last lines that a rank has printed; empty where they do not come here."""
-        path = self.folder / OUTPUT.format(int(rank))
+        path = self.output_of(rank)
         try:
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - 400 * last))
@@ -258,6 +276,12 @@ class FollowedJob(Run):
         except OSError:
             return ""
         return "\n".join(text.splitlines()[-last:])
+
+    def output_of(self, rank: int) -> Path:
+        """Return the file of what a rank prints; of marked lines, that of what was between them."""
+        path = self.folder / OUTPUT.format(int(rank))
+        lines = self.folder / LOG
+        return lines if not rank and not path.exists() and lines.exists() else path
 
     def record(self) -> None:
         """Write nothing: `run.json` is the job's."""

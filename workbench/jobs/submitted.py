@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -218,7 +219,8 @@ class Submitted:
         ran = None if now.began_s is None else min(since, max(0.0, time.time() - now.began_s))
         state = now.state + (" before its first step" if now.stepped is False else "")
         ages = [UNKNOWN if one is None else f"{duration(one)} ago" for one in (since, ran)]
-        return [self.name, self.platform, self.id, state, now.reason or UNKNOWN, *ages]
+        reason = UNKNOWN if now.reason in ("", f"pid {self.id}") else now.reason
+        return [self.name, self.platform, self.id, state, reason, *ages]
 
     def table(self) -> Table:
         """Return how it is, asked now, and of a failed job what it printed last."""
@@ -261,6 +263,13 @@ class Jobs(Mapping[str, Submitted]):
         self._unkept: dict[str, Submitted] = {}  # by the file that could not be written
         self._lock = threading.Lock()
         self._trouble: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a module of this package: `workbench.jobs` is this list once a notebook has it."""
+        try:
+            return sys.modules[f"{__package__}.{name}"]
+        except KeyError:
+            raise AttributeError(f"Jobs has no {name!r}") from None
 
     def submit(
         self, folder: Path, on: str, resources: Resources, *, name: str = "", **options: str

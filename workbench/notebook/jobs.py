@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+import uuid
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -26,9 +28,12 @@ from ..history.folders import runs_root
 from ..jobs.followed import BEGIN_S, LOOK_S, FollowedJob
 from ..jobs.followed import follow as follow_place
 from ..jobs.submitted import Submitted, jobs
+from ..shared.members import Member
 from ..shared.plan import Plan, plan_of
 from ..shared.run_request import from_arguments
-from ..views.blocks import show
+from ..views.blocks import Blocks, in_notebook, notebook_publisher, show
+from ..views.output import OutputBoard
+from ..views.text import nothing_done
 from .run_view import RunView
 from .session import session
 
@@ -37,6 +42,10 @@ FOLDERS = "jobs"
 """Beside the runs: folders of jobs that were submitted without a folder being named."""
 ENVELOPE_OF = {"kubernetes": "trainjob", "local": ""}
 """The envelope that a platform's client takes, where it has another name; empty: it takes none."""
+MOST_RANKS = 16
+"""Whose output is shown below a dashboard; `run.printed(rank)` has that of any."""
+OUTPUT_BYTES = 64 << 10
+"""How much of it is kept for the notebook, at most twice this."""
 _RESOURCES = frozenset(one.name for one in fields(Resources))
 
 
@@ -90,10 +99,12 @@ def job_line(folder: Path) -> str:
     start = f"torchrun --standalone --nproc-per-node {processes} train.py"
     if known.plan.framework != "torch":
         start = "python train.py" if processes == 1 else f"workbench run {folder.name}"
+    near = os.path.relpath(folder)
+    name = os.fspath(folder) if near.startswith("..") else near
     return (
-        f"Written to {folder}: start it there with\n    {start}\n"
-        f"or hand it to a platform: wb.submit({os.fspath(folder)!r}, on='slurm', nodes=2); "
-        f"wb.follow({os.fspath(folder)!r}) shows it."
+        f"Written to {name}. Start it there:\n    {start}\n"
+        f"or hand it to a platform from here:\n    wb.submit({name!r}, on='slurm', nodes=2)\n"
+        f"Wherever it runs, see it here:\n    wb.follow({name!r})"
     )
 
 
@@ -193,12 +204,87 @@ def follow(
     return run
 
 
+class Printed:
+    """What the ranks of a followed job print, and why it failed, below its dashboard.
+
+    It is data that comes from elsewhere: of long outputs only the end is kept.
+    """
+
+    def __init__(self, run: FollowedJob) -> None:
+        ranks = range(min(len(run.engines), MOST_RANKS))
+        self._run, self._blocks = run, Blocks()
+        self._board = OutputBoard({rank: Member.of_ranks(rank) for rank in ranks})
+        self._at = dict.fromkeys(ranks, 0)  # bytes taken so far
+        self._kept = dict.fromkeys(ranks, 0)
+        self._words = {rank: getincrementaldecoder("utf-8")("replace") for rank in ranks}
+        self._looked_s = float("-inf")
+
+    def update(self, final: bool = False) -> None:
+        """Show what has come since the last second, or all of it."""
+        now = time.monotonic()
+        if not final and now - self._looked_s < 1.0:
+            return
+        self._looked_s = now
+        came = [rank for rank in self._at if self._take(rank)]
+        if final and self._run.error is not None:
+            self._board.say_with_it(str(self._run.error))
+        if came or final:
+            self._blocks.update(self._board, final=final)
+
+    def _take(self, rank: int) -> bool:
+        path, at = self._run.output_of(rank), self._at[rank]
+        try:
+            size = path.stat().st_size
+            if size <= at:
+                return False
+            with path.open("rb") as file:
+                file.seek(max(at, size - OUTPUT_BYTES))
+                packed = file.read(OUTPUT_BYTES)
+        except OSError:
+            return False
+        missed = size - OUTPUT_BYTES > at
+        if missed or self._kept[rank] > OUTPUT_BYTES:
+            self._board.message(rank, "clear_output", {"wait": False})
+            self._say(rank, f"... what came before is in {path}\n")
+            self._kept[rank] = 0
+        self._at[rank] = size
+        self._kept[rank] += len(packed)
+        self._say(rank, self._words[rank].decode(packed))
+        return True
+
+    def _say(self, rank: int, text: str) -> None:
+        self._board.message(rank, "stream", {"name": "stdout", "text": text})
+
+
+class JobView(RunView):
+    """The dashboard of a job that is followed; its figures and what it printed stay below it."""
+
+    def __init__(self, run: FollowedJob, plot: str) -> None:
+        self._printed = Printed(run)
+        self._table = notebook_publisher() if in_notebook() and plot != "off" else None
+        super().__init__(run, plot)
+
+    def _draw(self) -> None:
+        super()._draw()
+        self._printed.update()
+
+    def _finish(self) -> None:
+        super()._finish()
+        self._printed.update(final=True)
+        if self._table is not None and self.run.history.totals.steps:
+            bundle = self.run.summary()._repr_mimebundle_()
+            self._table(bundle, f"workbench-job-{uuid.uuid4().hex}", False)
+
+
 def _show(run: FollowedJob, plot: str) -> None:
-    if run.is_over:
+    if not run.is_over:
+        JobView(run, plot).follow()
+        return
+    if not nothing_done(run.snapshot()):
         show(run.plot())
+    Printed(run).update(final=True)
+    if run.history.totals.steps:
         show(run.summary())
-    else:
-        RunView(run, plot).follow()
 
 
 def _show_when_begun(handed: Submitted, plot: str = "auto") -> FollowedJob:
@@ -242,6 +328,8 @@ def _place_of(handed: Submitted, gone: Callable[[], str]) -> Any:
 
 jobs.follower = lambda handed: _show_when_begun(handed)
 ENDED = ("failed", "cancelled", "finished")
+# The package of the same name has been imported by now, and would be what `wb.jobs` is.
+vars(sys.modules["workbench"])["jobs"] = jobs
 
 
 # -- what is made of the arguments -----------------------------------------------------------------

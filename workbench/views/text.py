@@ -187,7 +187,7 @@ def title(snapshot: Snapshot) -> str:
     words = term(snapshot)
     workers = f"{count} worker{'s' if count != 1 else ''}"
     names = dict.fromkeys((snapshot.name, snapshot.strategy))  # unnamed runs have the strategy's
-    return " · ".join(part for part in (*names, words, workers) if part)
+    return " · ".join(part for part in (*names, words, workers, snapshot.place) if part)
 
 
 def describe(snapshot: Snapshot) -> str:

@@ -706,7 +706,7 @@ class View {
     const busy = this.pending && { stop: "stopping…", pause: "pausing…", resume: "resuming…" }[this.pending.name];
     setText(this.name, head.title);
     const known = head.title === head.strategy ? [] : [head.strategy]; // unnamed runs have the strategy's name
-    setText(this.strategy, [...known, head.term].filter(Boolean).join(" · "));
+    setText(this.strategy, [...known, head.term, head.place].filter(Boolean).join(" · "));
     setText(this.state, busy || (head.state === "stopping" ? "stopping…" : head.state));
     this.state.dataset.state = busy === "stopping…" ? "stopping" : head.state;
     setText(this.steps, head.progress);

@@ -131,6 +131,7 @@ def make_head(snapshot: Snapshot) -> dict[str, Any]:
         "title": snapshot.name,
         "strategy": snapshot.strategy,
         "term": text.term(snapshot),
+        "place": snapshot.place,
         "state": snapshot.state,
         "over": snapshot.state in events.OVER,
         "progress": text.progress(snapshot),
