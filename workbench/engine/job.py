@@ -39,6 +39,7 @@ from ..devices.leases import cpu_count
 from ..errors import ClusterError, PlanError, RunError, WorkbenchError
 from ..shared import cluster_env
 from ..shared.messages import AskedToEnd, CellEnded, CellOutcome
+from ..shared.protocol import control_key
 from . import context
 from .debugging.marks import machinery
 from .interrupt import InterruptWatch
@@ -311,8 +312,10 @@ def _take_part(path: Path, job: About) -> bool:
     spec = request["spec"]
     _running = True
     watch = InterruptWatch(lambda harder: support(engine.framework).break_collectives(store=harder))
+    secret = os.environ.get(KEY, "")
+    key = bytes.fromhex(part["key"]) if part["key"] else control_key(secret)
     link = ControlLink(
-        where.rank, part["url"], bytes.fromhex(part["key"]), part["about"],
+        where.rank, part["url"], key, part["about"],
         kernel_key=part["curve"],
     )  # fmt: skip
     engine = Engine(where.rank, link, watch, framework=spec["framework"])

@@ -28,6 +28,7 @@ from ..shared import cluster_env
 
 KEY = "WORKBENCH_JOB_KEY"
 """Proves, where TF_CONFIG is set, that processes belong to the same job; equal in all of them."""
+LEAST_KEY = 16
 MEET_S = 300.0
 """How long processes wait for each other: some still install or import."""
 About = dict[str, Any]
@@ -266,22 +267,26 @@ class AtFirstAddress:
 
 
 def meeting_of(where: Surroundings) -> Meeting:
-    if where.world_size == 1:
-        return Alone()
-    if not where.addresses:
-        return InStore(where)
+    """Return how this job's processes meet.
+
+    Raises:
+        PlanError: They are TensorFlow's and have no key, or the key is short.
+        ClusterError: The store cannot be reached.
+    """
     key = os.environ.get(KEY, "")
-    if len(key) < 16:
+    if len(key) < LEAST_KEY and (key or len(where.addresses) > 1):
         raise PlanError(
-            f"Several TensorFlow processes meet over the network, and {KEY} is not set: it proves "
-            "that they belong to one job.",
+            f"{KEY} proves that processes belong to one job, and it is "
+            + ("too short." if key else "not set: TensorFlow's processes need it to meet."),
             seen=f"{len(key)} characters" if key else "nothing",
-            allowed="the same 16 characters or more in each process",
+            allowed=f"the same {LEAST_KEY} characters or more in each process",
             next_step=f"export {KEY}=$(python -c 'import secrets; print(secrets.token_hex(16))') "
             "once, and hand it to all of them; `workbench run DIR` does so by itself",
             code="WB-PLAN-192",
         )
-    return AtFirstAddress(where, key.encode())
+    if where.world_size == 1:
+        return Alone()
+    return AtFirstAddress(where, key.encode()) if where.addresses else InStore(where)
 
 
 def _is_loopback(host: str) -> bool:

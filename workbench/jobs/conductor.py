@@ -59,6 +59,7 @@ from ..shared.messages import (
     Up,
 )
 from ..shared.plan import Plan, make_plan
+from ..shared.protocol import control_key
 from .control import Inbox, Order, make_key
 from .frames import LineWriter
 from .progress import KubeflowProgress
@@ -77,6 +78,8 @@ DIED = (
     "the platform's log says how it ended (out of memory, time limit, a lost host); with "
     "--checkpoint the job goes on from there when it is started again"
 )
+WORDS_S = 1.0
+"""How long after a process's end its last message may still be on the way to here."""
 LINES = "WORKBENCH_LOG_LINES"
 """Where it is 1, records also go to the standard output, as marked lines."""
 RESUME = "WORKBENCH_RESUME"
@@ -209,10 +212,11 @@ class Conductor:
         leases = self._leases()
         self.plan.check_devices([one.word for one in leases.leases])
         listen = self._listening()
-        self.router = ControlRouter(
-            self._hear, listen, bytes.fromhex(asked["key"]) if _is_hex(asked["key"]) else None,
-            secret=self._several,
-        )  # fmt: skip
+        self._key = str(asked["key"])  # what all processes know already; empty: nothing
+        self._left, self._printed = threading.Event(), False
+        self._gone_at: dict[int, float] = {}
+        key = control_key(self._key) if self._key else None
+        self.router = ControlRouter(self._hear, listen, key, secret=self._several)
         try:
             self._begin(leases, resume_from)
         except BaseException:
@@ -261,7 +265,7 @@ class Conductor:
             {
                 "request": {**requests[i], "spec": {**requests[i]["spec"], **far.get(i, {})}},
                 "url": self.router.url,
-                "key": self.router.key.hex(),
+                "key": "" if self._key else self.router.key.hex(),
                 "curve": self.router.public_key,
                 "run_dir": str(folder),
                 "token": token,
@@ -442,7 +446,7 @@ class Conductor:
             now = time.monotonic()
             for order in self.inbox.take():
                 self._obey(order)
-            for engine in self.engines.gone():
+            for engine in self._gone_for_good(now):
                 late_at = late_at or now + GONE_S
                 self.engines.died(engine, "ended without a word")
             if self._left.is_set():
@@ -468,9 +472,11 @@ class Conductor:
                 lines.pump()
         self.router.close()
 
-    _left = threading.Event()
-
-    _printed = False
+    def _gone_for_good(self, now: float) -> list[int]:
+        """Return the processes whose last words would have come by now."""
+        gone = self.engines.gone()
+        self._gone_at = {engine: self._gone_at.get(engine, now) for engine in gone}
+        return [engine for engine, at in self._gone_at.items() if now - at > WORDS_S]
 
     def _print(self, line: str) -> None:
         self._printed = True
@@ -507,6 +513,7 @@ class Conductor:
 
     def _say_alive(self) -> None:
         about = {"t": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+        about |= {"banner": self.task.banner}  # what holds it up, if anything does
         with contextlib.suppress(OSError):
             cluster_env.replace(self.folder / ALIVE, json.dumps(about))
 
@@ -567,12 +574,6 @@ def _facts(process: Mapping[str, Any]) -> HostFacts:
         pid=int(process["pid"]), versions={}, devices=process["devices"],
         notes=tuple(process["notes"]),
     )  # fmt: skip
-
-
-def _is_hex(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return len(bytes.fromhex(text)) >= 16
-    return False
 
 
 def main() -> int:

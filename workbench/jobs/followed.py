@@ -80,7 +80,7 @@ class FollowedJob(Run):
         self._why = ""
         self._banner = ""
         self._meta_text = ""
-        self._alive_text = ""
+        self._alive_text = self._held_up = ""
         self._went_on = self._where(meta)
         self.advance("submit")
 
@@ -178,7 +178,9 @@ class FollowedJob(Run):
             return
         silent_s = now - self._heard_at
         self._banner = self.place.problem or (
-            f"Nothing was heard of the job for {silent_s:.0f} s." if silent_s > SILENT_S else ""
+            f"Nothing was heard of the job for {silent_s:.0f} s."
+            if silent_s > SILENT_S
+            else self._held_up
         )
 
     def _alive(self) -> bool:
@@ -188,6 +190,9 @@ class FollowedJob(Run):
         except OSError:
             return False
         fresh, self._alive_text = text != self._alive_text, text
+        if fresh:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                self._held_up = str(json.loads(text)["banner"])
         return fresh
 
     def _keeper_died(self) -> str:

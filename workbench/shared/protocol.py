@@ -58,6 +58,11 @@ class Packet:
     payload: Sequence[bytes | memoryview] = ()
 
 
+def control_key(secret: str) -> bytes:
+    """Return the key that processes make of a secret that each was given; it does not travel."""
+    return hmac.digest(secret.encode(), b"workbench control", "sha256")
+
+
 def new_key() -> bytes:
     """Return a fresh key for one cluster."""
     return secrets.token_bytes(32)

@@ -1,0 +1,119 @@
+"""Which process of a job this is, and how processes meet."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+
+import pytest
+
+from workbench.engine.meeting import KEY, Alone, AtFirstAddress, Surroundings, meeting_of
+from workbench.errors import ClusterError, PlanError
+
+RANK = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_torchruns_environment_is_read():
+    found = Surroundings.found({**RANK, "TORCHELASTIC_RESTART_COUNT": "2"})
+    assert (found.rank, found.world_size, found.store) == (1, 3, ("10.0.0.1", 29500))
+    assert (found.attempt, found.has_agent) == (2, False)
+    assert Surroundings.found({**RANK, "TORCHELASTIC_USE_AGENT_STORE": "True"}).has_agent
+    assert Surroundings.found({}) == Surroundings()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"RANK": "x"}, {"RANK": "3"}, {"RANK": "-1"}, {"MASTER_PORT": ""}, {"WORLD_SIZE": None}],
+)
+def test_half_of_torchruns_environment_is_refused(wrong):
+    environ = {key: value for key, value in {**RANK, **wrong}.items() if value is not None}
+    with pytest.raises(PlanError) as told:
+        Surroundings.found(environ)
+    assert told.value.code == "WB-PLAN-190"
+
+
+def config(kind, index, **cluster):
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}
+
+
+def test_tf_config_orders_the_chief_then_workers_then_servers():
+    cluster = {"ps": ["d:4"], "worker": ["b:2", "c:3"], "chief": ["a:1"]}
+    found = Surroundings.found(config("ps", 0, **cluster))
+    assert (found.rank, found.addresses) == (3, ("a:1", "b:2", "c:3", "d:4"))
+    assert Surroundings.found(config("worker", 1, **cluster)).rank == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"cluster": {}}', config("worker", 4, worker=["a:1"])["TF_CONFIG"]]
+)
+def test_a_tf_config_that_is_not_whole_is_refused(text):
+    with pytest.raises(PlanError) as told:
+        Surroundings.found({"TF_CONFIG": text})
+    assert told.value.code == "WB-PLAN-191"
+
+
+@pytest.mark.parametrize("key", ["", "short"])
+def test_processes_of_tf_config_need_a_long_key(key, monkeypatch):
+    monkeypatch.setenv(KEY, key)
+    with pytest.raises(PlanError) as told:
+        meeting_of(Surroundings(0, 2, addresses=("a:1", "b:2")))
+    assert told.value.code == "WB-PLAN-192"
+
+
+def test_a_short_key_is_refused_and_one_process_meets_nobody(monkeypatch):
+    assert isinstance(meeting_of(Surroundings()), Alone)
+    monkeypatch.setenv(KEY, "short")
+    with pytest.raises(PlanError):
+        meeting_of(Surroundings())
+
+
+@pytest.fixture
+def place():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_processes_meet_at_the_first_address_and_strangers_are_not_heard(place):
+    where = [Surroundings(rank, 3, addresses=(place, "b:1", "c:1")) for rank in range(3)]
+    key = b"k" * 32
+    answers: dict[int, dict] = {}
+
+    def ask(rank):
+        answers[rank] = AtFirstAddress(where[rank], key).ask({"rank": rank})
+
+    def disturb():
+        stranger = AtFirstAddress(where[1], b"another key of them")
+        host, _, port = place.rpartition(":")
+        for said in (b"GET / HTTP/1.0\r\n\n", stranger._packed({"rank": 1})):
+            for _ in range(100):
+                try:
+                    with socket.create_connection((host, int(port)), 1) as connection:
+                        connection.sendall(said)
+                        assert connection.recv(10) == b""
+                        break
+                except ConnectionRefusedError:
+                    threading.Event().wait(0.02)
+
+    first = AtFirstAddress(where[0], key)
+    others = [threading.Thread(target=disturb)]
+    others += [threading.Thread(target=ask, args=(rank,)) for rank in (2, 1)]
+    for one in others:
+        one.start()
+    assert first.gather({"rank": 0}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    first.hand_out([{"part": rank} for rank in range(3)])
+    for one in others:
+        one.join()
+    assert answers == {1: {"part": 1}, 2: {"part": 2}}
+
+
+def test_who_does_not_come_is_named(place, monkeypatch):
+    monkeypatch.setattr("workbench.engine.meeting.MEET_S", 0.2)
+    first = AtFirstAddress(Surroundings(0, 2, addresses=(place, "b:1")), b"k" * 32)
+    with pytest.raises(ClusterError) as told:
+        first.gather({"rank": 0})
+    assert "[1]" in str(told.value)
+    alone = AtFirstAddress(Surroundings(1, 2, addresses=(place, "b:1")), b"k" * 32)
+    with pytest.raises(ClusterError):
+        alone.ask({"rank": 1})
