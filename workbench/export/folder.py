@@ -35,6 +35,7 @@ from ..devices.leases import threads_per_worker
 from ..errors import PlanError
 from ..history.disk import META
 from ..shared.events import Topic
+from ..shared.log_targets import PACKAGES, parse_target
 from ..shared.plan import Plan
 from . import script
 from .cell import check_cell
@@ -211,7 +212,8 @@ def write_job(
             _copy(path, fresh / place)
         if plan.init_from and initial is not None:
             _copy_weights(initial, fresh / INITIAL)
-        packages = packages_of(source, plan.framework)
+        trackers = [name for one in plan.log for name in PACKAGES[parse_target(one).kind]]
+        packages = packages_of(source, plan.framework, () if plain else trackers)
         pinned = {"python": platform.python_version(), "packages": packages}
         about = _describe(travelling, {**pinned, **asdict(pins or Pins())}, plain=plain)
         wheel = "" if plain else workbench_wheel(fresh)

@@ -8,7 +8,7 @@ import hashlib
 import importlib.metadata as metadata
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from .cell import imported
@@ -17,10 +17,14 @@ DISTRIBUTION, PACKAGE = "distributed-workbench", "workbench"
 _FRAMEWORK = {"torch": ("torch", "numpy"), "tensorflow": ("tensorflow", "keras", "numpy")}
 
 
-def packages_of(source: str, framework: str) -> dict[str, str]:
-    """Return the versions of what the cell imports, the framework and NumPy, without `+cpu`."""
+def packages_of(source: str, framework: str, also: Iterable[str] = ()) -> dict[str, str]:
+    """Return the versions of what the cell imports, the framework and NumPy, without `+cpu`.
+
+    Args:
+        also: Modules that the run imports besides: trackers.
+    """
     wanted = set(_FRAMEWORK[framework])
-    modules = {one for one in imported(source) if one not in sys.stdlib_module_names}
+    modules = {one for one in imported(source) if one not in sys.stdlib_module_names} | set(also)
     named = {one for one in modules if _is_distribution(one)}
     wanted |= named
     if modules - named:  # called otherwise than what they come with; it takes a second to find out

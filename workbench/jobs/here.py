@@ -60,6 +60,7 @@ _LAST_S = 5.0  # for what the records say last
 _CONDUCTOR = "workbench.jobs.conductor"  # it ends by itself, and writes how the run ended
 
 
+JOB_KEY = "WORKBENCH_JOB_KEY"  # `engine.meeting.KEY`
 _AS_RANK = "WORKBENCH_RUN_AS_RANK"  # a single process, which torchrun's variables do not mark
 _RUNS = Path("workbench-runs")  # as `engine.job.record_script` has it
 _SET_PDEATHSIG = 1
@@ -197,7 +198,7 @@ def processes_of_script(script: Path, given: argparse.Namespace) -> list[Process
     if framework == "tensorflow" and count > 1:
         return with_tf_config((sys.executable, *rank), workers=count)
     if framework == "torch" and (given.n is not None):
-        return [Process(torchrun(count, *rank))]
+        return [Process(torchrun(count, *rank), {JOB_KEY: secrets.token_hex(16)})]
     return [Process((sys.executable, *rank), {_AS_RANK: "1"})]
 
 
@@ -225,7 +226,7 @@ def processes_of_job(folder: Path, args: Sequence[str] = ()) -> list[Process]:
     if count == 1:
         return [Process((sys.executable, script, *args))]
     if framework == "torch":
-        return [Process(torchrun(count, script, *args))]
+        return [Process(torchrun(count, script, *args), {JOB_KEY: secrets.token_hex(16)})]
     return with_tf_config((sys.executable, script, *args), workers=count - servers, servers=servers)
 
 
@@ -256,7 +257,7 @@ def with_tf_config(command: Sequence[str], *, workers: int, servers: int = 0) ->
         Process(
             tuple(command),
             {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}}),
-             "WORKBENCH_JOB_KEY": secret},
+             JOB_KEY: secret},
             serves=kind == "ps",
         )
         for kind, members in cluster.items() for index in range(len(members))

@@ -27,6 +27,15 @@ _URIS = (
 )
 
 
+PACKAGES = {
+    "tensorboard": ("tensorboard",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+}
+"""What each kind imports; the extra of the distribution has the kind's name."""
+
+
 @dataclass(frozen=True)
 class Target:
     """One place that a run is written to.

@@ -19,18 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...errors import PlanError
+from ...shared.log_targets import PACKAGES
 
 if TYPE_CHECKING:
     from ...history.analysis.series import Scalar
     from ...shared.log_targets import Target
-
-_NEEDS = {
-    "tensorboard": ("tensorboard",),
-    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
-    "wandb": ("wandb",),
-    "trackio": ("trackio",),
-}
-"""Packages by kind; the extra of the distribution has the kind's name."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +124,7 @@ def kind_of(target: Target) -> Kind:
     Raises:
         PlanError: A package is missing; names the extra to install.
     """
-    for package in _NEEDS[target.kind]:
+    for package in PACKAGES[target.kind]:
         if importlib.util.find_spec(package) is None:
             raise PlanError(
                 f"--log {target.kind} needs a package that is not installed here.",
