@@ -161,6 +161,7 @@ class Snapshot:
         split: How a pipeline's model was cut; None elsewhere.
         parallelism: `data` or `model`: whether workers take shares of the batch.
         banner: What holds the run up at the moment; empty when nothing does, and when it is over.
+            Of a followed run that failed: why.
         place: Where it goes on, of a run that is followed: `job @ node-1`; empty for others.
         unmeasured: Names of `record.PARTS` that no row measured; they count 0 in shares and
             timelines and are to be shown as not measured.

@@ -268,7 +268,8 @@ class FollowedJob(Run):
 
     def snapshot(self) -> Snapshot:
         """The run at this moment, for views."""
-        banner = "" if self.is_over else self._banner
+        why = str(self.error).partition("\n")[0] if self.error is not None else ""
+        banner = why if self.is_over else self._banner
         return replace(super().snapshot(), banner=banner, place=self._went_on)
 
     def printed(self, rank: int = 0, last: int = 50) -> str:

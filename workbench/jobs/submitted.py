@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ClusterError, PlanError, unknown
+from ..errors import ClusterError, PlanError, RunError, unknown
 from ..export.folder import read_job
-from ..history import folders
+from ..history import disk, folders
 from ..views.table import Column, Table
 from ..views.text import UNKNOWN, duration
 from .platforms import PLATFORMS, JobState, Ticket, platform
@@ -35,6 +35,7 @@ MOST_ASKED = 20
 """Jobs of a list that are asked for; of older ones it says what was known last."""
 SHOWN_LINES = 20
 _FILE_BYTES = 1 << 16
+_WHY_CHARACTERS = 2000
 _WAIT_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 
 Place = str | list[str]
@@ -203,10 +204,20 @@ class Submitted:
         return {"pending": "waits", "running": "runs", "cancelled": "was cancelled",
                 "finished": "has finished"}.get(now.state, "is in an unknown state")  # fmt: skip
 
+    def _why(self) -> str:
+        """Return what the run of a failed job says of its end; empty where that is not here."""
+        with contextlib.suppress(ClusterError, OSError, TypeError, RunError):
+            folder = Path(self.place)  # type: ignore[arg-type]
+            if folder.parent.name == "runs":
+                return str(disk.read_meta(folder).get("error") or "")[:_WHY_CHARACTERS]
+        return ""
+
     def _last_lines(self, now: JobState) -> str:
-        """Return the end of a failed job's log, which is asked for once."""
+        """Return why a job failed, or the end of its log; asked for once."""
         if now.state != "failed":
             return ""
+        if self._end is None:
+            self._end = self._why() or None
         if self._end is None:
             with contextlib.suppress(ClusterError, OSError):
                 self._end = str(self.logs(SHOWN_LINES))
@@ -219,14 +230,18 @@ class Submitted:
         ran = None if now.began_s is None else min(since, max(0.0, time.time() - now.began_s))
         state = now.state + (" before its first step" if now.stepped is False else "")
         ages = [UNKNOWN if one is None else f"{duration(one)} ago" for one in (since, ran)]
-        reason = UNKNOWN if now.reason in ("", f"pid {self.id}") else now.reason
+        why = self._why().partition("\n")[0] if now.state == "failed" else ""
+        reason = why or (UNKNOWN if now.reason in ("", f"pid {self.id}") else now.reason)
         return [self.name, self.platform, self.id, state, reason, *ages]
 
     def table(self) -> Table:
         """Return how it is, asked now, and of a failed job what it printed last."""
         now = self.look()
         lines = self._last_lines(now).splitlines()
-        said = ["It printed last:", *lines] if lines else []
+        if lines and self._why():
+            said = lines[1:]  # its first is the reason
+        else:
+            said = ["It printed last:", *lines] if lines else []
         return Table(COLUMNS, [self.row(now)], notes=[*said, f"Folder: {self.folder}"])
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:

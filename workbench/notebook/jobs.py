@@ -142,7 +142,7 @@ def submit(
         ClusterError: The platform's client is not there, or refuses.
     """
     resources, rest = _parted(asked)
-    path = _folder_of(what)
+    path = given = _folder_of(what)
     if path is None:
         path = Path(folder) if folder else _new_folder(what)
         job(what, path, **rest)  # type: ignore[arg-type]
@@ -154,13 +154,14 @@ def submit(
             next_step="write the folder anew with them: wb.job(...)",
             code="WB-PLAN-198",
         )
-    read_job(path)
+    named = read_job(path).plan.name or (path.resolve().name if folder or path == given else "")
     if name := ENVELOPE_OF.get(on, on):
         _envelope(name, path, resources)
     if venv is None and on == "slurm":
         venv = sys.prefix
     options = {"venv": os.fspath(venv or ""), "address": address, "context": context}
-    handed = jobs.submit(path, on, resources, **{k: v for k, v in options.items() if v})
+    given_options = {k: v for k, v in options.items() if v}
+    handed = jobs.submit(path, on, resources, name=named, **given_options)
     if follow:
         try:
             _show_when_begun(handed, plot)

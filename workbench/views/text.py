@@ -246,7 +246,8 @@ def report(snapshot: Snapshot) -> str:
     lines = [f"{title(snapshot)} · {snapshot.state}"]
     heads = [progress(snapshot), *(f"{k} {v}" for k, v in figures(snapshot).items())]
     lines.append(" · ".join(heads))
-    lines += [line for line in (slow(snapshot), dropped(snapshot)) if line]
+    failed = snapshot.banner if snapshot.state == "failed" else ""
+    lines += [line for line in (failed, slow(snapshot), dropped(snapshot)) if line]
     if snapshot.workers:
         lines += ["", *_table(snapshot)]
     if snapshot.split is not None:

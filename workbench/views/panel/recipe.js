@@ -77,7 +77,9 @@ SECTIONS.push({
 
     async function toJob() {
       const answer = await app.do("recipe.job").catch(() => null); // the panel says why
-      if (answer) say(`Written to ${answer.folders.join(", ")} in ${answer.where}; README.md there says how to start it.`);
+      if (!answer) return;
+      said.title = answer.where;
+      say(`Written to ${answer.folders.join(", ")}. Next: wb.submit("${answer.folders[0]}", on="slurm"), or as its README.md says.`);
     }
 
     function row(one) {
