@@ -57,6 +57,8 @@ class FollowedJob(Run):
 
     Attributes:
         place: Where it is.
+        heard: How much has been heard of it: another number where there is something to draw.
+        banner: What is wrong with following it; empty where nothing is.
     """
 
     def __init__(
@@ -78,7 +80,8 @@ class FollowedJob(Run):
         self._heard_at = self._asked_at = time.monotonic()
         self._ended_at: float | None = None
         self._why = ""
-        self._banner = ""
+        self.banner = ""
+        self.heard = 0
         self._meta_text = ""
         self._alive_text = self._held_up = ""
         self._went_on = self._where(meta)
@@ -113,7 +116,7 @@ class FollowedJob(Run):
                 self._look()
             except Exception as error:  # what cannot be read now may be whole the next time
                 log.exception("Following run %r", self.name)
-                self._banner = f"The run cannot be read: {type(error).__name__}: {error}"
+                self.banner = f"The run cannot be read: {type(error).__name__}: {error}"
         self.place.close()
 
     def _look(self) -> None:
@@ -155,10 +158,14 @@ class FollowedJob(Run):
                 KeyError, TypeError, ValueError, events.InvalidTransitionError, RunError
             ):
                 self._event(events.read(name, fields), fields)
-                self._heard_at = time.monotonic()
+                self._hear()
         for rows in self._tail.rows():
             self.history.append(rows)
-            self._heard_at = time.monotonic()
+            self._hear()
+
+    def _hear(self) -> None:
+        self._heard_at = time.monotonic()
+        self.heard += 1
 
     def _judge(self) -> None:
         """Decide what it means that nothing new was said of the run's state."""
@@ -177,7 +184,7 @@ class FollowedJob(Run):
             self._end("failed", f"The job ended without a last word: {self._why}")
             return
         silent_s = now - self._heard_at
-        self._banner = self.place.problem or (
+        self.banner = self.place.problem or (
             f"Nothing was heard of the job for {silent_s:.0f} s."
             if silent_s > SILENT_S
             else self._held_up
@@ -208,7 +215,7 @@ class FollowedJob(Run):
     def _end(self, state: str, error: object) -> None:
         if self.is_over:
             return
-        self._banner = ""
+        self.banner = ""
         self.error = RunError(str(error), code="WB-RUN-102") if error else None
         self._state = state  # type: ignore[assignment]
         self._halting.close()
@@ -269,7 +276,7 @@ class FollowedJob(Run):
     def snapshot(self) -> Snapshot:
         """The run at this moment, for views."""
         why = str(self.error).partition("\n")[0] if self.error is not None else ""
-        banner = why if self.is_over else self._banner
+        banner = why if self.is_over else self.banner
         return replace(super().snapshot(), banner=banner, place=self._went_on)
 
     def printed(self, rank: int = 0, last: int = 50) -> str:

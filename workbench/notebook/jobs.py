@@ -42,6 +42,8 @@ FOLDERS = "jobs"
 """Beside the runs: folders of jobs that were submitted without a folder being named."""
 ENVELOPE_OF = {"kubernetes": "trainjob", "local": ""}
 """The envelope that a platform's client takes, where it has another name; empty: it takes none."""
+DRAW_S, STILL_S = 0.35, 2.0
+"""A dashboard is drawn at most, and at least, so often."""
 MOST_RANKS = 16
 """Whose output is shown below a dashboard; `run.printed(rank)` has that of any."""
 OUTPUT_BYTES = 64 << 10
@@ -261,12 +263,19 @@ class JobView(RunView):
     """The dashboard of a job that is followed; its figures and what it printed stay below it."""
 
     def __init__(self, run: FollowedJob, plot: str) -> None:
-        self._printed = Printed(run)
+        self._printed, self._followed = Printed(run), run
+        self._drawn: tuple[Any, ...] = ()
+        self._drawn_s = time.monotonic()
         self._table = notebook_publisher() if in_notebook() and plot != "off" else None
         super().__init__(run, plot)
 
     def _draw(self) -> None:
-        super()._draw()
+        """Draw what is new; rows come some times a second, and a picture is what costs."""
+        run, now = self._followed, time.monotonic()
+        seen, since_s = (run.heard, run.state, run.banner), now - self._drawn_s
+        if since_s > DRAW_S and (seen != self._drawn or since_s > STILL_S):
+            self._drawn, self._drawn_s = seen, now
+            super()._draw()
         self._printed.update()
 
     def _finish(self) -> None:
