@@ -6,6 +6,7 @@ What pip would fetch is fetched once, before; what runs then has no network but 
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -46,15 +47,27 @@ def written(folder: Path, on: str, **resources: Any) -> Path:
 
 def fetched(job: Path, into: Path, *more: str) -> Path:
     """Fetch what a job's requirements name, and more; skip where that cannot be had."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(into)]
     done = subprocess.run(
-        [*command, "-r", "requirements.txt", *more],
+        [sys.executable, "-m", "pip", "wheel", "-q", "-w", str(into), "-r", "requirements.txt",
+         *more],
         cwd=job, capture_output=True, text=True, timeout=RUN_S,
     )  # fmt: skip
     if done.returncode:
         what = " ".join(more) or "the requirements"
         pytest.skip(f"pip cannot fetch {what}: {done.stderr[-300:]}")
+    for ours in into.glob("distributed_workbench*"):
+        ours.unlink()  # it must come from the job's folder
     return into
+
+
+def installed(venv: Path, wheels: Path, *what: str) -> Path:
+    """Have pip install something from what was fetched."""
+    done = subprocess.run(
+        [f"{venv}/bin/python", "-m", "pip", "install", "-q", *what],
+        env=bare(venv.with_name("home"), wheels), capture_output=True, text=True, timeout=RUN_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return venv
 
 
 def bare(home: Path, wheels: Path, **more: str) -> dict[str, str]:
@@ -68,19 +81,26 @@ def site(wheels: Path) -> dict[str, str]:
     return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_NO_COMPILE": "1"}
 
 
-def layered(at: Path, base: Path, *, without: Sequence[str] = PACKAGE) -> Path:
+def fresh(at: Path, *options: str) -> Path:
+    """Make an empty environment."""
+    subprocess.run([f"{sys.base_prefix}/bin/python3", "-m", "venv", *options, at], check=True)
+    return at
+
+
+def layered(at: Path, base: Path, *, without: tuple[str, ...] = ()) -> Path:
     """Make an environment that has another one's packages, but for some; it may get more.
 
     Packages are linked, each by itself, so that pip sees them there, and changes nothing of theirs.
     """
-    subprocess.run(
-        [f"{sys.base_prefix}/bin/python3", "-m", "venv", "--without-pip", str(at)], check=True
-    )
+    fresh(at, "--without-pip")
     (theirs,) = (base / "lib").glob("python3*/site-packages")
     (ours,) = (at / "lib").glob("python3*/site-packages")
     for one in theirs.iterdir():
-        if not one.name.startswith(tuple(without)):
+        if not one.name.startswith(without):
             (ours / one.name).symlink_to(one)
+    torchrun = (base / "bin" / "torchrun").read_text()
+    (at / "bin" / "torchrun").write_text(torchrun.replace(str(base), str(at)))
+    (at / "bin" / "torchrun").chmod(0o755)
     return at
 
 
@@ -188,8 +208,9 @@ def has_ended_as(run: Any, weights: Mapping[str, np.ndarray]) -> None:
 
 def made_by(said: str, where: Path) -> None:
     """Assert that Workbench was that of an environment, and no other."""
-    (line,) = {one for one in said.splitlines() if one.startswith("Workbench is in")}
-    assert line.split()[3].startswith(f"{where}/"), line
+    found = re.findall(r"Workbench is in (\S+) and Python in (\S+)", said)
+    assert found
+    assert [one for one in found if not all(f"{at}/".startswith(f"{where}/") for at in one)] == []
 
 
 def runs(folder: Path) -> Path:

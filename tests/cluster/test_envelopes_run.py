@@ -7,7 +7,11 @@ their machines would run is run, under the variables that they set.
 from __future__ import annotations
 
 import base64
+import contextlib
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ import numpy as np
 import pytest
 import yaml
 from envelope_jobs import (
+    PACKAGE,
     RUN_S,
     SYSTEM,
     Apart,
@@ -23,16 +28,27 @@ from envelope_jobs import (
     bare,
     fetched,
     followed,
+    fresh,
     has_ended_as,
     in_notebook,
+    installed,
     layered,
     made_by,
     runs,
+    short_folder,
     written,
 )
 from needs import need
+from notebook_shell import soon
 
 import workbench as wb
+from workbench.export.envelopes import ENVELOPES
+from workbench.jobs.followed import follow
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 pytestmark = [
     pytest.mark.cluster, pytest.mark.torch, pytest.mark.timeout(2 * RUN_S),
@@ -131,7 +147,9 @@ def test_pods_of_a_trainjob_train_it_and_are_followed_by_their_lines(
     pods = []
     for node in range(2):
         home = place / f"pod-{node}"
-        image = layered(home / "image", venv)  # PyTorch's: all but Workbench is there
+        image = layered(
+            home / "image", venv, without=PACKAGE
+        )  # PyTorch's: all but Workbench is there
         told = {one["name"]: one["value"] for one in trainer["env"]} | runtime
         env = bare(home, wheels, **told, PET_NODE_RANK=str(node), TMPDIR=str(home))
         env["PATH"] = f"{image}/bin:{SYSTEM}"
@@ -141,7 +159,7 @@ def test_pods_of_a_trainjob_train_it_and_are_followed_by_their_lines(
         run = followed(pods[0].log, processes[0]).wait(RUN_S)
     has_ended_as(run, weights)
     for node, pod in enumerate(pods):
-        assert f"Workbench is in {place / f'pod-{node}'}/image/" in pod.log.read_text()
+        made_by(pod.log.read_text(), place / f"pod-{node}" / "image")
 
 
 # -- SkyPilot --------------------------------------------------------------------------------------
@@ -170,3 +188,74 @@ def test_nodes_of_skypilot_train_the_job_and_are_followed_by_their_lines(
         run = followed(nodes[0].log, processes[0]).wait(RUN_S)
     has_ended_as(run, weights)
     made_by(nodes[1].log.read_text(), venv)
+
+
+# -- Ray -------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def extra(name: str) -> list[str]:
+    """Return what an extra of Workbench brings."""
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    return list(about["project"]["optional-dependencies"][name])
+
+
+def test_ray_trains_the_job_in_the_environment_that_it_makes_for_it(place, job, weights):
+    folder = written(place / "ray", "ray")
+    pins = ["-c", str(ROOT / "constraints.txt")]
+    wheels = fetched(job, place / "wheels", *extra("ray"), *pins)
+    ray = installed(fresh(place / "ray-venv"), wheels, *extra("ray"), *pins)
+    with short_folder() as own, contextlib.closing(Apart()) as apart:
+        env = bare(place / "ray-home", wheels, RAY_TMPDIR=str(own))
+        env["PATH"] = f"{ray}/bin:{SYSTEM}"
+        head = ["ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1",
+                "--dashboard-host=127.0.0.1", "--num-cpus=4", "--disable-usage-stats",
+                "--object-store-memory=100000000"]  # fmt: skip
+        with (place / "head.log").open("w") as log:
+            daemon = apart.start(head, own, env=env, stdout=log, stderr=log)
+        env["RAY_ADDRESS"] = "http://127.0.0.1:8265"
+        here = ["env", "-i", *(f"{name}={value}" for name, value in env.items())]
+        known = apart.command([*here, "ray", "job", "list"], own)
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        assert soon(lambda: subprocess.run(known, **quiet).returncode == 0, RUN_S)
+        said = place / "ray.log"
+        submit = ["ray", "job", "submit", "--working-dir", ".", "--runtime-env", "ray-env.yaml",
+                  "--", "python", "run_ray.py"]  # fmt: skip
+        assert " ".join(submit) == ENVELOPES["ray"].start
+        with apart.nodes([Node(submit, folder, env, said)]):
+            assert soon(lambda: re.search(r"raysubmit_\w+", said.read_text()), RUN_S)
+            number = re.search(r"raysubmit_\w+", said.read_text())[0]
+            lines = apart.command([*here, "ray", "job", "logs", "-f", number], own)
+            run = follow(lines, wait_s=RUN_S).wait(RUN_S)
+        has_ended_as(run, weights)
+        made_by(said.read_text(), own)
+    daemon.wait()
+
+
+# -- what is on one machine ------------------------------------------------------------------------
+
+
+def test_workers_of_monarch_train_the_job(place, job, venv, apart, weights):
+    folder = written(place / "monarch", "monarch")
+    package = "torchmonarch[torchx]==0.7.0"
+    wheels = fetched(job, place / "wheels", package)
+    monarch = installed(layered(place / "monarch-venv", venv), wheels, package)
+    env = bare(place / "home", wheels) | {"PATH": f"{monarch}/bin:{SYSTEM}"}
+    apart.run(["python", "run_monarch.py"], folder, env=env)
+    has_ended_as(wb.load(runs(folder)), weights)
+    made_by((runs(folder) / "log-rank0.txt").read_text(), monarch)
+
+
+@pytest.mark.skipif(not shutil.which("java"), reason="Spark needs Java")
+def test_executors_of_a_local_cluster_of_spark_train_the_job(place, job, venv, apart, weights):
+    folder = written(place / "spark", "spark")
+    package = "pyspark[ml,sql]==4.3.0"
+    wheels = fetched(job, place / "wheels", package)
+    spark = installed(layered(place / "spark-venv", venv), wheels, package)
+    env = bare(place / "home", wheels, SPARK_LOCAL_IP="127.0.0.1", TMPDIR=str(place))
+    env["PATH"] = f"{spark}/bin:{SYSTEM}"
+    master = ["--master", "local-cluster[2,1,1024]"]
+    apart.run(["spark-submit", *master, "run_spark.py"], folder, env=env)
+    has_ended_as(wb.load(runs(folder)), weights)
+    made_by((runs(folder) / "log-rank0.txt").read_text(), spark)
