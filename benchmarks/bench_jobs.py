@@ -34,7 +34,8 @@ import workbench as wb
 from workbench.jobs.control import Order, give
 from workbench.shared.record import RECORD
 
-GOALS = {"ratio": 0.99, "cpu_share": 0.02, "lag_s": 2.0, "first_step_s": 15.0}
+GOALS = {"ratio": 0.99, "cpu_share": 0.02, "lag_s": 2.0, "after_start_s": 15.0}
+"""Of all but workers that compute on every core, and plain jobs: these are for information."""
 BEGIN_S = 120.0
 SETTLE_S = 1.0
 WIDTH, BATCH, WARM_UP = 1024, 256, 20
@@ -247,7 +248,8 @@ def tell_follow(what: str, about: dict[str, Any], given: argparse.Namespace, bas
         f"{statistics.median(shares['alone']):.2%} when it follows nothing"
     )
     idle = statistics.median(shares["alone"])
-    tell(what, ratio=ratio, ratio_least=min(ratios), ratio_most=max(ratios), cpu_share=share,
+    goals = ["ratio", "cpu_share"] if about is SLEEPS else []
+    tell(what, goals, ratio=ratio, ratio_least=min(ratios), ratio_most=max(ratios), cpu_share=share,
          idle_share=idle, steps_per_s=rates, shares=shares)  # fmt: skip
 
 
@@ -269,8 +271,8 @@ def tell_lag(given: argparse.Namespace, base: Path) -> None:
                 median, most = statistics.median(lags), lags[-1]
                 late = lags[int(0.95 * (len(lags) - 1))]
                 print(f"lag, {name}: median {median:.2f} s, 95 % {late:.2f} s, most {most:.2f} s")
-                tell(f"lag of a row, {name}", lag_s=median, lag_s_p95=late, lag_s_most=most,
-                     rows=len(lags))  # fmt: skip
+                tell(f"lag of a row, {name}", ["lag_s"], lag_s=median, lag_s_p95=late,
+                     lag_s_most=most, rows=len(lags))  # fmt: skip
     finally:
         follower.close()
 
@@ -337,13 +339,13 @@ def tell_slurm(given: argparse.Namespace) -> None:
         f"Slurm, two nodes: a step shows {medians['first_step_s']:.1f} s after wb.submit, "
         f"{medians['after_start_s']:.1f} s after the job's start"
     )
-    tell("submit to first step, Slurm, two nodes", **medians, turns=found)
+    tell("submit to first step, Slurm, two nodes", ["after_start_s"], **medians, turns=found)
 
 
-def tell(what: str, **figures: Any) -> None:
+def tell(what: str, goals: Sequence[str] = (), **figures: Any) -> None:
     """Print a result as JSON."""
-    goals = {name: goal for name, goal in GOALS.items() if name in figures}
-    print(json.dumps({"what": what, **figures, "goals": goals, "load": os.getloadavg()[0]}))
+    wanted = {name: GOALS[name] for name in goals}
+    print(json.dumps({"what": what, **figures, "goals": wanted, "load": os.getloadavg()[0]}))
 
 
 def main() -> None:

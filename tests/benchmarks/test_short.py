@@ -168,6 +168,15 @@ ON_ENGINES = {
         "--only cell_raises --repeats 1",
         {"median_s": SECONDS, "worst_s": SECONDS, "promise_s": SECONDS, "repeats": (1, 1)},
     ),
+    "bench_jobs.py": Short(
+        "--pairs 1 --seconds 1 --steps 30 --only follow lag plain",
+        [
+            {"ratio": RATIO, "cpu_share": SHARE, "idle_share": SHARE},
+            *[{"lag_s": SECONDS, "rows": (10, 1e4)}] * 3,
+            *[{"ratio": RATIO}] * 2,
+        ],
+        results=6,
+    ),
     "bench_memory.py": Short(
         "--engines 2", {"ratio": RATIO, "ours_pss_mb": SIZE, "fresh_pss_mb": SIZE}
     ),
