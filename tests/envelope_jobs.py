@@ -73,7 +73,8 @@ def installed(venv: Path, wheels: Path, *what: str) -> Path:
 def bare(home: Path, wheels: Path, **more: str) -> dict[str, str]:
     """Return an environment with nothing in it, but the site's mirror of packages."""
     home.mkdir(exist_ok=True)
-    return {"PATH": SYSTEM, "HOME": str(home), "LANG": "C.UTF-8", **site(wheels), **more}
+    own = {"PATH": SYSTEM, "HOME": str(home), "TMPDIR": str(home), "LANG": "C.UTF-8"}
+    return {**own, **site(wheels), **more}
 
 
 def site(wheels: Path) -> dict[str, str]:

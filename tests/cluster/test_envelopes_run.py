@@ -151,7 +151,7 @@ def test_pods_of_a_trainjob_train_it_and_are_followed_by_their_lines(
             home / "image", venv, without=PACKAGE
         )  # PyTorch's: all but Workbench is there
         told = {one["name"]: one["value"] for one in trainer["env"]} | runtime
-        env = bare(home, wheels, **told, PET_NODE_RANK=str(node), TMPDIR=str(home))
+        env = bare(home, wheels, **told, PET_NODE_RANK=str(node))
         env["PATH"] = f"{image}/bin:{SYSTEM}"
         command = [*trainer["command"], *trainer["args"]]
         pods.append(Node(command, Path("/"), env, home / "log"))
@@ -253,7 +253,7 @@ def test_executors_of_a_local_cluster_of_spark_train_the_job(place, job, venv, a
     package = "pyspark[ml,sql]==4.3.0"
     wheels = fetched(job, place / "wheels", package)
     spark = installed(layered(place / "spark-venv", venv), wheels, package)
-    env = bare(place / "home", wheels, SPARK_LOCAL_IP="127.0.0.1", TMPDIR=str(place))
+    env = bare(place / "home", wheels, SPARK_LOCAL_IP="127.0.0.1")
     env["PATH"] = f"{spark}/bin:{SYSTEM}"
     master = ["--master", "local-cluster[2,1,1024]"]
     apart.run(["spark-submit", *master, "run_spark.py"], folder, env=env)
