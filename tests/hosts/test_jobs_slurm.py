@@ -68,8 +68,11 @@ def test_a_job_that_is_warned_goes_on_from_its_checkpoint(shared: Path, queues: 
     run.wait(WAIT_S)
     assert run.state == "stopped"
     stopped = run.history.totals.steps
+    # Slurm has queued it again, and would let it wait for two minutes.
+    assert soon(lambda: handed.look().state == "pending", WAIT_S)
+    queues.call("scontrol", "update", f"JobId={handed.id}", "StartTime=now")
     second = shared / "runs" / "2"
-    assert soon(lambda: (second / disk.META).exists(), WAIT_S)  # Slurm has queued it again
+    assert soon(lambda: (second / disk.META).exists(), WAIT_S)
     again = wb.follow(second)
     again.wait(WAIT_S)
     assert again.state == "finished"

@@ -71,6 +71,7 @@ Requires-Dist: cloudpickle>=3
 Requires-Dist: ipykernel!=7.0.*,>=6.29
 Requires-Dist: ipyparallel>=9.1
 Requires-Dist: ipywidgets>=8.1
+Requires-Dist: jsonschema>=4.18
 Requires-Dist: matplotlib>=3.8
 Requires-Dist: numpy>=1.26
 Requires-Dist: nvidia-ml-py>=12.535
