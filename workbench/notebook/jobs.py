@@ -42,7 +42,7 @@ FOLDERS = "jobs"
 """Beside the runs: folders of jobs that were submitted without a folder being named."""
 ENVELOPE_OF = {"kubernetes": "trainjob", "local": ""}
 """The envelope that a platform's client takes, where it has another name; empty: it takes none."""
-DRAW_S, STILL_S = 0.35, 2.0
+DRAW_S, STILL_S = 0.5, 2.0
 """A dashboard is drawn at most, and at least, so often."""
 MOST_RANKS = 16
 """Whose output is shown below a dashboard; `run.printed(rank)` has that of any."""
