@@ -133,7 +133,7 @@ def test_a_dashboard_is_not_drawn_where_nothing_is_new(
         view._draw()
     assert drawn == ["update"]
     run.heard += 1
-    monkeypatch.setattr(jobs.time, "monotonic", lambda: now + 1.5)
+    monkeypatch.setattr(jobs.time, "monotonic", lambda: now + 2.0)
     view._draw()
     assert drawn == ["update", "update"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import tarfile
 import time
@@ -18,7 +19,15 @@ import pytest
 from fakes.clients import ONE, Clients, small_job
 
 from workbench.errors import ClusterError, PlanError
-from workbench.jobs.platforms import PLATFORMS, JobState, Platform, Ticket, client, platform
+from workbench.jobs.platforms import (
+    PLATFORMS,
+    JobState,
+    Platform,
+    Ticket,
+    client,
+    machines,
+    platform,
+)
 from workbench.jobs.platforms.machines import pack
 
 WAIT_S = 30.0
@@ -536,9 +545,16 @@ def test_a_job_over_ssh_that_fails_says_its_code_and_whether_it_took_a_step(
     assert over(one, one.submit(folder, alone)).stepped is False
 
 
+@pytest.mark.parametrize("tells", ["/proc", "ps"])
 def test_a_job_over_ssh_is_cancelled_with_what_it_started_and_stands_alone(
-    tmp_path: Path, homes: Path
+    tells: str, tmp_path: Path, homes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if tells == "ps":
+        if shutil.which("ps") is None:
+            pytest.skip("no ps here")
+        for name in ("_COPY", "_LOOK", "_END"):
+            text = getattr(machines, name).replace("/proc/self", "/no/proc")
+            monkeypatch.setattr(machines, name, text)
     one, alone = platform("ssh"), replace(ONE, hosts=("node1",))
     folder = ssh_job(tmp_path, "setsid sleep 99 & echo $! > begun; wait\n")
     ticket = one.submit(folder, alone)

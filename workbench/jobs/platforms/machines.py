@@ -405,13 +405,26 @@ def _slurm_time(text: str) -> float | None:
 
 _LEFT_OUT = frozenset(("runs", ".venv", ".venv.lock", "job.log", "job.exit"))
 # Words in capitals are filled in, quoted; each script is sh's and reaches it as base64, so that the
-# login shell over there may be any.
-_COPY = """
+# login shell over there may be any. Small images have no ps, macOS has no /proc.
+_PROCESSES = r"""
+words_of() {
+  if [ -d /proc/self ]; then tr '\0' ' ' < "/proc/$1/cmdline"; else ps -o args= -p "$1"; fi 2>/dev/null
+}
+parents() {
+  if [ -d /proc/self ]; then
+    cat /proc/[0-9]*/status 2>/dev/null | awk '/^Pid:/ { pid = $2 } /^PPid:/ { print pid, $2 }'
+  else ps -e -o pid= -o ppid=; fi
+}
+"""
+_COPY = (
+    _PROCESSES
+    + """
 umask 077; mkdir -p -- DIR && cd -- DIR || exit 3
-read -r pid token 2>/dev/null < .job-0 && ps -o args= -p "$pid" | grep -q -- "$token" && {
+read -r pid token 2>/dev/null < .job-0 && words_of "$pid" | grep -q -- "$token" && {
   echo "a job is running in $PWD: cancel it, or give this one another name" >&2; exit 4; }
 tar -xf -
 """
+)
 _START = """
 cd -- DIR || exit 3
 read -r WORKBENCH_JOB_KEY
@@ -424,9 +437,11 @@ $go nohup sh -c 'bash start.sh "$@"; echo "$0 $?" > .job-NODE.new
 echo "$! TOKEN" > .job-NODE
 echo "$! ${before:-0}"; pwd -P
 """
-_LOOK = """
+_LOOK = (
+    _PROCESSES
+    + """
 cd -- DIR 2>/dev/null || { echo gone; exit 0; }
-ps -o args= -p PID 2>/dev/null | grep -q -- TOKEN && { echo running; exit 0; }
+words_of PID | grep -q -- TOKEN && { echo running; exit 0; }
 read -r token code 2>/dev/null < .job-0.exit
 if [ "$token" = TOKEN ]; then echo "exit $code"; else echo lost; fi
 for one in runs/*/records-rank*.bin; do
@@ -434,15 +449,19 @@ for one in runs/*/records-rank*.bin; do
   [ -s "$one" ] && [ "$number" -gt BEFORE ] && { echo stepped; exit 0; }
 done; exit 0
 """
-_END = """
-ps -o args= -p PID 2>/dev/null | grep -q -- TOKEN || exit 0
-all=$(ps -e -o pid= -o ppid= | awk -v top=PID '{ up[$1] = $2 } END { for (one in up) {
+)
+_END = (
+    _PROCESSES
+    + """
+words_of PID | grep -q -- TOKEN || exit 0
+all=$(parents | awk -v top=PID '{ up[$1] = $2 } END { for (one in up) {
   at = one; while (at != top && at in up) at = up[at]; if (at == top) print one } }')
 kill -s TERM -- -PID 2>/dev/null || kill -s TERM PID
 tries=0; while kill -s 0 PID 2>/dev/null && [ $tries -lt 12 ]; do sleep 1; tries=$((tries+1)); done
 kill -s KILL $all 2>/dev/null
 cd -- DIR && echo "TOKEN cancelled" > .job-NODE.exit
 """
+)
 
 
 def _script(text: str, **words: object) -> str:
