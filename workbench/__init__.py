@@ -15,6 +15,7 @@ uses all of them:
     strategies/  how is a model trained on several workers: one file each
     cluster/     how are engines started, watched and ended
     history/     what is known of a run, step by step
+    prediction/  what would other workers, links or options make of a run
     views/       how is it drawn
     export/      a plan as a folder that trains it elsewhere
     execution/   a run from its request to its end
@@ -43,6 +44,7 @@ _LAZY = {
     "Run": "workbench.execution.run",
     "runs": "workbench.execution.registry",
     "compare": "workbench.notebook.compare",
+    "predict": "workbench.views.explain.prediction",
     "load": "workbench.execution.registry",
     "attach": "workbench.session.attach",
     "job": "workbench.notebook.jobs",

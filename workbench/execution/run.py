@@ -33,7 +33,7 @@ from .stop import StopCoordinator
 if TYPE_CHECKING:
     from ..cluster.engines import EngineInfo
     from ..history.snapshot import Snapshot
-    from ..views.explain.blame import BlameMatrix, WhatIfPicture
+    from ..views.explain.blame import BlameMatrix
     from ..views.explain.diagram import StepDrawing
     from .outcome import Recovery
     from .task import Task
@@ -399,13 +399,9 @@ class Run:
     def snapshot(self) -> Snapshot:
         """The run at this moment, for views."""
         snapshot = self.history.snapshot(
-            name=self.name,
-            strategy=self.plan.strategy,
-            framework=self.plan.framework,
-            state=self.state,
-            dropped=sum(self._dropped.values()),
-            plot_cpu=self.plot_cpu,
-        )
+            name=self.name, strategy=self.plan.strategy, framework=self.plan.framework,
+            state=self.state, dropped=sum(self._dropped.values()), plot_cpu=self.plot_cpu,
+        )  # fmt: skip
         banner = "" if self.task is None or self.is_over else self.task.banner
         return replace(snapshot, banner=banner, color=self.color or 0)
 
@@ -490,17 +486,28 @@ class Run:
         return diagram.blame(self, first, last)
 
     def what_if(
-        self, without: int | None = None, first: int | None = None, last: int | None = None
-    ) -> WhatIfPicture:
-        """The run as it would have been had one worker been as fast as the others' median.
+        self, without: int | None = None, first: int | None = None, last: int | None = None,
+        *, variants: Sequence[Mapping[str, Any]] | None = None, **changes: Any,
+    ) -> Any:  # fmt: skip
+        """The run with one worker as fast as the others' median, or with other `changes`.
 
         Args:
             without: Its rank; by default whom the others waited for longest.
             first, last: Steps to recompute, both included; all that are stored by default.
+            variants: Several sets of changes, to be ranked: `[{"link": "1GB/s"}, {"bucket_mb": 5}]`
+            changes: `link=`, `latency=`, `straggler=None`, `batch_size=`, `overlap=`, any option.
         """
-        from ..views.explain import diagram
+        from ..views.explain import diagram, prediction
 
+        if variants is not None or changes:
+            return prediction.what_if(self, variants, changes)
         return diagram.what_if(self, without, first, last)
+
+    def predict(self, workers: int | Sequence[int], *beside: Run, **given: Any) -> Any:
+        """What other numbers of workers would do; see `views.explain.prediction.predict`."""
+        from ..views.explain.prediction import predict
+
+        return predict([self, *beside], workers, **given)
 
     def weights(self, rank: int | None = None) -> dict[str, np.ndarray[Any, Any]]:
         """The final weights as NumPy by parameter name.
@@ -516,19 +523,14 @@ class Run:
             why = self.history.story.facts.get(Topic.NOT_ON_DISK)
             if why is not None:
                 raise RunError(
-                    f"Run {self.name} has no weights: they could not be written to disk.",
-                    seen=why,
-                    next_step="make room there, and train again",
-                    code="WB-RUN-086",
-                )
+                    f"Run {self.name} has no weights: they could not be written to disk.", seen=why,
+                    next_step="make room there, and train again", code="WB-RUN-086",
+                )  # fmt: skip
+            whose = "" if rank is None else f" of rank {rank}"
             raise RunError(
-                f"Run {self.name} has no weights"
-                + ("" if rank is None else f" of rank {rank}")
-                + ".",
-                seen=self.state,
+                f"Run {self.name} has no weights{whose}.", seen=self.state, code="WB-RUN-087",
                 allowed="a run that finished or was stopped, trained by wb.fit or wb.prepare",
-                code="WB-RUN-087",
-            )
+            )  # fmt: skip
         found: dict[str, np.ndarray[Any, Any]] = {}
         for file in files:
             found.update(disk.read_weights(file, self._files.get(file.name, ())))
@@ -565,10 +567,7 @@ class Run:
         return job_of(self, folder, **about)
 
     def trace(self, path: str | Path | None = None) -> Path:
-        """Write the run's steps as a Chrome trace for https://ui.perfetto.dev; return the path.
-
-        See `history.analysis.series.write`.
-        """
+        """Write the run's steps as a Chrome trace for https://ui.perfetto.dev; return the path."""
         from ..history.analysis.series import write
 
         return write(self, path)

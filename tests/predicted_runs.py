@@ -1,0 +1,76 @@
+"""Runs that never happened, of workers and links that are known, for tests of predictions."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from history_rows import NAN, make_history
+
+from workbench.cookbook.recipe import Recipe
+from workbench.shared.faults import parse_fault
+from workbench.shared.plan import make_plan
+from workbench.shared.record import RECORD
+
+GRADIENTS_BYTES = 1e6
+
+
+def made_run(
+    own_s: np.ndarray,
+    step_s: np.ndarray,
+    strategy: str = "mirrored",
+    *,
+    sent_bytes: float = GRADIENTS_BYTES,
+    samples: int = 8,
+    faults: tuple[str, ...] = (),
+    joined: bool = True,
+    bubble: bool = False,
+    name: str = "made",
+    **options: Any,
+) -> Any:
+    """Return what a prediction reads of a run.
+
+    Args:
+        own_s: (steps, workers) seconds of own work.
+        step_s: (steps,) or (steps, workers) seconds of the whole step.
+        bubble: Whether all but own work was a pipeline's bubble.
+    """
+    steps, ranks = own_s.shape
+    length = np.broadcast_to(step_s.T, (ranks, steps)).T
+    rows = np.zeros((steps, ranks), RECORD)
+    for key in ("wait_s", "staleness", "bubble_s", "ready_s"):
+        rows[key] = NAN
+    rows["waited_for"], rows["local_loss"] = -1, 1.0
+    rows["step"], rows["rank"] = np.arange(steps)[:, None], np.arange(ranks)
+    rows["samples"], rows["sent_bytes"] = samples, sent_bytes
+    rows["end_s"] = 100.0 + np.cumsum(length, axis=0)
+    rows["start_s"] = rows["end_s"] - length
+    rows["compute_s"], rows["exposed_s"] = own_s, length - own_s
+    rows["wait_s"] = own_s.max(axis=1, keepdims=True) - own_s if joined else 0.0
+    if bubble:
+        rows["bubble_s"] = length - own_s
+    plan = make_plan(
+        Recipe("x = 1"), strategy, workers=ranks, options=options,
+        faults=tuple(parse_fault(text) for text in faults),
+    )  # fmt: skip
+    history = make_history(rows, joined=joined, data_parallel=plan.entry.data_parallel)
+    return SimpleNamespace(name=name, plan=plan, history=history)
+
+
+def ring_run(
+    rng: np.random.Generator, message_s: float, byte_s: float, *, steps: int = 120,
+    workers: int = 2, size_bytes: float = GRADIENTS_BYTES, **given: Any,
+) -> Any:  # fmt: skip
+    """Return a run of a ring all-reduce over a link whose messages cost what is said."""
+    own = draw_own(rng, steps, workers)
+    each = 2 * (workers - 1) * (message_s + byte_s * size_bytes / workers)
+    sent = 2 * (workers - 1) / workers * size_bytes
+    return made_run(
+        own, own.max(axis=1) + each, sent_bytes=sent, **{"allreduce": "ring", **given}
+    )  # fmt: skip
+
+
+def draw_own(rng: np.random.Generator, steps: int, workers: int) -> np.ndarray:
+    """Return own work with a long tail: 0.1 s and more."""
+    return 0.1 + 0.02 * rng.gamma(1.0, 1.0, (steps, workers))

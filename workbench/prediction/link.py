@@ -1,0 +1,97 @@
+"""A link as people write it: `100Gbit`, `1GB/s`, `1GB/s 50us`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..errors import PlanError
+from ..shared.faults import Fault, parse_duration
+
+FORMS = "100Gbit, 1GB/s, 25Mbit 2ms"
+_RATE = re.compile(r"^(\d+(?:\.\d+)?)\s*([KMGT]?)(bit(?:/s)?|bps|B/s)$")
+_UNIT = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+@dataclass(frozen=True)
+class Link:
+    """What lies between a worker and the others.
+
+    Attributes:
+        bytes_per_s: What it carries each way; infinite where only its latency is known.
+        latency_s: What a message costs besides its bytes; None where that was not said.
+        held: Whether it is simulated (`--inject bandwidth=`): then every worker holds back what it
+            sends, one message after the other, and what it gets from a server. Else it is a port
+            that all messages of a worker, or of a server, share each way.
+    """
+
+    bytes_per_s: float
+    latency_s: float | None = None
+    held: bool = False
+
+    @property
+    def text(self) -> str:
+        """The link in words."""
+        words = []
+        if self.bytes_per_s < float("inf"):
+            for unit in ("G", "M", "K", ""):
+                if self.bytes_per_s >= _UNIT[unit] or not unit:
+                    words.append(f"{self.bytes_per_s / _UNIT[unit]:g} {unit}B/s")
+                    break
+        if self.latency_s is not None:
+            words.append(f"{1e3 * self.latency_s:g} ms a message")
+        return ", ".join(words) or "no limit"
+
+
+def parse_link(text: object, latency: object = None) -> Link:
+    """Return the link that a text says.
+
+    Args:
+        text: `100Gbit` (bits), `1GB/s` (bytes); a latency may follow: `1GB/s 50us`.
+        latency: The latency, `50us`, where it is not in the text.
+
+    Raises:
+        PlanError: It is not understood, or carries nothing.
+    """
+    words = str(text).replace(",", " ").split()
+    wait = str(latency) if latency is not None else words[1] if len(words) == 2 else None
+    matched = _RATE.match(words[0]) if words and len(words) <= 2 else None
+    if matched is None:
+        raise PlanError(
+            "The link was not understood.",
+            seen=text,
+            allowed=f"{FORMS}: bits as `bit`, bytes as `B/s`",
+            code="WB-PLAN-261",
+        )
+    rate = float(matched[1]) * _UNIT[matched[2]] / (1.0 if matched[3] == "B/s" else 8.0)
+    if not rate > 0:
+        raise PlanError(
+            "A link without bandwidth carries nothing, so no step would ever end.",
+            seen=text,
+            allowed="more than 0",
+            next_step="link='1Gbit', for one",
+            code="WB-PLAN-262",
+        )
+    if wait is None:
+        return Link(rate)
+    try:
+        return Link(rate, parse_duration(wait))
+    except ValueError:
+        raise PlanError(
+            "The link's latency was not understood.",
+            seen=wait,
+            allowed="50us, 2ms, 0.1s",
+            code="WB-PLAN-263",
+        ) from None
+
+
+def simulated(faults: Iterable[Fault]) -> Link | None:
+    """Return the link that a run's faults simulate; None where they simulate none."""
+    known = list(faults)
+    seconds_per_byte = sum(1 / f.bytes_per_s for f in known if f.kind == "bandwidth")
+    latencies = [f.delay_s for f in known if f.kind == "latency"]
+    if not latencies and not seconds_per_byte:
+        return None
+    rate = 1 / seconds_per_byte if seconds_per_byte else float("inf")
+    return Link(rate, sum(latencies), held=True)

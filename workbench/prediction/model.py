@@ -1,0 +1,86 @@
+"""One strategy with so many workers, computed so many times: seconds of a step, and what they are.
+
+Each draw is a run of its own: other own work (`work.py`), other costs of messages (`fit.py`). What
+the model leaves out is a factor drawn besides, calibrated on training runs (`UNEXPLAINED`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .case import Case, Computed
+from .exchange import Cost, Exchange
+from .pipeline import Pipe
+
+if TYPE_CHECKING:
+    from .probe import Setting
+
+Floats = NDArray[np.float64]
+UNEXPLAINED = 0.01
+"""Standard deviation of measured over predicted steps that no draw explains, of training runs."""
+UNEXPLAINED_PER_DOUBLING = 0.004
+"""What each doubling of the workers beyond those seen adds to it."""
+MOST_COMPUTED = 40
+
+
+def compute(case: Case, seed: int = 2027, *, noisy: bool = True) -> Computed:
+    """Return runs of a case.
+
+    Args:
+        noisy: Whether what the model leaves out is in their spread.
+    """
+    rng = np.random.default_rng(seed)
+    draws, n = len(case.scale), case.setting.workers
+    every = int(case.setting.options.get("every", 1) or 1)
+    steps = min(case.steps, max(MOST_COMPUTED, 2 * every))
+    drawn = (
+        _stages(case, rng, steps) if case.setting.piped else case.work.draw(rng, draws, steps, n)
+    )
+    own = np.ascontiguousarray((drawn * case.scale[:, None, None]).transpose(1, 2, 0))
+    mean = own.mean(axis=(0, 1))
+    if n == 1 or not (case.message_bytes > 0 or case.setting.piped):
+        return _spread(Computed(mean, (1.0, 0.0, 0.0)), case, rng, noisy=noisy)
+    exchange = exchange_of(case.setting, case.message_bytes)
+    period = exchange.period(own, case.cost, case.first)
+    even = np.broadcast_to(mean, own.shape)
+    free = exchange.period(even, _free(case.cost), case.first)
+    messages = exchange.period(even, case.cost, case.first) - free
+    whole = float(np.median(period))
+    busy = min(float(np.median(mean)) / whole, 1.0)
+    sent = min(max(float(np.median(messages)) / whole, 0.0), 1.0 - busy)
+    share = (busy, 1.0 - busy - sent, sent)
+    return _spread(Computed(period, share), case, rng, noisy=noisy)
+
+
+def exchange_of(setting: Setting, message_bytes: float) -> Exchange | Pipe:
+    """Return what computes a strategy's messages."""
+    return (Pipe if setting.piped else Exchange)(setting, message_bytes)
+
+
+def _stages(case: Case, rng: np.random.Generator, steps: int) -> Floats:
+    """Return how long stages are busy, (draws, steps, workers): a step's stages stay together."""
+    busy, n = case.work.own_s, case.setting.workers
+    if n != busy.shape[1]:
+        busy = np.repeat(busy.sum(axis=1, keepdims=True) / n, n, axis=1)
+    draws, count = len(case.scale), len(busy)
+    again = rng.integers(0, count, (draws, count))
+    index = np.take_along_axis(again, rng.integers(0, count, (draws, steps)), axis=1)
+    return np.asarray(busy[index])
+
+
+def _free(cost: Cost) -> Cost:
+    none = np.zeros_like(cost.message_s)
+    return Cost.plain(none, none, held=cost.held)
+
+
+def _spread(found: Computed, case: Case, rng: np.random.Generator, *, noisy: bool) -> Computed:
+    """Add what the model leaves out."""
+    step_s = found.step_s
+    if noisy:
+        doublings = max(np.log2(case.setting.workers / max(case.seen_workers, 1)), 0.0)
+        spread = np.hypot(UNEXPLAINED, UNEXPLAINED_PER_DOUBLING * doublings)
+        step_s = step_s * np.exp(rng.normal(0.0, spread, len(step_s)))
+    return Computed(step_s, found.share)

@@ -1,0 +1,507 @@
+"""What is asked of a prediction, checked, and what comes back: seconds of a step, with an interval.
+
+The interval is meant to hold nine of ten runs of as many steps as asked for: it has what other
+steps of the same run would have said, what the fits leave open, how much such a run varies by
+itself, and what the model is known to leave out (`model.UNEXPLAINED`).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import catalog
+from ..errors import PlanError, RunError
+from ..history.analysis.steady import rate_of
+from .case import CAUSES, Case, Computed
+from .exchange import Cost, Exchange
+from .fit import Fitted, fit
+from .link import Link, parse_link
+from .model import compute
+from .probe import Probe, Setting, check_predicted
+
+if TYPE_CHECKING:
+    from ..history.run_data import RunData
+
+Floats = NDArray[np.float64]
+DRAWS, SEED = 240, 1907
+MOST_WORKERS = 4096
+FAR = 8
+"""Beyond so many times the workers seen it is said that nothing like it was."""
+MOST_FIXED = 0.5
+"""Share of own work that is assumed, at most, not to depend on the samples, if it was not seen."""
+Scaling = Literal["strong", "weak"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One number of workers.
+
+    Attributes:
+        step_s, samples_per_s: Median, and the ends of the interval that holds 90 %.
+        share: Of a step that is each of `CAUSES`.
+        far: Whether it lies beyond what the runs can tell of.
+    """
+
+    workers: int
+    step_s: tuple[float, float, float]
+    samples_per_s: tuple[float, float, float]
+    share: tuple[float, ...]
+    far: bool = False
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run that was predicted from: samples per second, with its 95 % interval."""
+
+    run: str
+    workers: int
+    step_s: float
+    samples_per_s: float
+    low_per_s: float
+    high_per_s: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a strategy would do with other numbers of workers.
+
+    Attributes:
+        runs: Names of the runs it was made from.
+        scaling: `strong`: the batch stays; `weak`: the samples of each worker stay.
+        link: In words.
+        notes: What is assumed, and where it goes beyond what was seen.
+    """
+
+    strategy: str
+    options: Mapping[str, Any]
+    runs: tuple[str, ...]
+    scaling: Scaling
+    link: str
+    steps: int
+    points: tuple[Point, ...]
+    measured: tuple[Measured, ...]
+    notes: tuple[str, ...]
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return JSON-ready data; None for NaN."""
+        return {
+            "strategy": self.strategy, "options": dict(self.options), "runs": list(self.runs),
+            "scaling": self.scaling, "link": self.link, "steps": self.steps,
+            "causes": list(CAUSES), "notes": list(self.notes),
+            "points": [
+                {**vars(p), "step_s": list(p.step_s), "samples_per_s": list(p.samples_per_s),
+                 "share": list(p.share)}
+                for p in self.points
+            ],
+            "measured": [
+                {k: None if v != v else v for k, v in vars(m).items()} for m in self.measured
+            ],
+        }  # fmt: skip
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """Return a line per number of workers, predicted and measured; units in the headings.
+
+        Args:
+            path: Where to write it as well.
+        """
+        target = io.StringIO()
+        keys = ["kind", "workers", "step_s", "step_low_s", "step_high_s", "samples_per_s",
+                "low_per_s", "high_per_s", *(f"{c.replace(' ', '_')}_share" for c in CAUSES),
+                "far"]  # fmt: skip
+        writer = csv.writer(target, lineterminator="\n")
+        writer.writerow(keys)
+        for m in self.measured:
+            rates = [_cell(v) for v in (m.samples_per_s, m.low_per_s, m.high_per_s)]
+            writer.writerow(
+                ["measured", m.workers, _cell(m.step_s), "", "", *rates, "", "", "", ""]
+            )
+        for p in self.points:
+            writer.writerow(
+                ["predicted", p.workers, *p.step_s, *p.samples_per_s, *p.share, int(p.far)]
+            )
+        if path is not None:
+            Path(path).write_text(target.getvalue(), "utf-8")
+        return target.getvalue()
+
+
+def predict(
+    runs: Sequence[RunData], workers: int | Sequence[int], *, link: str | None = None,
+    latency: str | None = None, strategy: str | None = None,
+    options: Mapping[str, Any] | None = None, scaling: str = "strong",
+    batch_size: int | None = None, steps: int | None = None, per_host: int = 1,
+    gradient_bytes: float | None = None,
+) -> Prediction:  # fmt: skip
+    """Return what a run would take with other numbers of workers; see `Run.predict`.
+
+    Args:
+        runs: The one to predict from, and others that settle what it leaves open.
+
+    Raises:
+        PlanError: What is asked for cannot be, or cannot be predicted.
+        RunError: The runs do not tell enough.
+    """
+    counts = _counts(workers)
+    base, probes = read(runs)
+    target = parse_link(link, latency) if link is not None else None
+    if latency is not None and link is None:
+        raise PlanError(
+            "A latency alone is no link.", seen=f"latency={latency}",
+            next_step="link='1Gbit', latency=... as well", code="WB-PLAN-265",
+        )  # fmt: skip
+    if scaling not in ("strong", "weak"):
+        raise PlanError(
+            "How the batch grows with the workers was not understood.", seen=scaling,
+            allowed="strong (the batch stays), weak (each worker's samples stay)",
+            code="WB-PLAN-266",
+        )  # fmt: skip
+    settings = [target_setting(base, n, strategy, options, per_host) for n in counts]
+    samples = [_samples(base, n, scaling, batch_size) for n in counts]
+    knows = Knows.of(base, probes, gradient_bytes, target, needed=max(counts) > 1)
+    points, notes = [], knows.notes(settings, samples, target)
+    for setting, each in zip(settings, samples, strict=True):
+        case = knows.case(setting, each, target, steps or base.total_steps)
+        points.append(_point(compute(case), case, each, base))
+    return Prediction(
+        settings[0].entry.name, dict(settings[-1].options), tuple(p.name for p in probes),
+        "weak" if scaling == "weak" else "strong", knows.link_text(target),
+        steps or base.total_steps, tuple(points), tuple(_measured(runs, probes)),
+        tuple(dict.fromkeys(notes)),
+    )  # fmt: skip
+
+
+def read(runs: Sequence[RunData]) -> tuple[Probe, list[Probe]]:
+    """Return the first run as it was measured, and all of them.
+
+    Raises:
+        PlanError: There is none, or their simulated links differ.
+    """
+    if not runs:
+        raise PlanError(
+            "There is no run to predict from.", allowed="one or more finished runs",
+            next_step="%%distributed mirrored -n 2 --steps 100, then run.predict(8)",
+            code="WB-PLAN-267",
+        )  # fmt: skip
+    probes = [Probe.of(run) for run in runs]
+    links = {probe.link for probe in probes if probe.workers > 1}
+    if len(links) > 1:
+        raise PlanError(
+            "The runs had different links, so they cannot be taken together.",
+            seen=", ".join("none simulated" if one is None else one.text for one in links),
+            next_step="predict from runs with the same --inject bandwidth= and latency=",
+            code="WB-PLAN-268",
+        )
+    return probes[0], probes
+
+
+def _counts(workers: int | Sequence[int]) -> list[int]:
+    given = [workers] if isinstance(workers, int) else list(workers)
+    for one in given:
+        if isinstance(one, bool) or not isinstance(one, int) or not 1 <= one <= MOST_WORKERS:
+            raise PlanError(
+                "workers is one number or several.", seen=workers,
+                allowed=f"1 to {MOST_WORKERS}: predict([8, 64])", code="WB-PLAN-269",
+            )  # fmt: skip
+    if not given:
+        raise PlanError(
+            "For how many workers?", seen=workers, next_step="run.predict([8, 64])",
+            code="WB-PLAN-270",
+        )  # fmt: skip
+    return sorted(set(given))
+
+
+def target_setting(
+    base: Probe, workers: int, strategy: str | None, options: Mapping[str, Any] | None,
+    per_host: int = 1,
+) -> Setting:  # fmt: skip
+    """Return how the predicted run would be run.
+
+    Raises:
+        PlanError: The strategy or an option is unknown, does not fit, or cannot be predicted.
+    """
+    entry = catalog.lookup(strategy or base.setting.entry.name, base.setting.entry.framework)
+    check_predicted(entry)
+    if entry.max_workers is not None and workers > entry.max_workers:
+        raise PlanError(
+            f"{entry.name} has {entry.max_workers} worker.", seen=f"workers={workers}",
+            next_step="strategy='mirrored'", code="WB-PLAN-271",
+        )  # fmt: skip
+    same = entry.name == base.setting.entry.name
+    if entry.name == "model_split" and not same:
+        raise PlanError(
+            "How a model would be split is known from a run of model_split alone.",
+            seen=base.setting.entry.name, next_step="%%distributed model_split -n 2 --steps 100",
+            code="WB-PLAN-272",
+        )  # fmt: skip
+    if base.setting.piped and not same:
+        raise PlanError(
+            "A pipeline's run does not tell how large the gradients are.", seen=entry.name,
+            next_step="predict it from a run of mirrored", code="WB-PLAN-273",
+        )  # fmt: skip
+    given = {k: v for k, v in (options or {}).items() if k != "overlap"}
+    whole = entry.settings({**(_known(base.setting.options, entry) if same else {}), **given})
+    if "overlap" in (options or {}):
+        whole["overlap"] = bool((options or {})["overlap"])
+    return Setting(entry, whole, workers, max(int(per_host), 1))
+
+
+def _known(options: Mapping[str, Any], entry: catalog.Strategy) -> dict[str, Any]:
+    names = {option.name for option in entry.options}
+    return {k: v for k, v in options.items() if k in names}
+
+
+def _samples(base: Probe, workers: int, scaling: str, batch_size: int | None) -> float:
+    """Return the samples of a worker in a step.
+
+    Raises:
+        PlanError: There are more workers than samples.
+    """
+    shares = base.setting.entry.data_parallel
+    total = float(batch_size or base.samples * (base.workers if shares else 1))
+    if not shares:
+        return total
+    if scaling == "weak":
+        return total / base.workers
+    if workers > total:
+        raise PlanError(
+            "There are more workers than samples in a batch, so some would have none.",
+            seen=f"{workers} workers, a batch of {total:g}",
+            allowed=f"up to {total:g} workers",
+            next_step="a larger batch_size=, or scaling='weak'",
+            code="WB-PLAN-274",
+        )
+    return total / workers
+
+
+@dataclass(frozen=True, eq=False)
+class Knows:
+    """What the runs tell, and what was given besides.
+
+    Attributes:
+        fitted: None where no run had messages.
+        gradient_bytes: Of the model, not compressed; NaN where nobody knows.
+    """
+
+    base: Probe
+    probes: Sequence[Probe]
+    fitted: Fitted | None
+    gradient_bytes: float
+    sizes: tuple[tuple[float, float, float], ...]
+    draws: int = DRAWS
+
+    @staticmethod
+    def of(
+        base: Probe, probes: Sequence[Probe], gradient_bytes: float | None, link: Link | None,
+        *, needed: bool = True,
+    ) -> Knows:  # fmt: skip
+        """Fit what can be fitted.
+
+        Raises:
+            RunError: Nothing tells what messages cost, or how large they are.
+        """
+        rng = np.random.default_rng(SEED)
+        fitted = fit(probes, rng, DRAWS)
+        size = float(gradient_bytes or np.nan)
+        if gradient_bytes is None:
+            size = base.message_bytes / packed_share(str(base.setting.options.get("compress")))
+        if needed and not size > 0 and not base.setting.piped:
+            raise RunError(
+                "The run sent nothing, so how large its messages would be is not known.",
+                seen=f"{base.workers} worker" + ("s" if base.workers > 1 else ""),
+                allowed="a run of 2 or more workers, or gradient_bytes= and link=",
+                next_step="%%distributed mirrored -n 2 --steps 100",
+                code="WB-RUN-130",
+            )
+        if needed and fitted is None and link is None:
+            raise RunError(
+                "No run had messages, and no link was given: nothing says what they would cost.",
+                seen=", ".join(p.name for p in probes),
+                allowed="a run of 2 or more workers, or a link",
+                next_step="run.predict(8, link='10Gbit')",
+                code="WB-RUN-131",
+            )
+        sizes = tuple(
+            (p.samples, float(p.own_s.mean()), float(p.own_s.std()) / np.sqrt(p.own_s.size))
+            for p in probes
+        )
+        return Knows(base, probes, fitted, size, sizes)
+
+    def case(
+        self, setting: Setting, samples: float, link: Link | None, steps: int, *,
+        straggler: bool = True,
+    ) -> Case:  # fmt: skip
+        """Return what is to be computed for a number of workers."""
+        if self.fitted is not None:
+            cost = self.fitted.cost(link)
+        elif link is None:
+            cost = Cost.plain(np.zeros(self.draws), np.zeros(self.draws))
+        else:
+            none = np.zeros(self.draws)
+            cost = Cost.plain(none + (link.latency_s or 0.0), none + 1 / link.bytes_per_s)
+        size = self.gradient_bytes * packed_share(str(setting.options.get("compress", "none")))
+        if setting.piped:
+            size = self._handed_on(setting, samples)
+        if setting.options.get("allreduce") == "auto":
+            setting = _fastest(setting, size, cost)
+        scale = self.scale(samples)
+        return Case(
+            setting, self.base.work(straggler=straggler), size, scale, cost, steps,
+            max(p.workers for p in self.probes),
+        )  # fmt: skip
+
+    def _handed_on(self, setting: Setting, samples: float) -> float:
+        from .pipeline import shape_of
+
+        before, after = shape_of(self.base.setting)[1], shape_of(setting)[1]
+        return self.base.message_bytes * before / after * samples / self.base.samples
+
+    def scale(self, samples: float) -> Floats:
+        """Return by what own work changes with the samples of a worker, (draws,)."""
+        base = self.base
+        if abs(samples - base.samples) < 1e-9:
+            return np.ones(self.draws)
+        rng = np.random.default_rng(SEED + 1)
+        if not self.two_sizes:
+            fixed = rng.uniform(0.0, MOST_FIXED, self.draws)
+            return np.asarray(fixed + (1 - fixed) * samples / base.samples)
+        x = np.array([s for s, _, _ in self.sizes])
+        y = np.array([mean for _, mean, _ in self.sizes])
+        error = np.array([max(e, 1e-9) for _, _, e in self.sizes])
+        drawn = y[:, None] + error[:, None] * rng.normal(size=(len(y), self.draws))
+        middle = x - x.mean()
+        slope = np.maximum((middle[:, None] * drawn).sum(axis=0) / (middle**2).sum(), 0.0)
+        at = drawn.mean(axis=0) + slope * (np.array([samples, base.samples])[:, None] - x.mean())
+        at = np.maximum(at, 1e-9)
+        # No work takes less than its samples' share of a larger one.
+        return np.asarray(at[0] / at[1])
+
+    @property
+    def two_sizes(self) -> bool:
+        """Whether runs had different numbers of samples per worker."""
+        return len({round(s, 6) for s, _, _ in self.sizes}) > 1
+
+    def link_text(self, link: Link | None) -> str:
+        """Return the link that a prediction is for, in words."""
+        if link is not None:
+            return link.text
+        if self.fitted is None:
+            return "none"
+        return "as measured" if self.fitted.link is None else f"simulated: {self.fitted.link.text}"
+
+    def notes(
+        self, settings: Sequence[Setting], samples: Sequence[float], link: Link | None
+    ) -> list[str]:
+        """Return what is assumed, and where it goes beyond what was seen."""
+        base, most = self.base, max(s.workers for s in settings)
+        seen = max(p.workers for p in self.probes)
+        found = []
+        if most > FAR * seen:
+            found.append(
+                f"{most} workers are {most / seen:.0f} times the {seen} that were seen: switches, "
+                "hosts and what they share were not, so the interval holds for links like this one."
+            )
+        values = base.work().seen
+        if most > values / 10 and not base.setting.piped:
+            found.append(
+                f"The slowest of {most} workers is rarer than most of the {values} values seen: "
+                "the tail is extrapolated. More steps tell more."
+            )
+        if any(abs(s - base.samples) > 1e-9 for s in samples) and not self.two_sizes:
+            found.append(
+                f"One size was seen, {base.samples:g} samples per worker: between none and "
+                f"{MOST_FIXED:.0%} of own work is assumed not to depend on it. A run with another "
+                "--batch-size settles it: wb.predict([run, other], ...)."
+            )
+        if base.workers == 1:
+            found.append("One worker was seen, so nothing is known of how workers differ.")
+        if self.fitted is not None and not self.fitted.settled and most > 1:
+            known = self.fitted.link is not None or (
+                link is not None and link.latency_s is not None
+            )
+            if not known:
+                found.append(
+                    "One kind of message was seen, so what a message costs cannot be told from "
+                    "what its bytes cost: the interval holds all that is possible. Give link= and "
+                    "latency=, or a second run with other messages (-o compress=fp16)."
+                )
+        if self.fitted is None and link is not None and most > 1:
+            found.append("Nothing was sent in the runs: messages cost what the link alone takes.")
+        if any(s.overlapped for s in settings) and most > 1:
+            found.append(
+                "Two thirds of own work are assumed to be backward, which buckets overlap."
+            )
+        if any(s.piped and s.workers != base.workers for s in settings):
+            found.append("The model's work is assumed to be divided equally among the stages.")
+        if any(s.options.get("allreduce") == "auto" for s in settings):
+            found.append("allreduce=auto: computed with the fastest of the algorithms.")
+        return found
+
+
+def _fastest(setting: Setting, size_bytes: float, cost: Cost) -> Setting:
+    """Return the setting with the all-reduce that takes least."""
+    names = ["ring", "hierarchical", "reduce_to_one", "recursive_doubling"]
+    if not cost.held:
+        return Setting(setting.entry, {**setting.options, "allreduce": "backend"},
+                       setting.workers, setting.per_host)  # fmt: skip
+    taken: list[tuple[float, Setting]] = []
+    own = np.zeros((2, setting.workers, len(cost.message_s)))
+    for name in names:
+        one = Setting(
+            setting.entry, {**setting.options, "allreduce": name}, setting.workers, setting.per_host
+        )
+        taken.append((float(np.median(Exchange(one, size_bytes).period(own, cost))), one))
+    return min(taken, key=lambda pair: pair[0])[1]
+
+
+def packed_share(compress: str) -> float:
+    """Return how many bytes travel for one of the gradients (float32).
+
+    Raises:
+        PlanError: That depends on the shapes of the model's matrices.
+    """
+    kind, _, amount = compress.partition(":")
+    if kind in ("fp16", "bf16"):
+        return 0.5
+    if kind == "topk":
+        return 2 * float(amount)
+    if kind == "powersgd":
+        raise PlanError(
+            "How much PowerSGD sends depends on the shapes of the model's matrices, which rows do "
+            "not tell.",
+            seen=f"compress={compress}",
+            allowed="none, fp16, bf16, topk:FRACTION",
+            next_step="measure it: -o compress=powersgd:2",
+            code="WB-PLAN-275",
+        )
+    return 1.0
+
+
+def _point(found: Computed, case: Case, samples: float, base: Probe) -> Point:
+    n = case.setting.workers
+    low, middle, high = (float(q) for q in np.quantile(found.step_s, (0.05, 0.5, 0.95)))
+    total = samples * (n if base.setting.entry.data_parallel else 1)
+    values = case.work.seen
+    far = n > FAR * case.seen_workers or (n > values / 10 and not case.setting.piped)
+    rates = (total / middle, total / high, total / low)
+    return Point(n, (middle, low, high), rates, found.share, far)
+
+
+def _measured(runs: Sequence[RunData], probes: Sequence[Probe]) -> list[Measured]:
+    found = []
+    for run, probe in zip(runs, probes, strict=True):
+        rate = rate_of(run.history)
+        if rate is not None:
+            found.append(Measured(run.name, probe.workers, float(probe.step_s.mean()), rate.mean,
+                                  rate.low, rate.high))  # fmt: skip
+    return found
+
+
+def _cell(value: float) -> float | str:
+    return "" if value != value else value

@@ -1,0 +1,247 @@
+"""What a short run tells a prediction: own work, length of its steps, bytes of its messages."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..catalog import schedules
+from ..catalog.diagrams import Layout, Parts
+from ..errors import PlanError, RunError
+from ..history.analysis.counterfactual import TRANSFER, WAIT, Table
+from ..history.analysis.steady import warm_up_of
+from ..shared.events import Topic
+from ..shared.faults import lasting
+from .link import Link, simulated
+from .work import Work
+
+if TYPE_CHECKING:
+    from ..catalog.spec import Strategy
+    from ..history.run_data import RunData
+
+Floats = NDArray[np.float64]
+LEAST_STEPS = 20
+"""Of fewer steps after warm-up no tail, and so no straggler, can be told."""
+NOT_PREDICTED = {
+    "hybrid": "pipelines side by side: how a further worker changes the stages is not known",
+    "tensor_parallel": "how a layer's work divides over more workers is not known",
+    "tpu": "what the compiler makes of a step on more cores is not known",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A strategy as it would be run.
+
+    Attributes:
+        entry: Of the catalog.
+        options: All of them.
+        per_host: Workers of one host, whose messages to each other do not take the link.
+    """
+
+    entry: Strategy
+    options: Mapping[str, Any]
+    workers: int
+    per_host: int = 1
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether buckets travel while backward still runs (DistributedDataParallel)."""
+        options = self.options
+        return (
+            self.entry.name == "mirrored"
+            and options.get("allreduce", "backend") == "backend"
+            and options.get("compress", "none") == "none"
+            and options.get("overlap", True) is not False
+        )
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody waits for all others in a step."""
+        return not self.entry.is_sync(dict(self.options))
+
+    @property
+    def piped(self) -> bool:
+        """Whether workers hold stages of one model."""
+        return self.entry.name == "model_split"
+
+    def parts(self) -> Parts:
+        """Return what a step sends, by the catalog."""
+        module, _, name = self.entry.messages.partition(":")
+        options = {k: v for k, v in self.options.items() if k != "overlap"}
+        layout = Layout(self.workers, self.entry.server_count(options), options)
+        parts: Parts = getattr(importlib.import_module(module), name)(layout)
+        return parts
+
+    def share_of(self, unit: str) -> float:
+        """Return how much of the gradients' bytes an unknown of the messages stands for."""
+        servers = self.entry.server_count(dict(self.options))
+        return 1.0 if not unit[1:].isdigit() or not servers else 1.0 / servers
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """A run that was measured.
+
+    Attributes:
+        setting: How it was run.
+        own_s: (steps, workers) seconds in which a worker neither waited nor sent.
+        step_s: (steps,) mean seconds of a step over the workers.
+        bubble_s: (steps, workers) NaN but for pipelines.
+        first: Number of the first of these steps.
+        slow: Ranks that a fault slows.
+        message_bytes: Of a worker's gradients as they travel; NaN where nothing was counted.
+        samples: Of a worker in a step.
+        link: What its faults simulate.
+        total_steps: Steps with those of the warm-up.
+    """
+
+    name: str
+    setting: Setting
+    own_s: Floats
+    step_s: Floats
+    bubble_s: Floats
+    first: int
+    slow: tuple[int, ...]
+    message_bytes: float
+    samples: float
+    link: Link | None
+    total_steps: int
+
+    @property
+    def workers(self) -> int:
+        """How many it had."""
+        return self.setting.workers
+
+    def work(self, *, straggler: bool = True) -> Work:
+        """Return what was seen of own work.
+
+        Args:
+            straggler: Whether a worker that a fault slows stays slow.
+        """
+        if self.setting.piped:  # stages differ: each is what it is
+            return Work.of(self.own_s)
+        calm = [r for r in range(self.workers) if r not in self.slow]
+        if not calm or len(calm) == self.workers:
+            return Work.of(self.own_s)
+        own = self.own_s[:, calm]
+        mean = float(own.mean())
+        extra = {r: float(self.own_s[:, r].mean()) - mean for r in self.slow} if straggler else {}
+        return Work.of(own, extra)
+
+    @staticmethod
+    def of(run: RunData) -> Probe:
+        """Read a run.
+
+        Raises:
+            PlanError: Its strategy cannot be predicted.
+            RunError: It has too few steps, or what is needed was not measured.
+        """
+        history, plan = run.history, run.plan
+        entry = plan.entry
+        check_predicted(entry)
+        _check_whole(run)
+        table = Table.of(history, None, None)
+        table = table.only(table.complete)
+        cut = warm_up_of(table.step_s.mean(axis=1)) if len(table.step) else 0
+        # The first step meets for the first time: connections, and who agrees on sizes.
+        cut = max(cut, 1 if len(table.step) > LEAST_STEPS else 0)
+        late = np.arange(len(table.step)) >= cut
+        table = table.only(late)
+        if len(table.step) < LEAST_STEPS:
+            raise RunError(
+                "The run has too few steps to predict from.",
+                seen=f"{len(table.step)} steps after the warm-up, in {run.name}",
+                allowed=f"{LEAST_STEPS} or more; 100 tell of stragglers",
+                next_step="train it again with --steps 100",
+                code="WB-RUN-127",
+            )
+        options = {**plan.options}
+        if options.get("allreduce") == "auto":
+            options["allreduce"] = history.story.facts.get(Topic.ALLREDUCE_CHOSEN) or "backend"
+        setting = Setting(entry, options, len(history.engines))
+        parts = table.parts_s
+        if len(history.engines) > 1 and np.isnan(parts[:, :, [WAIT, TRANSFER]]).any():
+            raise RunError(
+                "The workers' waits or transfers were not measured, so own work cannot be told "
+                "from what others cost.",
+                seen=f"{run.name}: {', '.join(sorted(history.unmeasured)) or 'some steps'}",
+                next_step="run.history.unmeasured says why",
+                code="WB-RUN-128",
+            )
+        own = table.step_s - np.nan_to_num(parts[:, :, WAIT]) - np.nan_to_num(parts[:, :, TRANSFER])
+        if setting.piped and len(history.engines) > 1:
+            own = table.step_s - table.bubble_s
+        slow = tuple(
+            sorted({f.rank for f in plan.faults if f.kind == "slow" and f.rank is not None})
+        )
+        return Probe(
+            run.name, setting, np.maximum(own, 0.0), table.step_s.mean(axis=1), table.bubble_s,
+            int(table.step[0]), slow, _message_bytes(history, setting),
+            float(table.samples.mean()), simulated(plan.faults), len(late),
+        )  # fmt: skip
+
+
+def check_predicted(entry: Strategy) -> None:
+    """Raise PlanError where a strategy is not one that can be computed anew."""
+    why = NOT_PREDICTED.get(entry.name)
+    if entry.framework != "torch":
+        why = why or "TensorFlow's own collectives tell no bytes"
+    if why:
+        raise PlanError(
+            f"Strategy {entry.name} cannot be predicted: {why}.",
+            seen=f"{entry.name} ({entry.framework})",
+            allowed="mirrored, central_storage, parameter_server, local_sgd, gossip, sharded, "
+            "model_split of PyTorch",
+            next_step="measure it: %%distributed with -n",
+            code="WB-PLAN-264",
+        )
+
+
+def _check_whole(run: RunData) -> None:
+    """Raise RunError where a run was not one and the same from its begin to its end."""
+    texts = getattr(run, "faults", None)
+    changed = texts is not None and tuple(texts) != lasting(run.plan.faults)
+    if changed or run.history.phases:
+        raise RunError(
+            "The run changed while it went on, so its steps are not of one kind.",
+            seen="faults injected in mid-run" if changed else "workers lost in mid-run",
+            next_step="predict from a run that is alike throughout",
+            code="WB-RUN-129",
+        )
+
+
+def _message_bytes(history: Any, setting: Setting) -> float:
+    """Return the bytes of a worker's gradients, from those sent and what the catalog says."""
+    columns = history.together("step", "rank", "sent_bytes")
+    sent = float(np.nansum(columns["sent_bytes"]))
+    if setting.workers < 2 or not sent > 0:
+        return float("nan")
+    if setting.piped:
+        return sent / len(np.unique(columns["step"])) / _handed_on(setting)
+    factors = 0.0
+    steps = columns["step"].astype(int)
+    ranks = columns["rank"].astype(int)
+    parts = setting.parts()
+    ids = {f"w{rank}": rank for rank in range(setting.workers)}
+    for phase in parts.phases:
+        happens = steps % phase.every == phase.offset
+        counts = np.bincount(ranks[happens], minlength=setting.workers)
+        for arrow in phase.arrows:
+            if arrow.source in ids:
+                each = arrow.factor * setting.share_of(arrow.size.unit)
+                factors += each * counts[ids[arrow.source]]
+    return sent / factors if factors else float("nan")
+
+
+def _handed_on(setting: Setting) -> int:
+    """Return how many messages all stages of a pipeline send in a step."""
+    options = dict(setting.options)
+    batches = schedules.microbatches(options, setting.workers)
+    stages = schedules.stages_per_worker(options) * setting.workers
+    return 2 * batches * (stages - 1)

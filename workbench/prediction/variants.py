@@ -1,0 +1,209 @@
+"""What if: changes to a run, each computed by the same model, and which of several is best.
+
+The run as it was and the run as it would be are computed with the same draws, so what both have in
+common cancels: the measured step is multiplied by the ratio of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import PlanError
+from ..history.analysis.blame import blame
+from .link import Link, parse_link
+from .model import compute
+from .predict import Knows, packed_share, read, target_setting
+from .probe import Probe
+
+if TYPE_CHECKING:
+    from ..history.run_data import RunData
+
+Floats = NDArray[np.float64]
+CHANGES = ("link", "latency", "straggler", "batch_size", "overlap", "workers", "strategy")
+"""What can be changed besides the strategy's options."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A change, and what would come of it.
+
+    Attributes:
+        text: The change as it was asked for.
+        step_s: Median, and the ends of the interval that holds 90 % of such runs.
+        samples_per_s: At the median.
+        speedup: Samples per second over those of the run as it was: median and interval.
+        share: Of a step that is each of `case.CAUSES`.
+    """
+
+    text: str
+    step_s: tuple[float, float, float]
+    samples_per_s: float
+    speedup: tuple[float, float, float]
+    share: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Changes to a run, best first.
+
+    Attributes:
+        step_s, samples_per_s: Of the run as it was.
+        share: Of its step, as it is computed.
+    """
+
+    run: str
+    step_s: float
+    samples_per_s: float
+    share: tuple[float, ...]
+    variants: tuple[Variant, ...]
+    notes: tuple[str, ...]
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        return {
+            "run": self.run, "step_s": self.step_s, "samples_per_s": self.samples_per_s,
+            "share": list(self.share), "notes": list(self.notes),
+            "variants": [
+                {**vars(v), "step_s": list(v.step_s), "speedup": list(v.speedup),
+                 "share": list(v.share)}
+                for v in self.variants
+            ],
+        }  # fmt: skip
+
+
+def rank(run: RunData, every: Sequence[Mapping[str, Any]]) -> Ranking:
+    """Compute changes to a run; return them, best first.
+
+    Args:
+        every: Changes, each a mapping of one or more of `CHANGES` and the strategy's options.
+
+    Raises:
+        PlanError: A change is not known, or does not fit the run.
+        RunError: The run does not tell enough.
+    """
+    if not every or not all(every):
+        raise PlanError(
+            "What is to be changed?", seen=list(every), allowed=_allowed(None),
+            next_step="run.what_if(link='1GB/s')", code="WB-PLAN-276",
+        )  # fmt: skip
+    base, probes = read([run])
+    knows = Knows.of(base, probes, None, None, needed=base.workers > 1)
+    before = compute(knows.case(base.setting, base.samples, None, base.total_steps), noisy=False)
+    was_s = float(base.step_s.mean())
+    total = base.samples * (base.workers if base.setting.entry.data_parallel else 1)
+    found, notes = [], []
+    for change in every:
+        new, samples, more, shares = _computed(run, base, knows, change)
+        ratio = new / before.step_s
+        rate = samples / total / ratio
+        low, middle, high = (float(q) for q in np.quantile(was_s * ratio, (0.05, 0.5, 0.95)))
+        worse, speedup, better = (float(q) for q in np.quantile(rate, (0.05, 0.5, 0.95)))
+        text = ", ".join(f"{key}={value}" for key, value in change.items())
+        found.append(
+            Variant(text, (middle, low, high), samples / middle, (speedup, worse, better), shares)
+        )
+        notes += more
+    found.sort(key=lambda one: -one.speedup[0])
+    return Ranking(
+        run.name, was_s, total / was_s, before.share, tuple(found), tuple(dict.fromkeys(notes))
+    )
+
+
+def _computed(
+    run: RunData, base: Probe, knows: Knows, change: Mapping[str, Any]
+) -> tuple[Floats, float, list[str], tuple[float, ...]]:
+    """Return steps with a change (draws,), samples of all workers, notes, shares."""
+    workers = change.get("workers", base.workers)
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise PlanError(
+            "workers is a number.", seen=workers, allowed="1 or more", code="WB-PLAN-277"
+        )
+    options = {k: v for k, v in change.items() if k not in CHANGES or k == "overlap"}
+    link = _link(change)
+    known = {option.name for option in base.setting.entry.options} | set(CHANGES)
+    strange = [key for key in change if key not in known and "strategy" not in change]
+    if strange:
+        raise PlanError(
+            "There is no such change.", seen=strange[0], allowed=_allowed(base),
+            next_step="run.what_if(link='1GB/s')", code="WB-PLAN-278",
+        )  # fmt: skip
+    if "overlap" in change and base.setting.entry.name != "mirrored":
+        raise PlanError(
+            "Only the gradients of mirrored can overlap with backward.",
+            seen=base.setting.entry.name, allowed="mirrored", code="WB-PLAN-279",
+        )  # fmt: skip
+    setting = target_setting(base, workers, change.get("strategy"), options)
+    packed_share(str(setting.options.get("compress", "none")))
+    if change.get("overlap") is True and not setting.overlapped:
+        setting = target_setting(
+            base, workers, None, {**options, "allreduce": "backend", "compress": "none"}
+        )
+    batch = change.get("batch_size")
+    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
+        raise PlanError(
+            "A batch is a number of samples.", seen=batch, allowed="1 or more", code="WB-PLAN-280"
+        )
+    shares = setting.entry.data_parallel
+    total = float(batch or base.samples * (base.workers if shares else 1))
+    samples = total / workers if shares else total
+    if samples < 1:
+        raise PlanError(
+            "There are more workers than samples in a batch.",
+            seen=f"batch_size={total:g}, {workers} workers", allowed=f"{workers} samples or more",
+            code="WB-PLAN-281",
+        )  # fmt: skip
+    straggler = "straggler" not in change
+    if not straggler:
+        base, knows = _without(run, base, knows, change["straggler"])
+    case = knows.case(setting, samples, link, base.total_steps, straggler=straggler)
+    found = compute(case)
+    return found.step_s, total, knows.notes([setting], [samples], link), found.share
+
+
+def _link(change: Mapping[str, Any]) -> Link | None:
+    link, latency = change.get("link"), change.get("latency")
+    if link is None and latency is not None:
+        raise PlanError(
+            "A latency alone is no link.", seen=f"latency={latency}",
+            next_step="what_if(link='1Gbit', latency='1ms')", code="WB-PLAN-282",
+        )  # fmt: skip
+    return None if link is None else parse_link(link, latency)
+
+
+def _without(
+    run: RunData, base: Probe, knows: Knows, straggler: object
+) -> tuple[Probe, Knows]:  # fmt: skip
+    """Return the run with its slow worker as fast as the others."""
+    if straggler is not None:
+        raise PlanError(
+            "straggler=None leaves the slow worker out; no other value is known.", seen=straggler,
+            next_step="run.what_if(1) for worker 1 in place of the slow one", code="WB-PLAN-283",
+        )  # fmt: skip
+    if base.setting.piped:
+        raise PlanError(
+            "In a pipeline each stage has work of its own, so none can be as the others are.",
+            seen="straggler=None", next_step="run.what_if() without changes", code="WB-PLAN-284",
+        )  # fmt: skip
+    if base.slow:
+        return base, knows
+    worst = blame(run.history).worst
+    if worst is None:
+        raise PlanError(
+            "No worker stands out as slow, so there is no straggler to leave out.",
+            seen=f"run {run.name}", next_step="run.what_if(0) for a worker of your choice",
+            code="WB-PLAN-285",
+        )  # fmt: skip
+    marked = Probe(**{**vars(base), "slow": (worst,)})
+    return marked, Knows(**{**vars(knows), "base": marked})
+
+
+def _allowed(base: Probe | None) -> str:
+    names = [*CHANGES]
+    if base is not None:
+        names += [option.name for option in base.setting.entry.options]
+    return ", ".join(names)

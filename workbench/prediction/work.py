@@ -1,0 +1,162 @@
+"""Own work of any number of workers, drawn from the work of a few.
+
+A worker's seconds in a step are taken apart as in a two-way analysis of variance without
+interaction (Scheffe, The Analysis of Variance, 1959, chapter 4):
+
+    own[step, worker] = mean + what all had in this step + what this worker always has + the rest
+
+- What is common to all is told from the rest by the workers' covariance over steps; where that is
+  not beyond chance there is none.
+- What belongs to a worker counts where workers differ by more than their steps explain. Further
+  workers are drawn from those seen.
+- The rest is drawn anew for each worker and step. The slowest of n workers is the largest of n such
+  draws, so its tail matters: beyond the 90th of a hundred it is smoothed by a generalized Pareto
+  distribution (Pickands, Annals of Statistics 3(1), 1975; probability-weighted moments: Hosking and
+  Wallis, Technometrics 29(3), 1987).
+
+Each draw of a run begins with other steps and workers, drawn with replacement from those seen, so
+what few steps cannot tell widens the interval.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+BEYOND = 0.9
+"""Share of the draws that are as they were seen; the rest follows the fitted tail."""
+LEAST_TAIL = 10
+"""Fewer values than these say nothing about a tail."""
+_SHAPES = (-0.4, 0.4)
+_CHANCE_Z = 2.0
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What was seen of the workers' own work.
+
+    Attributes:
+        own_s: (steps, workers) seconds; steps after warm-up that all workers have.
+        extra_s: Seconds by rank that a fault adds to one worker alone.
+        alike: Whether workers differ by no more than chance.
+        common: Share of the steps' variance that all workers have together.
+    """
+
+    own_s: Floats
+    extra_s: dict[int, float]
+    alike: bool
+    common: float
+
+    @staticmethod
+    def of(own_s: Floats, extra_s: dict[int, float] | None = None) -> Work:
+        """Look at some rows."""
+        offsets = own_s.mean(axis=0) - own_s.mean()
+        return Work(own_s, extra_s or {}, _alike(own_s, offsets), _common(own_s))
+
+    @property
+    def seen(self) -> int:
+        """How many values the rest is drawn from."""
+        return int(self.own_s.size)
+
+    def draw(
+        self, rng: np.random.Generator, draws: int, steps: int, workers: int, *, again: bool = True
+    ) -> Floats:
+        """Return seconds of shape (draws, steps, workers).
+
+        Args:
+            again: Whether each draw begins with other steps and workers of those seen.
+        """
+        found = np.empty((draws, steps, workers))
+        count, ranks = self.own_s.shape
+        for d in range(draws):
+            own = self.own_s
+            if again:
+                own = own[rng.integers(0, count, count)]
+            offsets = np.zeros(ranks) if self.alike else own.mean(axis=0) - own.mean()
+            if again and not self.alike:
+                offsets = offsets[rng.integers(0, ranks, ranks)]
+            shared, rest = self._parts(own)
+            found[d] = own.mean() + _quantiles(rest, rng.random((steps, workers)))
+            if self.common > 0:
+                found[d] += shared[rng.integers(0, count, steps)][:, None]
+            if not self.alike:
+                found[d] += offsets[rng.integers(0, ranks, workers)]
+        for rank, extra_s in self.extra_s.items():
+            if rank < workers:
+                found[:, :, rank] += extra_s
+        return np.maximum(found, 1e-6)
+
+    def _parts(self, own: Floats) -> tuple[Floats, Floats]:
+        """Return what each step had for all (steps,), and the rest (values,), both around 0."""
+        ranks = own.shape[1]
+        apart = own - (own.mean(axis=0) if not self.alike else own.mean())
+        if self.common <= 0:
+            return np.zeros(len(own)), apart.ravel()
+        total = float(apart.var())
+        mean = apart.mean(axis=1)
+        wanted = math.sqrt(self.common * total)
+        shared = mean * (wanted / max(float(mean.std()), 1e-12))
+        known = self.common / (self.common + (1 - self.common) / ranks)
+        rest = (apart - known * mean[:, None]).ravel()
+        left = math.sqrt((1 - self.common) * total)
+        return shared, rest * (left / max(float(rest.std()), 1e-12))
+
+
+def _alike(own: Floats, offsets: Floats) -> bool:
+    steps, ranks = own.shape
+    if ranks < 2:
+        return True
+    # Differences of the same step: what all have in common says nothing about who is slow.
+    rest = own - own.mean(axis=1, keepdims=True) - offsets
+    error = float(rest.std()) * math.sqrt(ranks / max(ranks - 1, 1)) / math.sqrt(steps)
+    spread = math.sqrt(float((offsets**2).sum()) / (ranks - 1))
+    return bool(spread <= max(_CHANCE_Z * error, 0.005 * float(own.mean())))
+
+
+def _common(own: Floats) -> float:
+    """Return the share of the variance that workers have together: their mean correlation."""
+    steps, ranks = own.shape
+    if ranks < 2 or steps < 3:
+        return 0.0
+    # Ranks, not seconds: one step that is long for one worker makes no correlation.
+    order = own.argsort(axis=0).argsort(axis=0).astype(float)
+    if not float(own.std()) > 1e-9:
+        return 0.0
+    matrix = np.corrcoef(order.T)
+    mean = float(matrix[np.triu_indices(ranks, 1)].mean())
+    pairs = ranks * (ranks - 1) / 2
+    return min(mean, 1.0) if mean > _CHANCE_Z / math.sqrt((steps - 2) * pairs) else 0.0
+
+
+def _quantiles(values: Floats, at: Floats) -> Floats:
+    """Return quantiles of what was seen, smoothed in the upper tail."""
+    ordered = np.sort(values)
+    count = len(ordered)
+    plain = np.interp(at * count - 0.5, np.arange(count), ordered)
+    first = math.ceil(BEYOND * count)
+    start = float(ordered[min(first, count - 1)])
+    over = ordered[first:] - start
+    if len(over) < LEAST_TAIL or not over[-1] > 0:
+        return np.asarray(plain)
+    shape, scale = _pareto(over)
+    share = np.clip((1 - at) / (1 - first / count), 1e-12, 1.0)
+    if abs(shape) < 1e-6:
+        tail = start - scale * np.log(share)
+    else:
+        tail = start + scale / shape * (share**-shape - 1)
+    return np.where(at * count > first, tail, np.minimum(plain, start))
+
+
+def _pareto(over: Floats) -> tuple[float, float]:
+    """Return shape and scale of the tail, by probability-weighted moments; `over` is sorted."""
+    n = len(over)
+    mean = float(over.mean())
+    weighted = float((over * (1 - (np.arange(1, n + 1) - 0.35) / n)).mean())
+    gap = mean - 2 * weighted
+    shape = 2 - mean / gap if gap > 1e-15 else _SHAPES[1]
+    shape = min(max(shape, _SHAPES[0]), _SHAPES[1])
+    return shape, mean * (1 - shape)

@@ -1,0 +1,284 @@
+"""A prediction and what-ifs as figure, table and words; asked for as `run.predict`, `wb.predict`.
+
+The figure has one axis of workers and one of samples per second, both in doublings: predicted
+points are joined by dashes, their interval is a band, runs that were measured are dots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...prediction import predict as predicting
+from ...prediction import variants as changing
+from ...prediction.case import CAUSES
+from ...prediction.predict import Prediction
+from ...prediction.variants import Ranking
+from ..table import Column, Table
+from ..text import milliseconds, number, percent
+from ..theme import Canvas, Picture, paragraph, svg_text
+
+if TYPE_CHECKING:
+    from ...history.run_data import RunData
+
+MARGIN, LEFT, WIDTH, PLOT = 12.0, 52.0, 380.0, 170.0
+
+
+class PredictionPicture(Picture, Prediction):
+    """A prediction that displays itself; see `prediction.predict.Prediction`."""
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return JSON-ready data; None for NaN."""
+        return Prediction.to_wire(self)
+
+    def sentence(self) -> str:
+        """Return the prediction for the most workers in words."""
+        last = self.points[-1]
+        middle, low, high = last.samples_per_s
+        many = f"{last.workers} worker" + ("s" if last.workers > 1 else "")
+        words = f"With {many}, {self.strategy} would do {number(middle)} samples/s"
+        words += f" ({number(low)} to {number(high)}); a step would take {_time(last.step_s[0])}"
+        most = max(range(len(CAUSES)), key=lambda k: last.share[k])
+        return f"{words}, {percent(last.share[most])} of it {CAUSES[most]}."
+
+    def table(self) -> Table:
+        """Return a row per number of workers."""
+        columns = [Column("workers"), Column("step"), Column("90 % of runs"), Column("samples/s"),
+                   Column("90 % of runs"), *(Column(cause) for cause in CAUSES),
+                   Column("", "left")]  # fmt: skip
+        rows = [
+            [str(m.workers), _time(m.step_s), "", number(m.samples_per_s), "", "", "", "",
+             f"measured: {m.run}"]
+            for m in self.measured
+        ]  # fmt: skip
+        for p in self.points:
+            rates, steps = p.samples_per_s, p.step_s
+            rows.append(
+                [str(p.workers), _time(steps[0]), f"{_time(steps[1])} to {_time(steps[2])}",
+                 number(rates[0]), f"{number(rates[1])} to {number(rates[2])}",
+                 *(percent(share) for share in p.share),
+                 "predicted, beyond what was seen" if p.far else "predicted"]
+            )  # fmt: skip
+        notes = [f"Link: {self.link}. {_SCALING[self.scaling]} Runs of {self.steps} steps."]
+        return Table(columns, rows, self.sentence(), [*notes, *self.notes])
+
+    def text(self) -> str:
+        """Return the table as text."""
+        return self.table().text()
+
+    def html(self) -> str:
+        """Return the figure, and the table."""
+        return f'<div style="max-width:100%">{self.canvas().svg()}{self.table().html()}</div>'
+
+    def canvas(self) -> Canvas:
+        """Return the figure."""
+        body = [svg_text(MARGIN, 20, "Predicted", size=14, bold=True)]
+        more, y = paragraph(MARGIN, 38, self.sentence(), WIDTH - 2 * MARGIN)
+        body += more
+        top = y + 8
+        plot = _Plot(self, top)
+        body += [*plot.grid(), *plot.band(), *plot.line(), *plot.dots()]
+        y = top + PLOT + 32
+        legend = "Dashed: predicted; band: 90 % of runs; dots: measured. Samples per second over "
+        more, y = paragraph(MARGIN, y, f"{legend}workers.", WIDTH - 2 * MARGIN, size=9.5)
+        body += more
+        for note in self.notes:
+            more, y = paragraph(MARGIN, y + 3, note, WIDTH - 2 * MARGIN, size=9.5)
+            body += more
+        return Canvas(WIDTH, y + 4, body, "Predicted samples per second", self.text())
+
+
+_SCALING = {
+    "strong": "The batch is that of the run, divided among the workers.",
+    "weak": "Each worker keeps its samples, so the batch grows.",
+}
+
+
+def _time(seconds: float) -> str:
+    return milliseconds(seconds * 1e3) if seconds < 10 else f"{seconds:.1f} s"
+
+
+class _Plot:
+    """The axes of a prediction's figure."""
+
+    def __init__(self, shown: Prediction, top: float) -> None:
+        self.shown, self.top = shown, top
+        counts = [p.workers for p in shown.points] + [m.workers for m in shown.measured]
+        rates = [v for p in shown.points for v in p.samples_per_s]
+        rates += [m.samples_per_s for m in shown.measured]
+        self.x0, self.x1 = math.log2(min(counts)), math.log2(max(counts))
+        self.y0, self.y1 = math.log2(min(rates)), math.log2(max(rates))
+        if self.x1 - self.x0 < 1:
+            self.x0, self.x1 = self.x0 - 0.5, self.x1 + 0.5
+        gap = max(0.25, 0.06 * (self.y1 - self.y0))
+        self.y0, self.y1 = self.y0 - gap, self.y1 + gap
+
+    def at(self, workers: float, rate: float) -> tuple[float, float]:
+        """Return the place of a point."""
+        right = WIDTH - 2 * MARGIN - 10
+        x = LEFT + (math.log2(workers) - self.x0) / (self.x1 - self.x0) * (right - LEFT)
+        y = self.top + PLOT * (self.y1 - math.log2(rate)) / (self.y1 - self.y0)
+        return x, y
+
+    def grid(self) -> list[str]:
+        """Return the axes with their numbers."""
+        right = WIDTH - 2 * MARGIN
+        found = [f'<path class="l" d="M{LEFT - 6} {self.top:.1f}V{self.top + PLOT:.1f}H{right}"/>']
+        counts = {p.workers for p in self.shown.points} | {m.workers for m in self.shown.measured}
+        last = -1e9
+        for count in sorted(counts):
+            x, _ = self.at(count, 2**self.y0)
+            if x - last > 22:
+                words = svg_text(x, self.top + PLOT + 14, str(count), size=10, anchor="middle")
+                found.append(words)
+                last = x
+        for k in range(4):
+            rate = 2 ** (self.y0 + (self.y1 - self.y0) * (k + 0.5) / 4)
+            y = self.at(2**self.x0, rate)[1]
+            found.append(svg_text(LEFT - 10, y + 3, number(rate), "m", size=9.5, anchor="end"))
+            found.append(
+                f'<path class="l" stroke-dasharray="1 4" d="M{LEFT - 6} {y:.1f}H{right}"/>'
+            )
+        return found
+
+    def band(self) -> list[str]:
+        """Return the interval; of a single point a stroke."""
+        points = self.shown.points
+        if len(points) == 1:
+            (x, a), (_, b) = (
+                self.at(points[0].workers, points[0].samples_per_s[k]) for k in (1, 2)
+            )
+            return [f'<path class="k-compute s" stroke-width="5" stroke-opacity=".3" '
+                    f'd="M{x:.1f} {a:.1f}V{b:.1f}"/>']  # fmt: skip
+        low = [self.at(p.workers, p.samples_per_s[1]) for p in points]
+        high = [self.at(p.workers, p.samples_per_s[2]) for p in reversed(points)]
+        return [f'<path class="k-compute f" fill-opacity=".18" d="M{_path([*low, *high])}z"/>']
+
+    def line(self) -> list[str]:
+        """Return the medians, joined by dashes."""
+        places = [self.at(p.workers, p.samples_per_s[0]) for p in self.shown.points]
+        found = [f'<path class="k-compute s" stroke-width="1.6" stroke-dasharray="5 3" '
+                 f'd="M{_path(places)}"/>'] if len(places) > 1 else []  # fmt: skip
+        for point, (x, y) in zip(self.shown.points, places, strict=True):
+            rates = " to ".join(number(v) for v in point.samples_per_s[1:])
+            hint = f"{point.workers} workers: {number(point.samples_per_s[0])}, {rates}"
+            found.append(
+                f'<g><title>{hint}</title><circle class="k-compute s" '
+                f'stroke-width="1.6" cx="{x:.1f}" cy="{y:.1f}" r="3"/></g>'
+            )
+        return found
+
+    def dots(self) -> list[str]:
+        """Return the runs that were measured."""
+        found = []
+        for m in self.shown.measured:
+            x, y = self.at(m.workers, m.samples_per_s)
+            hint = f"measured, {m.workers} workers: {number(m.samples_per_s)}"
+            found.append(
+                f'<g><title>{hint}</title><circle class="k-weights f" cx="{x:.1f}" cy="{y:.1f}" '
+                'r="3.6"/></g>'
+            )
+        return found
+
+
+def _path(places: Sequence[tuple[float, float]]) -> str:
+    return "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+
+
+class RankingPicture(Picture, Ranking):
+    """Changes to a run, best first; see `prediction.variants.Ranking`."""
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        return Ranking.to_wire(self)
+
+    def sentence(self) -> str:
+        """Return the best change in words."""
+        best = self.variants[0]
+        if best.speedup[0] < 1.005:
+            return "None of these changes would make the run faster."
+        low, high = best.speedup[1:]
+        return (
+            f"With {best.text} a step would take {_time(best.step_s[0])} instead of "
+            f"{_time(self.step_s)}: {best.speedup[0]:.2f}x the samples/s "
+            f"({low:.2f}x to {high:.2f}x)."
+        )
+
+    def table(self) -> Table:
+        """Return a row per change, best first."""
+        columns = [Column("change", "left", 44), Column("step"), Column("90 % of runs"),
+                   Column("samples/s"), Column("speed-up"),
+                   *(Column(cause) for cause in CAUSES)]  # fmt: skip
+        rows = [["as it was", _time(self.step_s), "", number(self.samples_per_s), "1.00x",
+                 *(percent(share) for share in self.share)]]  # fmt: skip
+        rows += [
+            [v.text, _time(v.step_s[0]), f"{_time(v.step_s[1])} to {_time(v.step_s[2])}",
+             number(v.samples_per_s), f"{v.speedup[0]:.2f}x",
+             *(percent(share) for share in v.share)]
+            for v in self.variants
+        ]  # fmt: skip
+        return Table(columns, rows, self.sentence(), self.notes)
+
+    def text(self) -> str:
+        """Return the table as text."""
+        return self.table().text()
+
+    def html(self) -> str:
+        """Return the figure, and the table."""
+        return f'<div style="max-width:100%">{self.canvas().svg()}{self.table().html()}</div>'
+
+    def canvas(self) -> Canvas:
+        """Return each step as a bar of its causes, the best first."""
+        body = [svg_text(MARGIN, 20, "What if", size=14, bold=True)]
+        more, y = paragraph(MARGIN, 38, self.sentence(), WIDTH - 2 * MARGIN)
+        body += more
+        rows = [("as it was", self.step_s, self.share)]
+        rows += [(v.text, v.step_s[0], v.share) for v in self.variants]
+        scale = (WIDTH - 2 * MARGIN - 62) / max(step_s for _, step_s, _ in rows)
+        for words, step_s, share in rows:
+            y += 6
+            body.append(svg_text(MARGIN, y + 6, words, size=10))
+            x = MARGIN
+            for part, kind in zip(share, ("compute", "wait", "weights"), strict=True):
+                width = part * step_s * scale
+                body.append(f'<rect class="k-{kind} f" x="{x:.1f}" y="{y + 10:.1f}" '
+                            f'width="{width:.2f}" height="11"/>')  # fmt: skip
+                x += width
+            body.append(svg_text(x + 5, y + 19, _time(step_s), size=10))
+            y += 24
+        more, y = paragraph(MARGIN, y + 14, f"Bars: {', '.join(CAUSES)}.", WIDTH - 2 * MARGIN,
+                            size=9.5)  # fmt: skip
+        return Canvas(WIDTH, y + 2, [*body, *more], "What if", self.text())
+
+
+def predict(
+    runs: RunData | Sequence[RunData], workers: int | Sequence[int], **given: Any
+) -> PredictionPicture:
+    """Return what other numbers of workers would do, predicted from one or more short runs.
+
+    The first run is the one that is predicted; others settle what it leaves open: how own work
+    changes with the samples of a worker (another batch), and what a message costs besides its bytes
+    (other messages).
+
+    Args:
+        workers: One number or several.
+        given: `link="100Gbit"` and `latency="20us"` in place of what was measured; `strategy=` and
+            `options={...}` other than the run's; `scaling="weak"` keeps the samples of a worker in
+            place of the batch (`"strong"`); `batch_size=`; `steps=` of the predicted run;
+            `per_host=` workers on a host; `gradient_bytes=` where no run has sent any.
+
+    Raises:
+        PlanError: What is asked for cannot be, or cannot be predicted.
+        RunError: The runs do not tell enough.
+    """
+    many = [runs] if hasattr(runs, "history") else list(runs)
+    return PredictionPicture(**vars(predicting.predict(many, workers, **given)))  # type: ignore[arg-type]
+
+
+def what_if(
+    run: RunData, variants: Sequence[Mapping[str, Any]] | None, changes: Mapping[str, Any]
+) -> RankingPicture:
+    """Return what changes would make of a run; see `Run.what_if`."""
+    every = list(variants) if variants is not None else [changes]
+    return RankingPicture(**vars(changing.rank(run, every)))
