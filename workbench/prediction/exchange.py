@@ -189,9 +189,13 @@ class Exchange:
                 continue
             leaves[source] = leaves[source] + takes + soft
             count[target] = count.get(target, 0) + 1
-            clocks[target] = np.maximum(clocks[target], leaves[source])
+            if not self._once:
+                clocks[target] = np.maximum(clocks[target], leaves[source])
             if count[target] > 1:  # who gets several takes them one after the other
                 clocks[target] = np.maximum(clocks[target], begin[target] + count[target] * soft)
+        for message in messages if self._once else ():  # all that a worker sends leaves at once
+            if message.source < self.workers:
+                clocks[message.target] = np.maximum(clocks[message.target], leaves[message.source])
         sources = sorted({m.source for m in messages if m.source < self.workers})
         if sources:
             clocks[sources] = np.maximum(clocks[sources], leaves[sources])
@@ -248,9 +252,10 @@ class Exchange:
             think = away + ways * cost.byte_s * size + (ways - 1) * soft
             stations = [soft / servers] * servers
         else:
-            think = away
+            # What left one port in a row comes to the other in a row: it waits at the first alone.
             port = (cost.byte_s * size + soft) / servers
-            stations = [port] * servers + [port / every] * servers
+            think = away + port / every
+            stations = [port] * servers
         bound = options.get("max_staleness")
         if bound is not None and self.workers > 1:
             return self._bounded(own, think + sum(stations), int(bound))
@@ -258,13 +263,21 @@ class Exchange:
         return np.asarray(mean + think + self._served(mean + think, stations))
 
     def _served(self, think: Floats, stations: list[Floats]) -> Floats:
-        """Return the seconds at the servers' ports in a cycle, by mean value analysis."""
+        """Return the seconds at the servers' ports in a cycle, by mean value analysis.
+
+        Messages are of one size, so of the one that is being served half is left on the mean
+        (Reiser, IEEE Transactions on Communications 27(8), 1979).
+        """
         queues = [np.zeros_like(think) for _ in stations]
-        spent = np.zeros_like(think)
+        spent, rate = np.zeros_like(think), np.zeros_like(think)
         for n in range(1, self.workers + 1):
-            each = [s * (1 + q) for s, q in zip(stations, queues, strict=True)]
+            each = [
+                s * (1 + q - np.minimum(rate * s, 1.0) / 2)
+                for s, q in zip(stations, queues, strict=True)
+            ]
             spent = np.sum(each, axis=0)
-            queues = [n / (think + spent) * one for one in each]
+            rate = n / (think + spent)
+            queues = [rate * one for one in each]
         return spent
 
     def _bounded(self, own: Floats, exchange: Floats, bound: int) -> Floats:

@@ -57,62 +57,99 @@ def shape_of(setting: Setting) -> tuple[str, int, int]:
 
 
 def order_of(name: str, workers: int, batches: int, stages: int) -> list[tuple[int, Piece]]:
-    """Return all pieces with their workers, in an order in which each can be computed.
+    """Return all pieces with their workers, in an order in which each can be computed."""
+    if name == "zero_bubble":
+        return _filled(workers, batches, stages)
+    if name == "interleaved":
+        return _in_turn([_interleaved(w, workers, batches, stages) for w in range(workers)])
+    lines = []
+    for worker in range(workers):  # one stage each
+        first = batches if name in ("naive", "gpipe") else min(stages - worker, batches)
+        forward = [Piece("F", worker, b) for b in range(batches)]
+        backward = [Piece("B", worker, b) for b in range(batches)]
+        lines.append(_alternating(forward, backward, first))
+    return _in_turn(lines)
 
-    Found by letting every worker take the next piece of its schedule as soon as what it needs is
-    there, with equal stages.
+
+def _alternating(forward: list[Piece], backward: list[Piece], first: int) -> list[Piece]:
+    """Return so many first forwards, then backwards and forwards in turn."""
+    line = forward[:first]
+    for k, piece in enumerate(forward[first:]):
+        line += [backward[k], piece]
+    return line + backward[len(forward) - first :]
+
+
+def _interleaved(worker: int, workers: int, batches: int, stages: int) -> list[Piece]:
+    """Return a worker's pieces in rounds of microbatches, each through all its stages.
+
+    Source: Narayanan et al., SC 2021, section 2.2; how many forwards come first is Megatron-LM's.
     """
-    split = name == "zero_bubble"
-    last = stages - 1
-    done: dict[Piece, float] = {}
-    free = [0.0] * workers
-    left = {
-        w: [Piece(kind, s, b) for s in range(w, stages, workers) for b in range(batches)
-            for kind in ("FBW" if split else "FB")]
-        for w in range(workers)
-    }  # fmt: skip
+    per_round = batches // max(1, batches // workers)
+    own = range(worker, stages, workers)
+    rounds = [range(b, b + per_round) for b in range(0, batches, per_round)]
+    forward = [Piece("F", s, b) for some in rounds for s in own for b in some]
+    backward = [Piece("B", s, b) for some in rounds for s in reversed(own) for b in some]
+    first = (len(own) - 1) * per_round + 2 * (workers - 1 - worker) + 1
+    return _alternating(forward, backward, min(first, len(forward)))
+
+
+def _needs(piece: Piece, stages: int) -> list[Piece]:
+    """Return what must be done before a piece."""
+    if piece.kind == "F":
+        return [Piece("F", piece.stage - 1, piece.batch)] if piece.stage else []
+    if piece.kind == "W":
+        return [Piece("B", piece.stage, piece.batch)]
+    own = [Piece("F", piece.stage, piece.batch)]
+    return own + ([Piece("B", piece.stage + 1, piece.batch)] if piece.stage < stages - 1 else [])
+
+
+def _in_turn(lines: Sequence[list[Piece]]) -> list[tuple[int, Piece]]:
+    """Return the workers' lines as one, in which nothing comes before what it needs."""
+    stages = 1 + max(piece.stage for line in lines for piece in line)
     order: list[tuple[int, Piece]] = []
-    length = {"F": 1.0, "B": 1.0 if split else 2.0, "W": 1.0}
+    done: set[Piece] = set()
+    at = [0] * len(lines)
+    while len(order) < sum(map(len, lines)):
+        before = len(order)
+        for worker, line in enumerate(lines):
+            while at[worker] < len(line) and done.issuperset(_needs(line[at[worker]], stages)):
+                done.add(line[at[worker]])
+                order.append((worker, line[at[worker]]))
+                at[worker] += 1
+        assert len(order) > before, "a schedule never stands still"
+    return order
 
-    def needs(piece: Piece) -> list[Piece]:
-        if piece.kind == "F":
-            return [Piece("F", piece.stage - 1, piece.batch)] if piece.stage else []
-        if piece.kind == "W":
-            return [Piece("B", piece.stage, piece.batch)]
-        own = [Piece("F", piece.stage, piece.batch)]
-        return own + ([Piece("B", piece.stage + 1, piece.batch)] if piece.stage < last else [])
 
-    def allowed(worker: int, piece: Piece) -> bool:
-        mine = [p for p in done if p.stage == piece.stage]
-        begun = sum(p.kind == "F" for p in mine)
-        ended = sum(p.kind == "B" for p in mine)
-        if piece.kind == "F":
-            if piece.batch != begun:
-                return False
-            return name in ("naive", "gpipe") or begun - ended < stages - piece.stage
-        if piece.kind == "B":
-            return piece.batch == ended and (name not in ("naive", "gpipe") or begun == batches)
-        return True
+def _filled(workers: int, batches: int, stages: int) -> list[tuple[int, Piece]]:
+    """Return the pieces of `zero_bubble`: each worker takes what it can begin first.
 
-    rank = {"B": 0, "F": 1, "W": 2}
-    while any(left.values()):
-        best: tuple[float, int, int, int, Piece] | None = None
-        for worker, pieces in left.items():
-            for piece in pieces:
-                before = needs(piece)
-                if not all(p in done for p in before) or not allowed(worker, piece):
+    Of several a backward comes first, then a forward, then a weights' half; a stage has at most as
+    many microbatches under way as stages follow it, itself included.
+    """
+    kinds = ("B", "F", "W")
+    ends: dict[Piece, float] = {}
+    free = [0.0] * workers
+    count = {(kind, s): 0 for kind in kinds for s in range(stages)}
+    order: list[tuple[int, Piece]] = []
+    for _ in range(3 * batches * stages):
+        best: tuple[float, int, int, int] | None = None
+        for stage in range(stages):
+            under_way = count["F", stage] - count["B", stage]
+            for k, kind in enumerate(kinds):
+                piece = Piece(kind, stage, count[kind, stage])
+                before = _needs(piece, stages)
+                held = kind == "F" and under_way >= stages - stage
+                if piece.batch == batches or held or any(one not in ends for one in before):
                     continue
-                at = max([free[worker], *(done[p] for p in before)])
-                # Rounds of as many microbatches as workers, deeper stages first within a round.
-                turn = piece.batch // workers * stages - piece.stage
-                key = (at, rank[piece.kind], turn, worker, piece)
-                if best is None or key[:4] < best[:4]:
-                    best = key
+                at = max([free[stage % workers], *(ends[one] for one in before)])
+                if best is None or (at, k, piece.batch, stage) < best:
+                    best = (at, k, piece.batch, stage)
         assert best is not None, "a schedule never stands still"
-        at, _, _, worker, piece = best
-        done[piece] = free[worker] = at + length[piece.kind]
-        left[worker].remove(piece)
-        order.append((worker, piece))
+        at, k, batch, stage = best
+        piece = Piece(kinds[k], stage, batch)
+        ends[piece] = free[stage % workers] = at + 1.0
+        count[kinds[k], stage] += 1
+        order.append((stage % workers, piece))
     return order
 
 

@@ -1,0 +1,324 @@
+"""Predictions from two workers against runs of 4 to 64 that were not seen.
+
+    python benchmarks/bench_predict.py --record                 record steps of real models
+    python benchmarks/bench_predict.py [--quick] [--workers 4,8,16,32,64] [--turns 1] [--to FILE]
+
+Workers sleep their compute: times of real steps, recorded with `--record` and kept in
+docs/measured/steps.npz, drawn in random order and slowed to a median of `SLOWED_S`, so that 64
+workers fit on two cores. Messages are real and held back by simulated links. With jitter off every
+step takes the median.
+
+From each model and jitter two short runs of two workers are made (a ring all-reduce, and the same
+in half precision); from these alone every strategy is predicted for every number of workers, then
+measured. A run counts only while the machine's CPU stays below 70 % and sleeps overshoot by less
+than 5 %. Models of `TRAINING` may be looked at while the model of predictions is made; `HELD_OUT`
+is never.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+import workbench as wb
+from workbench.views.explain.prediction import predict
+
+os.environ["WORKBENCH_PREWARM"] = "off"
+
+FOLDER = Path(__file__).parents[1] / "docs" / "measured"
+TRACES = FOLDER / "steps.npz"
+SLOWED_S = 0.12
+MOST_CPU, MOST_OVERSHOOT = 0.70, 0.05
+
+RECORDED = {
+    "mlp": (
+        "nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10))",
+        "wb.data.synthetic(4096, shape=(64,), classes=10)", 64,
+    ),
+    "cnn": (
+        "nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), "
+        "nn.Flatten(), nn.Linear(64 * 16, 64), nn.ReLU(), nn.Linear(64, 10))",
+        "wb.data.digits()", 64,
+    ),
+    "encoder": (
+        "nn.Sequential(nn.Unflatten(1, (16, 64)), nn.TransformerEncoder("
+        "nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2), nn.Flatten(), "
+        "nn.Linear(1024, 10))",
+        "wb.data.synthetic(2048, shape=(1024,), classes=10)", 32,
+    ),
+}  # fmt: skip
+"""Models whose steps are recorded: what they are, their data, their batch."""
+
+RECORD = """
+import torch
+from torch import nn
+model = {model}
+wb.fit(model, {data}, loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, 0.01),
+       batch_size={batch})
+"""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as the workers pretend to train it.
+
+    Attributes:
+        numbers: Of its gradients.
+        link: Faults that simulate its link.
+    """
+
+    trace: str
+    numbers: int
+    link: tuple[str, ...]
+
+
+TRAINING = {
+    "mlp": Model("mlp", 9_600, ("bandwidth=4MB/s", "latency=8ms")),
+    "cnn": Model("cnn", 85_000, ("bandwidth=16MB/s", "latency=10ms")),
+}
+HELD_OUT = {"encoder": Model("encoder", 200_000, ("bandwidth=32MB/s", "latency=12ms"))}
+MODELS = {**TRAINING, **HELD_OUT}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ring": ("mirrored", {"allreduce": "ring"}),
+    "recursive_doubling": ("mirrored", {"allreduce": "recursive_doubling"}),
+    "hierarchical": ("mirrored", {"allreduce": "hierarchical"}),
+    "reduce_to_one": ("mirrored", {"allreduce": "reduce_to_one"}),
+    "ring_fp16": ("mirrored", {"allreduce": "ring", "compress": "fp16"}),
+    "central_storage": ("central_storage", {}),
+    "server_sync": ("parameter_server", {"sync": True}),
+    "server_async": ("parameter_server", {}),
+    "local_sgd": ("local_sgd", {"every": 4}),
+    "gossip": ("gossip", {"graph": "ring", "spread_every": 1000}),
+}
+
+SLEEP = """
+import os, time
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+rank = dist.get_rank() if dist.is_initialized() else 0
+pace = np.random.default_rng([{seed}, rank])
+times_s = np.array({times_s})
+
+class Asleep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros({numbers}))
+
+    def forward(self, x):
+        asked_s = float(pace.choice(times_s))
+        began = time.perf_counter()
+        time.sleep(asked_s)
+        wb.log(asked_s=asked_s, slept_s=time.perf_counter() - began)
+        return self.weight.sum() * 1e-6 + x.sum(dim=1)
+
+n = {workers}
+wb.fit(Asleep(), (torch.zeros(8 * n, 2), torch.zeros(8 * n)), loss=nn.MSELoss(),
+       optimizer=lambda p: torch.optim.SGD(p, 0.01), batch_size=4 * n, steps={steps}, seed=1)
+"""
+
+
+@dataclass
+class Measured:
+    """A run of workers that slept."""
+
+    model: str
+    jitter: bool
+    case: str
+    workers: int
+    steps: int
+    step_s: float
+    cpu: float
+    overshoot: float
+    seconds: float
+    counts: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts = self.cpu < MOST_CPU and self.overshoot < MOST_OVERSHOOT
+
+
+def record(steps: int, to: Path) -> None:
+    """Record the compute of real steps, one worker each, on this machine as it is."""
+    kept = {}
+    with wb.Cluster(2, devices="cpu") as cluster:
+        for name, (model, data, batch) in RECORDED.items():
+            source = RECORD.format(model=model, data=data, batch=batch)
+            run = cluster.run(source, strategy="mirrored", workers=2, steps=steps).wait()
+            compute_s = run.history["compute_s"][run.history["step"] >= 10]
+            kept[name] = np.sort(compute_s.astype(np.float32))
+    to.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(to, **kept)
+    spread = {
+        name: float(np.quantile(v, 0.99) / np.median(v)) for name, v in kept.items()
+    }  # fmt: skip
+    print(json.dumps({"what": "recorded steps", "steps": sum(map(len, kept.values())), **spread}))
+
+
+def times_of(model: Model, *, jitter: bool, traces: Path) -> list[float]:
+    """Return the seconds that a worker sleeps, one of them per step."""
+    with np.load(traces) as kept:
+        recorded = kept[model.trace].astype(float)
+    if not jitter:
+        return [SLOWED_S]
+    # Every k-th of the sorted times: the same distribution in few numbers, with its longest.
+    thinned = recorded[:: max(1, len(recorded) // 600)]
+    longest = np.append(thinned, recorded[-1]) * SLOWED_S / np.median(recorded)
+    return [round(float(t), 6) for t in np.minimum(longest, 20 * SLOWED_S)]
+
+
+def sleeping(
+    cluster: wb.Cluster, name: str, case: str, workers: int, steps: int, *, jitter: bool,
+    seed: int, traces: Path = TRACES,
+) -> tuple[Any, Measured]:  # fmt: skip
+    """Run workers that sleep; return the run and what was measured."""
+    model, (strategy, options) = MODELS[name], CASES[case]
+    source = SLEEP.format(
+        seed=seed, times_s=times_of(model, jitter=jitter, traces=traces), numbers=model.numbers,
+        workers=workers, steps=steps,
+    )  # fmt: skip
+    began = time.time()
+    run = cluster.run(
+        source, strategy=strategy, workers=workers, options=options, inject=model.link,
+        name=f"{name}-{case}-{workers}-{seed}",
+    )  # fmt: skip
+    while not run.snapshot().step and not run.is_over:
+        time.sleep(0.05)
+    psutil.cpu_percent()
+    run.wait()
+    cpu = psutil.cpu_percent() / 100
+    history = run.history
+    late = history["step"] >= 1
+    overshoot = float(history["slept_s"][late].sum() / history["asked_s"][late].sum() - 1)
+    # As `predict` counts: mean over steps and workers, without the first step.
+    step_s = float(history["step_s"][late].mean())
+    return run, Measured(
+        name, jitter, case, workers, steps - 1, step_s, cpu, overshoot, time.time() - began
+    )
+
+
+def probes(cluster: wb.Cluster, name: str, steps: int, *, jitter: bool, seed: int,
+           traces: Path) -> tuple[list[Any], list[Measured]]:  # fmt: skip
+    """Return the runs of two workers that everything is predicted from."""
+    made = [
+        sleeping(cluster, name, case, 2, steps, jitter=jitter, seed=seed + k, traces=traces)
+        for k, case in enumerate(("ring", "ring_fp16"))
+    ]
+    return [run for run, _ in made], [measured for _, measured in made]
+
+
+def compared(runs: list[Any], measured: Measured) -> dict[str, Any]:
+    """Return a run beside its prediction."""
+    strategy, options = CASES[measured.case]
+    found = predict(
+        runs, measured.workers, strategy=strategy, options=options, scaling="weak",
+        steps=measured.steps,
+    )  # fmt: skip
+    middle, low, high = found.points[0].step_s
+    return {
+        **asdict(measured), "predicted_s": middle, "low_s": low, "high_s": high,
+        "error": middle / measured.step_s - 1, "inside": low <= measured.step_s <= high,
+    }  # fmt: skip
+
+
+def told(what: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures over some rows."""
+    errors = np.abs([row["error"] for row in rows])
+    return {
+        "what": what, "runs": len(rows), "median_error": float(np.median(errors)),
+        "p90_error": float(np.quantile(errors, 0.9)),
+        "coverage": float(np.mean([row["inside"] for row in rows])),
+        "bias": float(np.median([row["error"] for row in rows])),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--record", action="store_true", help="record steps of real models")
+    parser.add_argument("--quick", action="store_true", help="a few short runs")
+    parser.add_argument("--workers", default="4,8,16,32,64")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--jitter", default="off,on")
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--probe-steps", type=int, default=120)
+    parser.add_argument("--minutes", type=float, default=600.0, help="begin no run after these")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--traces", type=Path, default=TRACES)
+    parser.add_argument("--to", type=Path, help="where every run is written")
+    given = parser.parse_args()
+    if given.record:
+        record(given.steps if given.steps != 20 else 1500, given.traces)
+        return
+    if given.quick:
+        given.workers, given.cases, given.models = "4", "ring,central_storage", "mlp"
+        given.jitter, given.steps, given.probe_steps = "on", 12, 40
+    rows: list[dict[str, Any]] = []
+    ends = time.time() + 60 * given.minutes
+    counts = [int(n) for n in given.workers.split(",")]
+    with wb.Cluster(2, devices="cpu") as cluster:
+        known: dict[tuple[str, bool], list[Any]] = {}
+        plans = []
+        for name in given.models.split(","):
+            for jitter in (word == "on" for word in given.jitter.split(",")):
+                runs, seen = probes(cluster, name, given.probe_steps, jitter=jitter,
+                                    seed=1000 * given.seed, traces=given.traces)  # fmt: skip
+                known[name, jitter] = runs
+                print(name, "jitter" if jitter else "calm", [round(m.step_s, 4) for m in seen],
+                      [round(m.cpu, 2) for m in seen], flush=True)  # fmt: skip
+                plans += [
+                    (n, name, jitter, case, turn)
+                    for n in counts
+                    for case in given.cases.split(",")
+                    for turn in range(given.turns)
+                ]
+        # Few workers first: engines are added as they are needed. Else in random order, so that
+        # what ends early is a fair part.
+        shuffled = random.Random(given.seed)
+        shuffled.shuffle(plans)
+        plans.sort(key=lambda plan: plan[0])
+        for k, (workers, name, jitter, case, turn) in enumerate(plans):
+            if time.time() > ends:
+                break
+            seed = 1000 * given.seed + 10 + 7 * k + turn
+            try:
+                _, measured = sleeping(cluster, name, case, workers, given.steps, jitter=jitter,
+                                       seed=seed, traces=given.traces)  # fmt: skip
+            except wb.WorkbenchError as error:
+                print(f"failed: {name} {case} {workers}: {error}", flush=True)
+                continue
+            row = compared(known[name, jitter], measured)
+            rows.append(row)
+            print(f"{name} {'jitter' if jitter else 'calm':<6} {case:<19} {workers:>2}: measured "
+                  f"{row['step_s']:.4f} predicted {row['predicted_s']:.4f} "
+                  f"[{row['low_s']:.4f} {row['high_s']:.4f}] {row['error']:+.1%} "
+                  f"cpu {row['cpu']:.0%} overshoot {row['overshoot']:.1%} "
+                  f"{row['seconds']:.0f} s{'' if row['counts'] else '  does not count'}",
+                  flush=True)  # fmt: skip
+            if given.to:
+                given.to.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    good = [row for row in rows if row["counts"]]
+    for case in CASES:
+        if some := [row for row in good if row["case"] == case]:
+            print(json.dumps(told(f"predicted {case}", some)))
+    for word, picked in (("held-out model", HELD_OUT), ("training models", TRAINING)):
+        if some := [row for row in good if row["model"] in picked]:
+            print(json.dumps(told(f"predicted, {word}", some)))
+    whole = told("predicted", good or rows)
+    print(json.dumps({**whole, "left_out": len(rows) - len(good)}))
+
+
+if __name__ == "__main__":
+    main()
