@@ -198,6 +198,10 @@ ON_ENGINES = {
         [*[{"ideal": SHARE, "measured": SHARE}] * 10, {"ms": MS, "best_ms": MS}],
         results=11,
     ),
+    "bench_predict.py": Short(
+        "--quick",
+        {"runs": (1, 2), "median_error": (0.0, 10.0), "coverage": SHARE, "left_out": (0, 2)},
+    ),
     "bench_start.py": Short(
         "--engines 2 --rounds 1",
         {"default_s": SECONDS, "cold_s": SECONDS, "warm_s": SECONDS, "warm_ratio": RATIO},

@@ -52,7 +52,24 @@ def compute(case: Case, seed: int = 2027, *, noisy: bool = True) -> Computed:
     busy = min(float(np.median(mean)) / whole, 1.0)
     sent = min(max(float(np.median(messages)) / whole, 0.0), 1.0 - busy)
     share = (busy, 1.0 - busy - sent, sent)
-    return _spread(Computed(period, share), case, rng, noisy=noisy)
+    return _spread(Computed(_lengthened(period, own, case), share), case, rng, noisy=noisy)
+
+
+def _lengthened(period: Floats, own: Floats, case: Case) -> Floats:
+    """Return steps as they spread over runs of as many steps as asked for, if more than computed.
+
+    What a run varies by itself shrinks with its steps; what the probes leave open does not.
+    """
+    steps = len(own)
+    if case.steps <= steps:
+        return period
+    alone = case.setting.alone or case.setting.piped
+    pace = own.mean(axis=1) if alone else own.max(axis=1)
+    own_var = float(pace.var(axis=0).mean())
+    before = float(period.var())
+    after = max(before - own_var / steps + own_var / case.steps, 0.1 * before)
+    middle = np.median(period)
+    return np.asarray(middle + (period - middle) * np.sqrt(after / max(before, 1e-30)))
 
 
 def exchange_of(setting: Setting, message_bytes: float) -> Exchange | Pipe:
