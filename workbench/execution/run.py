@@ -75,7 +75,8 @@ class Run:
         resume_from: str = "",
         began: float | None = None,
     ) -> None:
-        self.plan, self.number, self.name = plan, number, name
+        self.plan, self.name = plan, name
+        self.number: int = number
         self.engines, self.devices = tuple(engines), tuple(devices)
         self.members = tuple(dict.fromkeys(engines))
         self.folder, entry = folder, plan.entry
