@@ -4,9 +4,9 @@
     python benchmarks/bench_predict.py [--quick] [--workers 4,8,16,32,64] [--turns 1] [--to FILE]
 
 Workers sleep their compute: times of real steps, recorded with `--record` and kept in
-docs/measured/steps.npz, drawn in random order and slowed to a median of `SLOWED_S`, so that 64
-workers fit on two cores. Messages are real and held back by simulated links. With jitter off every
-step takes the median.
+docs/measured/steps.npz, four for each step (as of four micro-batches), drawn in random order and
+put to a median of `SLOWED_S`, so that 64 workers fit on two cores. Messages are real and held back
+by simulated links. With jitter off every step takes the median.
 
 From each model and jitter two short runs of two workers are made (a ring all-reduce, and the same
 in half precision); from these alone every strategy is predicted for every number of workers, then
@@ -36,18 +36,19 @@ os.environ["WORKBENCH_PREWARM"] = "off"
 
 FOLDER = Path(__file__).parents[1] / "docs" / "measured"
 TRACES = FOLDER / "steps.npz"
-SLOWED_S = 0.12
+SLOWED_S, MICRO_BATCHES = 0.02, 4
 MOST_CPU, MOST_OVERSHOOT = 0.70, 0.05
 
 RECORDED = {
     "mlp": (
-        "nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10))",
-        "wb.data.synthetic(4096, shape=(64,), classes=10)", 64,
+        "nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh(), "
+        "nn.Linear(1024, 10))",
+        "wb.data.synthetic(8192, shape=(256,), classes=10)", 512,
     ),
     "cnn": (
         "nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), "
         "nn.Flatten(), nn.Linear(64 * 16, 64), nn.ReLU(), nn.Linear(64, 10))",
-        "wb.data.digits()", 64,
+        "wb.data.digits()", 512,
     ),
     "encoder": (
         "nn.Sequential(nn.Unflatten(1, (16, 64)), nn.TransformerEncoder("
@@ -82,10 +83,10 @@ class Model:
 
 
 TRAINING = {
-    "mlp": Model("mlp", 9_600, ("bandwidth=4MB/s", "latency=8ms")),
-    "cnn": Model("cnn", 85_000, ("bandwidth=16MB/s", "latency=10ms")),
+    "mlp": Model("mlp", 9_600, ("bandwidth=4MB/s", "latency=5ms")),
+    "cnn": Model("cnn", 85_000, ("bandwidth=16MB/s", "latency=6ms")),
 }
-HELD_OUT = {"encoder": Model("encoder", 200_000, ("bandwidth=32MB/s", "latency=12ms"))}
+HELD_OUT = {"encoder": Model("encoder", 200_000, ("bandwidth=32MB/s", "latency=8ms"))}
 MODELS = {**TRAINING, **HELD_OUT}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -118,7 +119,7 @@ class Asleep(nn.Module):
         self.weight = nn.Parameter(torch.zeros({numbers}))
 
     def forward(self, x):
-        asked_s = float(pace.choice(times_s))
+        asked_s = float(pace.choice(times_s, {micro_batches}).sum())
         began = time.perf_counter()
         time.sleep(asked_s)
         wb.log(asked_s=asked_s, slept_s=time.perf_counter() - began)
@@ -186,7 +187,7 @@ def sleeping(
     model, (strategy, options) = MODELS[name], CASES[case]
     source = SLEEP.format(
         seed=seed, times_s=times_of(model, jitter=jitter, traces=traces), numbers=model.numbers,
-        workers=workers, steps=steps,
+        workers=workers, steps=steps, micro_batches=MICRO_BATCHES,
     )  # fmt: skip
     began = time.time()
     run = cluster.run(
@@ -206,6 +207,18 @@ def sleeping(
     return run, Measured(
         name, jitter, case, workers, steps - 1, step_s, cpu, overshoot, time.time() - began
     )
+
+
+def steps_of(workers: int, steps: int) -> int:
+    """Return how many steps to measure: the slowest of many varies less than that of few."""
+    return steps if workers <= 8 else max(12, steps * 2 // 3 if workers <= 32 else steps // 3)
+
+
+def settle(most_s: float) -> None:
+    """Wait until others leave half of the machine."""
+    until = time.time() + most_s
+    while most_s and psutil.cpu_percent(2.0) > 50 and time.time() < until:
+        time.sleep(1.0)
 
 
 def probes(cluster: wb.Cluster, name: str, steps: int, *, jitter: bool, seed: int,
@@ -252,15 +265,17 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--jitter", default="off,on")
     parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--probe-steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--probe-steps", type=int, default=150)
+    parser.add_argument("--calm", type=float, default=0.0, metavar="SECONDS",
+                        help="wait so long for a machine that is less than half busy")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no run after these")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--traces", type=Path, default=TRACES)
     parser.add_argument("--to", type=Path, help="where every run is written")
     given = parser.parse_args()
     if given.record:
-        record(given.steps if given.steps != 20 else 1500, given.traces)
+        record(max(given.steps, 800), given.traces)
         return
     if given.quick:
         given.workers, given.cases, given.models = "4", "ring,central_storage", "mlp"
@@ -273,6 +288,7 @@ def main() -> None:
         plans = []
         for name in given.models.split(","):
             for jitter in (word == "on" for word in given.jitter.split(",")):
+                settle(given.calm)
                 runs, seen = probes(cluster, name, given.probe_steps, jitter=jitter,
                                     seed=1000 * given.seed, traces=given.traces)  # fmt: skip
                 known[name, jitter] = runs
@@ -293,8 +309,10 @@ def main() -> None:
             if time.time() > ends:
                 break
             seed = 1000 * given.seed + 10 + 7 * k + turn
+            settle(given.calm)
             try:
-                _, measured = sleeping(cluster, name, case, workers, given.steps, jitter=jitter,
+                _, measured = sleeping(cluster, name, case, workers,
+                                       steps_of(workers, given.steps), jitter=jitter,
                                        seed=seed, traces=given.traces)  # fmt: skip
             except wb.WorkbenchError as error:
                 print(f"failed: {name} {case} {workers}: {error}", flush=True)
@@ -313,7 +331,9 @@ def main() -> None:
     for case in () if given.quick else CASES:
         if some := [row for row in good if row["case"] == case]:
             print(json.dumps(told(f"predicted {case}", some)))
-    for word, picked in () if given.quick else (("held-out model", HELD_OUT), ("training models", TRAINING)):
+    for word, picked in (
+        () if given.quick else (("held-out model", HELD_OUT), ("training models", TRAINING))
+    ):
         if some := [row for row in good if row["model"] in picked]:
             print(json.dumps(told(f"predicted, {word}", some)))
     whole = told("predicted", good or rows)

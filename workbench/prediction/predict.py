@@ -26,6 +26,7 @@ from .fit import Fitted, fit
 from .link import Link, parse_link
 from .model import compute
 from .probe import Probe, Setting, check_predicted
+from .work import Work
 
 if TYPE_CHECKING:
     from ..history.run_data import RunData
@@ -38,6 +39,7 @@ FAR = 8
 MOST_FIXED = 0.5
 """Share of own work that is assumed, at most, not to depend on the samples, if it was not seen."""
 Scaling = Literal["strong", "weak"]
+_CHANCE_Z = 2.5
 
 
 @dataclass(frozen=True)
@@ -352,9 +354,29 @@ class Knows:
             setting = _fastest(setting, size, cost)
         scale = self.scale(samples)
         return Case(
-            setting, self.base.work(straggler=straggler), size, scale, cost, steps,
+            setting, self.work(straggler=straggler), size, scale, cost, steps,
             max(p.workers for p in self.probes),
         )  # fmt: skip
+
+    def work(self, *, straggler: bool = True) -> Work:
+        """Return what was seen of own work: by the first run, and by those that worked alike.
+
+        Those are runs of as many workers with as many samples, whose own work differs by no more
+        than chance.
+        """
+        base = self.base
+        if base.setting.piped or base.slow:
+            return base.work(straggler=straggler)
+        alike = [base.own_s]
+        for other in self.probes[1:]:
+            same = other.workers == base.workers and abs(other.samples - base.samples) < 1e-9
+            if not same or other.slow or other.setting.piped:
+                continue
+            error = np.hypot(*(float(p.own_s.std()) / np.sqrt(p.own_s.size) for p in (base, other)))
+            gap = abs(float(other.own_s.mean() - base.own_s.mean()))
+            if gap <= max(_CHANCE_Z * error, 0.005 * float(base.own_s.mean())):
+                alike.append(other.own_s)
+        return Work.of(np.concatenate(alike))
 
     def _handed_on(self, setting: Setting, samples: float) -> float:
         from .pipeline import shape_of
@@ -407,7 +429,7 @@ class Knows:
                 f"{most} workers are {most / seen:.0f} times the {seen} that were seen: switches, "
                 "hosts and what they share were not, so the interval holds for links like this one."
             )
-        values = base.work().seen
+        values = self.work().seen
         if most > values / 10 and not base.setting.piped:
             found.append(
                 f"The slowest of {most} workers is rarer than most of the {values} values seen: "
