@@ -1,6 +1,7 @@
 """Predictions from two workers against runs of 4 to 64 that were not seen.
 
     python benchmarks/bench_predict.py --record                 record steps of real models
+    python benchmarks/bench_predict.py --what-if                twelve changes to one run, ranked
     python benchmarks/bench_predict.py [--quick] [--workers 4,8,16,32,64] [--turns 1] [--to FILE]
 
 Workers sleep their compute: times of real steps, recorded with `--record` and kept in
@@ -11,8 +12,8 @@ by simulated links. With jitter off every step takes the median.
 From each model and jitter two short runs of two workers are made (a ring all-reduce, and the same
 in half precision); from these alone every strategy is predicted for every number of workers, then
 measured. A run counts only while the machine's CPU stays below 70 % and sleeps overshoot by less
-than 5 %. Models of `TRAINING` may be looked at while the model of predictions is made; `HELD_OUT`
-is never.
+than 5 %; `nearly` says whether it would without processes of lower priority (niced). Models of
+`TRAINING` may be looked at while the model of predictions is made; `HELD_OUT` is never.
 """
 
 from __future__ import annotations
@@ -102,6 +103,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gossip": ("gossip", {"graph": "ring", "spread_every": 1000}),
 }
 
+SLOW, BANDWIDTH, LATENCY = "slow=1:40ms", "bandwidth=8MB/s", "latency=6ms"
+VARIANTS: tuple[tuple[dict[str, Any], str, dict[str, Any], tuple[str, ...]], ...] = (
+    ({"link": "32MB/s"}, "mirrored", {}, (SLOW, "bandwidth=32MB/s", LATENCY)),
+    ({"link": "3MB/s"}, "mirrored", {}, (SLOW, "bandwidth=3MB/s", LATENCY)),
+    ({"link": "8MB/s", "latency": "1ms"}, "mirrored", {}, (SLOW, BANDWIDTH, "latency=1ms")),
+    ({"compress": "fp16"}, "mirrored", {"compress": "fp16"}, (SLOW, BANDWIDTH, LATENCY)),
+    ({"allreduce": "hierarchical"}, "mirrored", {"allreduce": "hierarchical"},
+     (SLOW, BANDWIDTH, LATENCY)),
+    ({"allreduce": "reduce_to_one"}, "mirrored", {"allreduce": "reduce_to_one"},
+     (SLOW, BANDWIDTH, LATENCY)),
+    ({"allreduce": "recursive_doubling"}, "mirrored", {"allreduce": "recursive_doubling"},
+     (SLOW, BANDWIDTH, LATENCY)),
+    ({"straggler": None}, "mirrored", {}, (BANDWIDTH, LATENCY)),
+    ({"straggler": None, "link": "32MB/s"}, "mirrored", {}, ("bandwidth=32MB/s", LATENCY)),
+    ({"straggler": None, "compress": "fp16"}, "mirrored", {"compress": "fp16"},
+     (BANDWIDTH, LATENCY)),
+    ({"compress": "fp16", "allreduce": "recursive_doubling"}, "mirrored",
+     {"compress": "fp16", "allreduce": "recursive_doubling"}, (SLOW, BANDWIDTH, LATENCY)),
+    ({"strategy": "central_storage"}, "central_storage", {}, (SLOW, BANDWIDTH, LATENCY)),
+)  # fmt: skip
+"""Changes to a ring of four workers, one of them slow: as asked, and as they are run."""
+
 SLEEP = """
 import os, time
 import numpy as np
@@ -142,12 +165,31 @@ class Measured:
     steps: int
     step_s: float
     cpu: float
+    cpu_plain: float
     overshoot: float
     seconds: float
     counts: bool = field(init=False)
+    nearly: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.counts = self.cpu < MOST_CPU and self.overshoot < MOST_OVERSHOOT
+        slept = self.overshoot < MOST_OVERSHOOT
+        self.counts = slept and self.cpu < MOST_CPU
+        self.nearly = slept and self.cpu_plain < MOST_CPU
+
+
+class Busy:
+    """How busy the machine has been since this was made."""
+
+    def __init__(self) -> None:
+        self._began = psutil.cpu_times()
+
+    def shares(self) -> tuple[float, float]:
+        """Return the share of the CPUs' time that was taken, and that without what is niced."""
+        then, now = self._began, psutil.cpu_times()
+        spent = {name: getattr(now, name) - getattr(then, name) for name in now._fields}
+        whole = sum(spent.values())
+        idle = spent["idle"] + spent.get("iowait", 0.0)
+        return 1 - idle / whole, 1 - (idle + spent["nice"]) / whole
 
 
 def record(steps: int, to: Path) -> None:
@@ -196,16 +238,25 @@ def sleeping(
     )  # fmt: skip
     while not run.snapshot().step and not run.is_over:
         time.sleep(0.05)
-    psutil.cpu_percent()
+    busy = Busy()
     run.wait()
-    cpu = psutil.cpu_percent() / 100
+    cpu, cpu_plain = busy.shares()
     history = run.history
     late = history["step"] >= 1
     overshoot = float(history["slept_s"][late].sum() / history["asked_s"][late].sum() - 1)
     # As `predict` counts: mean over steps and workers, without the first step.
     step_s = float(history["step_s"][late].mean())
     return run, Measured(
-        name, jitter, case, workers, steps - 1, step_s, cpu, overshoot, time.time() - began
+        name,
+        jitter,
+        case,
+        workers,
+        steps - 1,
+        step_s,
+        cpu,
+        cpu_plain,
+        overshoot,
+        time.time() - began,
     )
 
 
@@ -245,6 +296,47 @@ def compared(runs: list[Any], measured: Measured) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def what_if(cluster: wb.Cluster, workers: int, steps: int, seed: int, traces: Path) -> None:
+    """Predict twelve changes to one run, then make them."""
+    base = Model("cnn", 85_000, (SLOW, BANDWIDTH, LATENCY))
+
+    def taken(strategy: str, options: dict[str, Any], faults: tuple[str, ...], k: int) -> Any:
+        if strategy == "mirrored":
+            options = {"allreduce": "ring", **options}
+        source = SLEEP.format(
+            seed=seed + k, times_s=times_of(base, jitter=True, traces=traces), steps=steps,
+            numbers=base.numbers, workers=workers, micro_batches=MICRO_BATCHES,
+        )  # fmt: skip
+        busy = Busy()
+        run = cluster.run(source, strategy=strategy, workers=workers, options=options,
+                          inject=faults).wait()  # fmt: skip
+        return run, busy.shares()[0]
+
+    first, cpu = taken("mirrored", {}, base.link, 0)
+    found = first.what_if(variants=[change for change, *_ in VARIANTS])
+    predicted = {v.text: v.step_s for v in found.variants}
+    rows = []
+    for k, (change, strategy, options, faults) in enumerate(VARIANTS, 1):
+        run, busy = taken(strategy, options, faults, k)
+        step_s = float(run.history["step_s"][run.history["step"] >= 1].mean())
+        text = ", ".join(f"{key}={value}" for key, value in change.items())
+        middle, low, high = predicted[text]
+        rows.append({"change": text, "step_s": step_s, "predicted_s": middle, "cpu": busy,
+                     "error": middle / step_s - 1, "inside": low <= step_s <= high})  # fmt: skip
+        print(f"{text:<45} measured {step_s:.4f} predicted {middle:.4f} {rows[-1]['error']:+.1%} "
+              f"cpu {busy:.0%}", flush=True)  # fmt: skip
+    pairs = [(a, b) for k, a in enumerate(rows) for b in rows[k + 1 :]]
+    signs = [np.sign((a["step_s"] - b["step_s"]) * (a["predicted_s"] - b["predicted_s"]))
+             for a, b in pairs]  # fmt: skip
+    print(json.dumps({
+        "what": "what if", "changes": len(rows), "kendall_tau": float(np.mean(signs)),
+        "largest_error": float(max(abs(row["error"]) for row in rows)),
+        "median_error": float(np.median([abs(row["error"]) for row in rows])),
+        "within_10_percent": int(sum(abs(row["error"]) <= 0.1 for row in rows)),
+        "most_cpu": float(max(cpu, *(row["cpu"] for row in rows))), "rows": rows,
+    }))  # fmt: skip
+
+
 def told(what: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures over some rows."""
     errors = np.abs([row["error"] for row in rows])
@@ -260,6 +352,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--record", action="store_true", help="record steps of real models")
     parser.add_argument("--quick", action="store_true", help="a few short runs")
+    parser.add_argument("--what-if", action="store_true", help="twelve changes to one run")
     parser.add_argument("--workers", default="4,8,16,32,64")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--cases", default=",".join(CASES))
@@ -276,6 +369,11 @@ def main() -> None:
     given = parser.parse_args()
     if given.record:
         record(max(given.steps, 800), given.traces)
+        return
+    if given.what_if:
+        with wb.Cluster(4, devices="cpu") as cluster:
+            settle(given.calm)
+            what_if(cluster, 4, given.steps, 1000 * given.seed, given.traces)
         return
     if given.quick:
         given.workers, given.cases, given.models = "4", "ring,central_storage", "mlp"
@@ -322,12 +420,13 @@ def main() -> None:
             print(f"{name} {'jitter' if jitter else 'calm':<6} {case:<19} {workers:>2}: measured "
                   f"{row['step_s']:.4f} predicted {row['predicted_s']:.4f} "
                   f"[{row['low_s']:.4f} {row['high_s']:.4f}] {row['error']:+.1%} "
-                  f"cpu {row['cpu']:.0%} overshoot {row['overshoot']:.1%} "
+                  f"cpu {row['cpu']:.0%} {row['cpu_plain']:.0%} overshoot {row['overshoot']:.1%} "
                   f"{row['seconds']:.0f} s{'' if row['counts'] else '  does not count'}",
                   flush=True)  # fmt: skip
             if given.to:
                 given.to.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
     good = [row for row in rows if row["counts"]]
+    nearly = [row for row in rows if row["nearly"]]
     for case in () if given.quick else CASES:
         if some := [row for row in good if row["case"] == case]:
             print(json.dumps(told(f"predicted {case}", some)))
@@ -336,6 +435,8 @@ def main() -> None:
     ):
         if some := [row for row in good if row["model"] in picked]:
             print(json.dumps(told(f"predicted, {word}", some)))
+    if nearly and not given.quick:
+        print(json.dumps(told("predicted, others at lower priority left out of account", nearly)))
     whole = told("predicted", good or rows)
     print(json.dumps({**whole, "left_out": len(rows) - len(good)}))
 
