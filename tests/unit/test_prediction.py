@@ -214,6 +214,8 @@ def test_what_cannot_be_predicted_is_said() -> None:
         ("WB-PLAN-270", PlanError, lambda: predict([run], [])),
         ("WB-PLAN-275", PlanError,
          lambda: predict([run], 4, options={"compress": "powersgd:2"})),
+        ("WB-PLAN-091", PlanError, lambda: predict([run], 4, per_host=0)),
+        ("WB-PLAN-286", PlanError, lambda: predict([run], 4, gradient_bytes=-1.0)),
         ("WB-PLAN-276", PlanError, lambda: rank(run, [{}])),
         ("WB-PLAN-278", PlanError, lambda: rank(run, [{"bandwith": 3}])),
         ("WB-PLAN-285", PlanError, lambda: rank(run, [{"straggler": None}])),
@@ -258,3 +260,16 @@ def test_a_slower_link_is_never_faster(workers: int, message_ms: float, seed: in
         middle, low, high = found.step_s
         assert 0 < low <= middle <= high
     assert fast.step_s[0] < slow.step_s[0]
+
+
+def test_runs_that_were_measured_since_stand_beside_the_prediction() -> None:
+    rng = np.random.default_rng(14)
+    found = view.predict(ring_run(rng, A, B, faults=SIMULATED), [4, 8], scaling="weak")
+    four = ring_run(rng, A, B, workers=4, faults=SIMULATED, name="four")
+    shown = found.beside(four)
+    assert "measured: four, inside the interval" in shown.text()
+    assert [m.workers for m in shown.measured] == [2, 4]
+    assert len(found.measured) == 1
+    other = made_run(draw_own(rng, 60, 4), np.full(60, 0.3), "gossip", name="other")
+    with pytest.raises(PlanError, match="WB-PLAN-287"):
+        found.beside(other)

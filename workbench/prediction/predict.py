@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from .. import catalog
 from ..errors import PlanError, RunError
 from ..history.analysis.steady import rate_of
+from ..shared.plan import check_count
 from .case import CAUSES, Case, Computed
 from .exchange import Cost, Exchange
 from .fit import Fitted, fit
@@ -151,6 +152,14 @@ def predict(
         RunError: The runs do not tell enough.
     """
     counts = _counts(workers)
+    for name, value in (("batch_size", batch_size), ("steps", steps), ("per_host", per_host)):
+        if value is not None:
+            check_count(name, value)
+    if gradient_bytes is not None and not gradient_bytes > 0:
+        raise PlanError(
+            "Gradients have a size.", seen=f"gradient_bytes={gradient_bytes}",
+            allowed="more than 0", code="WB-PLAN-286",
+        )  # fmt: skip
     base, probes = read(runs)
     target = parse_link(link, latency) if link is not None else None
     if latency is not None and link is None:
@@ -523,6 +532,24 @@ def _measured(runs: Sequence[RunData], probes: Sequence[Probe]) -> list[Measured
             found.append(Measured(run.name, probe.workers, float(probe.step_s.mean()), rate.mean,
                                   rate.low, rate.high))  # fmt: skip
     return found
+
+
+def beside(found: Prediction, runs: Sequence[RunData]) -> Prediction:
+    """Return a prediction with more runs that were measured, to be shown beside it.
+
+    Raises:
+        PlanError: A run is of another strategy, so it says nothing about the prediction.
+        RunError: A run has too few steps.
+    """
+    for run in runs:
+        if run.plan.strategy != found.strategy:
+            raise PlanError(
+                "A run of another strategy cannot be held against the prediction.",
+                seen=f"{run.name}: {run.plan.strategy}", allowed=found.strategy,
+                code="WB-PLAN-287",
+            )  # fmt: skip
+    more = _measured(runs, [Probe.of(run) for run in runs])
+    return replace(found, measured=(*found.measured, *more))
 
 
 def _cell(value: float) -> float | str:

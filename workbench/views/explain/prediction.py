@@ -21,6 +21,7 @@ from ..theme import Canvas, Picture, paragraph, svg_text
 
 if TYPE_CHECKING:
     from ...history.run_data import RunData
+    from ...prediction.predict import Measured
 
 MARGIN, LEFT, WIDTH, PLOT = 12.0, 52.0, 380.0, 170.0
 
@@ -31,6 +32,15 @@ class PredictionPicture(Picture, Prediction):
     def to_wire(self) -> dict[str, Any]:
         """Return JSON-ready data; None for NaN."""
         return Prediction.to_wire(self)
+
+    def beside(self, *runs: RunData) -> PredictionPicture:
+        """Return the same with runs that were measured since, as dots beside the dashes.
+
+        Raises:
+            PlanError: A run is of another strategy.
+            RunError: A run has too few steps.
+        """
+        return PredictionPicture(**vars(predicting.beside(self, runs)))
 
     def sentence(self) -> str:
         """Return the prediction for the most workers in words."""
@@ -49,7 +59,7 @@ class PredictionPicture(Picture, Prediction):
                    Column("", "left")]  # fmt: skip
         rows = [
             [str(m.workers), _time(m.step_s), "", number(m.samples_per_s), "", "", "", "",
-             f"measured: {m.run}"]
+             f"measured: {m.run}{self._held(m)}"]
             for m in self.measured
         ]  # fmt: skip
         for p in self.points:
@@ -62,6 +72,15 @@ class PredictionPicture(Picture, Prediction):
             )  # fmt: skip
         notes = [f"Link: {self.link}. {_SCALING[self.scaling]} Runs of {self.steps} steps."]
         return Table(columns, rows, self.sentence(), [*notes, *self.notes])
+
+    def _held(self, measured: Measured) -> str:
+        """Return whether a run that was not predicted from lies in the interval, in words."""
+        at = [p for p in self.points if p.workers == measured.workers]
+        if measured.run in self.runs or not at:
+            return ""
+        inside = at[0].step_s[1] <= measured.step_s <= at[0].step_s[2]
+        off = at[0].step_s[0] / measured.step_s - 1
+        return f", {'inside' if inside else 'outside'} the interval, predicted {off:+.0%}"
 
     def text(self) -> str:
         """Return the table as text."""
