@@ -365,6 +365,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no run after these")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--traces", type=Path, default=TRACES)
+    parser.add_argument("--keep", type=Path, help="folder for the short runs of two workers")
     parser.add_argument("--to", type=Path, help="where every run is written")
     given = parser.parse_args()
     if given.record:
@@ -390,6 +391,8 @@ def main() -> None:
                 runs, seen = probes(cluster, name, given.probe_steps, jitter=jitter,
                                     seed=1000 * given.seed, traces=given.traces)  # fmt: skip
                 known[name, jitter] = runs
+                for k, run in enumerate(runs if given.keep else ()):
+                    run.save(given.keep / f"{name}-{'jitter' if jitter else 'calm'}-{k}")
                 print(name, "jitter" if jitter else "calm", [round(m.step_s, 4) for m in seen],
                       [round(m.cpu, 2) for m in seen], flush=True)  # fmt: skip
                 plans += [

@@ -171,31 +171,34 @@ class Exchange:
         return cost.message_s, cost.byte_s
 
     def _held(self, clocks: Floats, messages: list[_Message], cost: Cost) -> None:
+        """Let senders hold back what they send; half of what else a message takes is each end's."""
         begin, leaves = clocks.copy(), clocks.copy()
         paid: set[int] = set()
         count: dict[int, int] = {}
         for message in messages:
             source, target = message.source, message.target
             message_s, byte_s = self._pair(message, cost)
-            soft = cost.soft_message_s + cost.soft_byte_s * message.size_bytes
+            half = (cost.soft_message_s + cost.soft_byte_s * message.size_bytes) / 2
             takes = byte_s * message.size_bytes
             payer = target if source >= self.workers else source
             if not (self._once and payer in paid):
                 takes = takes + message_s
                 paid.add(payer)
             if source >= self.workers:  # the worker holds back what a server sends it
-                came = np.maximum(clocks[target], begin[source]) + takes + soft
+                came = np.maximum(clocks[target], begin[source]) + takes + 2 * half
                 clocks[target] = came
                 continue
-            leaves[source] = leaves[source] + takes + soft
+            leaves[source] = leaves[source] + takes + half
             count[target] = count.get(target, 0) + 1
             if not self._once:
-                clocks[target] = np.maximum(clocks[target], leaves[source])
+                clocks[target] = np.maximum(clocks[target], leaves[source] + half)
             if count[target] > 1:  # who gets several takes them one after the other
-                clocks[target] = np.maximum(clocks[target], begin[target] + count[target] * soft)
+                clocks[target] = np.maximum(clocks[target], begin[target] + count[target] * half)
         for message in messages if self._once else ():  # all that a worker sends leaves at once
             if message.source < self.workers:
-                clocks[message.target] = np.maximum(clocks[message.target], leaves[message.source])
+                half = (cost.soft_message_s + cost.soft_byte_s * message.size_bytes) / 2
+                came = leaves[message.source] + half
+                clocks[message.target] = np.maximum(clocks[message.target], came)
         sources = sorted({m.source for m in messages if m.source < self.workers})
         if sources:
             clocks[sources] = np.maximum(clocks[sources], leaves[sources])
