@@ -2,6 +2,7 @@
 
     python benchmarks/bench_predict.py --record                 record steps of real models
     python benchmarks/bench_predict.py --what-if                twelve changes to one run, ranked
+    python benchmarks/bench_predict.py --real                   workers that compute on these cores
     python benchmarks/bench_predict.py [--quick] [--workers 4,8,16,32,64] [--turns 1] [--to FILE]
 
 Workers sleep their compute: times of real steps, recorded with `--record` and kept in
@@ -337,6 +338,27 @@ def what_if(cluster: wb.Cluster, workers: int, steps: int, seed: int, traces: Pa
     }))  # fmt: skip
 
 
+def real(cluster: wb.Cluster, steps: int) -> None:
+    """Predict workers that compute on this machine's cores, of which more workers have less."""
+    model, data, batch = RECORDED["mlp"]
+
+    def taken(workers: int) -> Any:
+        source = RECORD.format(model=model, data=data, batch=batch // 4 * workers)
+        return cluster.run(source, strategy="mirrored", workers=workers, steps=steps,
+                           options={"allreduce": "ring"}).wait()  # fmt: skip
+
+    two = taken(2)
+    found = two.predict([3, 4], scaling="weak", steps=steps)
+    for p in found.points:
+        history = taken(p.workers).history
+        step_s = float(history["step_s"][history["step"] >= 1].mean())
+        print(json.dumps({
+            "what": f"real compute, {p.workers} workers", "step_s": step_s,
+            "predicted_s": p.step_s[0], "error": p.step_s[0] / step_s - 1,
+            "inside": bool(p.step_s[1] <= step_s <= p.step_s[2]), "cores": os.cpu_count(),
+        }))  # fmt: skip
+
+
 def told(what: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures over some rows."""
     errors = np.abs([row["error"] for row in rows])
@@ -352,6 +374,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--record", action="store_true", help="record steps of real models")
     parser.add_argument("--quick", action="store_true", help="a few short runs")
+    parser.add_argument("--real", action="store_true", help="workers that compute on these cores")
     parser.add_argument("--what-if", action="store_true", help="twelve changes to one run")
     parser.add_argument("--workers", default="4,8,16,32,64")
     parser.add_argument("--models", default=",".join(MODELS))
@@ -371,10 +394,13 @@ def main() -> None:
     if given.record:
         record(max(given.steps, 800), given.traces)
         return
-    if given.what_if:
+    if given.what_if or given.real:
         with wb.Cluster(4, devices="cpu") as cluster:
             settle(given.calm)
-            what_if(cluster, 4, given.steps, 1000 * given.seed, given.traces)
+            if given.what_if:
+                what_if(cluster, 4, given.steps, 1000 * given.seed, given.traces)
+            if given.real:
+                real(cluster, given.steps)
         return
     if given.quick:
         given.workers, given.cases, given.models = "4", "ring,central_storage", "mlp"
