@@ -210,3 +210,18 @@ def test_workers_of_one_host_do_not_take_the_link() -> None:
         for hosts in (1, 4)
     )
     assert together - 0.1 < 0.02 * (apart - 0.1)
+
+
+def test_a_hierarchical_all_reduce_has_a_group_for_each_host() -> None:
+    """Two hosts of eight: between them two leaders exchange halves, all else stays near."""
+    one = np.ones(1)
+    link = Cost(A * one, B * one, 0 * one, 0 * one, 0 * one, 0 * one)
+    own = np.full((4, 16), 0.1)
+    entry = catalog.lookup("mirrored", "torch")
+    took = {}
+    for name in ("ring", "hierarchical"):
+        options = entry.settings({"allreduce": name})
+        exchange = Exchange(Setting(entry, options, 16, 8), M)
+        took[name] = float(exchange.period(own[:, :, None], link)[0]) - 0.1
+    assert took["hierarchical"] == pytest.approx(2 * (A + B * M / 2), rel=1e-6)
+    assert took["ring"] == pytest.approx(2 * 15 * (A + B * M / 16), rel=1e-6)

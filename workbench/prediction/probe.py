@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..catalog import schedules
-from ..catalog.diagrams import Layout, Parts
+from ..catalog import diagrams, schedules
+from ..catalog.diagrams import Arrow, Layout, Parts, Phase
 from ..errors import PlanError, RunError
 from ..history.analysis.counterfactual import TRANSFER, WAIT, Table
 from ..history.analysis.steady import warm_up_of
@@ -76,12 +76,32 @@ class Setting:
         options = {k: v for k, v in self.options.items() if k != "overlap"}
         layout = Layout(self.workers, self.entry.server_count(options), options)
         parts: Parts = getattr(importlib.import_module(module), name)(layout)
+        if self.per_host > 1 and options.get("allreduce") == "hierarchical":
+            return _by_host(parts, layout.ids, self.per_host)
         return parts
 
     def share_of(self, unit: str) -> float:
         """Return how much of the gradients' bytes an unknown of the messages stands for."""
         servers = self.entry.server_count(dict(self.options))
         return 1.0 if not unit[1:].isdigit() or not servers else 1.0 / servers
+
+
+def _by_host(parts: Parts, ids: Sequence[str], per_host: int) -> Parts:
+    """Return the hierarchical all-reduce with a group for each host, as it is on several hosts."""
+    first, *_, last = parts.phases
+    unit = "C" if "C" in parts.units else "M"
+    groups = [ids[k : k + per_host] for k in range(0, len(ids), per_host)]
+    pairs = [(one, group[0]) for group in groups for one in group[1:]]
+    size = diagrams.whole(unit)
+    up = tuple(Arrow(one, leader, "gradients", size) for one, leader in pairs)
+    down = tuple(Arrow(leader, one, "gradients", size) for one, leader in pairs)
+    leaders = [group[0] for group in groups]
+    between = diagrams.ring_at_once(leaders, "gradients", unit, "Between leaders", "", by="L")
+    phases = (
+        first, Phase("Reduce in groups", "", arrows=up), *between,
+        Phase("Broadcast in groups", "", arrows=down), last,
+    )  # fmt: skip
+    return replace(parts, phases=phases)
 
 
 @dataclass(frozen=True, eq=False)
