@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 UNEXPLAINED = 0.02
 """Standard deviation of measured over predicted steps that no draw explains: about the likeliest
-for the 80 training runs of 4 and 8 workers (two models) in predictions-training.jsonl, which lies in
-docs/measured."""
+for the 80 training runs of 4 and 8 workers, two models (docs/measured/predictions-training.jsonl).
+"""
 UNEXPLAINED_PER_DOUBLING = 0.0125
 """What each doubling of the workers beyond those seen adds to it."""
 MOST_COMPUTED = 40
