@@ -199,26 +199,26 @@ def test_what_cannot_be_predicted_is_said() -> None:
     run = ring_run(rng, A, B, faults=SIMULATED)
     alone = made_run(draw_own(rng, 60, 1), np.full(60, 0.2), "one_device", sent_bytes=0.0)
     for code, error, asked in (
-        ("WB-RUN-127", RunError, lambda: predict([ring_run(rng, A, B, steps=12)], 4)),
-        ("WB-RUN-130", RunError, lambda: predict([alone], 4, strategy="mirrored")),
-        ("WB-RUN-131", RunError,
+        ("WB-RUN-131", RunError, lambda: predict([ring_run(rng, A, B, steps=12)], 4)),
+        ("WB-RUN-134", RunError, lambda: predict([alone], 4, strategy="mirrored")),
+        ("WB-RUN-135", RunError,
          lambda: predict([alone], 4, strategy="mirrored", gradient_bytes=1e6)),
-        ("WB-PLAN-262", PlanError, lambda: predict([run], 4, link="0GB/s")),
-        ("WB-PLAN-261", PlanError, lambda: predict([run], 4, link="fast")),
-        ("WB-PLAN-263", PlanError, lambda: predict([run], 4, link="1GB/s soon")),
-        ("WB-PLAN-274", PlanError, lambda: predict([run], 17)),
-        ("WB-PLAN-264", PlanError, lambda: predict([run], 4, strategy="tensor_parallel")),
-        ("WB-PLAN-267", PlanError, lambda: predict([], 4)),
-        ("WB-PLAN-268", PlanError, lambda: predict([run, ring_run(rng, A, B)], 4)),
-        ("WB-PLAN-269", PlanError, lambda: predict([run], [4, 0])),
-        ("WB-PLAN-270", PlanError, lambda: predict([run], [])),
-        ("WB-PLAN-275", PlanError,
+        ("WB-PLAN-286", PlanError, lambda: predict([run], 4, link="0GB/s")),
+        ("WB-PLAN-285", PlanError, lambda: predict([run], 4, link="fast")),
+        ("WB-PLAN-287", PlanError, lambda: predict([run], 4, link="1GB/s soon")),
+        ("WB-PLAN-298", PlanError, lambda: predict([run], 17)),
+        ("WB-PLAN-288", PlanError, lambda: predict([run], 4, strategy="tensor_parallel")),
+        ("WB-PLAN-291", PlanError, lambda: predict([], 4)),
+        ("WB-PLAN-292", PlanError, lambda: predict([run, ring_run(rng, A, B)], 4)),
+        ("WB-PLAN-293", PlanError, lambda: predict([run], [4, 0])),
+        ("WB-PLAN-294", PlanError, lambda: predict([run], [])),
+        ("WB-PLAN-299", PlanError,
          lambda: predict([run], 4, options={"compress": "powersgd:2"})),
         ("WB-PLAN-091", PlanError, lambda: predict([run], 4, per_host=0)),
-        ("WB-PLAN-286", PlanError, lambda: predict([run], 4, gradient_bytes=-1.0)),
-        ("WB-PLAN-276", PlanError, lambda: rank(run, [{}])),
-        ("WB-PLAN-278", PlanError, lambda: rank(run, [{"bandwith": 3}])),
-        ("WB-PLAN-285", PlanError, lambda: rank(run, [{"straggler": None}])),
+        ("WB-PLAN-310", PlanError, lambda: predict([run], 4, gradient_bytes=-1.0)),
+        ("WB-PLAN-300", PlanError, lambda: rank(run, [{}])),
+        ("WB-PLAN-302", PlanError, lambda: rank(run, [{"bandwith": 3}])),
+        ("WB-PLAN-309", PlanError, lambda: rank(run, [{"straggler": None}])),
     ):  # fmt: skip
         with pytest.raises(error, match=code):
             asked()
@@ -271,5 +271,5 @@ def test_runs_that_were_measured_since_stand_beside_the_prediction() -> None:
     assert [m.workers for m in shown.measured] == [2, 4]
     assert len(found.measured) == 1
     other = made_run(draw_own(rng, 60, 4), np.full(60, 0.3), "gossip", name="other")
-    with pytest.raises(PlanError, match="WB-PLAN-287"):
+    with pytest.raises(PlanError, match="WB-PLAN-311"):
         found.beside(other)

@@ -62,7 +62,7 @@ def parse_link(text: object, latency: object = None) -> Link:
             "The link was not understood.",
             seen=text,
             allowed=f"{FORMS}: bits as `bit`, bytes as `B/s`",
-            code="WB-PLAN-261",
+            code="WB-PLAN-285",
         )
     rate = float(matched[1]) * _UNIT[matched[2]] / (1.0 if matched[3] == "B/s" else 8.0)
     if not rate > 0:
@@ -71,7 +71,7 @@ def parse_link(text: object, latency: object = None) -> Link:
             seen=text,
             allowed="more than 0",
             next_step="link='1Gbit', for one",
-            code="WB-PLAN-262",
+            code="WB-PLAN-286",
         )
     if wait is None:
         return Link(rate)
@@ -82,7 +82,7 @@ def parse_link(text: object, latency: object = None) -> Link:
             "The link's latency was not understood.",
             seen=wait,
             allowed="50us, 2ms, 0.1s",
-            code="WB-PLAN-263",
+            code="WB-PLAN-287",
         ) from None
 
 

@@ -158,20 +158,20 @@ def predict(
     if gradient_bytes is not None and not gradient_bytes > 0:
         raise PlanError(
             "Gradients have a size.", seen=f"gradient_bytes={gradient_bytes}",
-            allowed="more than 0", code="WB-PLAN-286",
+            allowed="more than 0", code="WB-PLAN-310",
         )  # fmt: skip
     base, probes = read(runs)
     target = parse_link(link, latency) if link is not None else None
     if latency is not None and link is None:
         raise PlanError(
             "A latency alone is no link.", seen=f"latency={latency}",
-            next_step="link='1Gbit', latency=... as well", code="WB-PLAN-265",
+            next_step="link='1Gbit', latency=... as well", code="WB-PLAN-289",
         )  # fmt: skip
     if scaling not in ("strong", "weak"):
         raise PlanError(
             "How the batch grows with the workers was not understood.", seen=scaling,
             allowed="strong (the batch stays), weak (each worker's samples stay)",
-            code="WB-PLAN-266",
+            code="WB-PLAN-290",
         )  # fmt: skip
     settings = [target_setting(base, n, strategy, options, per_host) for n in counts]
     samples = [_samples(base, n, scaling, batch_size) for n in counts]
@@ -198,7 +198,7 @@ def read(runs: Sequence[RunData]) -> tuple[Probe, list[Probe]]:
         raise PlanError(
             "There is no run to predict from.", allowed="one or more finished runs",
             next_step="%%distributed mirrored -n 2 --steps 100, then run.predict(8)",
-            code="WB-PLAN-267",
+            code="WB-PLAN-291",
         )  # fmt: skip
     probes = [Probe.of(run) for run in runs]
     links = {probe.link for probe in probes if probe.workers > 1}
@@ -207,7 +207,7 @@ def read(runs: Sequence[RunData]) -> tuple[Probe, list[Probe]]:
             "The runs had different links, so they cannot be taken together.",
             seen=", ".join("none simulated" if one is None else one.text for one in links),
             next_step="predict from runs with the same --inject bandwidth= and latency=",
-            code="WB-PLAN-268",
+            code="WB-PLAN-292",
         )
     return probes[0], probes
 
@@ -218,12 +218,12 @@ def _counts(workers: int | Sequence[int]) -> list[int]:
         if isinstance(one, bool) or not isinstance(one, int) or not 1 <= one <= MOST_WORKERS:
             raise PlanError(
                 "workers is one number or several.", seen=workers,
-                allowed=f"1 to {MOST_WORKERS}: predict([8, 64])", code="WB-PLAN-269",
+                allowed=f"1 to {MOST_WORKERS}: predict([8, 64])", code="WB-PLAN-293",
             )  # fmt: skip
     if not given:
         raise PlanError(
             "For how many workers?", seen=workers, next_step="run.predict([8, 64])",
-            code="WB-PLAN-270",
+            code="WB-PLAN-294",
         )  # fmt: skip
     return sorted(set(given))
 
@@ -242,19 +242,19 @@ def target_setting(
     if entry.max_workers is not None and workers > entry.max_workers:
         raise PlanError(
             f"{entry.name} has {entry.max_workers} worker.", seen=f"workers={workers}",
-            next_step="strategy='mirrored'", code="WB-PLAN-271",
+            next_step="strategy='mirrored'", code="WB-PLAN-295",
         )  # fmt: skip
     same = entry.name == base.setting.entry.name
     if entry.name == "model_split" and not same:
         raise PlanError(
             "How a model would be split is known from a run of model_split alone.",
             seen=base.setting.entry.name, next_step="%%distributed model_split -n 2 --steps 100",
-            code="WB-PLAN-272",
+            code="WB-PLAN-296",
         )  # fmt: skip
     if base.setting.piped and not same:
         raise PlanError(
             "A pipeline's run does not tell how large the gradients are.", seen=entry.name,
-            next_step="predict it from a run of mirrored", code="WB-PLAN-273",
+            next_step="predict it from a run of mirrored", code="WB-PLAN-297",
         )  # fmt: skip
     given = {k: v for k, v in (options or {}).items() if k != "overlap"}
     whole = entry.settings({**(_known(base.setting.options, entry) if same else {}), **given})
@@ -286,7 +286,7 @@ def _samples(base: Probe, workers: int, scaling: str, batch_size: int | None) ->
             seen=f"{workers} workers, a batch of {total:g}",
             allowed=f"up to {total:g} workers",
             next_step="a larger batch_size=, or scaling='weak'",
-            code="WB-PLAN-274",
+            code="WB-PLAN-298",
         )
     return total / workers
 
@@ -328,7 +328,7 @@ class Knows:
                 seen=f"{base.workers} worker" + ("s" if base.workers > 1 else ""),
                 allowed="a run of 2 or more workers, or gradient_bytes= and link=",
                 next_step="%%distributed mirrored -n 2 --steps 100",
-                code="WB-RUN-130",
+                code="WB-RUN-134",
             )
         if needed and fitted is None and link is None:
             raise RunError(
@@ -336,7 +336,7 @@ class Knows:
                 seen=", ".join(p.name for p in probes),
                 allowed="a run of 2 or more workers, or a link",
                 next_step="run.predict(8, link='10Gbit')",
-                code="WB-RUN-131",
+                code="WB-RUN-135",
             )
         sizes = tuple(
             (p.samples, float(p.own_s.mean()), float(p.own_s.std()) / np.sqrt(p.own_s.size))
@@ -509,7 +509,7 @@ def packed_share(compress: str) -> float:
             seen=f"compress={compress}",
             allowed="none, fp16, bf16, topk:FRACTION",
             next_step="measure it: -o compress=powersgd:2",
-            code="WB-PLAN-275",
+            code="WB-PLAN-299",
         )
     return 1.0
 
@@ -546,7 +546,7 @@ def beside(found: Prediction, runs: Sequence[RunData]) -> Prediction:
             raise PlanError(
                 "A run of another strategy cannot be held against the prediction.",
                 seen=f"{run.name}: {run.plan.strategy}", allowed=found.strategy,
-                code="WB-PLAN-287",
+                code="WB-PLAN-311",
             )  # fmt: skip
     more = _measured(runs, [Probe.of(run) for run in runs])
     return replace(found, measured=(*found.measured, *more))

@@ -179,7 +179,7 @@ class Probe:
                 seen=f"{len(table.step)} steps after the warm-up, in {run.name}",
                 allowed=f"{LEAST_STEPS} or more; 100 tell of stragglers",
                 next_step="train it again with --steps 100",
-                code="WB-RUN-127",
+                code="WB-RUN-131",
             )
         options = {**plan.options}
         if options.get("allreduce") == "auto":
@@ -192,7 +192,7 @@ class Probe:
                 "from what others cost.",
                 seen=f"{run.name}: {', '.join(sorted(history.unmeasured)) or 'some steps'}",
                 next_step="run.history.unmeasured says why",
-                code="WB-RUN-128",
+                code="WB-RUN-132",
             )
         own = table.step_s - np.nan_to_num(parts[:, :, WAIT]) - np.nan_to_num(parts[:, :, TRANSFER])
         if setting.piped and len(history.engines) > 1:
@@ -219,7 +219,7 @@ def check_predicted(entry: Strategy) -> None:
             allowed="mirrored, central_storage, parameter_server, local_sgd, gossip, sharded, "
             "model_split of PyTorch",
             next_step="measure it: %%distributed with -n",
-            code="WB-PLAN-264",
+            code="WB-PLAN-288",
         )
 
 
@@ -232,7 +232,7 @@ def _check_whole(run: RunData) -> None:
             "The run changed while it went on, so its steps are not of one kind.",
             seen="faults injected in mid-run" if changed else "workers lost in mid-run",
             next_step="predict from a run that is alike throughout",
-            code="WB-RUN-129",
+            code="WB-RUN-133",
         )
 
 

@@ -89,7 +89,7 @@ def rank(run: RunData, every: Sequence[Mapping[str, Any]]) -> Ranking:
     if not every or not all(every):
         raise PlanError(
             "What is to be changed?", seen=list(every), allowed=_allowed(None),
-            next_step="run.what_if(link='1GB/s')", code="WB-PLAN-276",
+            next_step="run.what_if(link='1GB/s')", code="WB-PLAN-300",
         )  # fmt: skip
     base, probes = read([run])
     knows = Knows.of(base, probes, None, None, needed=base.workers > 1)
@@ -121,7 +121,7 @@ def _computed(
     workers = change.get("workers", base.workers)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise PlanError(
-            "workers is a number.", seen=workers, allowed="1 or more", code="WB-PLAN-277"
+            "workers is a number.", seen=workers, allowed="1 or more", code="WB-PLAN-301"
         )
     options = {k: v for k, v in change.items() if k not in CHANGES or k == "overlap"}
     link = _link(change)
@@ -130,12 +130,12 @@ def _computed(
     if strange:
         raise PlanError(
             "There is no such change.", seen=strange[0], allowed=_allowed(base),
-            next_step="run.what_if(link='1GB/s')", code="WB-PLAN-278",
+            next_step="run.what_if(link='1GB/s')", code="WB-PLAN-302",
         )  # fmt: skip
     if "overlap" in change and base.setting.entry.name != "mirrored":
         raise PlanError(
             "Only the gradients of mirrored can overlap with backward.",
-            seen=base.setting.entry.name, allowed="mirrored", code="WB-PLAN-279",
+            seen=base.setting.entry.name, allowed="mirrored", code="WB-PLAN-303",
         )  # fmt: skip
     setting = target_setting(base, workers, change.get("strategy"), options)
     packed_share(str(setting.options.get("compress", "none")))
@@ -146,7 +146,7 @@ def _computed(
     batch = change.get("batch_size")
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
         raise PlanError(
-            "A batch is a number of samples.", seen=batch, allowed="1 or more", code="WB-PLAN-280"
+            "A batch is a number of samples.", seen=batch, allowed="1 or more", code="WB-PLAN-304"
         )
     shares = setting.entry.data_parallel
     total = float(batch or base.samples * (base.workers if shares else 1))
@@ -155,7 +155,7 @@ def _computed(
         raise PlanError(
             "There are more workers than samples in a batch.",
             seen=f"batch_size={total:g}, {workers} workers", allowed=f"{workers} samples or more",
-            code="WB-PLAN-281",
+            code="WB-PLAN-305",
         )  # fmt: skip
     straggler = "straggler" not in change
     if not straggler:
@@ -170,7 +170,7 @@ def _link(change: Mapping[str, Any]) -> Link | None:
     if link is None and latency is not None:
         raise PlanError(
             "A latency alone is no link.", seen=f"latency={latency}",
-            next_step="what_if(link='1Gbit', latency='1ms')", code="WB-PLAN-282",
+            next_step="what_if(link='1Gbit', latency='1ms')", code="WB-PLAN-306",
         )  # fmt: skip
     return None if link is None else parse_link(link, latency)
 
@@ -182,12 +182,12 @@ def _without(
     if straggler is not None:
         raise PlanError(
             "straggler=None leaves the slow worker out; no other value is known.", seen=straggler,
-            next_step="run.what_if(1) for worker 1 in place of the slow one", code="WB-PLAN-283",
+            next_step="run.what_if(1) for worker 1 in place of the slow one", code="WB-PLAN-307",
         )  # fmt: skip
     if base.setting.piped:
         raise PlanError(
             "In a pipeline each stage has work of its own, so none can be as the others are.",
-            seen="straggler=None", next_step="run.what_if() without changes", code="WB-PLAN-284",
+            seen="straggler=None", next_step="run.what_if() without changes", code="WB-PLAN-308",
         )  # fmt: skip
     if base.slow:
         return base, knows
@@ -196,7 +196,7 @@ def _without(
         raise PlanError(
             "No worker stands out as slow, so there is no straggler to leave out.",
             seen=f"run {run.name}", next_step="run.what_if(0) for a worker of your choice",
-            code="WB-PLAN-285",
+            code="WB-PLAN-309",
         )  # fmt: skip
     marked = Probe(**{**vars(base), "slow": (worst,)})
     return marked, Knows(**{**vars(knows), "base": marked})
