@@ -409,7 +409,7 @@ _LEFT_OUT = frozenset(("runs", ".venv", ".venv.lock", "job.log", "job.exit"))
 _PROCESSES = r"""
 words_of() {
   if [ -d /proc/self ]; then tr '\0' ' ' < "/proc/$1/cmdline"
-  else ps -o args= -p "$1"; fi 2>/dev/null
+  else ps -ww -o args= -p "$1"; fi 2>/dev/null
 }
 parents() {
   if [ -d /proc/self ]; then
