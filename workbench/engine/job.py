@@ -376,7 +376,7 @@ def _meet(where: Surroundings, job: About, conductor: Conductor | None) -> About
         store = _own_store(job)
     try:
         parts = conductor.conduct(
-            {"job": job, "store": store, "attempt": where.attempt, "key": os.environ.get(KEY, "")},
+            {"job": job, "store": store, "key": os.environ.get(KEY, "")},
             abouts,
         )
     except WorkbenchError as error:
@@ -417,6 +417,7 @@ def _about(where: Surroundings, job: About) -> About:
         address = cluster_env.own_address(meets_at)
     return {
         "rank": where.rank,
+        "attempt": where.attempt,
         "host": socket.gethostname(),
         "place": cluster_env.host_token(),
         "address": address,

@@ -193,7 +193,7 @@ class Conductor:
     """One job, from its parts to its end.
 
     Args:
-        asked: What rank 0 has sent: `job`, `store`, `attempt`, `key`, `processes`.
+        asked: What rank 0 has sent: `job`, `store`, `key`, `processes`.
 
     Raises:
         WorkbenchError: The job cannot begin.
@@ -201,7 +201,8 @@ class Conductor:
 
     def __init__(self, asked: Mapping[str, Any]) -> None:
         self._job, self._processes = asked["job"], list(asked["processes"])
-        self._attempt = int(asked["attempt"])
+        # A host that joined later counts from 0.
+        self._attempt = max(int(one["attempt"]) for one in self._processes)
         self.plan = _plan_of(self._job, len(self._processes))
         self.folder, resume_from = self._place()
         places = [str(one["place"]) for one in self._processes]
@@ -359,7 +360,7 @@ class Conductor:
             leases,
             store=(str(store[0]), int(store[1])) if store else None,
             framework=plan.framework,
-            prefix=f"job-{self._attempt}/",
+            prefix=f"job-{self._attempt}-{secrets.token_hex(4)}/",
             one_engine=plan.entry.one_engine,
             helpers=plan.helpers,
             remote_workers=plan.entry.remote_workers,
