@@ -34,11 +34,11 @@ ALL = Resources(
     nodes=2, gpus_per_node=2, cpus_per_worker=3, memory="16Gi", time_s=3600, partition="small",
     account="a1", qos="high", image="img:1", namespace="team", service_account="runner",
     region="aws/us-east-1", instance_type="m5", accelerator="NVIDIA_L4", runtime="16.4.x",
-    folder="/shared/job", storage="/shared/ray", data="digits-data", role="arn:aws:iam::1:role/x",
+    remote_folder="/shared/job", storage="/shared/ray", data="digits-data", role="arn:aws:iam::1:role/x",
     compute="cpu-cluster", hosts=("one", "u@two"), secrets=("tokens:HF_TOKEN",),
 )  # fmt: skip
 LEAST = Resources(
-    image="img:1", instance_type="m5", runtime="x", folder="/shared/job", role="arn", compute="c",
+    image="img:1", instance_type="m5", runtime="x", remote_folder="/shared/job", role="arn", compute="c",
     hosts=("one",),
 )  # fmt: skip
 
@@ -158,7 +158,7 @@ def keys(node):
     return [keys(inner) for inner in node] if isinstance(node, list) else type(node)
 
 
-FREE = ("image", "region", "instance_type", "runtime", "folder", "storage", "role", "compute")
+FREE = ("image", "region", "instance_type", "runtime", "remote_folder", "storage", "role", "compute")
 
 
 @pytest.mark.parametrize("one", FREE)
@@ -378,7 +378,7 @@ def test_a_platform_of_one_machine_refuses_several(folder):
 @pytest.mark.parametrize(
     ("name", "without"),
     [("pytorchjob", "image"), ("sagemaker", "role"), ("azureml", "compute"),
-     ("databricks", "folder"), ("vertex", "instance_type")],
+     ("databricks", "remote_folder"), ("vertex", "instance_type")],
 )  # fmt: skip
 def test_what_a_platform_must_be_told_is_asked_for(name, without, folder):
     assert f"{without}=" in refused("WB-PLAN-225", name, folder, **{without: ""})
@@ -563,7 +563,7 @@ def over_ssh(folder, hosts):
         program.parent.mkdir(parents=True, exist_ok=True)
         program.write_text(text)
         program.chmod(0o755)
-    resources = dataclasses.replace(LEAST, folder="", nodes=len(hosts), hosts=hosts)
+    resources = dataclasses.replace(LEAST, remote_folder="", nodes=len(hosts), hosts=hosts)
     write_envelope("ssh", folder, dataclasses.replace(JOB, name=EVIL), resources)
     done = subprocess.run(
         ["bash", str(folder / "start-ssh.sh")],

@@ -89,7 +89,7 @@ class Resources:
         instance_type: The cloud's name for a kind of machine.
         accelerator: The platform's name for a kind of GPU.
         runtime: Kubeflow's ClusterTrainingRuntime, or Databricks' version of Spark.
-        folder: Where nodes find the job folder, if it is there already.
+        remote_folder: Where nodes find the job folder, if it is there already.
         storage: Where Ray Train keeps its own state: a shared folder or a bucket.
         volume_claim: PersistentVolumeClaim with the job folder in it.
         data: What is mounted at /data: a PersistentVolumeClaim, or a bucket's address for SkyPilot.
@@ -118,7 +118,7 @@ class Resources:
     instance_type: str = ""
     accelerator: str = ""
     runtime: str = ""
-    folder: str = ""
+    remote_folder: str = ""
     storage: str = ""
     volume_claim: str = ""
     data: str = ""
@@ -351,8 +351,8 @@ def _values(
         "time_s": seconds, "time_text": None if seconds is None else f"{seconds}s",
         "slurm_time": None if seconds is None else _slurm_time(seconds),
         "port": resources.port, "hosts": resources.hosts,
-        "there": resources.folder or f"workbench-jobs/{legal_name(job.name)}",
-        "copied": not resources.folder, "mount": MOUNT, "said": f"By Workbench; {envelope.note}.",
+        "there": resources.remote_folder or f"workbench-jobs/{legal_name(job.name)}",
+        "copied": not resources.remote_folder, "mount": MOUNT, "said": f"By Workbench; {envelope.note}.",
         "wheels": wheels, "wheel": wheels[0].name if wheels else None, "parts": bool(wheels),
         "home": folder, "claimed": bool(resources.volume_claim),
         "shipped": not resources.volume_claim, "installs": not resources.installed,
@@ -394,7 +394,7 @@ def _of_platform(
     if kind == "ray":
         return _of_ray(folder, job, resources, "${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}")
     if kind == "databricks":
-        return {"folder": resources.folder.rstrip("/")}
+        return {"remote_folder": resources.remote_folder.rstrip("/")}
     if kind == "azureml":
         launch = (
             f"{ranks} --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT"
@@ -410,7 +410,7 @@ def _of_platform(
         launch = (
             f'{ranks} --node-rank="$node" --master-addr="$first" --master-port={resources.port}'
         )
-        there = {**values, "launch": launch, "folder": resources.folder.rstrip("/")}
+        there = {**values, "launch": launch, "remote_folder": resources.remote_folder.rstrip("/")}
         return {"script": filled_script(template_text("vertex.sh"), there, shlex.quote)}
     if kind == "skypilot":
         return _of_skypilot(job, resources, values)

@@ -148,7 +148,8 @@ def submit(
     if path is None:
         path = Path(folder) if folder else _new_folder(what)
         job(what, path, **rest)  # type: ignore[arg-type]
-    elif rest:
+    elif rest or folder:
+        rest |= {"folder": folder} if folder else {}
         raise PlanError(
             "The folder says what is trained; these arguments would change nothing.",
             seen=", ".join(rest),
