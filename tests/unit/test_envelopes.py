@@ -7,8 +7,10 @@ import base64
 import dataclasses
 import json
 import os
+import random
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,12 +36,12 @@ ALL = Resources(
     nodes=2, gpus_per_node=2, cpus_per_worker=3, memory="16Gi", time_s=3600, partition="small",
     account="a1", qos="high", image="img:1", namespace="team", service_account="runner",
     region="aws/us-east-1", instance_type="m5", accelerator="NVIDIA_L4", runtime="16.4.x",
-    remote_folder="/shared/job", storage="/shared/ray", data="digits-data", role="arn:aws:iam::1:role/x",
-    compute="cpu-cluster", hosts=("one", "u@two"), secrets=("tokens:HF_TOKEN",),
+    remote_folder="/shared/job", storage="/shared/ray", data="digits-data",
+    role="arn:aws:iam::1:role/x", compute="cpu-cluster", hosts=("one", "u@two"), secrets=("tokens:HF_TOKEN",),
 )  # fmt: skip
 LEAST = Resources(
-    image="img:1", instance_type="m5", runtime="x", remote_folder="/shared/job", role="arn", compute="c",
-    hosts=("one",),
+    image="img:1", instance_type="m5", runtime="x", remote_folder="/shared/job", role="arn",
+    compute="c", hosts=("one",),
 )  # fmt: skip
 
 
@@ -158,7 +160,16 @@ def keys(node):
     return [keys(inner) for inner in node] if isinstance(node, list) else type(node)
 
 
-FREE = ("image", "region", "instance_type", "runtime", "remote_folder", "storage", "role", "compute")
+FREE = (
+    "image",
+    "region",
+    "instance_type",
+    "runtime",
+    "remote_folder",
+    "storage",
+    "role",
+    "compute",
+)
 
 
 @pytest.mark.parametrize("one", FREE)
@@ -467,6 +478,21 @@ def test_pods_get_the_whole_folder_from_config_maps(folder):
     assert all(len(json.dumps(one)) < 1 << 20 for one in maps)
 
 
+def test_files_reach_rays_pods_too(folder):
+    (folder / "helper.py").write_text("K = 3\n")
+    known = {"format": "workbench-job/1", "files": {"helper.py": ""}}
+    (folder / "run.json").write_text(json.dumps(known))
+    *maps, job = documents(write("rayjob", folder)["rayjob.yaml"])
+    pod = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    (script,) = pod["initContainers"][0]["args"]
+    laid_out = folder / "laid-out"
+    laid_out.mkdir()
+    script = script.replace("/workbench-files/", f"{mounted_from(maps, folder)}/")
+    as_container(folder, script.replace(envelopes.MOUNT, str(laid_out)))
+    assert (laid_out / "helper.py").read_text() == "K = 3\n"
+    assert (laid_out / "wb-1-py3-none-any.whl").read_bytes() == bytes(range(256)) * 4
+
+
 def test_a_claim_takes_the_place_of_config_maps(folder):
     claimed = dataclasses.replace(ALL, volume_claim="jobs")
     (only,) = documents(write("jobset", folder, resources=claimed)["jobset.yaml"])
@@ -501,9 +527,12 @@ def test_ray_finds_the_wheel_in_its_working_folder(folder):
 
 # -- the commands, as their containers would run them ----------------------------------------------
 
-FAKE_PYTHON = """#!/bin/sh
+FAKE_PYTHON = f"""#!/bin/sh
 echo "python $*" >> "$LOG"
-case "$*" in *torch.distributed.run*) ls; cat *.whl | wc -c;; esac
+case "$*" in
+  *torch.distributed.run*) find . -type f; cat *.whl | wc -c;;
+  *zipfile*) exec {sys.executable} "$@";;
+esac
 """
 
 
@@ -523,18 +552,32 @@ def as_container(folder, script, **environment):
     return done.stdout.split(), log.read_text().splitlines()
 
 
-def test_the_command_of_a_trainjob_lays_out_the_folder_and_starts_torchrun(folder):
-    *maps, job = documents(write("trainjob", folder)["trainjob.yaml"])
+def mounted_from(maps, folder):
+    """Return the folder that pods see: ConfigMaps laid over each other."""
     mounted = folder / "mounted"
     mounted.mkdir()
     for one in maps:
+        assert len(json.dumps(one)) < 1 << 20
         for name, text in one.get("data", {}).items():
             (mounted / name).write_text(text)
         for name, data in one.get("binaryData", {}).items():
             (mounted / name).write_bytes(base64.b64decode(data))
+    return mounted
+
+
+def test_the_command_of_a_trainjob_lays_out_the_folder_and_starts_torchrun(folder):
+    (folder / "data" / "deep").mkdir(parents=True)
+    (folder / "data" / "deep" / "x.csv").write_text("1,2\n")
+    (folder / "helper.py").write_bytes(random.Random(0).randbytes(envelopes.MAP_BYTES))
+    known = {"train.py": "", "data": "", "helper.py": "", "wb-1-py3-none-any.whl": ""}
+    (folder / "run.json").write_text(json.dumps({"format": "workbench-job/1", "files": known}))
+    *maps, job = documents(write("trainjob", folder)["trainjob.yaml"])
+    mounted = mounted_from(maps, folder)
     (script,) = job["spec"]["trainer"]["args"]
     seen, asked = as_container(folder, script, WORKBENCH_FILES=str(mounted))
-    assert {"train.py", "run.json", "requirements.txt", "1024"} <= set(seen)
+    assert {"./train.py", "./run.json", "./requirements.txt", "1024"} <= set(seen)
+    assert {"./data/deep/x.csv", "./helper.py"} <= set(seen)
+    asked = [line for line in asked if "zipfile" not in line]
     assert asked[0].endswith("-r requirements.txt")
     assert asked[1].split()[-1] == "train.py"
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PlanError, unknown
+from .packages import files_zip
 from .published import (
     ENVELOPES,
     Envelope,
@@ -35,6 +36,8 @@ MOUNT = "/workbench-job"
 MAP_BYTES = 700_000
 """Of a file in one ConfigMap, which may have 1 MiB; a wheel is cut in parts."""
 MOST_MAP_BYTES = 8 << 20
+PACKED = "workbench-files.zip"
+"""What else the cell needs, on its way to pods: ConfigMaps know no folders."""
 LOG_LINES = "WORKBENCH_LOG_LINES"
 """Has a job print its records as marked lines, for `wb.follow`."""
 _DNS = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -352,11 +355,13 @@ def _values(
         "slurm_time": None if seconds is None else _slurm_time(seconds),
         "port": resources.port, "hosts": resources.hosts,
         "there": resources.remote_folder or f"workbench-jobs/{legal_name(job.name)}",
-        "copied": not resources.remote_folder, "mount": MOUNT, "said": f"By Workbench; {envelope.note}.",
+        "copied": not resources.remote_folder, "mount": MOUNT,
+        "said": f"By Workbench; {envelope.note}.",
         "wheels": wheels, "wheel": wheels[0].name if wheels else None, "parts": bool(wheels),
         "home": folder, "claimed": bool(resources.volume_claim),
         "shipped": not resources.volume_claim, "installs": not resources.installed,
         "no_storage": not resources.storage,
+        "packed": None if resources.volume_claim else _packed(folder, envelope),
     }  # fmt: skip
     values["environment"] = filled_script(
         template_text("environment.sh"), values, shlex.quote
@@ -519,6 +524,10 @@ def _of_rayjob(folder: Path, job: JobFacts, resources: Resources, of_pod: Values
         lines = f"set -eu\ncp -L {files}/* {MOUNT}/\n"
         if wheel := of_pod["wheel"]:
             lines += f"cd {MOUNT}\ncat {wheel}.part* > {wheel}\n"
+        if of_pod["packed"]:
+            lines += (
+                f"cd {MOUNT}\ncat {PACKED}.part* > {PACKED}\npython3 -m zipfile -e {PACKED} .\n"
+            )
         empty = {"name": "laid-out", "mountPath": MOUNT}
         pods |= {
             "volumes": [*of_pod["volumes"], {"name": "laid-out", "emptyDir": {}}],
@@ -553,17 +562,27 @@ def _volumes(folder: Path, resources: Resources, values: Values) -> tuple[list[A
     return volumes, mounts
 
 
+def _packed(folder: Path, envelope: Envelope) -> bytes:
+    """Return what of a job folder is neither a text of `_shipped` nor the wheel, as a zip."""
+    about = folder / "run.json"
+    if not envelope.schema.startswith("kubernetes:") or not about.is_file():
+        return b""
+    ours = {"train.py", "run.json", "requirements.txt", "README.md"}
+    known = json.loads(about.read_text(encoding="utf-8")).get("files", {})
+    return files_zip(folder, [n for n in known if n not in ours and not n.endswith(".whl")])
+
+
 def _parts(values: Values) -> Iterator[tuple[str, bytes]]:
-    """Yield the wheel in parts, by name."""
-    for wheel in values["wheels"][:1]:
-        data = wheel.read_bytes()
+    """Yield the wheel and the packed files in parts, by name."""
+    whole = {wheel.name: wheel.read_bytes() for wheel in values["wheels"][:1]}
+    for name, data in {**whole, PACKED: values["packed"] or b""}.items():
         for number, start in enumerate(range(0, len(data), MAP_BYTES)):
-            yield f"{wheel.name}.part{number:02}", data[start : start + MAP_BYTES]
+            yield f"{name}.part{number:02}", data[start : start + MAP_BYTES]
 
 
 def _map_names(values: Values) -> list[str]:
     name = values["dns_name"]
-    return [f"{name}-files", *(f"{name}-wheel-{i}" for i, _ in enumerate(_parts(values)))]
+    return [f"{name}-files", *(f"{name}-part-{i}" for i, _ in enumerate(_parts(values)))]
 
 
 def _shipped(values: Values) -> dict[str, str]:

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import hashlib
 import importlib.metadata as metadata
+import io
 import sys
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -123,13 +124,30 @@ def workbench_wheel(into: Path) -> str:
     files[f"{about}/top_level.txt"] = b"workbench\n"
     rows = [f"{path},sha256={_url_digest(data)},{len(data)}" for path, data in files.items()]
     files[f"{about}/RECORD"] = "\n".join([*rows, f"{about}/RECORD,,", ""]).encode()
-    with zipfile.ZipFile(into / name, "w", zipfile.ZIP_DEFLATED) as wheel:
+    (into / name).write_bytes(_zipped(files))
+    return name
+
+
+def files_zip(folder: Path, names: Iterable[str]) -> bytes:
+    """Return files and folders of a folder as a zip; empty: there are none.
+
+    The same files give the same bytes.
+    """
+    chosen = [path for name in names for path in (folder / name, *(folder / name).rglob("*"))]
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(chosen)}
+    files = {place: path.read_bytes() for place, path in found.items() if path.is_file()}
+    return _zipped(files) if files else b""
+
+
+def _zipped(files: Mapping[str, bytes]) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as whole:
         for path, data in files.items():
             entry = zipfile.ZipInfo(path, _EPOCH)
             entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o100644 << 16
             entry.create_system = 3
-            wheel.writestr(entry, data)
-    return name
+            whole.writestr(entry, data)
+    return made.getvalue()
 
 
 def _url_digest(data: bytes) -> str:
