@@ -37,7 +37,8 @@ ALL = Resources(
     account="a1", qos="high", image="img:1", namespace="team", service_account="runner",
     region="aws/us-east-1", instance_type="m5", accelerator="NVIDIA_L4", runtime="16.4.x",
     remote_folder="/shared/job", storage="/shared/ray", data="digits-data",
-    role="arn:aws:iam::1:role/x", compute="cpu-cluster", hosts=("one", "u@two"), secrets=("tokens:HF_TOKEN",),
+    role="arn:aws:iam::1:role/x", compute="cpu-cluster",
+    hosts=("one", "u@two"), secrets=("tokens:HF_TOKEN",),
 )  # fmt: skip
 LEAST = Resources(
     image="img:1", instance_type="m5", runtime="x", remote_folder="/shared/job", role="arn",

@@ -131,6 +131,17 @@ class TestContents:
         path = write_job(plan_of(builtin.lookup("digits_mlp")), tmp_path / "b")
         assert "scikit-learn" in read_job(path).pins["packages"]
 
+    def test_what_travelling_files_import_is_required(self, tmp_path, notebook):
+        (notebook / "helper.py").write_text("import yaml, json, other\n")
+        (notebook / "other").mkdir()
+        (notebook / "other" / "deep.py").write_text("from PIL import Image\n")
+        (notebook / "other" / "broken.py").write_text("def\n")
+        files = [Path("helper.py"), Path("other")]
+        path = write_job(plan_of("import torch, helper\n"), tmp_path / "job", files=files)
+        lines = (path / "requirements.txt").read_text().splitlines()
+        named = {line.partition("==")[0].lower() for line in lines if "==" in line}
+        assert named == {"torch", "numpy", "pyyaml", "pillow"}
+
     def test_arguments_of_a_function_travel_in_its_cell(self, tmp_path):
         recipe = Recipe("def train(lr):\n    print(lr)\n", function="train", args=(0.5,))
         job = read_job(write_job(plan_of(recipe), tmp_path / "job"))

@@ -38,7 +38,7 @@ from ..shared.events import Topic
 from ..shared.log_targets import PACKAGES, parse_target
 from ..shared.plan import Plan
 from . import script
-from .cell import check_cell
+from .cell import check_cell, imported
 from .packages import packages_of, requirements, workbench_wheel
 
 FORMAT = "workbench-job/1"
@@ -213,7 +213,8 @@ def write_job(
         if plan.init_from and initial is not None:
             _copy_weights(initial, fresh / INITIAL)
         trackers = [name for one in plan.log for name in PACKAGES[parse_target(one).kind]]
-        packages = packages_of(source, plan.framework, () if plain else trackers)
+        also = {*_imported_by(chosen.values()), *(() if plain else trackers)}
+        packages = packages_of(source, plan.framework, also - {Path(p).stem for p in chosen})
         pinned = {"python": platform.python_version(), "packages": packages}
         about = _describe(travelling, {**pinned, **asdict(pins or Pins())}, plain=plain)
         wheel = "" if plain else workbench_wheel(fresh)
@@ -339,6 +340,16 @@ def _placed(files: Sequence[Path], here: Path) -> dict[str, Path]:
                 code="WB-PLAN-211",
             )
         found[place] = path
+    return found
+
+
+def _imported_by(files: Iterable[Path]) -> set[str]:
+    """Return the modules that travelling scripts and packages import."""
+    found: set[str] = set()
+    for file in files:
+        for path in file.rglob("*.py") if file.is_dir() else [file]:
+            with contextlib.suppress(OSError, SyntaxError, ValueError):
+                found |= {*imported(path.read_text("utf-8"))} if path.suffix == ".py" else set()
     return found
 
 

@@ -22,10 +22,10 @@ def packages_of(source: str, framework: str, also: Iterable[str] = ()) -> dict[s
     """Return the versions of what the cell imports, the framework and NumPy, without `+cpu`.
 
     Args:
-        also: Modules that the run imports besides: trackers.
+        also: Modules that the run imports besides: those of files that travel, and trackers.
     """
     wanted = set(_FRAMEWORK[framework])
-    modules = {one for one in imported(source) if one not in sys.stdlib_module_names} | set(also)
+    modules = {*imported(source), *also} - sys.stdlib_module_names
     named = {one for one in modules if _is_distribution(one)}
     wanted |= named
     if modules - named:  # called otherwise than what they come with; it takes a second to find out
