@@ -47,3 +47,11 @@ def test_a_job_that_is_written_takes_no_other_folder(notebook: Path) -> None:
         jobs.submit("job", on="local", folder="elsewhere", follow=False)
     assert "folder" in str(caught.value)
     assert not (notebook / "elsewhere").exists()
+
+
+def test_the_line_that_says_how_to_start_is_right_in_the_folder() -> None:
+    cell = "import tensorflow as tf\nprint(tf, strategy)\n"
+    path = jobs.job(
+        cell, "a job", strategy="multi_worker_mirrored", workers=2, framework="tensorflow"
+    )
+    assert "\n    workbench run .\n" in jobs.job_line(path)

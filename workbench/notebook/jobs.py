@@ -100,7 +100,7 @@ def job_line(folder: Path) -> str:
     processes = int(known.launch["processes"])
     start = f"torchrun --standalone --nproc-per-node {processes} train.py"
     if known.plan.framework != "torch":
-        start = "python train.py" if processes == 1 else f"workbench run {folder.name}"
+        start = "python train.py" if processes == 1 else "workbench run ."
     near = os.path.relpath(folder)
     name = os.fspath(folder) if near.startswith("..") else near
     return (
