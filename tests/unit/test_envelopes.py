@@ -583,6 +583,19 @@ def test_the_command_of_a_trainjob_lays_out_the_folder_and_starts_torchrun(folde
     assert asked[1].split()[-1] == "train.py"
 
 
+@pytest.mark.parametrize("name", ["torchrun", "slurm"])
+def test_an_environment_that_is_not_there_is_said(name, folder):
+    write_envelope(name, folder, JOB, LEAST)
+    (file,) = ENVELOPES[name].files
+    done = subprocess.run(
+        ["bash", str(folder / file), "--venv", "nowhere"],
+        env={"PATH": "/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(folder)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == f"There is no environment in nowhere (seen from {folder}).\n"
+
+
 FAKE_SSH = """#!/bin/sh
 while [ "$1" != -- ]; do shift; done
 mkdir -p "$HOSTS_ARE/$2" && cd "$HOSTS_ARE/$2" && exec sh -c "$3"

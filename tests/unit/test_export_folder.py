@@ -330,6 +330,10 @@ class TestReplacing:
         alive.parent.mkdir(parents=True)
         alive.write_text("{}")
         assert code_of(write_job, plan_of(), path) == "WB-PLAN-215"
+        (alive.parent / "run.json").write_text('{"state": "finished"}')  # a moment ago
+        write_job(plan_of(), path)
+        (alive.parent / "run.json").write_text('{"state": "running"}')
+        assert code_of(write_job, plan_of(), path) == "WB-PLAN-215"
         os.utime(alive, (time.time() - 3600,) * 2)
         write_job(plan_of(), path)
 

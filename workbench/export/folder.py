@@ -34,7 +34,7 @@ from ..cookbook.recipe import Recipe
 from ..devices.leases import threads_per_worker
 from ..errors import PlanError
 from ..history.disk import META
-from ..shared.events import Topic
+from ..shared.events import OVER, Topic
 from ..shared.log_targets import PACKAGES, parse_target
 from ..shared.plan import Plan
 from . import script
@@ -405,7 +405,7 @@ def _check_goal(goal: Path, *, force: bool) -> list[str]:
         )
     for alive in (goal / RUNS).glob("*/alive"):
         with contextlib.suppress(OSError):
-            if time.time() - alive.stat().st_mtime < _ALIVE_S:
+            if time.time() - alive.stat().st_mtime < _ALIVE_S and not _is_over(alive.parent):
                 raise PlanError(
                     "A run of this job folder goes on; its script cannot be exchanged under it.",
                     seen=str(alive.parent),
@@ -424,6 +424,12 @@ def _check_goal(goal: Path, *, force: bool) -> list[str]:
             code="WB-PLAN-216",
         )
     return [one.name for one in goal.iterdir() if one.name not in written and one.name != META]
+
+
+def _is_over(run: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return json.loads((run / META).read_text("utf-8")).get("state") in OVER
+    return False
 
 
 def _about(folder: Path) -> dict[str, Any] | None:

@@ -175,6 +175,17 @@ def _write_job(given: argparse.Namespace, script: Path) -> Path:
 
     source = script.read_text("utf-8")
     request = parse_cell_line(given.strategy, prog="--strategy")
+    ignored = {"--seeds": request.seeds, "--to-job": request.to_job, "--plain": request.plain,
+               "another -n": given.n and request.workers not in (None, given.n)}  # fmt: skip
+    if len(request.strategies) != 1 or any(ignored.values()):
+        raise PlanError(
+            "workbench run trains a cell once, under one strategy.",
+            seen=f"--strategy {shlex.quote(given.strategy)}",
+            allowed="a strategy, and its flags without " + ", ".join(ignored),
+            next_step="workbench run --strategy 'mirrored --seed 1' "
+            f"{shlex.quote(given.what)}; --out DIR and --plain stand before --strategy",
+            code="WB-PLAN-261",
+        )
     recipe = Recipe(source, origin=script.name, framework=framework_of(source))
     workers = given.n or request.workers or 1
     plan = plan_of(request, recipe, framework="torch", workers=workers)
