@@ -350,7 +350,7 @@ def test_a_call_that_a_library_does_not_publish_is_refused(name, old, new, folde
     "wrong",
     [{"nodes": 0}, {"nodes": -1}, {"gpus_per_node": -1}, {"cpus_per_worker": -2}, {"time_s": 0},
      {"time_s": -5.0}, {"nodes": 1.5}, {"nodes": True}, {"workers_per_node": -1}, {"port": 80},
-     {"time_s": float("nan")}],
+     {"time_s": float("nan")}, {"time_s": float("inf")}, {"time_s": "1h"}, {"nodes": "2"}],
 )  # fmt: skip
 def test_numbers_that_cannot_be_are_refused(wrong, folder):
     refused("WB-PLAN-227", "slurm", folder, **wrong)

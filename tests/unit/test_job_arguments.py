@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,3 +56,26 @@ def test_the_line_that_says_how_to_start_is_right_in_the_folder() -> None:
         cell, "a job", strategy="multi_worker_mirrored", workers=2, framework="tensorflow"
     )
     assert "\n    workbench run .\n" in jobs.job_line(path)
+
+
+@pytest.mark.parametrize(("strategy", "nodes"), [("one_device", 1), ("mirrored", 2)])
+def test_the_line_that_hands_it_over_fits_its_processes(strategy: str, nodes: int) -> None:
+    path = jobs.job(CELL, "job", strategy=strategy, workers=nodes)
+    assert f"on='slurm', nodes={nodes})" in jobs.job_line(path)
+    jobs.job(CELL, "job", strategy=strategy, workers=nodes, on="slurm", nodes=nodes)
+
+
+def test_nobody_is_told_to_follow_a_plain_job() -> None:
+    cell = "import torch\nmodel = torch.nn.Linear(1, 1)\nwb.fit(model, 1, loss=2, optimizer=3)\n"
+    path = jobs.job(cell, "job", strategy="mirrored", workers=2, plain=True, on="slurm")
+    assert "follow" not in jobs.job_line(path) + (path / "job.sbatch").read_text()
+
+
+def test_a_plain_job_is_handed_over_and_not_waited_for(monkeypatch, capsys) -> None:
+    handed = SimpleNamespace(name="job")
+    monkeypatch.setattr(type(jobs.jobs), "submit", lambda self, *given, **options: handed)
+    monkeypatch.setattr(jobs, "_show_when_begun", lambda *given: pytest.fail("it is waited for"))
+    cell = "import torch\nmodel = torch.nn.Linear(1, 1)\nwb.fit(model, 1, loss=2, optimizer=3)\n"
+    path = jobs.job(cell, "job", strategy="mirrored", workers=2, plain=True)
+    assert jobs.submit(path, on="local") is handed
+    assert "wb.jobs['job']" in capsys.readouterr().out

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -267,7 +268,8 @@ def _check_numbers(resources: Resources) -> None:
         number = getattr(resources, one.name)
         if number is None or not isinstance(one.default, int | None) or one.name == "installed":
             continue
-        whole = one.name == "time_s" or isinstance(number, int)
+        kind = int | float if one.name == "time_s" else int
+        whole = isinstance(number, kind) and number < math.inf
         if isinstance(number, bool) or not whole or not number >= least.get(one.name, 0):
             raise PlanError(
                 f"{one.name} of the resources cannot be that.",
@@ -381,7 +383,8 @@ def _header(envelope: Envelope, job: JobFacts, values: Values) -> str:
     name = values["slurm_name"] if envelope.name == "slurm" else name
     lines = [
         f"Made by Workbench: {envelope.summary}.", f"What was done to check it: {envelope.note}.",
-        f"Start: {envelope.start}", f"Records: {envelope.records}",
+        f"Start: {envelope.start}",
+        f"Records: {'none: the script does without Workbench' if job.plain else envelope.records}",
     ]  # fmt: skip
     if name != job.name:
         lines.append(f"The job's name {json.dumps(job.name)} is not one there: it is {name}.")
