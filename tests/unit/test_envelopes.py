@@ -350,7 +350,8 @@ def test_a_call_that_a_library_does_not_publish_is_refused(name, old, new, folde
     "wrong",
     [{"nodes": 0}, {"nodes": -1}, {"gpus_per_node": -1}, {"cpus_per_worker": -2}, {"time_s": 0},
      {"time_s": -5.0}, {"nodes": 1.5}, {"nodes": True}, {"workers_per_node": -1}, {"port": 80},
-     {"time_s": float("nan")}, {"time_s": float("inf")}, {"time_s": "1h"}, {"nodes": "2"}],
+     {"time_s": float("nan")}, {"time_s": float("inf")}, {"time_s": "1h"}, {"port": 65536},
+     {"nodes": "2"}],
 )  # fmt: skip
 def test_numbers_that_cannot_be_are_refused(wrong, folder):
     refused("WB-PLAN-227", "slurm", folder, **wrong)
@@ -438,7 +439,8 @@ def test_memory_is_written_as_each_platform_takes_it(folder):
 @pytest.mark.parametrize(
     ("name", "legal"),
     [("digits", "digits"), ("My Job", "my-job"), ("äö", "job"), ("", "job"), ("-a-", "a"),
-     ("x" * 80, "x" * 40), ("Ä_digits_2", "digits-2"), ("a" * 39 + "-b", "a" * 39)],
+     ("x" * 80, "x" * 40), ("Ä_digits_2", "digits-2"), ("a" * 39 + "-b", "a" * 39),
+     ("2 GPUs", "job-2-gpus"), ("7", "job-7")],
 )  # fmt: skip
 def test_a_name_that_kubernetes_refuses_becomes_a_legal_one(name, legal):
     assert legal_name(name) == legal
@@ -644,6 +646,11 @@ def test_a_job_over_ssh_is_copied_to_each_host_and_started_there(folder):
         assert f"--node-rank={node} " in command
         assert "--master-addr=one " in command
         assert key == "key"
+
+
+def test_a_far_folder_begins_where_a_login_does(folder):
+    far = dataclasses.replace(LEAST, remote_folder="~/my jobs/x")
+    assert "there='my jobs/x'\n" in write("ssh", folder, resources=far)["start-ssh.sh"]
 
 
 def test_a_host_that_fails_ends_the_others(folder):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PlanError, unknown
-from .packages import files_zip
+from .packages import packed_files
 from .published import (
     ENVELOPES,
     Envelope,
@@ -159,9 +159,19 @@ def write_envelope(name: str, folder: Path, job: JobFacts, resources: Resources)
 
 
 def legal_name(name: str) -> str:
-    """Return a name for objects of Kubernetes (RFC 1123, with room for what pods append)."""
-    made = re.sub(r"[^a-z0-9]+", "-", name.lower())[:40].strip("-")
+    """Return a name for objects of Kubernetes, with room for what pods append.
+
+    Services are called after it, which takes RFC 1035: a letter comes first.
+    """
+    made = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    made = (f"job-{made}" if made[:1].isdigit() else made)[:40].strip("-")
     return made if _DNS.fullmatch(made) else "job"
+
+
+def far_folder(resources: Resources, name: str) -> str:
+    """Return a job's folder on hosts of ssh, where a login begins in `~`."""
+    given = resources.remote_folder.removeprefix("~/")
+    return given or f"workbench-jobs/{legal_name(name)}"
 
 
 def memory_bytes(text: str) -> int:
@@ -270,11 +280,14 @@ def _check_numbers(resources: Resources) -> None:
             continue
         kind = int | float if one.name == "time_s" else int
         whole = isinstance(number, kind) and number < math.inf
-        if isinstance(number, bool) or not whole or not number >= least.get(one.name, 0):
+        most = 65535 if one.name == "port" else math.inf
+        fits = whole and least.get(one.name, 0) <= number <= most
+        if isinstance(number, bool) or not fits:
             raise PlanError(
                 f"{one.name} of the resources cannot be that.",
                 seen=number,
-                allowed=f"a number from {least.get(one.name, 0)} on",
+                allowed=f"a number from {least.get(one.name, 0)} "
+                + (f"to {most}" if one.name == "port" else "on"),
                 code="WB-PLAN-227",
             )
     if resources.memory:
@@ -356,14 +369,14 @@ def _values(
         "time_s": seconds, "time_text": None if seconds is None else f"{seconds}s",
         "slurm_time": None if seconds is None else _slurm_time(seconds),
         "port": resources.port, "hosts": resources.hosts,
-        "there": resources.remote_folder or f"workbench-jobs/{legal_name(job.name)}",
+        "there": far_folder(resources, job.name),
         "copied": not resources.remote_folder, "mount": MOUNT,
         "said": f"By Workbench; {envelope.note}.",
         "wheels": wheels, "wheel": wheels[0].name if wheels else None, "parts": bool(wheels),
         "home": folder, "claimed": bool(resources.volume_claim),
         "shipped": not resources.volume_claim, "installs": not resources.installed,
         "no_storage": not resources.storage,
-        "packed": None if resources.volume_claim else _packed(folder, envelope),
+        "packed": None if resources.volume_claim else packed_files(folder),
     }  # fmt: skip
     values["environment"] = filled_script(
         template_text("environment.sh"), values, shlex.quote
@@ -563,16 +576,6 @@ def _volumes(folder: Path, resources: Resources, values: Values) -> tuple[list[A
         volumes.append({"name": "data", "persistentVolumeClaim": claim})
         mounts.append({"name": "data", "mountPath": "/data"})
     return volumes, mounts
-
-
-def _packed(folder: Path, envelope: Envelope) -> bytes:
-    """Return what of a job folder is neither a text of `_shipped` nor the wheel, as a zip."""
-    about = folder / "run.json"
-    if not envelope.schema.startswith("kubernetes:") or not about.is_file():
-        return b""
-    ours = {"train.py", "run.json", "requirements.txt", "README.md"}
-    known = json.loads(about.read_text(encoding="utf-8")).get("files", {})
-    return files_zip(folder, [n for n in known if n not in ours and not n.endswith(".whl")])
 
 
 def _parts(values: Values) -> Iterator[tuple[str, bytes]]:

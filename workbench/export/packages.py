@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import importlib.metadata as metadata
 import io
+import json
 import sys
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -128,11 +129,14 @@ def workbench_wheel(into: Path) -> str:
     return name
 
 
-def files_zip(folder: Path, names: Iterable[str]) -> bytes:
-    """Return files and folders of a folder as a zip; empty: there are none.
+def packed_files(folder: Path) -> bytes:
+    """Return what a job's cell needs besides, as a zip: its files, and weights to start from.
 
-    The same files give the same bytes.
+    The same files give the same bytes; empty: there are none.
     """
+    about, ours = folder / "run.json", {"train.py", "requirements.txt", "README.md"}
+    known = json.loads(about.read_text("utf-8")).get("files", {}) if about.is_file() else {}
+    names = [name for name in known if name not in ours and not name.endswith(".whl")]
     chosen = [path for name in names for path in (folder / name, *(folder / name).rglob("*"))]
     found = {path.relative_to(folder).as_posix(): path for path in sorted(chosen)}
     files = {place: path.read_bytes() for place, path in found.items() if path.is_file()}

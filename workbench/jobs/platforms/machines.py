@@ -23,7 +23,7 @@ import psutil
 from ...cluster.hosts.slurm import job_facts
 from ...devices.discovery import discover
 from ...errors import ClusterError, PlanError
-from ...export.envelopes import legal_name
+from ...export.envelopes import far_folder
 from ...export.folder import read_job
 from ...shared import cluster_env
 from ..places import SSH_OPTIONS
@@ -532,7 +532,7 @@ class Ssh:
     def submit(self, folder: Path, resources: Resources) -> Ticket:
         """Copy the folder to each host, then start all."""
         folder = folder.resolve()
-        there = resources.remote_folder or f"workbench-jobs/{legal_name(read_job(folder).name)}"
+        there = far_folder(resources, read_job(folder).name)
         token, key = f"wb-{secrets.token_hex(6)}", secrets.token_hex(16)
         hosts = list(resources.hosts)
         names = [host.rpartition("@")[2] for host in hosts]
