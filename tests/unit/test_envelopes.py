@@ -507,6 +507,16 @@ def test_files_too_large_for_config_maps_are_refused(folder):
     assert "volume_claim=" in refused("WB-PLAN-233", "trainjob", folder)
 
 
+def test_data_too_large_for_any_config_map_is_not_even_read(folder):
+    (folder / "data").mkdir()
+    with (folder / "data" / "x.bin").open("wb") as file:
+        file.truncate(65 << 20)
+    (folder / "run.json").write_text(json.dumps({"files": {"data": ""}}))
+    assert "volume_claim=" in refused("WB-PLAN-262", "trainjob", folder)
+    write_envelope("slurm", folder, JOB, LEAST)
+    write_envelope("trainjob", folder, JOB, dataclasses.replace(LEAST, volume_claim="jobs"))
+
+
 def test_an_image_with_all_in_it_is_sent_no_wheel(folder):
     ready = dataclasses.replace(ALL, installed=True)
     text = write("trainjob", folder, resources=ready)["trainjob.yaml"]

@@ -376,7 +376,8 @@ def _values(
         "home": folder, "claimed": bool(resources.volume_claim),
         "shipped": not resources.volume_claim, "installs": not resources.installed,
         "no_storage": not resources.storage,
-        "packed": None if resources.volume_claim else packed_files(folder),
+        "packed": packed_files(folder)
+        if envelope.schema.startswith("kubernetes:") and not resources.volume_claim else None,
     }  # fmt: skip
     values["environment"] = filled_script(
         template_text("environment.sh"), values, shlex.quote

@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ..errors import PlanError
 from .cell import imported
 
 DISTRIBUTION, PACKAGE = "distributed-workbench", "workbench"
@@ -61,6 +62,8 @@ def requirements(packages: Mapping[str, str], wheel: str) -> str:
     return "\n".join([*lines, *([f"./{wheel}"] if wheel else [])]) + "\n"
 
 
+MOST_UNPACKED_BYTES = 64 << 20
+"""Of a job's files; ConfigMaps hold far less, and a data set must not fill the memory to say so."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _NOT_SHIPPED = ("__pycache__", "tests")
 _METADATA = """\
@@ -133,14 +136,28 @@ def packed_files(folder: Path) -> bytes:
     """Return what a job's cell needs besides, as a zip: its files, and weights to start from.
 
     The same files give the same bytes; empty: there are none.
+
+    Raises:
+        PlanError: They are so large that nothing packs them small enough; they are not read.
     """
     about, ours = folder / "run.json", {"train.py", "requirements.txt", "README.md"}
     known = json.loads(about.read_text("utf-8")).get("files", {}) if about.is_file() else {}
     names = [name for name in known if name not in ours and not name.endswith(".whl")]
     chosen = [path for name in names for path in (folder / name, *(folder / name).rglob("*"))]
     found = {path.relative_to(folder).as_posix(): path for path in sorted(chosen)}
-    files = {place: path.read_bytes() for place, path in found.items() if path.is_file()}
-    return _zipped(files) if files else b""
+    files = {place: path for place, path in found.items() if path.is_file()}
+    size_bytes = sum(path.stat().st_size for path in files.values())
+    if size_bytes > MOST_UNPACKED_BYTES:
+        raise PlanError(
+            "The files that the cell reads are too large for ConfigMaps, which is how they reach "
+            "the pods.",
+            seen=f"{', '.join(names)}: {size_bytes >> 20} MiB",
+            allowed=f"{MOST_UNPACKED_BYTES >> 20} MiB, and less when it is packed",
+            next_step="copy the job's folder to a PersistentVolumeClaim and name it: "
+            "volume_claim='NAME'",
+            code="WB-PLAN-262",
+        )
+    return _zipped({place: path.read_bytes() for place, path in files.items()}) if files else b""
 
 
 def _zipped(files: Mapping[str, bytes]) -> bytes:
