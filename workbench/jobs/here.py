@@ -133,6 +133,14 @@ def run_here(given: argparse.Namespace) -> int:
         recorded = None if description(what).get("plain") else what
         return Started(processes_of_job(what, given.args), recorded).attend(given)
     recorded = None if given.plain else given.out or _RUNS / what.stem
+    if recorded is not None and is_job(recorded):
+        raise PlanError(
+            "The records of a script would go into a job folder, where nobody looks for them.",
+            seen=str(recorded),
+            allowed="a folder of their own",
+            next_step="--out DIR; or --strategy LINE, if the file is the cell of that job",
+            code="WB-PLAN-263",
+        )
     processes = processes_of_script(what, given)
     return Started(processes, recorded).attend(given)
 
