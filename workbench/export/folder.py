@@ -501,9 +501,9 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
         ]
         lines += _recorded(plan)
     else:
-        lines += ["The script does without Workbench: nothing is recorded. "
-                  "It leaves `weights.pt`." if torch else "The script does without Workbench: "
-                  "nothing is recorded.", ""]  # fmt: skip
+        lines += ["The script does without Workbench: nothing is recorded."]
+        lines += ["What `wb.fit` or `wb.prepare` trained is left in `weights.pt`."] if torch else []
+        lines += [""]
     if notes:
         lines += ["## Mind", "", *(f"- {note}" for note in notes), ""]
     return "\n".join(lines)
