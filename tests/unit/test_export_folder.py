@@ -314,6 +314,14 @@ class TestReplacing:
         assert code_of(write_job, plan_of(), goal, replace=True) == "WB-PLAN-214"
         assert goal.is_file() or len(list(goal.iterdir())) == 1
 
+    def test_an_envelope_that_holds_the_old_cell_goes(self, tmp_path):
+        path = write_job(plan_of(), tmp_path / "job")
+        for name in ("trainjob.yaml", "job.sbatch"):
+            (path / name).write_text("# as it was made for the cell before\n")
+        write_job(plan_of(CELL + "print(1)\n"), path)
+        assert not (path / "trainjob.yaml").exists()
+        assert (path / "job.sbatch").exists()
+
     def test_an_empty_folder_is_taken(self, tmp_path):
         (tmp_path / "job").mkdir()
         assert read_job(write_job(plan_of(), tmp_path / "job"))

@@ -40,12 +40,19 @@ from ..shared.plan import Plan
 from . import script
 from .cell import check_cell, imported
 from .packages import packages_of, requirements, workbench_wheel
+from .published import ENVELOPES
 
 FORMAT = "workbench-job/1"
 RUNS = "runs"
 CHECKPOINTS = "checkpoints"
 INITIAL = "initial"
 _OURS = ("train.py", META, "requirements.txt", "README.md", RUNS, CHECKPOINTS, INITIAL)
+_HOLDING = {
+    file
+    for one in ENVELOPES.values() if one.schema.startswith("kubernetes:")
+    for file in one.files if file.endswith(".yaml")
+}  # fmt: skip
+"""Envelopes with the cell itself in them: an old one would train what the folder no longer says."""
 _ALIVE_S = 10.0
 """So old may be the last sign of life of a run that goes on."""
 
@@ -184,7 +191,7 @@ def write_job(
     """Write a job folder, the whole of it or nothing; return its path.
 
     A job folder that is there is written anew. What is not ours stays: its runs, its checkpoints,
-    files that were put there.
+    files that were put there, and envelopes that do not hold the cell themselves.
 
     Args:
         plain: Write a script that does without Workbench; nobody records it.
@@ -423,7 +430,8 @@ def _check_goal(goal: Path, *, force: bool) -> list[str]:
             next_step="take the changes into the cell, or name another folder",
             code="WB-PLAN-216",
         )
-    return [one.name for one in goal.iterdir() if one.name not in written and one.name != META]
+    gone = {META, *written, *_HOLDING}
+    return [one.name for one in goal.iterdir() if one.name not in gone]
 
 
 def _is_over(run: Path) -> bool:
