@@ -590,7 +590,12 @@ def test_a_job_that_does_not_say_so_is_refused(tmp_path, launch):
     ("words", "code"),
     [(["nothing.py"], "WB-PLAN-254"), (["."], "WB-PLAN-254"), (["-n", "0", "train.py"],
      "WB-PLAN-255"), (["-n", "2", "job"], "WB-PLAN-256"), (["--plain", "job"], "WB-PLAN-256"),
-     (["--strategy", "mirrored", "job"], "WB-PLAN-256")],
+     (["--strategy", "mirrored", "job"], "WB-PLAN-256"),
+     (["--strategy", "", "train.py"], "WB-PLAN-261"),
+     (["--strategy", "mirrored --seeds 2", "train.py"], "WB-PLAN-261"),
+     (["--strategy", "mirrored --to-job x", "train.py"], "WB-PLAN-261"),
+     (["-n", "1", "--strategy", "mirrored -n 3", "train.py"], "WB-PLAN-261"),
+     (["--out", "job", "train.py"], "WB-PLAN-263")],
 )  # fmt: skip
 def test_what_cannot_run_is_refused(tmp_path, monkeypatch, script, capsys, words, code):
     make_job(tmp_path / "job")

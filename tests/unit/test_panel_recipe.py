@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import queue
+
 import pytest
 from panel_choosing import choosing, do
 
@@ -100,3 +103,16 @@ def test_a_recipe_that_is_gone_is_said_and_the_panel_goes_on(panel, tiny):
     do(panel, "recipe.pick", name="digits_cnn")
     assert panel.wire()["strategies"]["ready"]
     recipes.register(tiny)
+
+
+def test_a_job_is_written_for_each_strategy_and_seed(panel, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    do(panel, "recipe.pick", name="digits_mlp")
+    do(panel, "strategies.toggle", strategy="sharded")
+    do(panel, "strategies.common", name="seeds", value="2")
+    answers = queue.Queue()
+    panel.do("recipe.job", {}, lambda value, **_: answers.put(value))
+    written = answers.get(timeout=60)["folders"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted(written)
+    seeds = [json.loads((tmp_path / one / "run.json").read_text())["seed"] for one in written]
+    assert seeds == [0, 1, 0, 1]

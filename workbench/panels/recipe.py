@@ -79,13 +79,15 @@ class RecipePart(Part):
 
     @action(slow=True)
     def job(self) -> dict[str, Any]:
-        """Write a job folder for each strategy that is picked; return what was written."""
+        """Write a job folder for each strategy that is picked, and each seed; return what was."""
         session, choice = self.panel.session, self.panel.choice
         framework, recipe = choice.framework_in(session), choice.recipe_in(session)
         choice.check(framework)
         check_written_for(recipe, framework)
         place = strategies.place_of(session, choice)
         drafts = [strategies.draft(line, recipe, place) for line in choice.lines(framework)]
+        if choice.seeds > 1:
+            drafts = [plan.with_seed(seed) for plan in drafts for seed in range(choice.seeds)]
         folders = [jobs.job(plan, f"job-{plan.name or plan.strategy}") for plan in drafts]
         return {"folders": [folder.name for folder in folders], "where": str(folders[0].parent)}
 
