@@ -157,7 +157,8 @@ def refused(kind):
 
             fit(Looked(), (torch.randint(0, 10, (20, 1)), y), loss=loss, optimizer=make,
                 batch_size=10)  # fmt: skip
-        elif kind == "sparse":
+        elif kind == "sparse momentum":
+            make = lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)  # noqa: E731
             model = torch.nn.Sequential(torch.nn.Embedding(10, 4, sparse=True), torch.nn.Flatten(),
                                         torch.nn.Linear(4, 1))  # fmt: skip
             fit(model, (torch.randint(0, 10, (20, 1)), y), loss=loss, optimizer=make, batch_size=10)

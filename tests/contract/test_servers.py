@@ -180,7 +180,8 @@ def test_what_workers_and_servers_hold_is_told(
 
 
 REFUSED = {
-    "own class": "WB-FIT-115", "closure": "closure", "sparse": "WB-FIT-028",
+    "own class": "WB-FIT-115", "closure": "closure",
+    "sparse momentum": "WB-FIT-185",
     "sparse function": "WB-FIT-126",
     "setting": "'note' cannot be sent",
 }  # fmt: skip

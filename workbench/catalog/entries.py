@@ -95,7 +95,6 @@ TORCH: tuple[Strategy, ...] = (
         shares_gpu=True,
         source="Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
         aliases=("central",),
-        supports=FIT_FEATURES - {"sparse_gradients"},
         servers=1,
         links=True,
         options=(
@@ -117,7 +116,6 @@ TORCH: tuple[Strategy, ...] = (
         source="Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI "
         "2014; Ho et al., Stale Synchronous Parallel, NIPS 2013",
         aliases=("ps", "pserver", "kvstore"),
-        supports=FIT_FEATURES - {"sparse_gradients"},
         sync=False,
         servers_option="servers",
         sync_option="sync",

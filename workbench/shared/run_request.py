@@ -143,6 +143,22 @@ def _options(texts: Iterable[str]) -> dict[str, str]:
     return dict(map(_option, texts))
 
 
+def _parameter(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise PlanError(
+            "A parameter has a name and a value.",
+            seen=text,
+            allowed="-p layers=4",
+            code="WB-PLAN-267",
+        )
+    return name.strip(), value.strip()
+
+
+def _parameters(texts: Iterable[str]) -> dict[str, str]:
+    return dict(map(_parameter, texts))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """What a line, its plan and the engines all know, in the order of a cell written back.
@@ -298,6 +314,7 @@ class RunRequest(RunSettings):
         epochs, steps, batch_size, seed: Win over what the cell passes to `wb.fit`.
         seeds: Runs of each strategy, with seeds 0 and on; None: one, with the cell's.
         recipe: What is trained in place of the cell below.
+        parameters: Parameters of the recipe, as text where they stood on a line.
         local: Whether the cell also runs in the kernel.
         background: Whether the cell is over at once.
         plot: How the live dashboard is shown.
@@ -408,6 +425,18 @@ class RunRequest(RunSettings):
         help="train an earlier run's cell again, a @wb.recipe, or a built-in one",
         without="the cell below",
         example="%distributed sharded --recipe base",
+    )
+    parameters: dict[str, Any] = _said(  # noqa: RUF009
+        "-p --parameter",
+        {},
+        metavar="NAME=VALUE",
+        repeated=True,
+        trains=True,
+        argument="parameters",
+        read=_parameters,
+        help="parameter of the recipe: an argument of its function",
+        without="each parameter's own",
+        example="%distributed mirrored --recipe char_transformer -p layers=4 -p width=256",
     )
     local: bool = _said(
         "--local",
@@ -529,7 +558,7 @@ def takes_flags(function: Function) -> Function:
         inspect.Parameter(
             argument,
             inspect.Parameter.KEYWORD_ONLY,
-            default=() if FLAGS[name].repeated and name != "options" else UNSAID[name] or None,
+            default=() if UNSAID[name] == () else UNSAID[name] or None,
         )
         for argument, name in _ARGUMENTS.items()
         if argument not in before.parameters

@@ -73,7 +73,7 @@ class Rounds(Policy):
 
     def __init__(self, holder: Holder, options: Any) -> None:
         super().__init__(holder, options)
-        flats = {r: holder.shard.flats(mailbox) for r, mailbox in holder.mailboxes.items()}
+        flats = {rank: holder.flats(rank) for rank in holder.mailboxes}
         self._ranks = sorted(flats)
         self._sum = flats[self._ranks[0]]  # the first worker's mailbox becomes the sum
         self._flats = flats
@@ -99,6 +99,7 @@ class Rounds(Policy):
 
     def _all_in(self) -> None:
         holder = self.holder
+        holder.add_rows(self._ranks)
         gradients = holder.gradients[self._ranks[0]]
         if holder.clip_norm is None:
             self._step()
@@ -113,6 +114,7 @@ class Rounds(Policy):
         """Shorten the sum, then step."""
         for total in self._sum:
             total.mul_(factor)
+        self.holder.scale_rows(self._ranks[0], factor)
         self._step()
 
     def _step(self) -> None:
