@@ -121,6 +121,56 @@ def save_and_go_on(before, after, option=None):
     return [abs(whole[k] - resumed[k]).max() for k in whole], sorted(saved)
 
 
+def tables(rows=400, sparse=True, kind="adagrad", own_loop=False, clip=None, steps=6):
+    """Train two tables of which a step uses a few rows; return what came back of the second one.
+
+    A row of the first table is used in the first step alone, the last row never.
+    """
+    import torch
+
+    from workbench.engine.training.fit import fit
+    from workbench.engine.training.user_loops import prepare
+
+    torch.manual_seed(3)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.users = torch.nn.Embedding(rows, 3, sparse=sparse)
+            self.items = torch.nn.Embedding(rows, 3, sparse=sparse)
+            self.head = torch.nn.Linear(6, 2)
+
+        def forward(self, pairs):
+            found = torch.cat([self.users(pairs[:, 0]), self.items(pairs[:, 1])], 1)
+            return torch.tanh(found) if kind == "sparse_adam" else self.head(found)
+
+    model = Model().double()
+    x = torch.randint(0, rows - 1, (12 * steps, 2))
+    y = torch.randn(12 * steps, 6 if kind == "sparse_adam" else 2, dtype=torch.float64)
+    if kind == "sparse_adam":
+        model.head.requires_grad_(False)
+
+    def make(parameters):
+        if kind == "sparse_adam":
+            return torch.optim.SparseAdam(list(parameters), lr=0.05)
+        if kind == "sgd":
+            return torch.optim.SGD(parameters, 0.3)
+        return torch.optim.Adagrad(parameters, lr=0.2, initial_accumulator_value=1e-3)
+
+    loss = torch.nn.MSELoss()
+    if not own_loop:
+        fit(model, (x, y), loss=loss, optimizer=make, batch_size=12, steps=steps, clip_norm=clip)
+        return
+    optimizer = make(p for p in model.parameters() if p.requires_grad)
+    data = torch.utils.data.TensorDataset(x, y)
+    loader = torch.utils.data.DataLoader(data, batch_size=12)
+    model, optimizer, loader = prepare(model, optimizer, loader)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
 def refused(kind):
     """Train with what servers cannot do; return the error's first line."""
     import torch

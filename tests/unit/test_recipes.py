@@ -269,7 +269,7 @@ def test_the_parameters_of_both_frameworks_are_the_same_but_for_sparse_gradients
         ("char_transformer", "-p context=64.5", r"context[\s\S]*WB-PLAN-069"),
         ("char_transformer", "-p width=wide", r"width[\s\S]*WB-PLAN-068"),
         ("char_transformer", "-p depth=3", r"WB-PLAN-037[\s\S]*layers"),
-        ("char_transformer", "-p width", "WB-PLAN-267"),
+        ("char_transformer", "-p width", "WB-PLAN-094"),
         ("recommender", "-p rows=0", r"rows[\s\S]*WB-PLAN-261"),
         ("recommender", "-p dim=0", r"dim[\s\S]*WB-PLAN-261"),
         ("digits_mlp", "-p width=3", r"digits_mlp[\s\S]*WB-PLAN-266"),

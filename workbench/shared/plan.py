@@ -24,7 +24,8 @@ from .. import catalog
 from ..cookbook import builtin
 from ..cookbook.recipe import Recipe
 from ..errors import PlanError
-from . import checkpoints, log_targets, run_request
+from . import checkpoints, log_targets
+from .magic_args import check_window
 from .run_request import (
     FLAGS,
     OVERRIDES,
@@ -177,7 +178,7 @@ def make_plan(
             code="WB-PLAN-085",
         )
     builtin.check(recipe)
-    run_request.check_window(asked.profile, given.get("steps"))
+    check_window(asked.profile, given.get("steps"))
     folder, every, on_failure = checkpoints.settings(
         asked.checkpoint, asked.checkpoint_every, asked.on_failure
     )

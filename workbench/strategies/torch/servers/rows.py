@@ -170,16 +170,14 @@ class Changes:
 
     def __init__(self, parted: Parted, ranks: Collection[int]) -> None:
         self._tables = parted.tables
-        self._of = {
-            rank: [torch.ones(piece.shape[0], dtype=torch.bool) for piece in parted.tables]
-            for rank in ranks
-        }
+        self._of: dict[int, list[list[torch.Tensor]]] = {rank: [] for rank in ranks}
+        self.everything()
 
     def everything(self) -> None:
         """All rows are new."""
-        for masks in self._of.values():
-            for mask in masks:
-                mask.fill_(True)
+        every = [torch.arange(piece.shape[0]) for piece in self._tables]
+        for rank in self._of:
+            self._of[rank] = [[indices] for indices in every]
 
     def note(self, gradients: Mapping[int, torch.Tensor | None]) -> None:
         """Note what a step along these gradients has changed.
@@ -190,8 +188,11 @@ class Changes:
         for place, piece in enumerate(self._tables):
             gradient = gradients[piece.index]
             if gradient is not None:
-                for masks in self._of.values():
-                    masks[place][gradient._indices()[0]] = True
+                indices = gradient._indices()[0].clone()  # the next push goes where these lie
+                for pending in self._of.values():
+                    pending[place].append(indices)
+                    if sum(map(len, pending[place])) > 2 * piece.shape[0]:
+                        pending[place] = [torch.unique(torch.cat(pending[place]))]
 
     def take(self, rank: int, values: Sequence[torch.Tensor]) -> list[Rows]:
         """Return what a worker does not know yet; from now on it does.
@@ -200,10 +201,12 @@ class Changes:
             values: Each table as it is.
         """
         found = []
-        for mask, table in zip(self._of[rank], values, strict=True):
-            indices = mask.nonzero()[:, 0]
+        for pending, table in zip(self._of[rank], values, strict=True):
+            indices = (
+                torch.unique(torch.cat(pending)) if pending else torch.empty(0, dtype=torch.int64)
+            )
             found.append((indices, table.detach()[indices]))
-            mask.fill_(False)
+            pending.clear()
         return found
 
 
