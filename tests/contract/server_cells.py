@@ -121,11 +121,9 @@ def save_and_go_on(before, after, option=None):
     return [abs(whole[k] - resumed[k]).max() for k in whole], sorted(saved)
 
 
-def tables(rows=400, sparse=True, kind="adagrad", own_loop=False, clip=None, steps=6):
-    """Train two tables of which a step uses a few rows; return what came back of the second one.
-
-    A row of the first table is used in the first step alone, the last row never.
-    """
+def tables(rows=400, sparse=True, kind="adagrad", own_loop=False, clip=None, steps=6,
+           accumulate=1):  # fmt: skip
+    """Train two tables of which a step uses a few rows; the last row is never used."""
     import torch
 
     from workbench.engine.training.fit import fit
@@ -159,7 +157,8 @@ def tables(rows=400, sparse=True, kind="adagrad", own_loop=False, clip=None, ste
 
     loss = torch.nn.MSELoss()
     if not own_loop:
-        fit(model, (x, y), loss=loss, optimizer=make, batch_size=12, steps=steps, clip_norm=clip)
+        fit(model, (x, y), loss=loss, optimizer=make, batch_size=12, steps=steps,
+            clip_norm=clip, accumulate=accumulate)  # fmt: skip
         return
     optimizer = make(p for p in model.parameters() if p.requires_grad)
     data = torch.utils.data.TensorDataset(x, y)

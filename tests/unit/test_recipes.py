@@ -265,7 +265,7 @@ def test_the_parameters_of_both_frameworks_are_the_same_but_for_sparse_gradients
         ("char_transformer", "-p heads=-1", r"heads[\s\S]*WB-PLAN-261"),
         ("char_transformer", "-p lr=0", "WB-PLAN-262"),
         ("char_transformer", "-p lr=1e999", r"lr[\s\S]*WB-PLAN-033"),
-        ("char_transformer", "-p context=104857", "WB-PLAN-265"),
+        ("char_transformer", "-p context=104858", "WB-PLAN-265"),
         ("char_transformer", "-p context=64.5", r"context[\s\S]*WB-PLAN-069"),
         ("char_transformer", "-p width=wide", r"width[\s\S]*WB-PLAN-068"),
         ("char_transformer", "-p depth=3", r"WB-PLAN-037[\s\S]*layers"),

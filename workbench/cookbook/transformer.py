@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import PlanError
 from .sizes import check_counts, check_rate
 
-TEST_CHARACTERS = 104_857
+TEST_CHARACTERS = 104_858
 """Characters that `wb.data.corpus("test")` has at most; a test compares."""
 
 TORCH = '''\
