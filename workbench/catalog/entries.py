@@ -111,7 +111,8 @@ TORCH: tuple[Strategy, ...] = (
         summary="Servers hold the parameters; each worker pushes and pulls at its own pace.",
         module="workbench.strategies.torch.parameter_server:ParameterServer",
         messages="workbench.catalog.step_messages:parameter_server",
-        suits="workers of unequal speed, and to see what stale gradients do",
+        suits="workers of unequal speed, large tables of which a step uses a few rows, and to "
+        "see what stale gradients do",
         shares_gpu=True,
         source="Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI "
         "2014; Ho et al., Stale Synchronous Parallel, NIPS 2013",
@@ -458,7 +459,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
         "free.",
         module="workbench.strategies.tensorflow.parameter_server:ParameterServer",
         messages="workbench.catalog.step_messages:tensorflow_parameter_server",
-        suits="workers of unequal speed, and to see what stale gradients do",
+        suits="workers of unequal speed, large tables of which a step uses a few rows, and to "
+        "see what stale gradients do",
         shares_gpu=True,
         source="tf.distribute.ParameterServerStrategy; Li et al., Parameter Server, OSDI 2014",
         aliases=("ps", "pserver", "kvstore"),

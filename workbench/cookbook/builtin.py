@@ -85,7 +85,7 @@ def lookup(name: str, framework: str = "torch") -> Recipe:
 
 def check(recipe: Recipe) -> None:
     """Raise PlanError where a built-in recipe's parameters do not fit each other or its data."""
-    written = _RECIPES.get(recipe.name) if recipe.origin == ORIGIN else None
+    written = _RECIPES.get(recipe.name) if recipe.origin == ORIGIN and recipe.function else None
     if written is not None and written.check is not None:
         written.check(recipe.parameters)
 

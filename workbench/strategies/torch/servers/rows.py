@@ -152,7 +152,8 @@ class Parted:
         Raises:
             ValueError: There is not room for so many.
         """
-        if len(counts) != len(self.tables) or self._size(counts) > memory.size:
+        known = len(counts) == len(self.tables) and min(counts, default=0) >= 0
+        if not known or self._size(counts) > memory.size:
             raise ValueError(f"{counts} rows do not fit {memory.size} bytes")
         found, at, flat = [], _up(self.whole.size_bytes), torch.from_numpy(memory)
         for piece, count in zip(self.tables, counts, strict=True):
