@@ -170,7 +170,8 @@ def test_names_of_recipes_are_completed(book):
     assert "tiny" in complete("%distributed mirrored --recipe ti")
 
 
-def test_the_page_about_recipes_runs_as_it_is_written(book):
+def test_the_page_about_recipes_runs_as_it_is_written(book, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it writes a job
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
     shown = ""
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
