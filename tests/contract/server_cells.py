@@ -76,7 +76,7 @@ def steps_on_one_copy():
     return {"start": start, "x": x.numpy(), "y": y.numpy()}
 
 
-def save_and_go_on(before, after, option=None):
+def save_and_go_on(before, after, option=None, table=False):
     """Train, save, train on; then load what was saved into a fresh strategy and train on again.
 
     Both ways must end in the same weights.
@@ -88,12 +88,19 @@ def save_and_go_on(before, after, option=None):
 
     torch.manual_seed(3)
     x, y = torch.randn(60, 4, dtype=torch.float64), torch.randn(60, 1, dtype=torch.float64)
+    if table:
+        x = torch.randint(0, 40, (60, 2))
     source = make_source((x, y), 12, seed=0, shuffle=False)
 
     def begin():
         torch.manual_seed(5)
         model = torch.nn.Linear(4, 1).double()
-        job = Job(model, torch.nn.MSELoss(), None, lambda p: torch.optim.AdamW(p, 0.05), 12, 20, 5,
+        make = lambda p: torch.optim.AdamW(p, 0.05)  # noqa: E731
+        if table:
+            rows = torch.nn.Embedding(50, 2, sparse=True).double()
+            model = torch.nn.Sequential(rows, torch.nn.Flatten(), model)
+            make = lambda p: torch.optim.Adagrad(p, 0.05)  # noqa: E731
+        job = Job(model, torch.nn.MSELoss(), None, make, 12, 20, 5,
                   scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5))  # fmt: skip
         module, _, name = context.entry.module.partition(":")
         strategy = getattr(__import__(module, fromlist=[name]), name)(context)

@@ -140,16 +140,20 @@ def test_parameters_without_a_gradient_are_left_alone(
         assert abs(reports[0].weights[name] - value).max() <= 1e-10
 
 
+@pytest.mark.parametrize("table", [False, True], ids=["whole", "table"])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("entry", SERVED, **NAME)
 def test_a_saved_state_goes_on_where_it_was(
-    workers: Workers, entry: catalog.Strategy, count: int
+    workers: Workers, entry: catalog.Strategy, count: int, table: bool
 ) -> None:
+    if table and workers.kind == "fakegpu":
+        pytest.skip("the tests' GPU has no sparse kernels")
     reports = clean(
         workers.run(
-            entry.name, server_cells.save_and_go_on, 4, 5, workers=count, options=together(entry)
+            entry.name, server_cells.save_and_go_on, 4, 5, workers=count, options=together(entry),
+            keywords={"table": table},
         )
-    )
+    )  # fmt: skip
     for report in reports:
         differences, parts = report.value
         assert max(differences) <= 1e-12

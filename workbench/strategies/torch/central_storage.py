@@ -15,8 +15,9 @@ as soon as it can: two runs with the same seed agree to the last bit. Clipping l
 it happens there, and so does the optimizer's step; its state exists once. Learning rate, momentum
 and the rest follow the user's optimizer and scheduler on worker 0.
 
-Each worker sends the gradient's size and receives the parameters' size per step; all of it passes
-through the one host, which is what limits this strategy.
+Each worker sends the gradient's size and receives the parameters' size per step (of tables with
+sparse gradients only rows, `servers/rows.py`); all of it passes through the one host, which is what
+limits this strategy.
 
 Sync wait of worker r: the last worker's gradient was ready so much later than its own. What the
 server then does (sum, clip, step) and the way there and back count as transfer. Between hosts,
