@@ -110,7 +110,7 @@ def test_sizes_of_a_built_in_recipe_reach_its_plan_and_bad_ones_are_said_at_once
     assert "WB" not in panel.wire()["recipe"]["problem"]
     assert "heads must divide it: width=64, heads=6" in panel.wire()["recipe"]["problem"]
     assert panel.wire()["recipe"]["picked"] is not None
-    with pytest.raises(PlanError, match="WB-PLAN-264"):
+    with pytest.raises(PlanError, match="WB-PLAN-267"):
         panel.choice.plans(panel.session)
     do(panel, "recipe.parameter", name="width", value="96")
     assert panel.wire()["recipe"]["problem"] == ""

@@ -140,7 +140,7 @@ class Recipe:
                 seen=", ".join(f"-p {name}" for name in given),
                 allowed="a recipe that is a function: its arguments are its parameters",
                 next_step="@wb.recipe on top of def name(lr=0.1): ..., or leave -p out",
-                code="WB-PLAN-266",
+                code="WB-PLAN-269",
             )
         values = {
             name: read_like(

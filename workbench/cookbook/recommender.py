@@ -127,5 +127,5 @@ def check(parameters: Mapping[str, Any]) -> None:
             seen=sparse,
             allowed="true: gradients hold the rows that were used; false: whole tables",
             next_step="-p sparse=true",
-            code="WB-PLAN-263",
+            code="WB-PLAN-266",
         )

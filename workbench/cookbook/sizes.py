@@ -19,7 +19,7 @@ def check_counts(recipe: str, parameters: Mapping[str, Any], names: Iterable[str
                 seen=value,
                 allowed="a whole number, at least 1",
                 next_step=f"-p {name}=N",
-                code="WB-PLAN-261",
+                code="WB-PLAN-264",
             )
 
 
@@ -32,5 +32,5 @@ def check_rate(recipe: str, value: Any) -> None:
             seen=value,
             allowed="above 0, and finite",
             next_step="-p lr=0.001, say",
-            code="WB-PLAN-262",
+            code="WB-PLAN-265",
         )

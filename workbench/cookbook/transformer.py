@@ -159,7 +159,7 @@ def check(parameters: Mapping[str, Any]) -> None:
             allowed=f"heads={', '.join(map(str, fitting))} for this width",
             next_step=f"-p heads={max(n for n in fitting if n <= heads)}, or -p width="
             f"{-(-width // heads) * heads}",
-            code="WB-PLAN-264",
+            code="WB-PLAN-267",
         )
     if context >= TEST_CHARACTERS:
         raise PlanError(
@@ -167,5 +167,5 @@ def check(parameters: Mapping[str, Any]) -> None:
             seen=f"context={context}",
             allowed=f"1 to {TEST_CHARACTERS - 1} characters",
             next_step="-p context=256, say: attention's time grows with its square",
-            code="WB-PLAN-265",
+            code="WB-PLAN-268",
         )
