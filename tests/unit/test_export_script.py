@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from needs import need
 
+from workbench import data
 from workbench.cookbook import builtin
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
@@ -354,6 +355,27 @@ def test_the_plain_script_is_python_without_workbench(name, strategy):
     assert "workbench" not in imports
     assert recipe.cell.strip("\n") in text
     assert not re.search(r"@[A-Z_]+@|^#\[", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("digits", ("test",)),
+        ("corpus", ("test",)),
+        ("synthetic", (50,)),
+        ("ratings", ("train",)),
+        ("ratings", ("test",)),
+    ],
+)
+def test_the_plain_scripts_data_are_ours(name, given):
+    text = (Path(script.__file__).parent / "templates" / "plain_data.txt").read_text()
+    found = {"np": np}
+    exec(script._sections(text, {name, "data"}), found)
+    for theirs, ours in zip(
+        found[f"_{name}"](*given), getattr(data, name)(*given, arrays=True), strict=True
+    ):
+        assert theirs.dtype == ours.dtype
+        assert (theirs == ours).all()
 
 
 FIT = "import torch\nmodel = torch.nn.Linear(2, 1)\nwb.fit(model, 1, loss=2, optimizer=3"

@@ -80,7 +80,9 @@ _PLAIN_ABLE = (
     "one_device and mirrored, own loops under multi_worker_mirrored"
 )
 _LEFT_OUT = {"precision", "compile", "callbacks"}
-_DATA = {"digits": "_digits", "corpus": "_corpus", "synthetic": "_synthetic"}
+_DATA = {
+    "digits": "_digits", "corpus": "_corpus", "synthetic": "_synthetic", "ratings": "_ratings",
+}  # fmt: skip
 _MEMBERS = {"fit", "prepare", "watch", "log", "RunStopped", "data"}
 
 

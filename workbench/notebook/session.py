@@ -256,8 +256,7 @@ class Session:
         cluster = self.need_cluster()
         plans = self.plans(line, recipe)
         check_view(line.plot)
-        recipe = replace(recipe, framework=plans[0].framework)
-        self.recipe = recipe
+        self.recipe = replace(plans[0].recipe, framework=plans[0].framework)
         if line.background and len(plans) > 1:
             raise PlanError(
                 "Only one run at a time can go on in the background.",
@@ -269,7 +268,7 @@ class Session:
         def conduct(plan: Plan, begun: Callable[[Run], None]) -> Run:
             with attending(not line.background), ending(cluster):
                 run = cluster.start(plan, number=number, autoreload=autoreload)
-                self.recipes[run.name] = recipe
+                self.recipes[run.name] = replace(plan.recipe, framework=plan.framework)
                 begun(run)
                 view = RunView(run, line.plot)
                 if line.background:

@@ -12,7 +12,7 @@ from ..notebook import jobs
 from ..notebook.recipes import recipes
 from ..shared.plan import cell_of
 from . import strategies
-from .choice import Choice, check_written_for
+from .choice import Choice, check_written_for, short
 from .model import Part, Wire, action
 
 KINDS = (("cell", "This notebook's cells"), ("function", "Functions"), ("built-in", "Built-in"))
@@ -181,6 +181,10 @@ def _misfit(picked: Recipe | None, framework: str) -> str:
         check_written_for(picked, framework)
     except PlanError as error:
         return f"{error.what.rstrip('.')}: {error.next_step}."
+    try:
+        builtin.check(picked)
+    except PlanError as error:
+        return short(error)
     return ""
 
 

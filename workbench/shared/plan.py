@@ -21,9 +21,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .. import catalog
+from ..cookbook import builtin
 from ..cookbook.recipe import Recipe
 from ..errors import PlanError
-from . import checkpoints, log_targets, run_request
+from . import checkpoints, log_targets
+from .magic_args import check_window
 from .run_request import (
     FLAGS,
     OVERRIDES,
@@ -175,7 +177,8 @@ def make_plan(
             next_step="write the training below the magic",
             code="WB-PLAN-085",
         )
-    run_request.check_window(asked.profile, given.get("steps"))
+    builtin.check(recipe)
+    check_window(asked.profile, given.get("steps"))
     folder, every, on_failure = checkpoints.settings(
         asked.checkpoint, asked.checkpoint_every, asked.on_failure
     )
@@ -204,7 +207,7 @@ def plan_of(
         PlanError: Naming the value seen, what is allowed and the next step.
     """
     return make_plan(
-        recipe,
+        recipe.with_given(request.parameters),
         strategy or request.strategies[0],
         framework=request.framework or recipe.framework or framework,
         workers=workers if request.workers is None else request.workers,

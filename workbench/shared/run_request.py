@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import functools
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,7 +24,7 @@ from .. import catalog
 from ..errors import PlanError
 from .faults import Fault, parse_fault
 from .log_targets import parse_targets
-from .magic_args import Parser, parse_ranks, tokens, whole_number
+from .magic_args import Parser, Window, parse_ranks, parse_window, tokens, whole_number
 
 PLOTS = ("auto", "widget", "svg", "text", "off")
 TRACEBACKS = ("short", "full")
@@ -127,20 +126,18 @@ def _faults(texts: Iterable[str]) -> tuple[Fault, ...]:
     return tuple(parse_fault(text) for text in texts)
 
 
-def _option(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise PlanError(
-            "An option has a name and a value.",
-            seen=text,
-            allowed="-o bucket_mb=10",
-            code="WB-PLAN-094",
-        )
-    return key.strip(), value.strip()
+def _pairs(what: str, example: str) -> Read:
+    """Return what reads texts like `bucket_mb=10`."""
 
+    def pair(text: str) -> tuple[str, str]:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise PlanError(
+                f"{what} has a name and a value.", seen=text, allowed=example, code="WB-PLAN-094"
+            )
+        return key.strip(), value.strip()
 
-def _options(texts: Iterable[str]) -> dict[str, str]:
-    return dict(map(_option, texts))
+    return lambda texts: dict(map(pair, texts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,6 +295,7 @@ class RunRequest(RunSettings):
         epochs, steps, batch_size, seed: Win over what the cell passes to `wb.fit`.
         seeds: Runs of each strategy, with seeds 0 and on; None: one, with the cell's.
         recipe: What is trained in place of the cell below.
+        parameters: Parameters of the recipe, as text where they stood on a line.
         local: Whether the cell also runs in the kernel.
         background: Whether the cell is over at once.
         plot: How the live dashboard is shown.
@@ -344,7 +342,7 @@ class RunRequest(RunSettings):
         repeated=True,
         trains=True,
         argument="options",
-        read=_options,
+        read=_pairs("An option", "-o bucket_mb=10"),
         help="option of the strategy",
         without="each option's own",
         example="%%distributed parameter_server -o max_staleness=4",
@@ -408,6 +406,18 @@ class RunRequest(RunSettings):
         help="train an earlier run's cell again, a @wb.recipe, or a built-in one",
         without="the cell below",
         example="%distributed sharded --recipe base",
+    )
+    parameters: dict[str, Any] = _said(  # noqa: RUF009
+        "-p --parameter",
+        {},
+        metavar="NAME=VALUE",
+        repeated=True,
+        trains=True,
+        argument="parameters",
+        read=_pairs("A parameter", "-p layers=4"),
+        help="parameter of the recipe: an argument of its function",
+        without="each parameter's own",
+        example="%distributed mirrored --recipe char_transformer -p layers=4 -p width=256",
     )
     local: bool = _said(
         "--local",
@@ -529,7 +539,7 @@ def takes_flags(function: Function) -> Function:
         inspect.Parameter(
             argument,
             inspect.Parameter.KEYWORD_ONLY,
-            default=() if FLAGS[name].repeated and name != "options" else UNSAID[name] or None,
+            default=() if UNSAID[name] == () else UNSAID[name] or None,
         )
         for argument, name in _ARGUMENTS.items()
         if argument not in before.parameters
@@ -581,46 +591,3 @@ def parse_cell_line(line: str, prog: str = "%%distributed") -> RunRequest:
         PlanError: Saying what was not understood and what is allowed.
     """
     return from_line(vars(cell_parser(prog).parse_args(tokens(line))))
-
-
-Window = tuple[int, int]
-"""First step, and the step before which the profile ends."""
-
-
-def parse_window(text: str) -> Window:
-    """Read `10:15`.
-
-    Raises:
-        PlanError: It is no range of steps.
-    """
-    match = re.fullmatch(r"\s*(\d{1,12})\s*:\s*(\d{1,12})\s*", text, re.ASCII)
-    if match is None:
-        raise PlanError(
-            "--profile names steps, first and end.",
-            seen=text,
-            allowed="START:STOP, steps counted from 0, STOP not included: 10:15 are five steps",
-            code="WB-PLAN-152",
-        )
-    start, stop = int(match[1]), int(match[2])
-    if start >= stop:
-        raise PlanError(
-            "--profile ends before it begins.",
-            seen=text,
-            allowed=f"{stop}:{max(start, stop + 1)}",
-            code="WB-PLAN-153",
-        )
-    return start, stop
-
-
-def check_window(window: Window | None, steps: int | None) -> None:
-    """Raise PlanError where a run of so many steps ends before the window does."""
-    if window is None or steps is None or window[1] <= steps:
-        return
-    last = max(0, steps - 5)
-    raise PlanError(
-        "--profile asks for steps that the run does not have.",
-        seen=f"{window[0]}:{window[1]} of {steps} steps",
-        allowed=f"0 to {steps}",
-        next_step=f"--profile {last}:{steps}, or more --steps",
-        code="WB-PLAN-154",
-    )
