@@ -218,6 +218,11 @@ def test_a_place_without_a_run_is_an_error(tmp_path, capsys, monkeypatch, place,
     assert (status, found["error"]["code"]) == (2, code)
 
 
+def test_what_a_terminal_would_obey_is_not_printed(capsys):
+    telling.say("run \x1b]0;title\x07\x1b[2J\u202e\tof\nanother")
+    assert capsys.readouterr().out == "run  ]0;title  [2J \tof\nanother\n"
+
+
 def test_errors_are_said_in_words_on_standard_error(capsys, tmp_path):
     assert cli.main(["compare", str(tmp_path / "none")]) == 2
     out, err = capsys.readouterr()

@@ -31,8 +31,9 @@ from ..shared import events
 from ..shared.events import OVER, State
 from ..shared.faults import lasting, parse_fault
 from ..shared.plan import Plan
-from .conductor import ALIVE, ALIVE_S, RUNS
+from .conductor import RUNS
 from .control import Order
+from .earlier import ALIVE, ALIVE_S
 from .places import LOG, Place, open_place
 
 if TYPE_CHECKING:
