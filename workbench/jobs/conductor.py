@@ -62,19 +62,16 @@ from ..shared.messages import (
 from ..shared.plan import Plan, make_plan
 from ..shared.protocol import control_key
 from .control import Inbox, Order, make_key
+from .earlier import ALIVE, ALIVE_S, GONE_S, goes_on, runs_in
 from .frames import LineWriter
 from .progress import KubeflowProgress
 
 log = logging.getLogger("workbench.jobs")
 RUNS = "runs"
 TOKEN = "token"
-ALIVE = "alive"
 EVENTS = "events-rankjob.jsonl"
 """Of the conductor itself; read with those of the ranks."""
-ALIVE_S = 2.0
 TURN_S = 0.1
-GONE_S = 5.0
-"""How long after a process's end, or rank 0's, the others may say how they ended."""
 DIED = (
     "the platform's log says how it ended (out of memory, time limit, a lost host); with "
     "--checkpoint the job goes on from there when it is started again"
@@ -289,14 +286,14 @@ class Conductor:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         before = runs_in(root)
         last = before[-1] if before and self.plan.checkpoint else None
-        goes_on = last is not None and _goes_on(last)
+        is_twin = last is not None and goes_on(last)
         resume = ""
-        if last is not None and not goes_on and os.environ.get(RESUME, "1") != "0":
+        if last is not None and not is_twin and os.environ.get(RESUME, "1") != "0":
             resume = self._unfinished(last)
         for number in range(1 + (int(before[-1].name) if before else 0), 1 << 30):
             with contextlib.suppress(FileExistsError):  # another start of the job was quicker
                 (folder := root / str(number)).mkdir(mode=0o700)
-                self._keep_apart(resume, goes_on, number)
+                self._keep_apart(resume, number, is_twin=is_twin)
                 return folder, resume
         raise AssertionError("there are numbers enough")
 
@@ -313,7 +310,7 @@ class Conductor:
                 return "" if found is None else str(found.path)
         return ""
 
-    def _keep_apart(self, resume: str, goes_on: bool, number: int) -> None:
+    def _keep_apart(self, resume: str, number: int, *, is_twin: bool) -> None:
         """Have a run that begins anew mix its checkpoints with those of no earlier one.
 
         The next start would go on from the highest step, whosever it is.
@@ -321,10 +318,10 @@ class Conductor:
         kept = self.plan.checkpoint
         if resume:
             kept = str(Path(resume).parent)
-        elif kept and (goes_on or checkpoints.latest(kept) is not None):
+        elif kept and (is_twin or checkpoints.latest(kept) is not None):
             of_number = (f"{kept}-{one}" for one in itertools.count(number))
             kept = next(one for one in of_number if checkpoints.latest(one) is None)
-            why = "An earlier run of this job goes on" if goes_on else "An earlier run left its own"
+            why = "An earlier run of this job goes on" if is_twin else "An earlier run left its own"
             self._beside = f"{why}, so this run's checkpoints are in {Path(kept).name}."
         self.plan = replace(self.plan, checkpoint=kept)
 
@@ -561,32 +558,6 @@ class Conductor:
         if self.run.state != self._recorded:
             self._recorded = self.run.state
             self.run.record()
-
-
-def runs_in(root: Path) -> list[Path]:
-    """Return a job's run folders, the newest last."""
-    with contextlib.suppress(OSError):
-        found = [one for one in root.iterdir() if one.name.isdecimal() and one.is_dir()]
-        return sorted(found, key=lambda one: int(one.name))
-    return []
-
-
-def _goes_on(folder: Path) -> bool:
-    """Whether the job's last run goes on; waits for a conductor that is about to write its end."""
-    end = time.monotonic() + GONE_S + ALIVE_S
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, WorkbenchError):
-        first = text = (folder / ALIVE).read_text()
-        while disk.read_meta(folder).get("state") not in events.OVER:
-            about = json.loads(text)
-            if about["host"] == socket.gethostname() and (
-                not psutil.pid_exists(int(about["pid"])) or time.time() - about["t"] > 2 * GONE_S
-            ):
-                return False
-            if time.monotonic() > end:
-                return text != first
-            time.sleep(TURN_S)
-            text = (folder / ALIVE).read_text()
-    return False
 
 
 def _plan_of(job: Mapping[str, Any], processes: int) -> Plan:
