@@ -154,7 +154,7 @@ def test_every_field_of_a_plan_is_written() -> None:
         CELL, "parameter_server", workers=3, framework="torch", options={"servers": 2},
         overrides={"epochs": 2, "seed": 1}, faults=(parse_fault("slow=1:50ms"),), name="a b",
         init_from="base", checkpoint="/tmp/c", checkpoint_every=7, on_failure="stop",
-        profile=(1, 3), log=["tensorboard:/tmp/t"], traceback="full",
+        profile=(1, 3), log=["tensorboard:/tmp/t"], traceback="full", values={"lr": 0.1},
     )  # fmt: skip
     default = make_plan(CELL, "mirrored", workers=2)
     same = [name for name in vars(plan) if getattr(plan, name) == getattr(default, name)]

@@ -417,7 +417,7 @@ class Run:
             "number": self.number,
             "strategy": plan.strategy,
             "framework": plan.framework,
-            "options": plan.options,
+            "options": {**plan.options, **plan.values},
             "faults": [fault.text for fault in plan.faults],
             "seed": plan.overrides.get("seed"),
             "recipe": plan.recipe.digest,

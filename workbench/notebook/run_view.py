@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ..session.access import ClusterAccess
 
 log = logging.getLogger("workbench.session")
+INTERRUPTED = frozenset({"WB-RUN-069", "WB-RUN-088"})
+"""Codes of the errors of a run that its user has interrupted."""
 FRAME_S = 0.2
 FIRST_S = 0.6
 """A cell that is over by then shows its output once, whole: what tests of notebooks compare."""
