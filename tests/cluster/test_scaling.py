@@ -71,11 +71,10 @@ wb.fit(nn.Sequential(nn.Linear(8, 25000), nn.Linear(25000, 2)),
        optimizer=lambda p: torch.optim.SGD(p, 0.01), batch_size=64, steps=12)
 """
     with notebook(2):
-        found = wb.sweep(cell, "central_storage", workers=[1, 2], inject=["bandwidth=20MB/s"])
-        plain = wb.sweep(cell, "one_device", steps=12)
-        both = wb.compare(*[name for name in wb.runs][-3:])
+        found = wb.sweep(
+            cell, ["one_device", "central_storage"], workers=[1, 2], inject=["bandwidth=20MB/s"]
+        )
     assert found.distribute is False
     assert found.verdict.startswith("You should not distribute this: ")
     assert "communicating" in found.verdict
-    assert plain.comparison.rows[0].workers == 1
-    assert both.scaling().verdict
+    assert [point.workers for point in found.scaling.curves[0].points] == [1, 2]

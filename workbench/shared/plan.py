@@ -24,6 +24,7 @@ from .. import catalog
 from ..cookbook.recipe import Recipe
 from ..errors import PlanError
 from . import checkpoints, log_targets
+from .faults import ON_LINKS
 from .flags.several import Axis, check_runs
 from .flags.several import values as check_values
 from .magic_args import check_window
@@ -253,8 +254,8 @@ def plans_of(request: RunRequest, recipe: Recipe, *, framework: str, workers: in
     """Return the plans of a request: every strategy with every combination of its several values.
 
     A strategy that has a limit of workers (`one_device`) is asked for once where only the number
-    of workers differs, and takes no part in what is said of other strategies' options: it is what
-    the others are measured against.
+    of workers differs, and takes no part in what is said of other strategies' options and links:
+    it is what the others are measured against.
 
     Args:
         framework, workers: As `plan_of` takes them.
@@ -280,7 +281,8 @@ def plans_of(request: RunRequest, recipe: Recipe, *, framework: str, workers: in
         made: list[Plan] = []
         for one, words in request.each():
             if yardstick:
-                one = replace(one, options={})
+                unlinked = tuple(f for f in one.faults if f.kind not in ON_LINKS)
+                one = replace(one, options={}, faults=unlinked)
                 words = tuple(w for w in words if "=" not in w or _of_cell(w, request))
             plan = plan_of(
                 replace(one, name=stem), recipe, strategy=strategy, framework=framework,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...history.analysis.rows import SHARES
-from ...history.analysis.scaling.curves import efficiency
+from ...history.analysis.scaling.curves import efficiency, plan_of, rows_of
 from ..comparison.panels import SHARE_STYLES
 from ..drawing import (
     BAR,
@@ -35,7 +35,7 @@ from ..text import milliseconds
 from ..theme import GRID, HATCHED, INK, MUTED, PAPER
 from .axes import color_of, line_of, worker_axis
 from .beside import draw_beside
-from .table import cost_words, costs_are_of_epochs, plan_of, rows_of, scaling_table
+from .table import cost_words, costs_are_of_epochs, scaling_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...history.analysis.rows import SHARES
-from ...history.analysis.scaling.curves import efficiency
+from ...history.analysis.scaling.curves import efficiency, plan_of, rows_of
 from ..table import COMPARISON, Align, Column, Table
 from ..tables import SHARE_NAMES, between, times
 from ..text import UNKNOWN, milliseconds, number, percent
@@ -41,23 +41,6 @@ def scaling_table(scaling: Scaling) -> Table:
     )
 
 
-def rows_of(scaling: Scaling) -> list[tuple[Curve, Point]]:
-    """Return each curve's points, a baseline of several curves once and first."""
-    found: list[tuple[Curve, Point]] = []
-    for curve in scaling.curves:
-        for point in curve.points:
-            if any(point.row is other.row for _, other in found):
-                continue
-            first = point.row is curve.base and curve_of_base(curve)
-            found.insert(0, (curve, point)) if first else found.append((curve, point))
-    return found
-
-
-def curve_of_base(curve: Curve) -> bool:
-    """Whether a curve is held against another strategy."""
-    return curve.base.strategy != curve.points[-1].row.strategy
-
-
 def _columns(scaling: Scaling) -> list[tuple[str, Align, Cell]]:
     speed = "speed-up" if scaling.one_worker else f"over {scaling.least} workers"
     found: list[tuple[str, Align, Cell]] = [
@@ -80,12 +63,6 @@ def _columns(scaling: Scaling) -> list[tuple[str, Align, Cell]]:
            for curve in scaling.curves for point in curve.points):  # fmt: skip
         found.append(("state", "left", lambda curve, point: point.missing or point.row.state))
     return found
-
-
-def plan_of(curve: Curve, point: Point) -> str:
-    """Return the curve's name, or that of the baseline where it is another strategy."""
-    other = point.row is curve.base and curve_of_base(curve)
-    return point.row.strategy if other else curve.name
 
 
 def _whole(value: float) -> str:

@@ -68,8 +68,9 @@ class Curve:
 
     Attributes:
         name: The strategy, with what tells it from other curves.
-        points: By number of workers; those that are not measured too.
-        base: What speed-ups are over, and with how many workers.
+        points: By number of workers; those that are not measured too, and the baseline where the
+            plan was not run with so many workers itself.
+        baseline: What speed-ups are over.
         law: Of its kind of scaling.
         color: Number of its colour.
     """
@@ -77,9 +78,14 @@ class Curve:
     name: str
     mode: Mode
     points: tuple[Point, ...]
-    base: ComparisonRow
+    baseline: Point
     law: Law
     color: int
+
+    @property
+    def base(self) -> ComparisonRow:
+        """The runs that speed-ups are over."""
+        return self.baseline.row
 
     @property
     def known(self) -> tuple[Point, ...]:
@@ -133,7 +139,7 @@ class Field:
 
 
 FIELDS: tuple[Field, ...] = (
-    Field("curve", lambda curve, point: curve.name),
+    Field("curve", lambda curve, point: plan_of(curve, point)),
     Field("strategy", lambda curve, point: point.row.strategy),
     Field("framework", lambda curve, point: point.row.framework),
     Field("scaling", lambda curve, point: curve.mode),
@@ -181,10 +187,33 @@ def efficiency(curve: Curve, point: Point) -> tuple[float, float, float]:
 def records(scaling: Scaling) -> list[dict[str, Value]]:
     """Return the figures of each point by key."""
     return [
-        {one.key: one.value(curve, point) for one in FIELDS}
+        {one.key: one.value(curve, point) for one in FIELDS} for curve, point in rows_of(scaling)
+    ]
+
+
+def rows_of(scaling: Scaling) -> list[tuple[Curve, Point]]:
+    """Return each curve's points; a baseline that is another strategy's comes first, and once."""
+    first: list[tuple[Curve, Point]] = []
+    for curve in scaling.curves:
+        if is_other(curve) and all(curve.base is not point.row for _, point in first):
+            first.append((curve, curve.baseline))
+    rest = [
+        (curve, point)
         for curve in scaling.curves
         for point in curve.points
+        if not (is_other(curve) and point.row is curve.base)
     ]
+    return first + rest
+
+
+def is_other(curve: Curve) -> bool:
+    """Whether a curve is held against another strategy's runs."""
+    return curve.base.strategy != curve.points[-1].row.strategy
+
+
+def plan_of(curve: Curve, point: Point) -> str:
+    """Return the curve's name, or that of the baseline where it is another strategy's."""
+    return curve.base.strategy if is_other(curve) and point.row is curve.base else curve.name
 
 
 def _law(curve: Curve, value: float) -> float | None:
@@ -205,6 +234,10 @@ def _wire(scaling: Scaling) -> dict[str, Any]:
         "workers": list(scaling.workers),
         "one_worker": scaling.one_worker,
         "price": scaling.price,
+        "rows": [
+            {one.key: one.value(curve, point) for one in FIELDS} | {"missing": point.missing}
+            for curve, point in rows_of(scaling)
+        ],
         "curves": [
             {
                 "name": curve.name,

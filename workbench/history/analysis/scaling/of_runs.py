@@ -173,15 +173,15 @@ def _curve(
     # A plan that was run again with the same seed makes a row of its own: the newest one counts.
     for group, row in family:
         points[row.workers] = _point(group, row, base, price)
-    if base.workers not in points:
-        points[base.workers] = _point(held[0], base, base, price)
+    baseline = _point(*held, base, price)
+    points.setdefault(base.workers, baseline)
     found = tuple(points[count] for count in sorted(points))
     first = family[0][1]
     return Curve(
         name=first.strategy,
         mode=mode,
         points=found,
-        base=base,
+        baseline=baseline,
         law=_law(found, base, mode),
         color=number + 1,
     )
