@@ -35,7 +35,6 @@ def test_scaling_is_seen_below_the_cell_and_in_the_panel(notebook, tmp_path):
     assert page.locator(".wbp-scaling .wbp-table tbody tr").count() == 4
     page.get_by_label("Published curves").check()
     page.wait_for_selector(".wbp-dashkey")
-    page.screenshot(path=tmp_path / "page-first.png")
     page.get_by_label("Price of a worker-hour").fill("nothing")
     page.get_by_label("Price of a worker-hour").blur()
     page.get_by_text("A price of a worker-hour is a number above 0.").wait_for()
@@ -47,7 +46,11 @@ def test_scaling_is_seen_below_the_cell_and_in_the_panel(notebook, tmp_path):
         page.wait_for_timeout(500)
         assert page.evaluate(OVERLAPS) == []
         book.screenshot(tmp_path / f"panel-{width}.png", ".wbp")
-        page.screenshot(path=tmp_path / f"page-{width}.png")
+        for at in range(2):
+            picture = page.locator(".jp-OutputArea-output img").nth(at)
+            picture.scroll_into_view_if_needed()
+            page.screenshot(path=tmp_path / f"figure-{at}-{width}.png")
+        page.locator(".wbp-scaling").scroll_into_view_if_needed()
     with page.expect_download() as waiting:
         page.locator(".wbp-scaling").get_by_role("button", name=re.compile("^CSV")).click()
     lines = waiting.value.path().read_text().splitlines()
@@ -58,7 +61,8 @@ def test_scaling_is_seen_below_the_cell_and_in_the_panel(notebook, tmp_path):
     book.screenshot(tmp_path / "panel-dark.png", ".wbp")
     page.set_viewport_size({"width": 1280, "height": 2400})
     page.wait_for_timeout(500)
-    page.screenshot(path=tmp_path / "page-dark.png")
+    page.locator(".jp-OutputArea-output img").first.scroll_into_view_if_needed()
+    page.screenshot(path=tmp_path / "figure-dark.png")
     pictures = [o for o in book.outputs() if "image/png" in o.get("data", {})]
     assert len(pictures) >= 2
     texts = ["".join(o["data"].get("text/plain", "")) for o in pictures]

@@ -246,6 +246,13 @@ class Session:
             framework=cluster.framework,
             workers=max(1, len(cluster.worker_ids)),
         )
+        if line.price is not None and len({plan.workers for plan in found}) < 2:
+            raise PlanError(
+                "What an epoch costs is shown beside several numbers of workers.",
+                seen=f"--price {line.price:g}, and {found[0].workers} workers",
+                next_step="-n 1,2,4, or wb.compare(...).scaling(price=...) for earlier runs",
+                code="WB-PLAN-275",
+            )
         if len(found) > 1:
             check_ahead(cluster, found)
         return apart(found)

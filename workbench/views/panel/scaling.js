@@ -63,7 +63,12 @@ SECTIONS.push((() => {
     const { svg, x, y, top } = at;
     const end = to(at.high) > top ? at.low + ((top - from) / (to(at.high) - from)) * (at.high - at.low) : at.high;
     const count = 24, path = [...Array(count + 1).keys()].map((i) => { const n = at.low + ((end - at.low) * i) / count; return `${i ? "L" : "M"}${x(n).toFixed(1)} ${y(Math.min(to(n), top)).toFixed(1)}`; });
-    svg.append(kit.svg("path", { d: path.join(""), fill: "none", class: "wbp-ideal" }), label(x(end) - 6, y(Math.min(to(end), top)) + 13, words, "end"));
+    svg.append(kit.svg("path", { d: path.join(""), fill: "none", class: "wbp-ideal" }), place(x(end), y(Math.min(to(end), top))));
+    /** Beside the end of a line that rises, below one that does not. */
+    function place(px, py) {
+      if (to(at.high) === from) return label(px - 6, py + 13, words, "end");
+      return px + 44 < at.width ? label(px + 8, py + 12, words, "start") : label(px - 10, py + 2, words, "end");
+    }
   }
 
   function lawAt(law, n) {
@@ -94,7 +99,7 @@ SECTIONS.push((() => {
     const at = chart("Efficiency over workers", counts, most * 1.04, width, (v) => `${Math.round(v * 100)} %`);
     ideal(at, 1, () => 1, "ideal");
     published.forEach((one, i) => {
-      const color = app.ink.runs[(i + 3) % app.ink.runs.length], d = one.points.map(([n, v], k) => `${k ? "L" : "M"}${at.x(n).toFixed(1)} ${at.y(v).toFixed(1)}`).join("");
+      const color = app.ink.runs[(shown.curves.length + 1 + i) % app.ink.runs.length], d = one.points.map(([n, v], k) => `${k ? "L" : "M"}${at.x(n).toFixed(1)} ${at.y(v).toFixed(1)}`).join("");
       at.svg.append(kit.svg("path", { d, fill: "none", stroke: color, "stroke-width": 1.2, "stroke-dasharray": "2 3", opacity: 0.85 }));
       for (const [n, v] of one.points) at.svg.append(kit.svg("rect", { x: at.x(n) - 3, y: at.y(v) - 3, width: 6, height: 6, fill: color, opacity: 0.85 }, kit.svg("title", {}, document.createTextNode(`${one.name} (${one.year}), ${n} GPUs: ${percent(v)}; ${one.source}`))));
     });
@@ -152,7 +157,7 @@ SECTIONS.push((() => {
       legend.replaceChildren(...shown.curves.map((c) => key(`${c.name}: ${lawWords(c.law)}`, colorOf(app, c), false)));
       speed.replaceChildren(speedups(app, shown, width));
       share.replaceChildren(efficiencies(app, shown, value.published, width));
-      others.replaceChildren(...value.published.map((p, i) => key(`${p.name}${p.over > 1 ? `, over ${p.over}` : ""} (${p.year})`, app.ink.runs[(i + 3) % app.ink.runs.length], true)));
+      others.replaceChildren(...value.published.map((p, i) => key(`${p.name}${p.over > 1 ? `, over ${p.over}` : ""} (${p.year})`, app.ink.runs[(shown.curves.length + 1 + i) % app.ink.runs.length], true)));
       kit.show(others, value.published.length > 0);
       table.replaceChildren(makeTable(shown));
       const sources = value.published.map((p) => `${p.name}: ${p.from}; ${p.hardware}. ${p.source}, ${p.url}`);

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...history.analysis.scaling.curves import efficiency
 from ..drawing import LABEL_PT, TICK_PT, clipped, frame
-from ..theme import MUTED, series
+from ..theme import MUTED, run_color
 from .axes import color_of, worker_axis
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def draw_beside(axes: Axes, scaling: Scaling, shown: Sequence[Published]) -> Non
     ends: list[tuple[float, float, str, str, str]] = []
     for index, one in enumerate(shown):
         x, y = zip(*one.points, strict=True)
-        color = series(index + 1, "any")
+        color = run_color(len(scaling.curves) + 1 + index, "any")
         axes.plot(x, y, color=color, lw=1.1, ls=(0, (1, 1.5)), marker=_MARKS[index % len(_MARKS)],
                   ms=4.5, alpha=0.9, zorder=3)  # fmt: skip
         over = f", over {one.relative_to}" if one.relative_to > 1 else ""

@@ -81,11 +81,16 @@ def chosen(asked: bool | str | Sequence[str]) -> tuple[Published, ...]:
 def published_table(shown: Sequence[Published]) -> Table:
     """Return the curves with their numbers as published, hardware and source."""
     columns = [
-        Column("curve", "left"), Column("year"), Column("published", "left", 44),
-        Column("hardware", "left", 36), Column("source", "left", 44), Column("key", "left"),
+        Column("key", "left"), Column("curve", "left", 28), Column("published", "left", 48),
+        Column("source", "left", 44),
     ]  # fmt: skip
     rows = [
-        [one.name, str(one.year), one.made_from, one.hardware, f"{one.source}: {one.url}", one.key]
+        [
+            one.key,
+            f"{one.name} ({one.year})",
+            f"{one.made_from}; {one.hardware}",
+            f"{one.source}: {one.url}",
+        ]
         for one in shown
     ]
     return Table(columns, rows, "Published scaling", [

@@ -170,8 +170,11 @@ def _curve(
 ) -> Curve:
     base = held[1]
     points: dict[int, Point] = {}
-    # A plan that was run again with the same seed makes a row of its own: the newest one counts.
+    # A plan that was run again with the same seed makes a row of its own: of those that were
+    # measured the newest one counts.
     for group, row in family:
+        if not _measured(row) and row.workers in points:
+            continue
         points[row.workers] = _point(group, row, base, price)
     baseline = _point(*held, base, price)
     points.setdefault(base.workers, baseline)
