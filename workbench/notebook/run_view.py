@@ -111,12 +111,16 @@ def _draw_late(task: Task, outputs: Blocks) -> None:
 
 
 class RunView:
-    """A run's live dashboard below its cell; one that fails costs a note, not the run."""
+    """A run's live dashboard below its cell; one that fails costs a note, not the run.
 
-    def __init__(self, run: Run, plot: str) -> None:
+    Args:
+        brief: Whether only a line stays of it at the end.
+    """
+
+    def __init__(self, run: Run, plot: str, *, brief: bool = False) -> None:
         self.run = run
         self._outputs = Blocks()
-        self._view = make_view(plot, self._command, run.name)
+        self._view = make_view(plot, self._command, run.name, brief=brief)
         self._shown("begin")
         self._pump = _Pump(self._draw)
 

@@ -283,7 +283,7 @@ class Session:
                 run = cluster.start(plan, number=number, autoreload=autoreload)
                 self.recipes[run.name] = recipe
                 begun(run)
-                view = RunView(run, line.plot)
+                view = RunView(run, line.plot, brief=bool(line.several))
                 if line.background:
                     view.follow()
                 else:
