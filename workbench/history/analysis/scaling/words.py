@@ -53,7 +53,7 @@ def verdict_of(curves: Sequence[Curve]) -> tuple[str, bool | None]:
         head = f"More than {base.workers} workers do not pay"
     if best.high < 1:
         return f"{head}: the best, {gives}. {reason}".rstrip(), False
-    doubt = "no gain beyond how much steps differ"
+    doubt = "no gain beyond how much steps differ; more steps or seeds would tell"
     return f"{head}: the best, {gives}, {doubt}. {reason}".rstrip(), False
 
 
