@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
-
 import pytest
 from needs import need
-from notebook_shell import WAIT_S, notebook
+from notebook_shell import notebook
 
 import workbench as wb
-from workbench.errors import PlanError
-from workbench.notebook.session import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")

@@ -328,7 +328,7 @@ def check_ahead(cluster: Cluster, plans: Iterable[Plan]) -> None:
     if most is not None:
         check_size("The number of workers", most.workers)
     for plan in plans:
-        plan.check_devices(cluster.pool.lease(plan.workers, plan).words)
+        plan.check_devices(cluster.lease(plan.workers).words)
 
 
 def _passes(line: RunRequest, error: RunError) -> bool:

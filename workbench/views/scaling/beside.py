@@ -64,10 +64,9 @@ def _label(axes: Axes, ends: Sequence[tuple[float, float, str, str, str]]) -> No
         places[at] = min(places[at], most)
     right = axes.get_xlim()[1]
     for (x, y, words, color, weight), place in zip(order, places, strict=True):
+        axes.plot([x, right], [y, place], color=color, lw=0.5, alpha=0.5, clip_on=False, zorder=2)
         axes.annotate(
-            clipped(words, LABEL_PT, _MOST_LABEL_IN, weight), xy=(x, y), xytext=(right, place),
-            textcoords="data", va="center", ha="left", fontsize=LABEL_PT, color=color,
+            clipped(words, LABEL_PT, _MOST_LABEL_IN, weight), xy=(right, place), xytext=(4, 0),
+            textcoords="offset points", va="center", ha="left", fontsize=LABEL_PT, color=color,
             weight=weight, annotation_clip=False, parse_math=False,
-            arrowprops={"arrowstyle": "-", "color": color, "lw": 0.5, "alpha": 0.5,
-                        "shrinkA": 2, "shrinkB": 4},
         )  # fmt: skip
