@@ -7,6 +7,8 @@ from needs import need
 from notebook_shell import notebook
 
 import workbench as wb
+from workbench.errors import PlanError, RunError
+from workbench.notebook.session import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")
@@ -73,3 +75,73 @@ wb.fit(nn.Sequential(nn.Linear(8, 25000), nn.Linear(25000, 2)),
     assert found.verdict.startswith("You should not distribute this: ")
     assert "communicating" in found.verdict
     assert [point.workers for point in found.scaling.curves[0].points] == [1, 2]
+
+
+FAILS_WITH_TWO = """
+import torch
+from torch import nn
+if world_size == 2:
+    raise ValueError("two is too many")
+wb.fit(nn.Linear(8, 2), wb.data.synthetic(256, shape=(8,), classes=2), loss=nn.CrossEntropyLoss(),
+       optimizer=lambda p: torch.optim.SGD(p, wb.options.get("lr", 0.1)), batch_size=32, steps=12)
+"""
+
+
+def test_a_run_that_fails_in_the_middle_is_missing_and_the_others_go_on() -> None:
+    with notebook(2) as book:
+        cell = book.run(f"%%distributed mirrored -n 1,2,3 --plot text\n{FAILS_WITH_TWO}")
+        names = list(wb.runs)[-3:]
+        states = [wb.runs[name].state for name in names]
+        found = wb.compare(*names).scaling()
+    assert names == ["mirrored-n1", "mirrored-n2", "mirrored-n3"]
+    assert states == ["finished", "failed", "finished"]
+    assert "1 of 3 runs failed" in str(cell.error)
+    assert "WB-RUN-128" in str(cell.error)
+    assert "two is too many" in str(cell.error)
+    (curve,) = found.scaling.curves
+    assert [point.missing for point in curve.points] == ["", "failed", ""]
+    assert "Missing: mirrored with 2 workers (failed)." in found.scaling.notes
+
+
+def test_values_of_the_line_reach_the_cell_and_one_that_is_not_read_is_an_error() -> None:
+    with notebook(2) as book:
+        cell = FAILS_WITH_TWO.replace("world_size == 2", "world_size == 9")
+        book.ok(f"%%distributed one_device --set lr=0.5,0.0 --plot text\n{cell}")
+        fast, still = (wb.runs[f"one_device-lr={lr}"] for lr in ("0.5", "0.0"))
+        moved = [float(abs(run.weights()["weight"]).sum()) for run in (fast, still)]
+        told = book.run(f"%%distributed one_device --set rate=0.5 --plot text\n{cell}").error
+        swept = wb.sweep(cell, "one_device", values={"lr": [0.1, 0.2]})
+    assert moved[0] != moved[1]
+    assert "WB-RUN-127" in str(told)
+    assert "wb.options.get('rate', default)" in str(told)
+    assert [row.options["lr"] for row in swept.comparison.rows] == [0.1, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("mirrored -n 1,2 --batch-size 64 --batch-per-worker 32", "WB-PLAN-266"),
+        ("mirrored -n 1,300", "256"),
+        ("mirrored -n 2 --price 3", "WB-PLAN-275"),
+        ("-n 1,2", "WB-PLAN-129"),
+        ("mirrored -n 1,2 --background", "WB-PLAN-131"),
+        ("mirrored -n 1,2 --to-job folder", "WB-PLAN-265"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_an_engine_is_touched(line: str, words: str) -> None:
+    with notebook(2) as book:
+        before = len(wb.runs)
+        error = book.run(f"%%distributed {line}\n{FAILS_WITH_TWO}").error
+        assert len(wb.runs) == before
+        assert session.cluster is not None
+        assert len(session.cluster.worker_ids) == 2
+    assert isinstance(error, PlanError)
+    assert words in str(error)
+
+
+def test_a_sweep_that_fails_everywhere_raises_why() -> None:
+    with notebook(2):
+        with pytest.raises(RunError, match="two is too many"):
+            wb.sweep(FAILS_WITH_TWO.replace("== 2", "> 0"), "mirrored", workers=[1, 2])
+        with pytest.raises(PlanError, match="WB-PLAN-263"):
+            wb.sweep(FAILS_WITH_TWO, "mirrored", workers=[1, 2], price="free")

@@ -420,6 +420,7 @@ class Run:
             "options": {**plan.options, **plan.values},
             "faults": [fault.text for fault in plan.faults],
             "seed": plan.overrides.get("seed"),
+            "batch_size": plan.overrides.get("batch_size"),
             "recipe": plan.recipe.digest,
             "plan": plan.to_wire(),
             "ranks": list(self.engines),

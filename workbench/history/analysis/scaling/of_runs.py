@@ -62,9 +62,10 @@ def scaling(runs: Sequence[RunSummary], *, price: float | None = None) -> Scalin
     rows = [row_of(group, groups[0], has_one_device=False) for group in groups]
     held = list(zip(groups, rows, strict=True))
     yardsticks = [one for one in held if one[0][0].strategy == BASELINE]
-    families: dict[Any, list[tuple[list[RunSummary], ComparisonRow]]] = {}
+    families: dict[Any, list[Held]] = {}
     for group, row in held:
         families.setdefault((*_plan_key(group[0]), _size(group[0], mode)), []).append((group, row))
+    families = _joined(families)
     several = [one for one in families.values() if one[0][0][0].strategy != BASELINE]
     chosen = several or list(families.values())
     curves = []
@@ -116,6 +117,16 @@ def _fits_weak(batches: set[tuple[int, float]], curves: dict[str, int]) -> bool:
     return len(each) == 1 or curves["weak"] < curves["strong"]
 
 
+def _joined(families: dict[Any, list[Held]]) -> dict[Any, list[Held]]:
+    """Put runs whose batch nobody knows (they failed before) to the one curve of their plan."""
+    found = {key: list(family) for key, family in families.items()}
+    for key in [key for key in families if key[-1] is None]:
+        others = [other for other in families if other[:-1] == key[:-1] and other != key]
+        if len(others) == 1:
+            found[others[0]] += found.pop(key)
+    return found
+
+
 def _size(run: RunSummary, mode: Mode) -> float | None:
     """Return what stays the same along a curve; None where it is not known."""
     batch = batch_of(run)
@@ -130,8 +141,8 @@ def _plan_key(run: RunSummary) -> tuple[Any, ...]:
 
 
 def _base_of(
-    family: Sequence[tuple[list[RunSummary], ComparisonRow]],
-    yardsticks: Sequence[tuple[list[RunSummary], ComparisonRow]],
+    family: Sequence[Held],
+    yardsticks: Sequence[Held],
     mode: Mode,
 ) -> Held:
     """Return what a curve is held against: one device, else its own fewest workers."""
@@ -162,7 +173,7 @@ def _measured(row: ComparisonRow) -> bool:
 
 
 def _curve(
-    family: Sequence[tuple[list[RunSummary], ComparisonRow]],
+    family: Sequence[Held],
     held: Held,
     mode: Mode,
     price: float | None,
