@@ -7,7 +7,7 @@ import pytest
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
 from workbench.shared.flags.several import MOST_RUNS, several_in
-from workbench.shared.plan import Plan, cell_of, plan_of, plans_of
+from workbench.shared.plan import Plan, cell_of, make_plan, plan_of, plans_of
 from workbench.shared.run_request import parse_cell_line
 
 CELL = Recipe("wb.fit(a)")
@@ -90,6 +90,14 @@ def test_values_of_the_cell_are_what_they_look_like() -> None:
     assert found[0].values == {"lr": 0.1, "depth": 4, "kind": "adam", "fast": True}
     assert [plan.name for plan in found] == ["mirrored-lr=0.1", "mirrored-lr=0.001"]
     assert "--set fast=true" in cell_of(found[0])
+
+
+@pytest.mark.parametrize("value", [True, False, 3, 0.25, "adam", "64,32", "TrueColor", "a b"])
+def test_a_value_of_the_cell_is_written_back_as_it_was(value: object) -> None:
+    plan = make_plan(CELL, "mirrored", workers=2, values={"it": value})
+    (again,) = plans(cell_of(plan).partition("\n")[0].removeprefix("%%distributed "))
+    assert again.values == plan.values
+    assert Plan.from_wire(plan.to_wire()).values == plan.values
 
 
 def test_several_seeds_batches_epochs_and_steps_are_runs_each() -> None:

@@ -430,6 +430,7 @@ def resume(
         workers=workers or before.workers,
         options={**(before.options if same else {}), **(options or {})},
         overrides={**before.overrides, **overrides},
+        values=before.values,
         name=name or str(about["name"])[:MOST_NAME],
         checkpoint=str(checkpoint or Path(one.path).parent),
         checkpoint_every=checkpoint_every or before.checkpoint_every,

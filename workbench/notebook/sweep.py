@@ -57,7 +57,9 @@ def sweep(
         price = price_of(price)
     where = cluster or cluster_here()
     if isinstance(source, str) and "\n" not in source.strip() and "(" not in source:
-        source = known[source].plan.recipe if source in known else recipes.find(source, settings.get("framework") or where.framework)
+        framework = settings.get("framework") or where.framework
+        found = known[source].plan.recipe if source in known else recipes.find(source, framework)
+        source = found
     plans = plans_for(where, source, strategies, seeds=seeds, **settings)
     check_ahead(where, plans)
     queue = where.queue()

@@ -159,7 +159,7 @@ class RunSettings:
         trains=True,
         argument="values",
         read=several.values,
-        write=lambda item: f"{item[0]}={item[1]}".replace("True", "true").replace("False", "false"),
+        write=several.written,
         help="a value that the cell reads as wb.options.NAME",
         without="what the cell has as default",
         example="%%distributed mirrored --set lr=0.1,0.01",

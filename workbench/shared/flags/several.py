@@ -49,6 +49,13 @@ def values(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def written(item: tuple[str, Any]) -> str:
+    """Return a value of `--set` as it stands on a line; text with commas ends in a bar."""
+    name, value = item
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"{name}={text}|" if "," in text else f"{name}={text}"
+
+
 def option(text: str) -> tuple[str, str]:
     """Return the name and the value of `bucket_mb=10`.
 
