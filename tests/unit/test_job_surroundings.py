@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
+import time
 
 import pytest
 
-from workbench.engine.meeting import KEY, Alone, AtFirstAddress, Surroundings, meeting_of
+from workbench.engine.meeting import ANSWER_S, KEY, Alone, AtFirstAddress, Surroundings, meeting_of
 from workbench.errors import ClusterError, PlanError
 
 RANK = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -75,6 +77,38 @@ def place():
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
+def connected(place):
+    """Connect as soon as somebody listens."""
+    host, _, port = place.rpartition(":")
+    for _ in range(500):
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection((host, int(port)), 1)
+        threading.Event().wait(0.02)
+    raise AssertionError("nobody listens")
+
+
+def test_strangers_who_say_nothing_hold_up_nobody(place):
+    where = [Surroundings(rank, 2, addresses=(place, "b:1")) for rank in range(2)]
+    first, second = (AtFirstAddress(one, b"k" * 32) for one in where)
+    silent: list[socket.socket] = []
+
+    def come():
+        silent.extend(connected(place) for _ in range(3))
+        assert second.ask({"rank": 1}) == {"part": 1}
+
+    coming = threading.Thread(target=come)
+    coming.start()
+    began = time.monotonic()
+    assert first.gather({"rank": 0}) == [{"rank": 0}, {"rank": 1}]
+    assert time.monotonic() - began < ANSWER_S  # what a single one may take
+    first.hand_out([{"part": 0}, {"part": 1}])
+    coming.join()
+    for one in silent:
+        one.settimeout(ANSWER_S)
+        assert one.recv(1) == b""
+        one.close()
+
+
 def test_processes_meet_at_the_first_address_and_strangers_are_not_heard(place):
     where = [Surroundings(rank, 3, addresses=(place, "b:1", "c:1")) for rank in range(3)]
     key = b"k" * 32
@@ -85,16 +119,10 @@ def test_processes_meet_at_the_first_address_and_strangers_are_not_heard(place):
 
     def disturb():
         stranger = AtFirstAddress(where[1], b"another key of them")
-        host, _, port = place.rpartition(":")
         for said in (b"GET / HTTP/1.0\r\n\n", stranger._packed({"rank": 1})):
-            for _ in range(100):
-                try:
-                    with socket.create_connection((host, int(port)), 1) as connection:
-                        connection.sendall(said)
-                        assert connection.recv(10) == b""
-                        break
-                except ConnectionRefusedError:
-                    threading.Event().wait(0.02)
+            with connected(place) as connection:
+                connection.sendall(said)
+                assert connection.recv(10) == b""
 
     first = AtFirstAddress(where[0], key)
     others = [threading.Thread(target=disturb)]

@@ -16,7 +16,9 @@ import hmac
 import importlib
 import json
 import os
+import queue
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,9 @@ KEY = "WORKBENCH_JOB_KEY"
 LEAST_KEY = 16
 MEET_S = 300.0
 """How long processes wait for each other: some still install or import."""
+ACCEPT_S = 0.05
+ANSWER_S = 10.0
+"""How long a connection may take to say what it has to say."""
 About = dict[str, Any]
 """What a process says of itself, and what it is answered: plain data."""
 
@@ -199,32 +204,51 @@ class AtFirstAddress:
         self._connections: dict[int, socket.socket] = {}
 
     def gather(self, about: About) -> list[About]:
-        """Return what every process says of itself."""
+        """Return what every process says of itself; strangers who say nothing hold up nobody."""
         found = {0: about}
+        heard: queue.SimpleQueue[tuple[About | None, socket.socket]] = queue.SimpleQueue()
+        silent: set[socket.socket] = set()
         host, port = self._place
-        with cluster_env.listening(socket.gethostbyname(host), (port, port)) as listener:
+        with (
+            contextlib.ExitStack() as at_end,
+            cluster_env.listening(socket.gethostbyname(host), (port, port)) as listener,
+        ):
+            at_end.callback(_hang_up, silent)
+            listener.settimeout(ACCEPT_S)
             end = time.monotonic() + MEET_S
-            while len(found) < self._where.world_size:
-                missing = sorted(set(range(self._where.world_size)) - set(found))
-                listener.settimeout(max(0.01, end - time.monotonic()))
-                try:
+            while missing := set(range(self._where.world_size)) - set(found):
+                if time.monotonic() > end:
+                    raise _no_meeting(f"nothing from ranks {sorted(missing)}")
+                with contextlib.suppress(TimeoutError):
                     connection, _ = listener.accept()
-                except TimeoutError:
-                    raise _no_meeting(f"nothing from ranks {missing}") from None
-                connection.settimeout(10.0)
-                said = self._receive(connection)
-                rank = -1 if said is None else int(said.get("rank", -1))
-                if said is None or rank not in missing:  # not one of ours
-                    connection.close()
-                    continue
-                found[rank], self._connections[rank] = said, connection
+                    silent.add(connection)
+                    threading.Thread(
+                        target=self._hear, args=(connection, heard), daemon=True
+                    ).start()
+                while not heard.empty():
+                    said, connection = heard.get()
+                    silent.discard(connection)
+                    rank = -1 if said is None else int(said.get("rank", -1))
+                    if said is None or rank not in missing:  # not one of ours
+                        connection.close()
+                        continue
+                    missing.discard(rank)
+                    found[rank], self._connections[rank] = said, connection
         return [found[rank] for rank in range(self._where.world_size)]
+
+    def _hear(
+        self,
+        connection: socket.socket,
+        heard: queue.SimpleQueue[tuple[About | None, socket.socket]],
+    ) -> None:
+        connection.settimeout(ANSWER_S)
+        heard.put((self._receive(connection), connection))
 
     def hand_out(self, answers: Sequence[About]) -> None:
         """Answer each process, and let go of it."""
         for rank, connection in self._connections.items():
             with connection, contextlib.suppress(OSError):
-                connection.settimeout(10.0)
+                connection.settimeout(ANSWER_S)
                 connection.sendall(self._packed(answers[rank]))
                 connection.recv(1)  # they close first, so that the port is free for TensorFlow
         self._connections.clear()
@@ -287,6 +311,12 @@ def meeting_of(where: Surroundings) -> Meeting:
     if where.world_size == 1:
         return Alone()
     return AtFirstAddress(where, key.encode()) if where.addresses else InStore(where)
+
+
+def _hang_up(connections: set[socket.socket]) -> None:
+    for one in connections:
+        with one, contextlib.suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)  # its thread reads no more
 
 
 def _is_loopback(host: str) -> bool:

@@ -408,7 +408,8 @@ _LEFT_OUT = frozenset(("runs", ".venv", ".venv.lock", "job.log", "job.exit"))
 # login shell over there may be any. Small images have no ps, macOS has no /proc.
 _PROCESSES = r"""
 words_of() {
-  if [ -d /proc/self ]; then tr '\0' ' ' < "/proc/$1/cmdline"; else ps -o args= -p "$1"; fi 2>/dev/null
+  if [ -d /proc/self ]; then tr '\0' ' ' < "/proc/$1/cmdline"
+  else ps -ww -o args= -p "$1"; fi 2>/dev/null
 }
 parents() {
   if [ -d /proc/self ]; then
