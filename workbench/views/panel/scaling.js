@@ -139,7 +139,7 @@ SECTIONS.push((() => {
     const saves = kit.h("div", { class: "wbp-row", role: "group", "aria-label": "Export" }, kit.h("span", { class: "wbp-muted" }, "Export"), EXPORTS.map(([kind, name]) => kit.button(name, `Save scaling as ${name}`, () => save(kind))));
     const notes = kit.h("ul", { class: "wb-notes" });
     const whole = kit.h("div", { class: "wbp-compared" }, verdict, legend, charts, others, table, kit.h("div", { class: "wbp-row" }, price.root, beside.root), saves, notes);
-    root.append(none, whole);
+    root.append(none);
 
     async function save(kind) {
       const file = await app.do("scaling.export", { kind });
@@ -169,6 +169,7 @@ SECTIONS.push((() => {
         value = found;
         kit.show(none, !found.scaling);
         kit.text(none, found.why ? `${found.why} Run one recipe with 1, 2 and 4 workers, or pick such runs under Compare.` : "Run one recipe with several numbers of workers: %%distributed one_device,mirrored -n 1,2,4");
+        if (found.scaling && !whole.isConnected) root.append(whole); // not before it is looked at
         kit.show(whole, Boolean(found.scaling));
         price.set(found.price);
         price.error(found.wrong);
