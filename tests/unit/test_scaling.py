@@ -245,6 +245,13 @@ def test_an_epoch_costs_its_workers_hours() -> None:
     assert one.low <= one.price <= one.high
 
 
+def test_one_run_that_does_not_know_its_epoch_has_all_priced_by_the_million() -> None:
+    runs = [run_of(1, 0.1, strategy="one_device", epoch_samples=6400), run_of(2, 0.1)]
+    found = scaling(runs, price=3.6)
+    assert found is not None
+    assert [p.cost.is_epoch for p in found.curves[0].points if p.cost] == [False, False]
+
+
 def test_without_the_size_of_an_epoch_a_million_samples_are_priced_and_that_is_said() -> None:
     found = scaling(strong(), price=2.5)
     assert found is not None

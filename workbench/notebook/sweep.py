@@ -9,6 +9,7 @@ from ..errors import PlanError
 from ..execution.registry import runs as known
 from ..session.queue import sweep as plans_for
 from ..shared.flags.several import price_of
+from ..views.blocks import ProgressLine
 from .compare import Compared, compare
 from .recipes import recipes
 from .scaling import Scaled, scaled, shows_scaling
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ..cookbook.recipe import Recipe
     from ..execution.run import Run
     from ..session.cluster import Cluster
+    from ..session.queue import Queue
 
 
 def sweep(
@@ -66,6 +68,8 @@ def sweep(
     queue.check_free()
     before = queue.keep_going
     queue.keep_going = True
+    progress = _Progress()
+    undo = queue.listen(progress)
     try:
         items = queue.add(plans)
         queue.wait()
@@ -73,6 +77,8 @@ def sweep(
         queue.stop_all("the sweep was interrupted")
         raise
     finally:
+        undo()
+        progress.line.done()
         queue.keep_going = before
     made = [item.run for item in items if item.run is not None]
     if not any(run.error is None for run in made):
@@ -80,6 +86,24 @@ def sweep(
             "No run of the sweep began.", seen=f"{len(plans)} plans", code="WB-PLAN-273"
         )
     return concluded(made, price=price)
+
+
+class _Progress:
+    """Says below the cell which run of how many goes on."""
+
+    def __init__(self) -> None:
+        self.line = ProgressLine()
+        self._said = ""
+
+    def __call__(self, queue: Queue) -> None:
+        """Look at the queue, which has changed."""
+        current, items = queue.current, queue.items
+        if current is None:
+            return
+        said = f"run {items.index(current) + 1} of {len(items)}: {current.name}"
+        if said != self._said:
+            self._said = said
+            self.line(said)
 
 
 def concluded(runs: Sequence[Run], *, price: float | None = None) -> Scaled | Compared:

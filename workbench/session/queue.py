@@ -97,7 +97,8 @@ class Queue:
 
         Args:
             seeds: How many, from 0, or which.
-            settings: As `Cluster.run` takes them: `workers`, `options`, `epochs`, `name`, ...
+            settings: As `Cluster.run` takes them: `workers`, `options`, `epochs`, `name`, ...;
+                several values of one in a list.
 
         Raises:
             PlanError: One of them cannot be run; none was added.

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ..summary import RunSummary
 
 _NAN = float("nan")
+Price = tuple[float | None, int | None]
+"""Of a worker-hour, and the samples of an epoch; None where not known."""
 Held: TypeAlias = "tuple[list[RunSummary], ComparisonRow]"
 """The runs of a plan, and what a comparison says of them."""
 
@@ -69,9 +71,10 @@ def scaling(runs: Sequence[RunSummary], *, price: float | None = None) -> Scalin
     several = [one for one in families.values() if one[0][0][0].strategy != BASELINE]
     chosen = several or list(families.values())
     curves = []
+    epoch = _epoch_of(runs)
     for number, family in enumerate(chosen):
         base = _base_of(family, yardsticks, mode)
-        curves.append(_curve(family, base, mode, price, number))
+        curves.append(_curve(family, base, mode, (price, epoch), number))
     curves = _named(curves)
     measured = [curve for curve in curves if curve.known]
     verdict, distribute = verdict_of(measured)
@@ -83,6 +86,17 @@ def scaling(runs: Sequence[RunSummary], *, price: float | None = None) -> Scalin
         price=price,
         one_worker=all(curve.base.workers == 1 for curve in curves),
     )
+
+
+def _epoch_of(runs: Sequence[RunSummary]) -> int | None:
+    """Return the samples of an epoch; None where a run that trained does not know them.
+
+    With larger batches an epoch is rounded more, so it is that of the smallest batch.
+    """
+    trained = [run for run in runs if run.steps]
+    if not trained or not all(run.epoch_samples for run in trained):
+        return None
+    return min(trained, key=batch_of).epoch_samples
 
 
 def _whole(group: list[RunSummary]) -> list[RunSummary]:
@@ -176,7 +190,7 @@ def _curve(
     family: Sequence[Held],
     held: Held,
     mode: Mode,
-    price: float | None,
+    price: Price,
     number: int,
 ) -> Curve:
     base = held[1]
@@ -216,7 +230,7 @@ def _point(
     group: Sequence[RunSummary],
     row: ComparisonRow,
     base: ComparisonRow,
-    price: float | None,
+    price: Price,
 ) -> Point:
     ratio = (
         Spread(1.0, low=1.0, high=1.0)
@@ -232,12 +246,13 @@ def _point(
         low=ratio.low if known else _NAN,
         high=ratio.high if known else _NAN,
         missing="" if _measured(row) else (row.state or "not measured"),
-        cost=_cost(group, row, price) if price and _measured(row) else None,
+        cost=_cost(row, *price) if _measured(row) else None,
     )
 
 
-def _cost(group: Sequence[RunSummary], row: ComparisonRow, price: float) -> Cost:
-    epoch = next((run.epoch_samples for run in group if run.epoch_samples), None)
+def _cost(row: ComparisonRow, price: float | None, epoch: int | None) -> Cost | None:
+    if price is None:
+        return None
     samples = float(epoch or 1e6)
     rate = row.samples_per_s
 
