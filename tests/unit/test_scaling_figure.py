@@ -46,6 +46,14 @@ CASES: dict[str, Any] = {
     "to 64 workers": wide,
     "without one worker": lambda: [run_of(n, amdahl(n)) for n in (2, 4, 8)],
     "slower": lambda: [run_of(1, 0.1), run_of(2, 0.2), run_of(4, 0.3)],
+    "ends close together": lambda: [
+        run_of(1, 0.1, strategy="one_device"),
+        *(
+            run_of(n, amdahl(n) * (1 + 0.01 * k), strategy=name)
+            for k, name in enumerate(("mirrored", "sharded", "central_storage", "local_sgd"))
+            for n in (2, 4)
+        ),
+    ],
     "nothing": lambda: [run_of(n, 0.1, state="failed", steps=0) for n in (1, 2)],
 }
 

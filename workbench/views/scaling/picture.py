@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,10 @@ from ..drawing import (
     width_in,
     wrapped,
 )
-from ..tables import SHARE_NAMES
-from ..text import milliseconds
+from ..tables import SHARE_NAMES, times
+from ..text import milliseconds, percent
 from ..theme import GRID, HATCHED, INK, MUTED, PAPER
-from .axes import color_of, line_of, worker_axis
+from .axes import End, color_of, label_ends, line_of, worker_axis
 from .beside import draw_beside
 from .table import cost_words, costs_are_of_epochs, scaling_table
 
@@ -46,11 +46,13 @@ if TYPE_CHECKING:
 
 WIDTH_IN, EDGE_IN = 9.6, 0.2
 _DPI = 110
+Value = Callable[["Curve", "Point"], tuple[float, float, float]]
 _STYLE = {"hatch.linewidth": 1.0, "svg.fonttype": "none", "svg.hashsalt": "workbench"}
 _VERDICT_PT, _KEY_PT = 11.5, 9.0
 _LEFT_IN, _GAP_IN, _CURVES_IN, _TITLE_IN, _TICKS_IN = 0.55, 0.6, 2.75, 0.34, 0.52
 _ROW_IN, _KEY_IN = 0.27, 0.24
 _LABELLED_IN = 0.42
+_ENDS_IN = 0.5
 _MOST_ROWS = 14
 
 
@@ -131,10 +133,10 @@ def draw(scaling: Scaling, published: Sequence[Published] = ()) -> Figure:
     page.down_in += 0.08
     _draw_keys(page, keys)
     page.down_in += _TITLE_IN
-    width = (WIDTH_IN - 2 * _LEFT_IN - _GAP_IN - EDGE_IN) / 2 + 0.25
+    width = (WIDTH_IN - _LEFT_IN - _GAP_IN - EDGE_IN - 2 * _ENDS_IN) / 2
     _draw_speedups(page.axes(_LEFT_IN, width, _CURVES_IN), scaling)
-    left_in = _LEFT_IN + width + _GAP_IN
-    _draw_efficiency(page.axes(left_in, WIDTH_IN - left_in - EDGE_IN, _CURVES_IN), scaling)
+    left_in = _LEFT_IN + width + _ENDS_IN + _GAP_IN
+    _draw_efficiency(page.axes(left_in, width, _CURVES_IN), scaling)
     page.down_in += _CURVES_IN + _TICKS_IN + _TITLE_IN
     _draw_steps(page, scaling, rows, bars_in)
     page.down_in += bars_in + 0.62
@@ -212,13 +214,14 @@ def _draw_speedups(axes: Axes, scaling: Scaling) -> None:
     )  # fmt: skip
     axes.axhline(1, color=MUTED["any"], lw=0.8, zorder=1)
     for curve in scaling.curves:
-        _draw_curve(axes, curve, [(p.speedup, p.low, p.high) for p in curve.points], "x")
+        _draw_curve(axes, curve, _speedup)
         if curve.law.fits:
             first, last = curve.known[0].workers, curve.known[-1].workers
             x = np.geomspace(first, last, 80)
             axes.plot(x, [curve.law.at(n) for n in x], color=color_of(curve), lw=1.6, ls=":",
                       zorder=3)  # fmt: skip
     axes.yaxis.set_major_formatter(lambda value, _: f"{tick(value)}x")
+    _ends(axes, scaling, _speedup, times)
     _draw_missing(axes, scaling)
 
 
@@ -237,35 +240,40 @@ def _draw_efficiency(axes: Axes, scaling: Scaling) -> None:
         fontsize=LABEL_PT, color=MUTED["any"],
     )  # fmt: skip
     for curve in scaling.curves:
-        _draw_curve(axes, curve, [efficiency(curve, point) for point in curve.points], "%")
+        _draw_curve(axes, curve, efficiency)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value * 100:.0f} %")
+    _ends(axes, scaling, efficiency, percent)
     _draw_missing(axes, scaling)
 
 
-def _draw_curve(
-    axes: Axes, curve: Curve, values: Sequence[tuple[float, float, float]], unit: str
-) -> None:
+def _speedup(curve: Curve, point: Point) -> tuple[float, float, float]:
+    return point.speedup, point.low, point.high
+
+
+def _draw_curve(axes: Axes, curve: Curve, value: Value) -> None:
     """Draw what was measured, with its intervals; a gap where something is missing."""
     color = color_of(curve)
+    values = [value(curve, point) for point in curve.points]
     x = [point.workers for point in curve.points]
-    mean = np.array([value for value, _, _ in values])
+    mean = np.array([middle for middle, _, _ in values])
     axes.plot(x, mean, color=color, lw=1.8, ls=line_of(curve), zorder=4)
-    for at, (value, low, high) in zip(x, values, strict=True):
-        if not math.isfinite(value):
+    for at, (middle, low, high) in zip(x, values, strict=True):
+        if not math.isfinite(middle):
             continue
         if math.isfinite(low) and math.isfinite(high) and high > low:
-            axes.errorbar([at], [value], [[max(value - low, 0)], [max(high - value, 0)]],
+            axes.errorbar([at], [middle], [[max(middle - low, 0)], [max(high - middle, 0)]],
                           color=color, lw=1.4, capsize=3.5, zorder=5)  # fmt: skip
-        axes.plot([at], [value], "o", ms=6, color=color, zorder=6)
-    known = [(at, one) for at, one in zip(x, values, strict=True) if math.isfinite(one[0])]
-    if known:
-        at, (value, low, _) = known[-1]
-        words = f"{value:.2f}x" if unit == "x" else f"{value * 100:.0f} %"
-        under = low if math.isfinite(low) else value
-        axes.annotate(
-            words, (at, under), xytext=(2, -7), textcoords="offset points", ha="right", va="top",
-            fontsize=LABEL_PT, weight="bold", color=color, zorder=7,
-        )  # fmt: skip
+        axes.plot([at], [middle], "o", ms=6, color=color, zorder=6)
+
+
+def _ends(axes: Axes, scaling: Scaling, value: Value, words: Callable[[float], str]) -> None:
+    """Write beside the axes what each curve ends with."""
+    ends = [
+        End(curve.known[-1].workers, value(curve, curve.known[-1])[0],
+            words(value(curve, curve.known[-1])[0]), color_of(curve), "bold")
+        for curve in scaling.curves if curve.known
+    ]  # fmt: skip
+    label_ends(axes, ends, _ENDS_IN)
 
 
 def _draw_missing(axes: Axes, scaling: Scaling) -> None:

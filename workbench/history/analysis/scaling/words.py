@@ -116,7 +116,7 @@ def reason_of(plan: ComparisonRow, fewer: ComparisonRow) -> str:
     if known and compute_s > _UNDIVIDED * before_s and share_cores(fewer, plan):
         computing += f", since {plan.workers} workers share the cores that one has to itself"
     if not costs:
-        return f"Each worker spends {computing} a step." if known else ""
+        return f"In each step a worker spends {computing}." if known else ""
     spent = " and ".join(costs)
     head = f"Of a step of {milliseconds(plan.step_s)}, each worker spends {spent}"
     return f"{head}, and {computing}." if known else f"{head}."
