@@ -96,7 +96,7 @@ def test_a_run_that_fails_in_the_middle_is_missing_and_the_others_go_on() -> Non
     assert names == ["mirrored-n1", "mirrored-n2", "mirrored-n3"]
     assert states == ["finished", "failed", "finished"]
     assert "1 of 3 runs failed" in str(cell.error)
-    assert "WB-RUN-128" in str(cell.error)
+    assert "WB-RUN-129" in str(cell.error)
     assert "two is too many" in str(cell.error)
     (curve,) = found.scaling.curves
     assert [point.missing for point in curve.points] == ["", "failed", ""]
@@ -112,7 +112,7 @@ def test_values_of_the_line_reach_the_cell_and_one_that_is_not_read_is_an_error(
         told = book.run(f"%%distributed one_device --set rate=0.5 --plot text\n{cell}").error
         swept = wb.sweep(cell, "one_device", values={"lr": [0.1, 0.2]})
     assert moved[0] != moved[1]
-    assert "WB-RUN-127" in str(told)
+    assert "WB-RUN-128" in str(told)
     assert "wb.options.get('rate', default)" in str(told)
     assert [row.options["lr"] for row in swept.comparison.rows] == [0.1, 0.2]
 
@@ -120,12 +120,12 @@ def test_values_of_the_line_reach_the_cell_and_one_that_is_not_read_is_an_error(
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("mirrored -n 1,2 --batch-size 64 --batch-per-worker 32", "WB-PLAN-266"),
+        ("mirrored -n 1,2 --batch-size 64 --batch-per-worker 32", "WB-PLAN-275"),
         ("mirrored -n 1,300", "256"),
-        ("mirrored -n 2 --price 3", "WB-PLAN-275"),
+        ("mirrored -n 2 --price 3", "WB-PLAN-284"),
         ("-n 1,2", "WB-PLAN-129"),
         ("mirrored -n 1,2 --background", "WB-PLAN-131"),
-        ("mirrored -n 1,2 --to-job folder", "WB-PLAN-265"),
+        ("mirrored -n 1,2 --to-job folder", "WB-PLAN-274"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_an_engine_is_touched(line: str, words: str) -> None:
@@ -143,5 +143,5 @@ def test_a_sweep_that_fails_everywhere_raises_why() -> None:
     with notebook(2):
         with pytest.raises(RunError, match="two is too many"):
             wb.sweep(FAILS_WITH_TWO.replace("== 2", "> 0"), "mirrored", workers=[1, 2])
-        with pytest.raises(PlanError, match="WB-PLAN-263"):
+        with pytest.raises(PlanError, match="WB-PLAN-272"):
             wb.sweep(FAILS_WITH_TWO, "mirrored", workers=[1, 2], price="free")

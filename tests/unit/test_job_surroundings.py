@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -145,3 +147,61 @@ def test_who_does_not_come_is_named(place, monkeypatch):
     alone = AtFirstAddress(Surroundings(1, 2, addresses=(place, "b:1")), b"k" * 32)
     with pytest.raises(ClusterError):
         alone.ask({"rank": 1})
+
+
+AGENT = """
+import sys
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def agents_store():
+    """The store of a torchrun's agent, as host and port."""
+    with subprocess.Popen(
+        [sys.executable, "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as agent:
+        yield "127.0.0.1", int(agent.stdout.readline())
+        agent.communicate()
+
+
+@pytest.mark.torch
+def test_a_store_that_knows_an_earlier_attempt_tells_nobody_of_it(agents_store, monkeypatch):
+    """Torchrun's agents count attempts each for itself; a host that joined anew begins at 0."""
+    monkeypatch.setattr("workbench.engine.meeting.MEET_S", 15.0)
+
+    def part(rank, attempt=0):
+        return meeting_of(Surroundings(rank, 2, agents_store, has_agent=True, attempt=attempt))
+
+    def wait_for_word(second):
+        for _ in range(500):
+            meeting = second._ours.get("meeting").decode()
+            if second._ours.check([f"{meeting}/1"]):
+                return
+            threading.Event().wait(0.02)
+        raise AssertionError("nothing was said")
+
+    def meet(attempt, *, early):
+        """Meet; rank 1 may be there first, when the store tells of the earlier attempt alone."""
+        answers: list[dict] = []
+        second = part(1)
+        coming = threading.Thread(
+            target=lambda: answers.append(second.ask({"says": attempt})), daemon=True
+        )
+        if early:
+            coming.start()
+            wait_for_word(second)
+        first = part(0, attempt)
+        if not early:
+            coming.start()
+        assert first.gather({"says": "rank 0"}) == [{"says": "rank 0"}, {"says": attempt}]
+        first.hand_out([{}, {"part": attempt}])
+        coming.join(10)
+        return answers
+
+    assert meet(0, early=False) == [{"part": 0}]
+    assert meet(1, early=True) == [{"part": 1}]
+    assert meet(2, early=False) == [{"part": 2}]

@@ -108,5 +108,5 @@ def test_files_are_made_in_every_form_and_others_are_refused(panel: Any) -> None
     assert second["name"] == "scaling.csv"
     assert base64.b64decode(second["data"]).startswith(b"curve,strategy")
     said = [notice["text"] for notice in panel.wire()["panel"]["notices"]]
-    assert any("WB-RUN-129" in text for text in said)
-    assert any("WB-PLAN-274" in text for text in said)
+    assert any("WB-RUN-130" in text for text in said)
+    assert any("WB-PLAN-283" in text for text in said)

@@ -64,5 +64,5 @@ def test_curves_are_drawn_beside_ones_own_on_request_only() -> None:
 def test_a_curve_that_is_none_is_named() -> None:
     with pytest.raises(PlanError, match=r"bert-ddp"):
         chosen("bert")
-    with pytest.raises(PlanError, match="WB-PLAN-271"):
+    with pytest.raises(PlanError, match="WB-PLAN-280"):
         chosen([17159])  # type: ignore[list-item]

@@ -138,7 +138,7 @@ def test_runs_with_one_number_of_workers_show_none() -> None:
     runs = [run_of(2, 0.1), run_of(2, 0.1, strategy="sharded")]
     assert scaling(runs) is None
     assert "All runs have 2 workers" in why_not(runs)
-    with pytest.raises(PlanError, match=r"WB-PLAN-272"):
+    with pytest.raises(PlanError, match=r"WB-PLAN-281"):
         scaled(runs)
 
 
@@ -284,5 +284,5 @@ def test_all_exports_hold_the_same_figures(tmp_path: Any) -> None:
     for suffix, begin in ((".csv", b"curve,"), (".md", b"**"), (".html", b"<!doctype"),
                           (".json", b"{"), (".png", b"\x89PNG"), (".svg", b"<?xml")):  # fmt: skip
         assert shown.save(tmp_path / f"scaling{suffix}").read_bytes().startswith(begin)
-    with pytest.raises(PlanError, match="WB-PLAN-270"):
+    with pytest.raises(PlanError, match="WB-PLAN-279"):
         shown.save(tmp_path / "scaling.doc")

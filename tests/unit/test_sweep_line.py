@@ -6,6 +6,7 @@ import pytest
 
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
+from workbench.notebook.recipes import recipes
 from workbench.shared.flags.several import MOST_RUNS, several_in
 from workbench.shared.plan import Plan, cell_of, make_plan, plan_of, plans_of
 from workbench.shared.run_request import parse_cell_line
@@ -100,6 +101,17 @@ def test_a_value_of_the_cell_is_written_back_as_it_was(value: object) -> None:
     assert Plan.from_wire(plan.to_wire()).values == plan.values
 
 
+def test_parameters_of_a_recipe_are_swept_for_one_device_too() -> None:
+    recipe = recipes.find("char_transformer", "torch")
+    line = parse_cell_line("one_device,mirrored -n 1,2 -p lr=0.1,0.01")
+    found = plans_of(line, recipe, framework="torch", workers=2)
+    assert [plan.name for plan in found] == [
+        "one_device-lr=0.1", "one_device-lr=0.01", "mirrored-n1-lr=0.1", "mirrored-n1-lr=0.01",
+        "mirrored-n2-lr=0.1", "mirrored-n2-lr=0.01",
+    ]  # fmt: skip
+    assert len({plan.recipe.digest for plan in found}) == 2
+
+
 def test_several_seeds_batches_epochs_and_steps_are_runs_each() -> None:
     assert names("mirrored --seed 3,5") == ["mirrored-seed3", "mirrored-seed5"]
     assert names("mirrored --batch-size 128,256") == ["mirrored-batch128", "mirrored-batch256"]
@@ -109,20 +121,20 @@ def test_several_seeds_batches_epochs_and_steps_are_runs_each() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("mirrored -n 1,1", r"one value twice[\s\S]*WB-PLAN-261|WB-PLAN-261[\s\S]*1,1"),
-        ("mirrored -n ,", "WB-PLAN-261"),
+        ("mirrored -n 1,1", r"one value twice[\s\S]*WB-PLAN-270|WB-PLAN-270[\s\S]*1,1"),
+        ("mirrored -n ,", "WB-PLAN-270"),
         ("mirrored -n 1,x", "WB-PLAN-158"),
         ("mirrored -n 1,0", "WB-PLAN-158"),
-        ("mirrored --set 2a=1", "WB-PLAN-262"),
+        ("mirrored --set 2a=1", "WB-PLAN-271"),
         ("mirrored --set lr", "WB-PLAN-094"),
-        ("mirrored --set epochs=3", "WB-PLAN-269"),
-        ("mirrored --set bucket_mb=3", "WB-PLAN-269"),
-        ("mirrored --price free", "WB-PLAN-263"),
-        ("mirrored --price -1", "WB-PLAN-263"),
-        ("mirrored --price 0", "WB-PLAN-263"),
-        ("mirrored -n 1,2 --seeds 100", "WB-PLAN-264"),
-        ("mirrored --batch-size 64 --batch-per-worker 32", "WB-PLAN-266"),
-        ("mirrored --seeds 2 --seed 3,5", "WB-PLAN-267"),
+        ("mirrored --set epochs=3", "WB-PLAN-278"),
+        ("mirrored --set bucket_mb=3", "WB-PLAN-278"),
+        ("mirrored --price free", "WB-PLAN-272"),
+        ("mirrored --price -1", "WB-PLAN-272"),
+        ("mirrored --price 0", "WB-PLAN-272"),
+        ("mirrored -n 1,2 --seeds 100", "WB-PLAN-273"),
+        ("mirrored --batch-size 64 --batch-per-worker 32", "WB-PLAN-275"),
+        ("mirrored --seeds 2 --seed 3,5", "WB-PLAN-276"),
         ("mirrored -n 2,4 --batch-size 3", "WB-PLAN-087"),
         ("one_device,mirrored -n 1,2 -o nonsense=1,2", "nonsense"),
         ("mirrored -o bucket_mb=5,many", "bucket_mb"),
@@ -140,7 +152,7 @@ def test_as_many_runs_as_may_be_are_begun_and_no_more() -> None:
 
 
 def test_one_run_takes_one_value_of_everything() -> None:
-    with pytest.raises(PlanError, match=r"WB-PLAN-265[\s\S]*2 values of --workers"):
+    with pytest.raises(PlanError, match=r"WB-PLAN-274[\s\S]*2 values of --workers"):
         plan_of(parse_cell_line("mirrored -n 1,2"), CELL, framework="torch", workers=2)
 
 
@@ -150,7 +162,7 @@ def test_python_gives_several_values_in_lists() -> None:
     assert [(axis.field, axis.key, axis.values) for axis in axes] == [
         ("workers", "", (1, 2)), ("options", "a", (1, 2))
     ]  # fmt: skip
-    with pytest.raises(PlanError, match="WB-PLAN-268"):
+    with pytest.raises(PlanError, match="WB-PLAN-277"):
         several_in({"workers": []})
 
 

@@ -17,10 +17,11 @@ import importlib
 import json
 import os
 import queue
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -34,10 +35,13 @@ LEAST_KEY = 16
 MEET_S = 300.0
 """How long processes wait for each other: some still install or import."""
 ACCEPT_S = 0.05
+LOOK_S = 0.1
+"""How often a process looks whether it was answered, or another meeting has begun."""
 ANSWER_S = 10.0
 """How long a connection may take to say what it has to say."""
 About = dict[str, Any]
 """What a process says of itself, and what it is answered: plain data."""
+_MEETING = "meeting"
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Surroundings:
         rank, world_size: Among all processes of the job, servers included.
         store: Host and port of the store in which PyTorch's processes meet; None: there is none.
         has_agent: Whether torchrun's agent hosts it; else rank 0 does.
-        attempt: How often torchrun has begun again.
+        attempt: How often torchrun's agent of this host has begun again.
         addresses: Of TF_CONFIG, in the order of the ranks; empty without it.
     """
 
@@ -146,7 +150,9 @@ class Alone:
 class InStore:
     """PyTorch's processes meet in the store that torchrun's agent hosts, or rank 0.
 
-    torch is imported by name; rank 0's own store lives as long as this object.
+    torch is imported by name; rank 0's own store lives as long as this object. A store may still
+    hold what was said before torchrun began again, and its agents count attempts each for itself:
+    so rank 0 opens each meeting under a word of its own, and each answer is to what one has said.
     """
 
     def __init__(self, where: Surroundings) -> None:
@@ -165,30 +171,47 @@ class InStore:
             )  # fmt: skip
         except (OSError, RuntimeError, ValueError) as error:
             raise _no_meeting(f"{host}:{port}: {error}") from error
-        self._ours = dist.PrefixStore(f"workbench/{where.attempt}/", self._store)
+        self._ours = dist.PrefixStore("workbench/", self._store)
+        self._word = secrets.token_hex(8)
+        self._heard: list[str] = []  # words of the others, in the order of the ranks
 
     def gather(self, about: About) -> list[About]:
         """Return what every process says of itself."""
-        self._ours.set("about/0", json.dumps(about))
-        return [self._read(f"about/{rank}") for rank in range(self._where.world_size)]
+        self._ours.set(_MEETING, self._word)
+        self._heard, abouts = [], [about]
+        for rank in range(1, self._where.world_size):
+            with self._hearing(f"rank {rank}"):
+                word, said = json.loads(self._ours.get(f"{self._word}/{rank}"))
+            self._heard.append(word)
+            abouts.append(said)
+        return abouts
 
     def hand_out(self, answers: Sequence[About]) -> None:
         """Answer each process."""
-        for rank, answer in enumerate(answers):
-            self._ours.set(f"answer/{rank}", json.dumps(answer))
+        for word, answer in zip(self._heard, answers[1:], strict=True):
+            self._ours.set(word, json.dumps(answer))
 
     def ask(self, about: About) -> About:
-        """Say it, and wait for the answer."""
-        self._ours.set(f"about/{self._where.rank}", json.dumps(about))
-        return self._read(f"answer/{self._where.rank}")
+        """Say it, and wait for the answer; say it anew where another meeting begins."""
+        end, said_in = time.monotonic() + MEET_S, b""
+        with self._hearing("rank 0"):
+            while time.monotonic() < end:
+                meeting = self._ours.get(_MEETING)
+                if meeting != said_in:
+                    said_in, place = meeting, f"{meeting.decode()}/{self._where.rank}"
+                    self._ours.set(place, json.dumps([self._word, about]))
+                if self._ours.check([self._word]):
+                    answer: About = json.loads(self._ours.get(self._word))
+                    return answer
+                time.sleep(LOOK_S)  # `wait` would log each time that it was in vain
+        raise _no_meeting(f"nothing from rank 0 within {MEET_S:g} s")
 
-    def _read(self, key: str) -> About:
+    @contextlib.contextmanager
+    def _hearing(self, who: str) -> Iterator[None]:
         try:
-            found: About = json.loads(self._ours.get(key))
+            yield
         except RuntimeError as error:
-            who = f"rank {key.rpartition('/')[2]}" if key.startswith("about") else "rank 0"
             raise _no_meeting(f"nothing from {who} within {MEET_S:g} s ({error})") from error
-        return found
 
 
 class AtFirstAddress:

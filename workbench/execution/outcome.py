@@ -409,7 +409,7 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
             seen=", ".join(f"--set {one}" for one in sorted(unread)),
             allowed="names that the cell reads from wb.options",
             next_step=f"wb.options.get({name!r}, default) where the cell needs it, or leave it out",
-            code="WB-RUN-127",
+            code="WB-RUN-128",
         )
     if run.plan.init_from and not any(o.initial_read for o in outcomes.values()):
         return RunError(
@@ -471,7 +471,7 @@ def refusals(runs: Sequence[RunData]) -> RunError | None:
                 f"{run.name}: {str(run.error).partition(chr(10))[0]}" for run in refused
             ),
             next_step=f"wb.runs[{refused[0].name!r}].error tells all of the first one",
-            code="WB-RUN-128",
+            code="WB-RUN-129",
         )
     reasons = {run.plan.strategy: _reason(run.error) for run in refused}
     return RunError(

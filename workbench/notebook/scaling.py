@@ -168,7 +168,7 @@ def scaled(runs: Sequence[RunSummary], *, price: float | None = None) -> Scaled:
         raise PlanError(
             why_not(runs),
             allowed="-n 1,2,4 above the cell, or wb.sweep(..., workers=[1, 2, 4])",
-            code="WB-PLAN-272",
+            code="WB-PLAN-281",
         )
     return Scaled(found)
 

@@ -251,7 +251,7 @@ class Session:
                 "What an epoch costs is shown beside several numbers of workers.",
                 seen=f"--price {line.price:g}, and {found[0].workers} workers",
                 next_step="-n 1,2,4, or wb.compare(...).scaling(price=...) for earlier runs",
-                code="WB-PLAN-275",
+                code="WB-PLAN-284",
             )
         if len(found) > 1:
             check_ahead(cluster, found)
@@ -268,8 +268,7 @@ class Session:
         cluster = self.need_cluster()
         plans = self.plans(line, recipe)
         check_view(line.plot)
-        recipe = replace(recipe, framework=plans[0].framework)
-        self.recipe = recipe
+        self.recipe = replace(plans[0].recipe, framework=plans[0].framework)
         if line.background and len(plans) > 1:
             raise PlanError(
                 "Only one run at a time can go on in the background.",
@@ -281,7 +280,7 @@ class Session:
         def conduct(plan: Plan, begun: Callable[[Run], None]) -> Run:
             with attending(not line.background), ending(cluster):
                 run = cluster.start(plan, number=number, autoreload=autoreload)
-                self.recipes[run.name] = recipe
+                self.recipes[run.name] = replace(plan.recipe, framework=plan.framework)
                 begun(run)
                 view = RunView(run, line.plot, brief=bool(line.several))
                 if line.background:

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .. import catalog
+from ..cookbook import builtin
 from ..cookbook.recipe import Recipe
 from ..errors import PlanError
 from . import checkpoints, log_targets
@@ -179,6 +180,7 @@ def make_plan(
             next_step="write the training below the magic",
             code="WB-PLAN-085",
         )
+    builtin.check(recipe)
     check_window(asked.profile, given.get("steps"))
     folder, every, on_failure = checkpoints.settings(
         asked.checkpoint, asked.checkpoint_every, asked.on_failure
@@ -219,7 +221,7 @@ def plan_of(
                 f"{len(axis.values)} values of {_axis(axis)}" for axis in request.several
             ),
             allowed="several values where several runs can be: above a cell, or wb.sweep(...)",
-            code="WB-PLAN-265",
+            code="WB-PLAN-274",
         )
     if request.batch_per_worker is not None:
         if request.batch_size is not None:
@@ -229,14 +231,14 @@ def plan_of(
                 f"--batch-per-worker {request.batch_per_worker}",
                 next_step="--batch-size for strong scaling (the global batch stays), or "
                 "--batch-per-worker for weak scaling",
-                code="WB-PLAN-266",
+                code="WB-PLAN-275",
             )
         most = catalog.lookup(chosen, framework).max_workers
         count = check_count("workers", workers)
         each = check_count("batch_per_worker", request.batch_per_worker)
         overrides["batch_size"] = each * (count if most is None else min(count, most))
     return make_plan(
-        recipe,
+        recipe.with_given(request.parameters),
         chosen,
         framework=framework,
         workers=workers,
@@ -270,7 +272,7 @@ def plans_of(request: RunRequest, recipe: Recipe, *, framework: str, workers: in
             "The seeds are given twice.",
             seen=f"--seeds {request.seeds}, and several of --seed",
             next_step="--seeds K for seeds 0 to K-1, or --seed 3,5,8 for these",
-            code="WB-PLAN-267",
+            code="WB-PLAN-276",
         )
     found: list[Plan] = []
     for strategy in request.strategies:
@@ -309,7 +311,8 @@ def _is_yardstick(strategy: str, request: RunRequest, recipe: Recipe, framework:
 def _of_cell(word: str, request: RunRequest) -> bool:
     """Whether a word of a name tells of a value that the cell reads."""
     key = word.partition("=")[0]
-    return any(axis.field == "values" and axis.key == key for axis in request.several)
+    read = ("values", "parameters")
+    return any(axis.field in read and axis.key == key for axis in request.several)
 
 
 def _check_values(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -322,7 +325,7 @@ def _check_values(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict
                 f"{name} is a flag of its own, or an option of the strategy.",
                 seen=f"--set {name}={found[name]}",
                 next_step=flag,
-                code="WB-PLAN-269",
+                code="WB-PLAN-278",
             )
     return found
 

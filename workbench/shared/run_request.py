@@ -29,7 +29,7 @@ from .faults import Fault, parse_fault
 from .flags import several
 from .flags.flag import Flag, Read
 from .flags.flag import said as _said
-from .flags.several import Axis, option
+from .flags.several import Axis
 from .log_targets import parse_targets
 from .magic_args import (
     Parser,
@@ -50,10 +50,6 @@ def _number(name: str, least: int = 1) -> Read:
 
 def _faults(texts: Iterable[str]) -> tuple[Fault, ...]:
     return tuple(parse_fault(text) for text in texts)
-
-
-def _options(texts: Iterable[str]) -> dict[str, str]:
-    return dict(map(option, texts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +227,7 @@ class RunRequest(RunSettings):
         several: Of what the line gives several values; the fields themselves are as by default.
         seeds: Runs of each strategy, with seeds 0 and on; None: one, with the cell's.
         recipe: What is trained in place of the cell below.
+        parameters: Parameters of the recipe, as text where they stood on a line.
         local: Whether the cell also runs in the kernel.
         background: Whether the cell is over at once.
         plot: How the live dashboard is shown.
@@ -278,7 +275,7 @@ class RunRequest(RunSettings):
         repeated=True,
         trains=True,
         argument="options",
-        read=_options,
+        read=several.pairs("An option", "-o bucket_mb=10"),
         help="option of the strategy",
         without="each option's own",
         example="%%distributed parameter_server -o max_staleness=4",
@@ -357,6 +354,18 @@ class RunRequest(RunSettings):
         help="train an earlier run's cell again, a @wb.recipe, or a built-in one",
         without="the cell below",
         example="%distributed sharded --recipe base",
+    )
+    parameters: dict[str, Any] = _said(  # noqa: RUF009
+        "-p --parameter",
+        {},
+        metavar="NAME=VALUE",
+        repeated=True,
+        trains=True,
+        argument="parameters",
+        read=several.pairs("A parameter", "-p layers=4"),
+        help="parameter of the recipe: an argument of its function",
+        without="each parameter's own",
+        example="%distributed mirrored --recipe char_transformer -p layers=4 -p width=256",
     )
     local: bool = _said(
         "--local",
@@ -474,7 +483,7 @@ def from_line(given: Mapping[str, Any]) -> RunRequest:
         for one in found["strategies"].split(",")
         if one.strip()
     )
-    axes += _of_options(found) + several.of_values(found)
+    axes += _of_options(found) + several.of_values(found) + several.of_parameters(found)
     return RunRequest(**found, several=tuple(axes))
 
 
@@ -534,7 +543,7 @@ def takes_flags(function: Function) -> Function:
         inspect.Parameter(
             argument,
             inspect.Parameter.KEYWORD_ONLY,
-            default=() if FLAGS[name].repeated and name != "options" else UNSAID[name] or None,
+            default=() if UNSAID[name] == () else UNSAID[name] or None,
         )
         for argument, name in _ARGUMENTS.items()
         if argument not in before.parameters

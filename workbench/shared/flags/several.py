@@ -33,7 +33,7 @@ def scalar(text: str) -> Scalar:
 
 def values(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of `--set` by name; several of one are told apart later."""
-    found: dict[str, Any] = dict(given) if isinstance(given, Mapping) else dict(map(option, given))
+    found: dict[str, Any] = dict(given) if isinstance(given, Mapping) else dict(_read_values(given))
     for name, value in found.items():
         if not (
             str(name).isidentifier()
@@ -44,7 +44,7 @@ def values(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
                 "A value for the cell has a name, and is a number, true, false or text.",
                 seen=f"{name}={value!r}",
                 allowed="--set lr=0.1, which the cell reads as wb.options.lr",
-                code="WB-PLAN-262",
+                code="WB-PLAN-271",
             )
     return found
 
@@ -56,21 +56,25 @@ def written(item: tuple[str, Any]) -> str:
     return f"{name}={text}|" if "," in text else f"{name}={text}"
 
 
-def option(text: str) -> tuple[str, str]:
-    """Return the name and the value of `bucket_mb=10`.
+def pairs(what: str, example: str) -> Callable[[Iterable[str]], dict[str, str]]:
+    """Return what reads texts like `bucket_mb=10`, by name.
 
     Raises:
-        PlanError: It has not both.
+        PlanError: One has not both a name and a value.
     """
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise PlanError(
-            "An option has a name and a value.",
-            seen=text,
-            allowed="-o bucket_mb=10",
-            code="WB-PLAN-094",
-        )
-    return key.strip(), value.strip()
+
+    def pair(text: str) -> tuple[str, str]:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise PlanError(
+                f"{what} has a name and a value.", seen=text, allowed=example, code="WB-PLAN-094"
+            )
+        return key.strip(), value.strip()
+
+    return lambda texts: dict(map(pair, texts))
+
+
+_read_values = pairs("A value for the cell", "--set lr=0.1")
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ WORDS: dict[str, Callable[[str, Any], str]] = {
     "seed": lambda key, value: f"seed{value}",
     "options": _named,
     "values": _named,
+    "parameters": _named,
 }
 """What the name of a run says of one of several values; workers are told of by the plan."""
 
@@ -130,7 +135,7 @@ def several_in(settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Axis,
                     f"{key or field} has no value.",
                     seen=value,
                     allowed="one value, or several in a list",
-                    code="WB-PLAN-268",
+                    code="WB-PLAN-277",
                 )
             axes.append(Axis(field, tuple(value), key))
             if named:
@@ -149,7 +154,7 @@ def check_runs(*counts: int) -> None:
             seen=f"{' x '.join(str(one) for one in counts if one > 1)} = {count} runs",
             allowed=f"at most {MOST_RUNS}",
             next_step="fewer values, or several lines",
-            code="WB-PLAN-264",
+            code="WB-PLAN-273",
         )
 
 
@@ -172,7 +177,7 @@ def each_of(text: str, what: str, *, commas: bool = True) -> list[str]:
             seen=text[:80],
             allowed="one value, or several that differ: 1,2,4",
             next_step="--seeds K repeats a run" if twice else None,
-            code="WB-PLAN-261",
+            code="WB-PLAN-270",
         )
     return found
 
@@ -192,9 +197,20 @@ def price_of(given: object) -> float:
             "A price of a worker-hour is a number above 0.",
             seen=given,
             allowed="--price 2.5, in whatever currency",
-            code="WB-PLAN-263",
+            code="WB-PLAN-272",
         )
     return value
+
+
+def of_parameters(found: dict[str, Any]) -> list[Axis]:
+    """Take the parameters of which there are several values out of what was found."""
+    axes = []
+    for name, given in list(found.get("parameters", {}).items()):
+        parts = each_of(given, f"-p {name}") if given else [given]
+        if len(parts) > 1:
+            axes.append(Axis("parameters", tuple(parts), name))
+            del found["parameters"][name]
+    return axes
 
 
 def of_values(found: dict[str, Any]) -> list[Axis]:

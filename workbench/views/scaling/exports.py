@@ -79,7 +79,7 @@ def as_bytes(scaling: Scaling, suffix: str, published: Sequence[Published] = ())
             "Scaling cannot be saved under that suffix.",
             seen=suffix,
             allowed=", ".join(_FORMS),
-            code="WB-PLAN-270",
+            code="WB-PLAN-279",
         )
     made = make(scaling, published)
     return made if isinstance(made, bytes) else made.encode()

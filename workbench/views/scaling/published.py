@@ -71,7 +71,7 @@ def chosen(asked: bool | str | Sequence[str]) -> tuple[Published, ...]:
                 "Published curves are named by their keys.",
                 seen=key,
                 allowed=", ".join(known),
-                code="WB-PLAN-271",
+                code="WB-PLAN-280",
             )
         if key not in known:
             raise unknown("published curve", key, list(known))

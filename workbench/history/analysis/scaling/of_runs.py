@@ -278,6 +278,11 @@ def _named(curves: Sequence[Curve]) -> list[Curve]:
                 if any(one.get(name) != value for one in others)
             ]
         found.append(replace(curve, name=" ".join(parts)))
+    names = [curve.name for curve in found]
+    for at, curve in enumerate(found):
+        if names.count(curve.name) > 1:  # other recipes, or parameters of one: runs are named so
+            row = curve.points[-1].row
+            found[at] = replace(curve, name=row.name.replace(f"-n{row.workers}", ""))
     used: dict[str, int] = {}
     for at, curve in enumerate(found):
         used[curve.name] = count = used.get(curve.name, 0) + 1
