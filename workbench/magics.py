@@ -199,7 +199,8 @@ class WorkbenchMagics(Magics):
             if asked.strategies:
                 runs = session.train(asked, recipe, number=number, autoreload=autoreload)
                 self.shell.user_ns["_run"] = runs[-1]
-                self._conclude(asked, [run for run in runs if run.error is None])
+                swept = bool(asked.several)
+                self._conclude(asked, [run for run in runs if swept or run.error is None])
                 if not asked.background and (refused := refusals(runs)) is not None:
                     raise refused
             else:
@@ -237,10 +238,10 @@ class WorkbenchMagics(Magics):
         if asked.background:
             return
         if len(runs) > 1:
-            from .notebook.compare import compare
+            from .notebook.sweep import concluded
 
-            compared = compare(*runs)
-            show(compared.table() if asked.plot in ("text", "off") else compared)
+            shown = concluded(runs, price=asked.price)
+            show(shown.table() if asked.plot in ("text", "off") else shown)
         else:
             show(runs[0].summary())
 

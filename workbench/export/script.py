@@ -213,9 +213,11 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
     if lost and way != "fit":
         flags = ", ".join("--" + name.replace("_", "-") for name in sorted(lost))
         raise _refused(flags, "write the number in the cell")
-    for name in ("faults", "init_from", "checkpoint"):
+    for name in ("faults", "init_from", "checkpoint", "values"):
         if getattr(plan, name):
-            flag = {"faults": "--inject"}.get(name, "--" + name.replace("_", "-"))
+            flag = {"faults": "--inject", "values": "--set"}.get(
+                name, "--" + name.replace("_", "-")
+            )
             raise _refused(flag, "leave it out, or leave --plain out")
     if plan.framework != (framework_of(source) or plan.framework):
         raise _refused("a cell of the other framework", f"--framework {framework_of(source)}")
