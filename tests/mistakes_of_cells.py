@@ -110,9 +110,18 @@ ENGINES = [
         "WB-FIT-046",
     ),
     Mistake(
-        "Sparse gradients on a server",
-        fit("central_storage", before="model = nn.Embedding(4, 2, sparse=True)"),
+        "Sparse gradients where whole tensors are needed",
+        fit("sharded", before="model = nn.Embedding(4, 2, sparse=True)"),
         "WB-FIT-028",
+    ),
+    Mistake(
+        "Sparse gradients on a server, with momentum",
+        fit(
+            "central_storage",
+            before="model = nn.Embedding(4, 2, sparse=True)",
+            optimizer="lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)",
+        ),
+        "WB-FIT-185",
     ),
     Mistake(
         "An own loop under a strategy that cannot take it",

@@ -53,6 +53,8 @@ _LAZY = {
     "jobs": "workbench.notebook.jobs",
     "resume": "workbench.notebook.session",
     "queue": "workbench.notebook.session",
+    "sweep": "workbench.notebook.sweep",
+    "published": "workbench.notebook.scaling",
     "strategies": "workbench.notebook.compare",
     "recipe": "workbench.notebook.recipes",
     "recipes": "workbench.notebook.recipes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -148,7 +149,7 @@ class WorkbenchMagics(Magics):
                 next_step="%distributed mirrored",
                 code="WB-PLAN-059",
             )
-        recipe = session.recipe_named(asked.recipe, asked.framework)
+        recipe = session.recipe_named(asked.recipe, asked.framework).with_given(asked.parameters)
         self._cell(asked, recipe, recipe.cell if asked.local else recipe.source)
 
     @cell_magic
@@ -198,7 +199,8 @@ class WorkbenchMagics(Magics):
             if asked.strategies:
                 runs = session.train(asked, recipe, number=number, autoreload=autoreload)
                 self.shell.user_ns["_run"] = runs[-1]
-                self._conclude(asked, [run for run in runs if run.error is None])
+                swept = bool(asked.several)
+                self._conclude(asked, [run for run in runs if swept or run.error is None])
                 if not asked.background and (refused := refusals(runs)) is not None:
                     raise refused
             else:
@@ -229,17 +231,17 @@ class WorkbenchMagics(Magics):
             framework=notebook_framework(),
             workers=2 if cluster is None else max(1, len(cluster.worker_ids)),
         )  # fmt: skip
-        session.recipe = recipe
+        session.recipe = plan.recipe
         write(job_line(job(plan, asked.to_job, plain=asked.plain)) + "\n")
 
     def _conclude(self, asked: RunRequest, runs: list[Any]) -> None:
         if asked.background:
             return
         if len(runs) > 1:
-            from .notebook.compare import compare
+            from .notebook.sweep import concluded
 
-            compared = compare(*runs)
-            show(compared.table() if asked.plot in ("text", "off") else compared)
+            shown = concluded(runs, price=asked.price)
+            show(shown.table() if asked.plot in ("text", "off") else shown)
         else:
             show(runs[0].summary())
 
@@ -347,6 +349,8 @@ def _complete(shell: Any, event: Any) -> list[str]:
         chosen = [e for e in catalog.strategies() if any(e.name in w.split(",") for w in words)]
         options = [f"{o.name}=" for e in chosen or catalog.strategies() for o in e.options]
         return list(dict.fromkeys(options))
+    if previous in FLAGS["parameters"].names:
+        return [f"{name}=" for name in _parameters_of(words)]
     for flag in FLAGS.values():
         if previous in flag.names and flag.choices:
             return list(flag.choices)
@@ -356,6 +360,13 @@ def _complete(shell: Any, event: Any) -> list[str]:
         return list(catalog.FRAMEWORKS)
     flags = [o for action in cell_parser()._actions for o in action.option_strings]
     return flags if last.startswith("-") else [*catalog.names(), *flags]
+
+
+def _parameters_of(words: list[str]) -> list[str]:
+    """Return the parameters of the recipe that a line names, else of the last one."""
+    named = dict(pairwise(words)).get("--recipe", "")
+    found = recipes.get(named) if named else session.recipe
+    return [] if found is None else list(found.parameters)
 
 
 def register(shell: Any) -> None:

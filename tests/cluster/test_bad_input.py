@@ -215,7 +215,7 @@ class Branch(nn.Module):
             ["WB-FIT-046", "'LBFGS'"],
         ),
         (
-            "central_storage", "", {"model": "nn.Embedding(4, 2, sparse=True)"},
+            "sharded", "", {"model": "nn.Embedding(4, 2, sparse=True)"},
             ["WB-FIT-028"],
         ),
         ("model_split", "", {"model": "nn.Sequential(nn.Linear(4, 2))"}, ["1 layers for 2 stages"]),

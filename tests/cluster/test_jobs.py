@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import job_folders
@@ -110,6 +113,44 @@ def test_sigterm_stops_at_a_step_and_the_next_start_goes_on_from_there(tmp_path)
     assert meta(folder, 3)["job"]["resumed_from"] == ""
 
 
+PACED = SLOW.replace("time.sleep(0.02)", "time.sleep(float(os.environ['PACE_S']))")
+PACED = PACED.replace("import time", "import os, time").replace("steps=2000", "steps=30")
+
+
+def begun(folder: Path, number: int) -> bool:
+    """Whether a run has recorded a step."""
+    rows = run_of(folder, number) / "records-rank0.bin"
+    return rows.exists() and rows.stat().st_size > 0
+
+
+def test_a_new_run_that_is_cut_off_goes_on_from_its_own_checkpoint(tmp_path):
+    folder = job_folder(tmp_path, PACED, "one_device", 1, checkpoint="kept", checkpoint_every=500)
+    with started(folder, 1, PACE_S="0") as processes:
+        assert done(processes) == [0]  # its last checkpoint is of step 30
+    with started(folder, 1, PACE_S="1") as processes:
+        assert soon(lambda: begun(folder, 2))
+        processes[0].send_signal(signal.SIGTERM)
+        assert done(processes) == [0]
+    stopped = int(wb.load(run_of(folder, 2)).history["step"].max()) + 1
+    with started(folder, 1, PACE_S="0") as processes:
+        assert done(processes) == [0]
+    assert meta(folder, 3)["job"]["resumed_from"] == f"step-{stopped}"
+    assert wb.load(run_of(folder, 3)).history["step"].tolist() == list(range(stopped, 30))
+
+
+def test_a_job_that_is_started_twice_mixes_no_checkpoints(tmp_path):
+    folder = job_folder(tmp_path, PACED, "one_device", 1, checkpoint="kept", checkpoint_every=1)
+    with started(folder, 1, PACE_S="2") as processes:
+        assert soon(lambda: (folder / "checkpoints" / "step-1").exists())
+        with started(folder, 1, PACE_S="0") as others:
+            assert done(others) == [0]
+        assert processes[0].poll() is None
+    second = meta(folder, 2)
+    assert (second["state"], second["job"]["resumed_from"]) == ("finished", "")
+    assert second["job"]["checkpoints"] != meta(folder, 1)["job"]["checkpoints"]
+    assert wb.load(run_of(folder, 2)).history["step"].min() == 0
+
+
 def test_a_followed_run_is_steered_and_ends_with_all_of_its_rows(tmp_path):
     folder = job_folder(tmp_path, SLOW, "mirrored", 2)
     with started(folder, 2) as processes:
@@ -169,6 +210,20 @@ def test_a_run_is_followed_through_marked_lines(tmp_path):
         assert np.array_equal(run.weights()[name], array)
 
 
+def test_a_job_whose_lines_nobody_reads_any_more_ends_well(tmp_path):
+    """As in `python train.py | head`."""
+    cell = SLOW.replace("steps=2000", "steps=40")
+    folder = job_folder(tmp_path, cell, "one_device", 1)
+    command = "WORKBENCH_LOG_LINES=1 exec $0 train.py >pipe"
+    os.mkfifo(folder / "pipe")
+    with subprocess.Popen(["sh", "-c", command, sys.executable], cwd=folder) as job:
+        with (folder / "pipe").open("rb") as pipe:
+            pipe.readline()
+        assert job.wait(WAIT_S) in (0, 120)  # 120: Python could not flush its standard output
+    assert meta(folder)["state"] == "finished"
+    assert "no longer printed" in (run_of(folder) / "events-rankjob.jsonl").read_text()
+
+
 def test_orders_of_others_are_not_obeyed(tmp_path):
     folder = job_folder(tmp_path, SLOW.replace("steps=2000", "steps=40"), "mirrored", 2)
     with started(folder, 2) as processes:
@@ -214,6 +269,52 @@ def test_a_script_that_nobody_changed_is_recorded(tmp_path):
     assert run.state == "finished"
     assert run.history.totals.steps == 16
     assert np.isfinite(run.history["sync_wait_s"]).all()
+
+
+def test_a_script_may_spawn_processes_that_load_its_data(tmp_path):
+    (tmp_path / "loop.py").write_text(
+        "import torch\n"
+        "def collate(rows):\n"
+        "    return torch.stack(rows)\n"
+        "def main():\n"
+        "    model = torch.nn.Linear(8, 1)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), 0.01)\n"
+        "    loader = torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=16,\n"
+        "        num_workers=1, collate_fn=collate, multiprocessing_context='spawn')\n"
+        "    for batch in loader:\n"
+        "        optimizer.zero_grad()\n"
+        "        model(batch).pow(2).mean().backward()\n"
+        "        optimizer.step()\n"
+        "if __name__ == '__main__':\n"
+        "    main()\n"
+    )
+    with started(tmp_path, 1, ("-m", "workbench", "run", "loop.py")) as processes:
+        assert done(processes) == [0], (tmp_path / "out-0.txt").read_text()
+    assert wb.load(next((tmp_path / "workbench-runs").glob("*/1"))).history.totals.steps == 4
+
+
+def test_processes_that_a_job_spawns_are_no_ranks_of_it(tmp_path):
+    cell = (
+        "import multiprocessing\n"
+        "if __name__ == '__main__':\n"
+        "    child = multiprocessing.get_context('spawn').Process(target=print)\n"
+        "    child.start()\n"
+        "    child.join()\n"
+        "    assert child.exitcode == 0\n"
+        + "".join(f"    {line}\n" for line in CELL.strip().splitlines())
+    )
+    folder = job_folder(tmp_path, cell, "one_device", 1)
+    with started(folder, 1) as processes:
+        assert done(processes) == [0], (folder / "out-0.txt").read_text()
+    assert [one.name for one in (folder / "runs").iterdir()] == ["1"]
+
+
+def test_ranks_that_go_on_long_after_rank_0_are_waited_for(tmp_path):
+    cell = f"{CELL}\nimport time\ntime.sleep(40 * rank)  # longer than what rank 0 grants a failure"
+    folder = job_folder(tmp_path, cell, "mirrored", 2)
+    with started(folder, 2) as processes:
+        assert done(processes) == [0, 0]
+    assert meta(folder)["state"] == "finished"
 
 
 def test_the_helper_and_the_folder_agree_on_the_number_of_processes(tmp_path):

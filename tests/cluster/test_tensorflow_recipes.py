@@ -11,12 +11,17 @@ from workbench.cookbook import builtin
 pytestmark = [pytest.mark.cluster, pytest.mark.tensorflow]
 need("tensorflow")
 
+METRICS = {
+    "digits_mlp": "accuracy", "digits_cnn": "accuracy", "recommender": "excess",
+    "char_transformer": "bits_per_character",
+}  # fmt: skip
 PAIRS = [
     ("digits_mlp", "mirrored"),
     ("digits_mlp", "parameter_server"),
     ("digits_cnn", "mirrored"),
     ("digits_cnn", "model_split"),
     ("char_transformer", "model_split"),
+    ("recommender", "parameter_server"),
 ]
 
 
@@ -38,8 +43,34 @@ def test_a_built_in_recipe_trains(book, name, strategy):
     assert run.plan.recipe == builtin.lookup(name, "tensorflow")
     assert len(run.history["step"]) == 3 * run.plan.workers
     assert all(math.isfinite(loss) for loss in run.history["loss"])
-    metric = "bits_per_character" if name == "char_transformer" else "accuracy"
-    assert math.isfinite(run.evals[-1][metric])
+    assert math.isfinite(run.evals[-1][METRICS[name]])
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored", "central_storage",
+                                      "model_split"])  # fmt: skip
+def test_the_recommender_trains_as_on_one_device(book, strategy):
+    line = "--recipe recommender -p rows=300 -p dim=3 --steps 10 --plot off"
+    book.ok(f"%distributed one_device {line}")
+    truth = book["_run"]
+    book.ok(f"%distributed {strategy} {line}")
+    found, wanted = book["_run"].weights(), truth.weights()
+    assert set(found) == set(wanted)
+    assert max(abs(found[name] - wanted[name]).max() for name in wanted) < 5e-6
+
+
+def test_a_transformer_of_another_size_trains_as_on_one_device(book):
+    line = "--recipe char_transformer -p layers=1 -p width=32 -p heads=2 -p context=16"
+    line += " --steps 5 --plot off"
+    book.ok(f"%distributed one_device {line}")
+    truth = book["_run"]
+    book.ok(f"%distributed model_split {line}")
+    found, wanted = book["_run"].weights(), truth.weights()
+    assert max(abs(found[name] - wanted[name]).max() for name in wanted) < 1e-3
+
+
+def test_the_recommender_comes_near_what_the_noise_allows(book):
+    book.ok("%distributed one_device --recipe recommender --plot off")
+    assert -0.005 < book["_run"].evals[-1]["excess"] < 0.06
 
 
 def test_the_digits_are_learnt(book):

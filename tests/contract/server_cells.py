@@ -76,7 +76,7 @@ def steps_on_one_copy():
     return {"start": start, "x": x.numpy(), "y": y.numpy()}
 
 
-def save_and_go_on(before, after, option=None):
+def save_and_go_on(before, after, option=None, table=False):
     """Train, save, train on; then load what was saved into a fresh strategy and train on again.
 
     Both ways must end in the same weights.
@@ -88,12 +88,19 @@ def save_and_go_on(before, after, option=None):
 
     torch.manual_seed(3)
     x, y = torch.randn(60, 4, dtype=torch.float64), torch.randn(60, 1, dtype=torch.float64)
+    if table:
+        x = torch.randint(0, 40, (60, 2))
     source = make_source((x, y), 12, seed=0, shuffle=False)
 
     def begin():
         torch.manual_seed(5)
         model = torch.nn.Linear(4, 1).double()
-        job = Job(model, torch.nn.MSELoss(), None, lambda p: torch.optim.AdamW(p, 0.05), 12, 20, 5,
+        make = lambda p: torch.optim.AdamW(p, 0.05)  # noqa: E731
+        if table:
+            rows = torch.nn.Embedding(50, 2, sparse=True).double()
+            model = torch.nn.Sequential(rows, torch.nn.Flatten(), model)
+            make = lambda p: torch.optim.Adagrad(p, 0.05)  # noqa: E731
+        job = Job(model, torch.nn.MSELoss(), None, make, 12, 20, 5,
                   scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5))  # fmt: skip
         module, _, name = context.entry.module.partition(":")
         strategy = getattr(__import__(module, fromlist=[name]), name)(context)
@@ -119,6 +126,55 @@ def save_and_go_on(before, after, option=None):
     resumed = second.weights()
     second.close()
     return [abs(whole[k] - resumed[k]).max() for k in whole], sorted(saved)
+
+
+def tables(rows=400, sparse=True, kind="adagrad", own_loop=False, clip=None, steps=6,
+           accumulate=1):  # fmt: skip
+    """Train two tables of which a step uses a few rows; the last row is never used."""
+    import torch
+
+    from workbench.engine.training.fit import fit
+    from workbench.engine.training.user_loops import prepare
+
+    torch.manual_seed(3)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.users = torch.nn.Embedding(rows, 3, sparse=sparse)
+            self.items = torch.nn.Embedding(rows, 3, sparse=sparse)
+            self.head = torch.nn.Linear(6, 2)
+
+        def forward(self, pairs):
+            found = torch.cat([self.users(pairs[:, 0]), self.items(pairs[:, 1])], 1)
+            return torch.tanh(found) if kind == "sparse_adam" else self.head(found)
+
+    model = Model().double()
+    x = torch.randint(0, rows - 1, (12 * steps, 2))
+    y = torch.randn(12 * steps, 6 if kind == "sparse_adam" else 2, dtype=torch.float64)
+    if kind == "sparse_adam":
+        model.head.requires_grad_(False)
+
+    def make(parameters):
+        if kind == "sparse_adam":
+            return torch.optim.SparseAdam(list(parameters), lr=0.05)
+        if kind == "sgd":
+            return torch.optim.SGD(parameters, 0.3)
+        return torch.optim.Adagrad(parameters, lr=0.2, initial_accumulator_value=1e-3)
+
+    loss = torch.nn.MSELoss()
+    if not own_loop:
+        fit(model, (x, y), loss=loss, optimizer=make, batch_size=12, steps=steps,
+            clip_norm=clip, accumulate=accumulate)  # fmt: skip
+        return
+    optimizer = make(p for p in model.parameters() if p.requires_grad)
+    data = torch.utils.data.TensorDataset(x, y)
+    loader = torch.utils.data.DataLoader(data, batch_size=12)
+    model, optimizer, loader = prepare(model, optimizer, loader)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss(model(inputs), targets).backward()
+        optimizer.step()
 
 
 def refused(kind):
@@ -157,7 +213,8 @@ def refused(kind):
 
             fit(Looked(), (torch.randint(0, 10, (20, 1)), y), loss=loss, optimizer=make,
                 batch_size=10)  # fmt: skip
-        elif kind == "sparse":
+        elif kind == "sparse momentum":
+            make = lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)  # noqa: E731
             model = torch.nn.Sequential(torch.nn.Embedding(10, 4, sparse=True), torch.nn.Flatten(),
                                         torch.nn.Linear(4, 1))  # fmt: skip
             fit(model, (torch.randint(0, 10, (20, 1)), y), loss=loss, optimizer=make, batch_size=10)

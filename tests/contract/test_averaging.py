@@ -8,6 +8,7 @@ import cells
 import model_cells
 import numpy as np
 import pytest
+import server_cells
 from worker_reports import Report, assert_same, clean, failures, joined
 from workers import Workers
 
@@ -48,6 +49,32 @@ def test_every_way_of_averaging_is_exact(
     )
     assert_same(reports, truth, 1e-10)
     assert equal_to_the_last_bit(reports)
+
+
+@pytest.mark.parametrize("own_loop", [False, True], ids=["fit", "prepare"])
+def test_of_a_table_the_rows_in_use_are_counted(workers: Workers, own_loop: bool) -> None:
+    """Each of two workers has six samples: a row of each table, with its number, to one other."""
+    if workers.kind == "fakegpu":
+        pytest.skip("the tests' GPU has no sparse kernels")
+    keywords = {"rows": 4000, "own_loop": own_loop}
+    truth = workers.truth(server_cells.tables, **keywords)
+    reports = clean(workers.run("mirrored", server_cells.tables, workers=2, keywords=keywords))
+    assert_same(reports, truth, 1e-12)
+    head = 14 * 8  # dense, and whole: 2 (n-1)/n of it
+    for report in reports:
+        rows = (report.rows["sent_bytes"] - head) / (8 + 24)
+        assert (rows == rows.round()).all()
+        assert (rows >= 10).all()  # a row that two samples use is there once
+        assert (rows <= 12).all()
+
+
+def test_rows_of_several_micro_batches_are_counted_once(workers: Workers) -> None:
+    if workers.kind == "fakegpu":
+        pytest.skip("the tests' GPU has no sparse kernels")
+    keywords = {"rows": 3, "accumulate": 3}  # rows 0 and 1 alone are used, in every micro-batch
+    reports = clean(workers.run("mirrored", server_cells.tables, workers=2, keywords=keywords))
+    for report in reports:
+        assert (report.rows["sent_bytes"] <= 14 * 8 + 2 * 2 * (8 + 24)).all()
 
 
 @pytest.mark.parametrize("options", [{"allreduce": "ring"}, {"compress": "topk:1"}], ids=label)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import server_cells
 from strategy_cases import FREE, NAME, SERVED, together
-from worker_reports import Report, clean
+from worker_reports import Report, assert_same, clean
 from workers import Workers
 
 from workbench import catalog
@@ -140,16 +140,20 @@ def test_parameters_without_a_gradient_are_left_alone(
         assert abs(reports[0].weights[name] - value).max() <= 1e-10
 
 
+@pytest.mark.parametrize("table", [False, True], ids=["whole", "table"])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("entry", SERVED, **NAME)
 def test_a_saved_state_goes_on_where_it_was(
-    workers: Workers, entry: catalog.Strategy, count: int
+    workers: Workers, entry: catalog.Strategy, count: int, table: bool
 ) -> None:
+    if table and workers.kind == "fakegpu":
+        pytest.skip("the tests' GPU has no sparse kernels")
     reports = clean(
         workers.run(
-            entry.name, server_cells.save_and_go_on, 4, 5, workers=count, options=together(entry)
+            entry.name, server_cells.save_and_go_on, 4, 5, workers=count, options=together(entry),
+            keywords={"table": table},
         )
-    )
+    )  # fmt: skip
     for report in reports:
         differences, parts = report.value
         assert max(differences) <= 1e-12
@@ -179,8 +183,113 @@ def test_what_workers_and_servers_hold_is_told(
         assert sum(told[f"{kind}_bytes"] for told in servers) == copies * whole
 
 
+TABLES = [
+    pytest.param({}, {}, id="adagrad"),
+    pytest.param({"kind": "sgd"}, {}, id="sgd"),
+    pytest.param({"kind": "sparse_adam"}, {}, id="sparse adam"),
+    pytest.param({"own_loop": True}, {}, id="own loop"),
+    pytest.param({}, {"servers": 3}, id="three servers"),
+    pytest.param({}, {"link": "tcp"}, id="tcp"),
+]
+
+
+@pytest.mark.parametrize(("keywords", "options"), TABLES)
+@pytest.mark.parametrize("entry", SERVED, **NAME)
+def test_rows_of_tables_train_as_on_one_device(
+    workers: Workers, entry: catalog.Strategy, keywords: dict[str, Any], options: dict[str, Any]
+) -> None:
+    if "servers" in options and not entry.servers_option:
+        options = {}
+    if workers.kind == "fakegpu":
+        pytest.skip("the tests' GPU has no sparse kernels")
+    truth = workers.truth(server_cells.tables, **keywords)
+    reports = clean(
+        workers.run(
+            entry.name, server_cells.tables, workers=3, keywords=keywords,
+            options=together(entry) | options,
+        )
+    )  # fmt: skip
+    assert_same(reports, truth, 1e-12)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_the_norm_of_rows_and_of_whole_tensors_is_one(workers: Workers, servers: int) -> None:
+    """PyTorch cannot clip sparse gradients; whole tables with zeros elsewhere have their norm."""
+    if workers.kind == "fakegpu":
+        pytest.skip("the tests' GPU has no sparse kernels")
+    truth = workers.truth(server_cells.tables, sparse=False, clip=0.05)
+    unclipped = workers.truth(server_cells.tables, sparse=False)
+    assert abs(truth.weights["head.weight"] - unclipped.weights["head.weight"]).max() > 1e-4
+    reports = clean(
+        workers.run(
+            "parameter_server", server_cells.tables, workers=2, keywords={"clip": 0.05},
+            options={"sync": True, "servers": servers},
+        )
+    )  # fmt: skip
+    assert_same(reports, truth, 1e-6)
+
+
+FREE_TABLES = [
+    {}, {"pull_every": 2}, {"max_staleness": 1}, {"servers": 2},
+    {"servers": 2, "consistency": "snapshot"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", FREE_TABLES, ids=str)
+@pytest.mark.parametrize("entry", FREE, **NAME)
+def test_free_workers_learn_of_every_row_that_changes(
+    workers: Workers, entry: catalog.Strategy, options: dict[str, Any]
+) -> None:
+    """At the end all have what the servers have, also rows that another one pushed long ago."""
+    if workers.kind == "fakegpu":
+        pytest.skip("the tests' GPU has no sparse kernels")
+    reports = clean(
+        workers.run(
+            entry.name, server_cells.tables, workers=3, keywords={"steps": 12}, options=options
+        )
+    )
+    start = clean(workers.run("one_device", server_cells.tables, keywords={"steps": 1}))[0]
+    for name, value in reports[0].weights.items():
+        assert all((report.weights[name] == value).all() for report in reports)
+        if not name.startswith("head"):
+            moved = (value != start.weights[name]).any(axis=1)
+            assert moved.any()
+            assert not moved[-1]
+
+
+@pytest.mark.parametrize("entry", SERVED, **NAME)
+def test_what_is_sent_and_held_for_a_table_follows_its_rows_in_use(
+    workers: Workers, entry: catalog.Strategy
+) -> None:
+    if workers.kind == "fakegpu":
+        pytest.skip("the tests' GPU has no sparse kernels")
+    sent: dict[tuple[int, bool], float] = {}
+    held: dict[tuple[int, bool], float] = {}
+    on_server: dict[tuple[int, bool], float] = {}
+    for rows in (400, 40_000):
+        for sparse in (True, False):
+            reports = clean(
+                workers.run(
+                    entry.name, server_cells.tables, workers=2, options=together(entry),
+                    keywords={"rows": rows, "sparse": sparse},
+                )
+            )  # fmt: skip
+            sent[rows, sparse] = float(np.median(reports[0].rows["sent_bytes"]))
+            log = reports[0].emitted("log")[0]["values"]["memory_bytes"]
+            held[rows, sparse] = log - rows * 2 * 3 * 8  # without the tables themselves
+            (told,) = reports[0].emitted("server")
+            on_server[rows, sparse] = told["gradients_bytes"]
+    head = 14 * 8
+    assert sent[400, True] <= head + 6 * 2 * (8 + 24)  # half of 12 samples, a row of each table
+    assert sent[40_000, True] == pytest.approx(sent[400, True], rel=0.2)
+    assert sent[40_000, False] == head + 40_000 * 2 * 24
+    assert held[40_000, True] < 0.01 * held[40_000, False]
+    assert on_server[40_000, True] < 0.01 * on_server[40_000, False]
+
+
 REFUSED = {
-    "own class": "WB-FIT-115", "closure": "closure", "sparse": "WB-FIT-028",
+    "own class": "WB-FIT-115", "closure": "closure",
+    "sparse momentum": "WB-FIT-185",
     "sparse function": "WB-FIT-126",
     "setting": "'note' cannot be sent",
 }  # fmt: skip

@@ -154,7 +154,7 @@ def test_every_field_of_a_plan_is_written() -> None:
         CELL, "parameter_server", workers=3, framework="torch", options={"servers": 2},
         overrides={"epochs": 2, "seed": 1}, faults=(parse_fault("slow=1:50ms"),), name="a b",
         init_from="base", checkpoint="/tmp/c", checkpoint_every=7, on_failure="stop",
-        profile=(1, 3), log=["tensorboard:/tmp/t"], traceback="full",
+        profile=(1, 3), log=["tensorboard:/tmp/t"], traceback="full", values={"lr": 0.1},
     )  # fmt: skip
     default = make_plan(CELL, "mirrored", workers=2)
     same = [name for name in vars(plan) if getattr(plan, name) == getattr(default, name)]
@@ -162,7 +162,8 @@ def test_every_field_of_a_plan_is_written() -> None:
     assert cell_of(plan) == (
         "%%distributed parameter_server -n 3 -o servers=2 --epochs 2 --seed 1 --inject slow=1:50ms"
         " --init-from base --checkpoint /tmp/c --checkpoint-every 7 --on-failure stop"
-        " --profile 1:3 --traceback full --log tensorboard:/tmp/t --name 'a b'\nwb.fit(...)\n"
+        " --profile 1:3 --traceback full --set lr=0.1 --log tensorboard:/tmp/t --name 'a b'"
+        "\nwb.fit(...)\n"
     )
 
 

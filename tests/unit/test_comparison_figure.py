@@ -11,6 +11,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 from any_page import illegible, is_on_paper, is_transparent
+from figure_words import words_of
 from made_up_runs import CASES, compared, eight, make_run
 from matplotlib.figure import Figure
 
@@ -26,31 +27,6 @@ def titles(figure):
 
 def panel(figure, title: str):
     return next(axes for axes in figure.axes if axes.get_title(loc="left") == title)
-
-
-def words_of(figure):
-    """Every text that is drawn, with the box it takes in pixels."""
-    renderer = figure.canvas.get_renderer()
-    figure.draw(renderer)
-    found = list(figure.texts)
-    for axes in figure.axes:
-        found += axes.texts
-        found += [axes._left_title, axes.xaxis.label]
-        for labels, axis, at in (
-            (axes.get_xticklabels(), axes.get_xlim(), 0),
-            (axes.get_yticklabels(), axes.get_ylim(), 1),
-        ):
-            low, high = sorted(axis)
-            found += [
-                label
-                for label in labels
-                if label.get_visible() and low <= label.get_position()[at] <= high
-            ]
-    return [
-        (text.get_text(), text.get_window_extent(renderer))
-        for text in found
-        if text.get_text().strip()
-    ]
 
 
 @pytest.mark.parametrize("case", CASES)

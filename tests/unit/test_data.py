@@ -92,9 +92,47 @@ def test_synthetic_classes_can_be_learnt() -> None:
     assert (guess == y[1000:]).mean() > 0.8
 
 
+def test_ratings_depend_on_their_index_alone_and_the_test_has_others() -> None:
+    made = data.Ratings(1000, 50, 0.5, seed=1)
+    x, y = made.everything()
+    some = np.array([999, 0, 500])
+    assert (made.take(some)[0] == x[some]).all()
+    assert (made.take(some)[1] == y[some]).all()
+    assert (x.shape, x.dtype, y.shape, y.dtype) == ((1000, 2), np.int64, (1000,), np.float32)
+    assert x.min() == 0
+    assert x.max() == 49
+    tests = data.ratings("test", rows=50, samples=1000, seed=1, arrays=True)
+    later = data.Ratings(1100, 50, 0.5, seed=1).take(np.arange(1000, 1100))
+    assert (tests[0] == later[0]).all()
+    assert (tests[1] == later[1]).all()
+
+
+def test_what_is_said_of_ratings_holds() -> None:
+    """The variances, the noise, the popularity: the loss that is reached is judged by them."""
+    noisy = data.ratings(rows=400, samples=100_000, noise=0.5, arrays=True)
+    plain = data.ratings(rows=400, samples=100_000, noise=0.0, arrays=True)
+    assert (noisy[0] == plain[0]).all()
+    noise = noisy[1] - plain[1]
+    assert abs(noise.std() - 0.5) < 0.01
+    assert abs(noise.mean()) < 0.01
+    assert abs(np.corrcoef(noise, plain[1])[0, 1]) < 0.02
+    assert 0.85 < plain[1].var() < 1.13  # of 400 users and items, not of all that could be
+    counts = np.bincount(noisy[0][:, 1], minlength=400)
+    assert counts[:4].sum() / 100_000 == pytest.approx(0.1, abs=0.01)  # 1 % of the items
+    assert np.bincount(noisy[0][:, 0], minlength=400).min() > 180
+    again = {tuple(pair): y for pair, y in zip(*plain, strict=True)}
+    assert len(again) < 100_000  # pairs come again, and without noise their rating is the same
+    assert all(again[tuple(pair)] == y for pair, y in zip(plain[0][:500], plain[1], strict=False))
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda: data.ratings(rows=0), r"rows.*WB-DATA-003"),
+        (lambda: data.ratings(samples=1.5), r"samples.*WB-DATA-003"),
+        (lambda: data.ratings(noise=-1), "WB-DATA-007"),
+        (lambda: data.ratings(noise=float("nan")), "WB-DATA-007"),
+        (lambda: data.ratings("tests"), "WB-DATA-002"),
         (lambda: data.digits("tset"), r"WB-DATA-002[\s\S]*did you mean 'test'"),
         (lambda: data.digits(None), "WB-DATA-002"),
         (lambda: data.corpus("train", block=0), r"block.*WB-DATA-003"),
@@ -118,6 +156,16 @@ def test_torch_sets_give_the_same_as_arrays() -> None:
     assert digits[3][0].dtype == torch.float32
     assert (digits.x.numpy() == x).all()
     assert (digits.y.numpy() == y).all()
+
+
+@pytest.mark.torch
+def test_ratings_are_made_on_demand() -> None:
+    pytest.importorskip("torch")
+    made = data.ratings(rows=10**9, samples=10**12)
+    assert len(made) == 10**12
+    x, y = made.take(np.array([3, 10**12 - 1]))
+    assert (x.shape, y.shape) == ((2, 2), (2,))
+    assert len(data.ratings("test", samples=3)) == 1
 
 
 @pytest.mark.torch

@@ -12,10 +12,10 @@ from workbench.errors import PlanError
 from workbench.execution import paused
 from workbench.execution.paused import Paused
 from workbench.session.logs import Tail, follow
-from workbench.shared.magic_args import parse_cluster_line
+from workbench.shared.magic_args import check_window, parse_cluster_line, parse_window
 from workbench.shared.messages import BadMessageError, GoOn, Hold, Typed
 from workbench.shared.protocol import Packet, decode_down
-from workbench.shared.run_request import check_window, parse_cell_line, parse_window
+from workbench.shared.run_request import parse_cell_line
 
 
 def test_debug_line():

@@ -17,7 +17,7 @@ from workbench.engine.torch import accelerator, data
 from workbench.engine.torch.accelerator import Memory, Staged
 from workbench.engine.torch.data import make_source
 from workbench.strategies.torch.parts.replica import to_numpy
-from workbench.strategies.torch.servers.shards import Staging
+from workbench.strategies.torch.servers.links import Staging
 
 pytestmark = pytest.mark.torch
 

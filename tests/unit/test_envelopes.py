@@ -7,8 +7,10 @@ import base64
 import dataclasses
 import json
 import os
+import random
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,12 +36,13 @@ ALL = Resources(
     nodes=2, gpus_per_node=2, cpus_per_worker=3, memory="16Gi", time_s=3600, partition="small",
     account="a1", qos="high", image="img:1", namespace="team", service_account="runner",
     region="aws/us-east-1", instance_type="m5", accelerator="NVIDIA_L4", runtime="16.4.x",
-    folder="/shared/job", storage="/shared/ray", data="digits-data", role="arn:aws:iam::1:role/x",
-    compute="cpu-cluster", hosts=("one", "u@two"), secrets=("tokens:HF_TOKEN",),
+    remote_folder="/shared/job", storage="/shared/ray", data="digits-data",
+    role="arn:aws:iam::1:role/x", compute="cpu-cluster",
+    hosts=("one", "u@two"), secrets=("tokens:HF_TOKEN",),
 )  # fmt: skip
 LEAST = Resources(
-    image="img:1", instance_type="m5", runtime="x", folder="/shared/job", role="arn", compute="c",
-    hosts=("one",),
+    image="img:1", instance_type="m5", runtime="x", remote_folder="/shared/job", role="arn",
+    compute="c", hosts=("one",),
 )  # fmt: skip
 
 
@@ -158,7 +161,16 @@ def keys(node):
     return [keys(inner) for inner in node] if isinstance(node, list) else type(node)
 
 
-FREE = ("image", "region", "instance_type", "runtime", "folder", "storage", "role", "compute")
+FREE = (
+    "image",
+    "region",
+    "instance_type",
+    "runtime",
+    "remote_folder",
+    "storage",
+    "role",
+    "compute",
+)
 
 
 @pytest.mark.parametrize("one", FREE)
@@ -338,7 +350,8 @@ def test_a_call_that_a_library_does_not_publish_is_refused(name, old, new, folde
     "wrong",
     [{"nodes": 0}, {"nodes": -1}, {"gpus_per_node": -1}, {"cpus_per_worker": -2}, {"time_s": 0},
      {"time_s": -5.0}, {"nodes": 1.5}, {"nodes": True}, {"workers_per_node": -1}, {"port": 80},
-     {"time_s": float("nan")}],
+     {"time_s": float("nan")}, {"time_s": float("inf")}, {"time_s": "1h"}, {"port": 65536},
+     {"nodes": "2"}],
 )  # fmt: skip
 def test_numbers_that_cannot_be_are_refused(wrong, folder):
     refused("WB-PLAN-227", "slurm", folder, **wrong)
@@ -378,7 +391,7 @@ def test_a_platform_of_one_machine_refuses_several(folder):
 @pytest.mark.parametrize(
     ("name", "without"),
     [("pytorchjob", "image"), ("sagemaker", "role"), ("azureml", "compute"),
-     ("databricks", "folder"), ("vertex", "instance_type")],
+     ("databricks", "remote_folder"), ("vertex", "instance_type")],
 )  # fmt: skip
 def test_what_a_platform_must_be_told_is_asked_for(name, without, folder):
     assert f"{without}=" in refused("WB-PLAN-225", name, folder, **{without: ""})
@@ -426,7 +439,8 @@ def test_memory_is_written_as_each_platform_takes_it(folder):
 @pytest.mark.parametrize(
     ("name", "legal"),
     [("digits", "digits"), ("My Job", "my-job"), ("äö", "job"), ("", "job"), ("-a-", "a"),
-     ("x" * 80, "x" * 40), ("Ä_digits_2", "digits-2"), ("a" * 39 + "-b", "a" * 39)],
+     ("x" * 80, "x" * 40), ("Ä_digits_2", "digits-2"), ("a" * 39 + "-b", "a" * 39),
+     ("2 GPUs", "job-2-gpus"), ("7", "job-7")],
 )  # fmt: skip
 def test_a_name_that_kubernetes_refuses_becomes_a_legal_one(name, legal):
     assert legal_name(name) == legal
@@ -467,6 +481,21 @@ def test_pods_get_the_whole_folder_from_config_maps(folder):
     assert all(len(json.dumps(one)) < 1 << 20 for one in maps)
 
 
+def test_files_reach_rays_pods_too(folder):
+    (folder / "helper.py").write_text("K = 3\n")
+    known = {"format": "workbench-job/1", "files": {"helper.py": ""}}
+    (folder / "run.json").write_text(json.dumps(known))
+    *maps, job = documents(write("rayjob", folder)["rayjob.yaml"])
+    pod = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    (script,) = pod["initContainers"][0]["args"]
+    laid_out = folder / "laid-out"
+    laid_out.mkdir()
+    script = script.replace("/workbench-files/", f"{mounted_from(maps, folder)}/")
+    as_container(folder, script.replace(envelopes.MOUNT, str(laid_out)))
+    assert (laid_out / "helper.py").read_text() == "K = 3\n"
+    assert (laid_out / "wb-1-py3-none-any.whl").read_bytes() == bytes(range(256)) * 4
+
+
 def test_a_claim_takes_the_place_of_config_maps(folder):
     claimed = dataclasses.replace(ALL, volume_claim="jobs")
     (only,) = documents(write("jobset", folder, resources=claimed)["jobset.yaml"])
@@ -476,6 +505,16 @@ def test_a_claim_takes_the_place_of_config_maps(folder):
 def test_files_too_large_for_config_maps_are_refused(folder):
     (folder / "wb-1-py3-none-any.whl").write_bytes(bytes(9 << 20))
     assert "volume_claim=" in refused("WB-PLAN-233", "trainjob", folder)
+
+
+def test_data_too_large_for_any_config_map_is_not_even_read(folder):
+    (folder / "data").mkdir()
+    with (folder / "data" / "x.bin").open("wb") as file:
+        file.truncate(65 << 20)
+    (folder / "run.json").write_text(json.dumps({"files": {"data": ""}}))
+    assert "volume_claim=" in refused("WB-PLAN-262", "trainjob", folder)
+    write_envelope("slurm", folder, JOB, LEAST)
+    write_envelope("trainjob", folder, JOB, dataclasses.replace(LEAST, volume_claim="jobs"))
 
 
 def test_an_image_with_all_in_it_is_sent_no_wheel(folder):
@@ -501,9 +540,12 @@ def test_ray_finds_the_wheel_in_its_working_folder(folder):
 
 # -- the commands, as their containers would run them ----------------------------------------------
 
-FAKE_PYTHON = """#!/bin/sh
+FAKE_PYTHON = f"""#!/bin/sh
 echo "python $*" >> "$LOG"
-case "$*" in *torch.distributed.run*) ls; cat *.whl | wc -c;; esac
+case "$*" in
+  *torch.distributed.run*) find . -type f; cat *.whl | wc -c;;
+  *zipfile*) exec {sys.executable} "$@";;
+esac
 """
 
 
@@ -523,20 +565,47 @@ def as_container(folder, script, **environment):
     return done.stdout.split(), log.read_text().splitlines()
 
 
-def test_the_command_of_a_trainjob_lays_out_the_folder_and_starts_torchrun(folder):
-    *maps, job = documents(write("trainjob", folder)["trainjob.yaml"])
+def mounted_from(maps, folder):
+    """Return the folder that pods see: ConfigMaps laid over each other."""
     mounted = folder / "mounted"
     mounted.mkdir()
     for one in maps:
+        assert len(json.dumps(one)) < 1 << 20
         for name, text in one.get("data", {}).items():
             (mounted / name).write_text(text)
         for name, data in one.get("binaryData", {}).items():
             (mounted / name).write_bytes(base64.b64decode(data))
+    return mounted
+
+
+def test_the_command_of_a_trainjob_lays_out_the_folder_and_starts_torchrun(folder):
+    (folder / "data" / "deep").mkdir(parents=True)
+    (folder / "data" / "deep" / "x.csv").write_text("1,2\n")
+    (folder / "helper.py").write_bytes(random.Random(0).randbytes(envelopes.MAP_BYTES))
+    known = {"train.py": "", "data": "", "helper.py": "", "wb-1-py3-none-any.whl": ""}
+    (folder / "run.json").write_text(json.dumps({"format": "workbench-job/1", "files": known}))
+    *maps, job = documents(write("trainjob", folder)["trainjob.yaml"])
+    mounted = mounted_from(maps, folder)
     (script,) = job["spec"]["trainer"]["args"]
     seen, asked = as_container(folder, script, WORKBENCH_FILES=str(mounted))
-    assert {"train.py", "run.json", "requirements.txt", "1024"} <= set(seen)
+    assert {"./train.py", "./run.json", "./requirements.txt", "1024"} <= set(seen)
+    assert {"./data/deep/x.csv", "./helper.py"} <= set(seen)
+    asked = [line for line in asked if "zipfile" not in line]
     assert asked[0].endswith("-r requirements.txt")
     assert asked[1].split()[-1] == "train.py"
+
+
+@pytest.mark.parametrize("name", ["torchrun", "slurm"])
+def test_an_environment_that_is_not_there_is_said(name, folder):
+    write_envelope(name, folder, JOB, LEAST)
+    (file,) = ENVELOPES[name].files
+    done = subprocess.run(
+        ["bash", str(folder / file), "--venv", "nowhere"],
+        env={"PATH": "/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(folder)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == f"There is no environment in nowhere (seen from {folder}).\n"
 
 
 FAKE_SSH = """#!/bin/sh
@@ -563,7 +632,7 @@ def over_ssh(folder, hosts):
         program.parent.mkdir(parents=True, exist_ok=True)
         program.write_text(text)
         program.chmod(0o755)
-    resources = dataclasses.replace(LEAST, folder="", nodes=len(hosts), hosts=hosts)
+    resources = dataclasses.replace(LEAST, remote_folder="", nodes=len(hosts), hosts=hosts)
     write_envelope("ssh", folder, dataclasses.replace(JOB, name=EVIL), resources)
     done = subprocess.run(
         ["bash", str(folder / "start-ssh.sh")],
@@ -587,6 +656,11 @@ def test_a_job_over_ssh_is_copied_to_each_host_and_started_there(folder):
         assert f"--node-rank={node} " in command
         assert "--master-addr=one " in command
         assert key == "key"
+
+
+def test_a_far_folder_begins_where_a_login_does(folder):
+    far = dataclasses.replace(LEAST, remote_folder="~/my jobs/x")
+    assert "there='my jobs/x'\n" in write("ssh", folder, resources=far)["start-ssh.sh"]
 
 
 def test_a_host_that_fails_ends_the_others(folder):

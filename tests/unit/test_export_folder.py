@@ -131,6 +131,17 @@ class TestContents:
         path = write_job(plan_of(builtin.lookup("digits_mlp")), tmp_path / "b")
         assert "scikit-learn" in read_job(path).pins["packages"]
 
+    def test_what_travelling_files_import_is_required(self, tmp_path, notebook):
+        (notebook / "helper.py").write_text("import yaml, json, other\n")
+        (notebook / "other").mkdir()
+        (notebook / "other" / "deep.py").write_text("from PIL import Image\n")
+        (notebook / "other" / "broken.py").write_text("def\n")
+        files = [Path("helper.py"), Path("other")]
+        path = write_job(plan_of("import torch, helper\n"), tmp_path / "job", files=files)
+        lines = (path / "requirements.txt").read_text().splitlines()
+        named = {line.partition("==")[0].lower() for line in lines if "==" in line}
+        assert named == {"torch", "numpy", "pyyaml", "pillow"}
+
     def test_arguments_of_a_function_travel_in_its_cell(self, tmp_path):
         recipe = Recipe("def train(lr):\n    print(lr)\n", function="train", args=(0.5,))
         job = read_job(write_job(plan_of(recipe), tmp_path / "job"))
@@ -172,6 +183,8 @@ class TestContents:
         assert read_job(path).plain
         assert not list(path.glob("*.whl"))
         assert "whl" not in (path / "requirements.txt").read_text()
+        # a loop of the cell's own leaves none
+        assert "What `wb.fit` or `wb.prepare` trained" in (path / "README.md").read_text()
         assert "run_job" not in (path / "train.py").read_text()
 
     def test_the_page_says_how_to_start_watch_stop_and_go_on(self, tmp_path):
@@ -301,6 +314,14 @@ class TestReplacing:
         assert code_of(write_job, plan_of(), goal, replace=True) == "WB-PLAN-214"
         assert goal.is_file() or len(list(goal.iterdir())) == 1
 
+    def test_an_envelope_that_holds_the_old_cell_goes(self, tmp_path):
+        path = write_job(plan_of(), tmp_path / "job")
+        for name in ("trainjob.yaml", "job.sbatch"):
+            (path / name).write_text("# as it was made for the cell before\n")
+        write_job(plan_of(CELL + "print(1)\n"), path)
+        assert not (path / "trainjob.yaml").exists()
+        assert (path / "job.sbatch").exists()
+
     def test_an_empty_folder_is_taken(self, tmp_path):
         (tmp_path / "job").mkdir()
         assert read_job(write_job(plan_of(), tmp_path / "job"))
@@ -318,6 +339,10 @@ class TestReplacing:
         alive = path / "runs" / "1" / "alive"
         alive.parent.mkdir(parents=True)
         alive.write_text("{}")
+        assert code_of(write_job, plan_of(), path) == "WB-PLAN-215"
+        (alive.parent / "run.json").write_text('{"state": "finished"}')  # a moment ago
+        write_job(plan_of(), path)
+        (alive.parent / "run.json").write_text('{"state": "running"}')
         assert code_of(write_job, plan_of(), path) == "WB-PLAN-215"
         os.utime(alive, (time.time() - 3600,) * 2)
         write_job(plan_of(), path)

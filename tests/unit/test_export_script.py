@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from needs import need
 
+from workbench import data
 from workbench.cookbook import builtin
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
@@ -77,6 +78,8 @@ def test_no_name_breaks_out_of_the_docstring():
         "from __future__ import annotations\nx: Later = 1\n",
         '"""What it is."""\nfrom __future__ import (\n    annotations,\n)\nx: Later = 1\n',
         "from __future__ import annotations; y = 2\nx: Later = 1\n",
+        '"""a\u2028b \x0c c"""\nfrom __future__ import annotations\nx: Later = 1\n',
+        '"""What."""\r\nfrom __future__ import annotations\r\nx: Later = 1\r\n',
     ],
 )
 def test_future_imports_are_on_top_and_lines_keep_their_numbers(source):
@@ -266,6 +269,7 @@ def beside(tmp_path):
         "(Path('data') / 'x.csv').open()",
         "open(os.path.join('data', 'x.csv'))",
         "open(PLACE)",
+        "open('data/x.csv').read(), np.save('data/y.npy', 1)",
     ],
 )
 def test_a_file_beside_the_notebook_must_travel(read, beside):
@@ -281,6 +285,27 @@ def test_a_file_beside_the_notebook_must_travel(read, beside):
 def test_a_folder_of_images_must_travel(beside):
     source = "from torchvision.datasets import ImageFolder\nx = ImageFolder('data/cats')\n"
     assert code_of(check_cell, source, folder=beside).code == "WB-PLAN-206"
+
+
+@pytest.mark.parametrize(
+    "lists",
+    ["os.listdir('data')", "glob.glob('data/*.csv')", "list(Path('data').iterdir())",
+     "sorted(Path('data').glob('**/*.csv'))", "list(os.walk('data/cats/'))"],
+)  # fmt: skip
+def test_a_folder_that_is_listed_must_travel(lists, beside):
+    source = f"import glob, os\nfrom pathlib import Path\nx = {lists}\n"
+    assert "files=['data" in code_of(check_cell, source, folder=beside).next_step
+    assert check_cell(source, folder=beside, files=[Path("data")]) == []
+
+
+@pytest.mark.parametrize(
+    "write",
+    ["torch.save(1, 'data/x.csv')", "np.savez('data/x.csv', 1)", "open('data/x.csv', 'w').close()",
+     "Path('data/x.csv').write_text('1')", "table.to_csv('data/x.csv')"],
+)  # fmt: skip
+def test_a_file_that_the_cell_itself_writes_need_not_travel(write, beside):
+    source = f"import torch, numpy as np\nfrom pathlib import Path\ntable = input()\n{write}\n"
+    assert check_cell(f"{source}x = open('data/x.csv')\n", folder=beside) == []
 
 
 def test_a_module_beside_the_notebook_must_travel(beside):
@@ -306,6 +331,8 @@ def test_a_path_that_is_nowhere_is_a_warning(tmp_path):
         "from torchvision.datasets import MNIST\nMNIST('data', download=True)\n",
         "print('data/x.csv')\n",
         "import json\njson.load('{}')\n",
+        "import os\nos.listdir('.'), os.listdir()\n",
+        "import glob\nglob.glob('*.csv'), glob.glob('/data/*')\n",
     ],
 )
 def test_what_is_no_relative_path_that_is_read_passes(source, beside):
@@ -330,6 +357,27 @@ def test_the_plain_script_is_python_without_workbench(name, strategy):
     assert not re.search(r"@[A-Z_]+@|^#\[", text, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("digits", ("test",)),
+        ("corpus", ("test",)),
+        ("synthetic", (50,)),
+        ("ratings", ("train",)),
+        ("ratings", ("test",)),
+    ],
+)
+def test_the_plain_scripts_data_are_ours(name, given):
+    text = (Path(script.__file__).parent / "templates" / "plain_data.txt").read_text()
+    found = {"np": np}
+    exec(script._sections(text, {name, "data"}), found)
+    for theirs, ours in zip(
+        found[f"_{name}"](*given), getattr(data, name)(*given, arrays=True), strict=True
+    ):
+        assert theirs.dtype == ours.dtype
+        assert (theirs == ours).all()
+
+
 FIT = "import torch\nmodel = torch.nn.Linear(2, 1)\nwb.fit(model, 1, loss=2, optimizer=3"
 
 
@@ -347,6 +395,8 @@ FIT = "import torch\nmodel = torch.nn.Linear(2, 1)\nwb.fit(model, 1, loss=2, opt
         ("wb.checkpoint()\n", {}),
         ("train(wb)\n", {}),
         ("wb.data.moons()\n", {}),
+        (f"data = wb.data\n{FIT.replace('1, loss', 'data.digits(), loss')})\n", {}),
+        (f"print(strategy)\n{FIT})\n", {}),
         ("model, o = wb.prepare(1, 2)\n", {"overrides": {"epochs": 2}}),
         ("wb.prepare(1, 2)\n", {"strategy": "sharded"}),
         (f"np = 3\n{FIT})\n", {}),

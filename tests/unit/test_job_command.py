@@ -22,9 +22,11 @@ from workbench.errors import PlanError, RunError
 from workbench.execution.run import Run
 from workbench.history import disk
 from workbench.jobs import command, control, here, submitted, telling
+from workbench.jobs.followed import follow
 from workbench.jobs.here import Process, Started
 from workbench.jobs.platforms import JobState, Ticket
 from workbench.shared.plan import make_plan
+from workbench.shared.record import RECORD
 
 
 def make_run(
@@ -216,6 +218,19 @@ def test_a_place_without_a_run_is_an_error(tmp_path, capsys, monkeypatch, place,
     monkeypatch.chdir(tmp_path)
     status, found = compared(capsys, place)
     assert (status, found["error"]["code"]) == (2, code)
+
+
+def test_what_a_terminal_would_obey_is_not_printed(capsys):
+    telling.say("run \x1b]0;title\x07\x1b[2J\u202e\tof\nanother")
+    assert capsys.readouterr().out == "run  ]0;title  [2J \tof\nanother\n"
+
+
+@pytest.mark.parametrize("plan", [{}, [], {"recipe": 3}])
+def test_a_run_whose_description_is_damaged_is_refused_in_words(tmp_path, plan):
+    about = {"plan": plan, disk.ROW_BYTES: RECORD.itemsize}
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    with pytest.raises(RunError, match="WB-RUN-105"):
+        follow(tmp_path, wait_s=0)
 
 
 def test_errors_are_said_in_words_on_standard_error(capsys, tmp_path):
@@ -590,7 +605,12 @@ def test_a_job_that_does_not_say_so_is_refused(tmp_path, launch):
     ("words", "code"),
     [(["nothing.py"], "WB-PLAN-254"), (["."], "WB-PLAN-254"), (["-n", "0", "train.py"],
      "WB-PLAN-255"), (["-n", "2", "job"], "WB-PLAN-256"), (["--plain", "job"], "WB-PLAN-256"),
-     (["--strategy", "mirrored", "job"], "WB-PLAN-256")],
+     (["--strategy", "mirrored", "job"], "WB-PLAN-256"),
+     (["--strategy", "", "train.py"], "WB-PLAN-261"),
+     (["--strategy", "mirrored --seeds 2", "train.py"], "WB-PLAN-261"),
+     (["--strategy", "mirrored --to-job x", "train.py"], "WB-PLAN-261"),
+     (["-n", "1", "--strategy", "mirrored -n 3", "train.py"], "WB-PLAN-261"),
+     (["--out", "job", "train.py"], "WB-PLAN-263")],
 )  # fmt: skip
 def test_what_cannot_run_is_refused(tmp_path, monkeypatch, script, capsys, words, code):
     make_job(tmp_path / "job")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
-from workbench.engine.meeting import KEY, Alone, AtFirstAddress, Surroundings, meeting_of
+from workbench.engine.meeting import ANSWER_S, KEY, Alone, AtFirstAddress, Surroundings, meeting_of
 from workbench.errors import ClusterError, PlanError
 
 RANK = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -75,6 +79,38 @@ def place():
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
+def connected(place):
+    """Connect as soon as somebody listens."""
+    host, _, port = place.rpartition(":")
+    for _ in range(500):
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection((host, int(port)), 1)
+        threading.Event().wait(0.02)
+    raise AssertionError("nobody listens")
+
+
+def test_strangers_who_say_nothing_hold_up_nobody(place):
+    where = [Surroundings(rank, 2, addresses=(place, "b:1")) for rank in range(2)]
+    first, second = (AtFirstAddress(one, b"k" * 32) for one in where)
+    silent: list[socket.socket] = []
+
+    def come():
+        silent.extend(connected(place) for _ in range(3))
+        assert second.ask({"rank": 1}) == {"part": 1}
+
+    coming = threading.Thread(target=come)
+    coming.start()
+    began = time.monotonic()
+    assert first.gather({"rank": 0}) == [{"rank": 0}, {"rank": 1}]
+    assert time.monotonic() - began < ANSWER_S  # what a single one may take
+    first.hand_out([{"part": 0}, {"part": 1}])
+    coming.join()
+    for one in silent:
+        one.settimeout(ANSWER_S)
+        assert one.recv(1) == b""
+        one.close()
+
+
 def test_processes_meet_at_the_first_address_and_strangers_are_not_heard(place):
     where = [Surroundings(rank, 3, addresses=(place, "b:1", "c:1")) for rank in range(3)]
     key = b"k" * 32
@@ -85,16 +121,10 @@ def test_processes_meet_at_the_first_address_and_strangers_are_not_heard(place):
 
     def disturb():
         stranger = AtFirstAddress(where[1], b"another key of them")
-        host, _, port = place.rpartition(":")
         for said in (b"GET / HTTP/1.0\r\n\n", stranger._packed({"rank": 1})):
-            for _ in range(100):
-                try:
-                    with socket.create_connection((host, int(port)), 1) as connection:
-                        connection.sendall(said)
-                        assert connection.recv(10) == b""
-                        break
-                except ConnectionRefusedError:
-                    threading.Event().wait(0.02)
+            with connected(place) as connection:
+                connection.sendall(said)
+                assert connection.recv(10) == b""
 
     first = AtFirstAddress(where[0], key)
     others = [threading.Thread(target=disturb)]
@@ -117,3 +147,61 @@ def test_who_does_not_come_is_named(place, monkeypatch):
     alone = AtFirstAddress(Surroundings(1, 2, addresses=(place, "b:1")), b"k" * 32)
     with pytest.raises(ClusterError):
         alone.ask({"rank": 1})
+
+
+AGENT = """
+import sys
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def agents_store():
+    """The store of a torchrun's agent, as host and port."""
+    with subprocess.Popen(
+        [sys.executable, "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as agent:
+        yield "127.0.0.1", int(agent.stdout.readline())
+        agent.communicate()
+
+
+@pytest.mark.torch
+def test_a_store_that_knows_an_earlier_attempt_tells_nobody_of_it(agents_store, monkeypatch):
+    """Torchrun's agents count attempts each for itself; a host that joined anew begins at 0."""
+    monkeypatch.setattr("workbench.engine.meeting.MEET_S", 15.0)
+
+    def part(rank, attempt=0):
+        return meeting_of(Surroundings(rank, 2, agents_store, has_agent=True, attempt=attempt))
+
+    def wait_for_word(second):
+        for _ in range(500):
+            meeting = second._ours.get("meeting").decode()
+            if second._ours.check([f"{meeting}/1"]):
+                return
+            threading.Event().wait(0.02)
+        raise AssertionError("nothing was said")
+
+    def meet(attempt, *, early):
+        """Meet; rank 1 may be there first, when the store tells of the earlier attempt alone."""
+        answers: list[dict] = []
+        second = part(1)
+        coming = threading.Thread(
+            target=lambda: answers.append(second.ask({"says": attempt})), daemon=True
+        )
+        if early:
+            coming.start()
+            wait_for_word(second)
+        first = part(0, attempt)
+        if not early:
+            coming.start()
+        assert first.gather({"says": "rank 0"}) == [{"says": "rank 0"}, {"says": attempt}]
+        first.hand_out([{}, {"part": attempt}])
+        coming.join(10)
+        return answers
+
+    assert meet(0, early=False) == [{"part": 0}]
+    assert meet(1, early=True) == [{"part": 1}]
+    assert meet(2, early=False) == [{"part": 2}]

@@ -57,9 +57,18 @@ class Server:
             if message.kind == "open":
                 size = message.meta["size_bytes"]
                 board = self.hub.board(size) if not boxes else board  # noqa: F821
-                boxes[rank] = self.hub.mailbox(rank, size, shared=message.meta["shared"])
+                boxes[rank] = self.hub.mailbox(
+                    rank, size, shared=message.meta["shared"], most_bytes=message.meta.get("most")
+                )
                 self.hub.reply(rank, "opened")
                 self.hub.hand_over(rank)
+            elif message.kind == "push" and boxes[rank].size != board.size:
+                came = boxes[rank][: message.size_bytes]
+                self.pushed.append(came.tobytes())
+                self.hub.reply_parts(rank, "params", {}, [came[::-1].copy(), came[:1]])
+            elif message.kind == "init":
+                board[:] = message.meta["payload"]
+                self.hub.reply(rank, "params", board=True)
             elif message.kind == "push":
                 self.pushed.append(boxes[rank].tobytes())
                 board[:] = boxes[rank]
@@ -113,6 +122,33 @@ def test_whole_buffers_travel_both_ways(serve: Callable[[int], Server], way: str
         link.end_session()
     link.send_bytes("load", b"abc" * 1000)
     assert link.read_bytes(link.receive()) == (b"abc" * 1000)[::-1]
+    link.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pushes_and_answers_of_any_size_up_to_the_most_travel(
+    serve: Callable[[int], Server], way: str
+) -> None:
+    server = serve(1)
+    link = server.connect(0, way)
+    link.begin(8, {"most": 100}, 100)
+    link.opened()
+    link.push("init", {}, [np.arange(8, dtype=np.uint8)])
+    back = np.empty(8, np.uint8)
+    link.read(link.receive(), [back])
+    assert back.tolist() == list(range(8))
+    for size in (3, 100, 1, 8):
+        link.push("push", {}, [np.arange(size, dtype=np.uint8)])
+        back = np.empty(size + 1, np.uint8)
+        link.read(link.receive(), [back])
+        assert back.tolist() == [*reversed(range(size)), 0]
+    with pytest.raises(LinkError, match="WB-RUN-127"):
+        link.push("push", {}, [np.zeros(101, np.uint8)])
+    with pytest.raises(LinkError, match="WB-RUN-025"):
+        link.push("init", {}, [np.zeros(9, np.uint8)])
+    connection.send(link._sock, Message("push", {}, 101), (), "test")  # past the check here
+    with pytest.raises(LinkError, match=r"WB-RUN-026[\s\S]*|too large"):
+        link.receive()
     link.close()
 
 

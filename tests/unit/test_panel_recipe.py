@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import queue
+
 import pytest
 from panel_choosing import choosing, do
 
@@ -100,3 +103,34 @@ def test_a_recipe_that_is_gone_is_said_and_the_panel_goes_on(panel, tiny):
     do(panel, "recipe.pick", name="digits_cnn")
     assert panel.wire()["strategies"]["ready"]
     recipes.register(tiny)
+
+
+def test_a_job_is_written_for_each_strategy_and_seed(panel, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    do(panel, "recipe.pick", name="digits_mlp")
+    do(panel, "strategies.toggle", strategy="sharded")
+    do(panel, "strategies.common", name="seeds", value="2")
+    answers = queue.Queue()
+    panel.do("recipe.job", {}, lambda value, **_: answers.put(value))
+    written = answers.get(timeout=60)["folders"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted(written)
+    seeds = [json.loads((tmp_path / one / "run.json").read_text())["seed"] for one in written]
+    assert seeds == [0, 1, 0, 1]
+
+
+def test_sizes_of_a_built_in_recipe_reach_its_plan_and_bad_ones_are_said_at_once(panel):
+    do(panel, "recipe.pick", name="char_transformer")
+    shown = panel.wire()["recipe"]["picked"]["parameters"]
+    assert [one["name"] for one in shown] == ["layers", "width", "heads", "context", "lr"]
+    do(panel, "recipe.parameter", name="heads", value="6")
+    assert "WB" not in panel.wire()["recipe"]["problem"]
+    assert "heads must divide it: width=64, heads=6" in panel.wire()["recipe"]["problem"]
+    assert panel.wire()["recipe"]["picked"] is not None
+    with pytest.raises(PlanError, match="WB-PLAN-267"):
+        panel.choice.plans(panel.session)
+    do(panel, "recipe.parameter", name="width", value="96")
+    assert panel.wire()["recipe"]["problem"] == ""
+    (plan,) = panel.choice.plans(panel.session)
+    assert (plan.recipe.parameters["width"], plan.recipe.parameters["heads"]) == (96, 6)
+    answer, _ = do(panel, "recipe.cell")
+    assert "char_transformer(layers=2, width=96, heads=6," in answer["cells"][0]

@@ -549,6 +549,7 @@ def test_a_job_over_ssh_that_fails_says_its_code_and_whether_it_took_a_step(
 def test_a_job_over_ssh_is_cancelled_with_what_it_started_and_stands_alone(
     tells: str, tmp_path: Path, homes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "40")  # ps cuts its lines there
     if tells == "ps":
         if shutil.which("ps") is None:
             pytest.skip("no ps here")

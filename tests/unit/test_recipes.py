@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 import workbench as wb
 from workbench import catalog
-from workbench.cookbook import builtin
+from workbench.cookbook import builtin, transformer
 from workbench.cookbook.recipe import (
     Recipe,
     framework_of,
@@ -20,13 +21,16 @@ from workbench.cookbook.recipe import (
     recipe_of,
     undecorated,
 )
-from workbench.errors import PlanError
+from workbench.data import corpus_arrays
+from workbench.errors import DataError, PlanError
 from workbench.execution import registry
 from workbench.execution.requests import ARGS
+from workbench.magics import _complete
 from workbench.notebook.recipes import Recipes, recipes
 from workbench.notebook.session import session
 from workbench.notebook.values import to_a_cell
-from workbench.shared.plan import Plan, make_plan
+from workbench.shared.plan import Plan, cell_of, make_plan, plan_of
+from workbench.shared.run_request import from_arguments, parse_cell_line
 
 
 @pytest.fixture(autouse=True)
@@ -203,11 +207,107 @@ def test_the_framework_is_what_a_source_imports(source: str, framework: str) -> 
     assert framework_of(source) == framework
 
 
+# -- parameters of built-in recipes ---------------------------------------------------------------
+
+LINE = "mirrored --recipe char_transformer -p layers=4 -p width=128 --parameter heads=8"
+
+
+def plan_of_line(line: str) -> Plan:
+    asked = parse_cell_line(line)
+    recipe = wb.recipes.find(asked.recipe or "", asked.framework or "")
+    return plan_of(asked, recipe, framework="torch", workers=2)
+
+
+def test_a_line_python_and_the_mapping_set_the_same_parameters() -> None:
+    plan = plan_of_line(LINE)
+    sizes = {"layers": 4, "width": 128, "heads": 8, "context": 64, "lr": 3e-3}
+    assert plan.recipe.parameters == sizes
+    assert "char_transformer(layers=4, width=128, heads=8, context=64, lr=0.003)" in cell_of(plan)
+    given = {"layers": 4, "width": 128, "heads": 8}
+    asked = from_arguments("mirrored", {"parameters": given})
+    python = plan_of(asked, wb.recipes["char_transformer"], framework="torch", workers=2)
+    made = wb.recipes["char_transformer"].with_parameters(**given)
+    assert python == plan
+    assert make_plan(made, "mirrored", workers=2) == plan
+    assert Plan.from_wire(plan.to_wire()) == plan
+    assert plan.recipe.digest != wb.recipes["char_transformer"].digest
+
+
+def test_parameters_reach_a_job(tmp_path: Path) -> None:
+    recipe = wb.recipes["recommender"]
+    folder = wb.job(
+        recipe, tmp_path / "job", strategy="parameter_server", workers=2,
+        parameters={"rows": 5000, "sparse": "true"},
+    )  # fmt: skip
+    text = (folder / "train.py").read_text()
+    assert text.endswith("recommender(rows=5000, dim=8, sparse=True, lr=0.3, samples=200000)\n")
+
+
+def test_the_parameters_of_both_frameworks_are_the_same_but_for_sparse_gradients() -> None:
+    """Keras' embeddings have sparse gradients anyway."""
+    for name in ("char_transformer", "recommender"):
+        torch, keras = (builtin.lookup(name, one).parameters for one in catalog.FRAMEWORKS)
+        torch.pop("sparse", None)
+        assert torch == keras
+    assert "layers=2, width=64" in repr(wb.recipes)
+
+
+@pytest.mark.parametrize("framework", catalog.FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("recipe", "given", "says"),
+    [
+        (
+            "char_transformer",
+            "-p width=60 -p heads=8",
+            r"WB-PLAN-267[\s\S]*heads=6, or -p width=64",
+        ),
+        ("char_transformer", "-p layers=0", r"layers[\s\S]*WB-PLAN-264"),
+        ("char_transformer", "-p heads=-1", r"heads[\s\S]*WB-PLAN-264"),
+        ("char_transformer", "-p lr=0", "WB-PLAN-265"),
+        ("char_transformer", "-p lr=1e999", r"lr[\s\S]*WB-PLAN-033"),
+        ("char_transformer", "-p context=104858", "WB-PLAN-268"),
+        ("char_transformer", "-p context=64.5", r"context[\s\S]*WB-PLAN-069"),
+        ("char_transformer", "-p width=wide", r"width[\s\S]*WB-PLAN-068"),
+        ("char_transformer", "-p depth=3", r"WB-PLAN-037[\s\S]*layers"),
+        ("char_transformer", "-p width", "WB-PLAN-094"),
+        ("recommender", "-p rows=0", r"rows[\s\S]*WB-PLAN-264"),
+        ("recommender", "-p dim=0", r"dim[\s\S]*WB-PLAN-264"),
+        ("digits_mlp", "-p width=3", r"digits_mlp[\s\S]*WB-PLAN-269"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_before_an_engine_is_touched(
+    recipe: str, given: str, says: str, framework: str
+) -> None:
+    with pytest.raises(PlanError, match=says):
+        plan_of_line(f"mirrored --framework {framework} --recipe {recipe} {given}")
+
+
+def test_python_cannot_give_what_is_no_size_either() -> None:
+    recipe = wb.recipes["recommender"]
+    for name, value, code in (("rows", True, 264), ("rows", 2.0, 264), ("sparse", 1, 266)):
+        with pytest.raises(PlanError, match=f"{name}[\\s\\S]*WB-PLAN-{code}"):
+            make_plan(recipe.with_parameters(**{name: value}), "mirrored", workers=1)
+
+
+def test_the_longest_context_is_the_longest_that_the_text_has() -> None:
+    longest = transformer.TEST_CHARACTERS - 1
+    assert len(corpus_arrays("test", longest)[0]) == 1
+    with pytest.raises(DataError):
+        corpus_arrays("test", longest + 1)
+
+
+def test_the_magic_completes_parameters_of_the_recipe_on_the_line() -> None:
+    line = "%distributed mirrored --recipe recommender -p "
+    assert _complete(None, SimpleNamespace(line=line))[:2] == ["rows=", "dim="]
+    line = "%distributed mirrored -p "
+    assert _complete(None, SimpleNamespace(line=line)) == []
+
+
 # -- the mapping ----------------------------------------------------------------------------------
 
 
 def test_built_in_recipes_are_there_for_both_frameworks() -> None:
-    assert list(wb.recipes) == ["digits_mlp", "digits_cnn", "char_transformer"]
+    assert list(wb.recipes) == ["digits_mlp", "digits_cnn", "char_transformer", "recommender"]
     for name in builtin.names():
         for framework in catalog.FRAMEWORKS:
             found = wb.recipes.find(name, framework)

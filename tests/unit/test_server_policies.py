@@ -33,7 +33,9 @@ class Hub:
     def board(self, size_bytes: int) -> Any:
         return np.zeros(size_bytes, np.uint8)
 
-    def mailbox(self, rank: int, size_bytes: int, *, shared: bool) -> Any:
+    def mailbox(
+        self, rank: int, size_bytes: int, *, shared: bool, most_bytes: int | None = None
+    ) -> Any:
         return np.zeros(size_bytes, np.uint8)
 
     def hand_over(self, rank: int) -> None:

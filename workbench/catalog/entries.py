@@ -95,7 +95,6 @@ TORCH: tuple[Strategy, ...] = (
         shares_gpu=True,
         source="Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
         aliases=("central",),
-        supports=FIT_FEATURES - {"sparse_gradients"},
         servers=1,
         links=True,
         options=(
@@ -112,12 +111,12 @@ TORCH: tuple[Strategy, ...] = (
         summary="Servers hold the parameters; each worker pushes and pulls at its own pace.",
         module="workbench.strategies.torch.parameter_server:ParameterServer",
         messages="workbench.catalog.step_messages:parameter_server",
-        suits="workers of unequal speed, and to see what stale gradients do",
+        suits="workers of unequal speed, large tables of which a step uses a few rows, and to "
+        "see what stale gradients do",
         shares_gpu=True,
         source="Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI "
         "2014; Ho et al., Stale Synchronous Parallel, NIPS 2013",
         aliases=("ps", "pserver", "kvstore"),
-        supports=FIT_FEATURES - {"sparse_gradients"},
         sync=False,
         servers_option="servers",
         sync_option="sync",
@@ -460,7 +459,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
         "free.",
         module="workbench.strategies.tensorflow.parameter_server:ParameterServer",
         messages="workbench.catalog.step_messages:tensorflow_parameter_server",
-        suits="workers of unequal speed, and to see what stale gradients do",
+        suits="workers of unequal speed, large tables of which a step uses a few rows, and to "
+        "see what stale gradients do",
         shares_gpu=True,
         source="tf.distribute.ParameterServerStrategy; Li et al., Parameter Server, OSDI 2014",
         aliases=("ps", "pserver", "kvstore"),

@@ -99,6 +99,11 @@ class Option:
         return str(text).strip()  # as the line reads it
 
     @property
+    def holds_commas(self) -> bool:
+        """Whether its value is text that may hold commas."""
+        return self.kind == "str" and not self.pattern
+
+    @property
     def allowed(self) -> str:
         """What the option accepts, in words."""
         if self.kind == "choice":

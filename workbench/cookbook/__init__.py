@@ -2,6 +2,10 @@
 
 No framework is imported: a recipe is source code, which the engines run.
 
-    recipe   what is a recipe, and how is it made of a cell or a function
-    builtin  which recipes come with the package: digits, a character language model
+    recipe       what is a recipe, and how is it made of a cell or a function
+    builtin      which recipes come with the package
+    digits       handwritten digits, by a few layers
+    transformer  the next character of a text, by a transformer of any size
+    recommender  ratings, by two embedding tables of any size
+    sizes        which sizes are none
 """

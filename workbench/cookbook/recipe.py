@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -128,6 +128,30 @@ class Recipe:
                 )
         return replace(self, parameters={**self.parameters, **values})
 
+    def with_given(self, given: Mapping[str, Any]) -> Recipe:
+        """Return the recipe with the values of `-p`, which on a line are text.
+
+        Raises:
+            PlanError: It has no such parameter, or the text is not of the parameter's kind.
+        """
+        if given and not self.parameters:
+            raise PlanError(
+                f"{self.name or 'This cell'} has no parameters.",
+                seen=", ".join(f"-p {name}" for name in given),
+                allowed="a recipe that is a function: its arguments are its parameters",
+                next_step="@wb.recipe on top of def name(lr=0.1): ..., or leave -p out",
+                code="WB-PLAN-269",
+            )
+        values = {
+            name: read_like(
+                self.parameters[name], value, f"The value of {name} is of another kind."
+            )
+            if isinstance(value, str) and name in self.parameters
+            else value
+            for name, value in given.items()
+        }
+        return self.with_parameters(**values)
+
     @staticmethod
     def from_function(function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Recipe:
         """Make a recipe from a function; its source travels, so it may not close over names.
@@ -166,6 +190,33 @@ def is_plain(value: object) -> bool:
         return bool(ast.literal_eval(repr(value)) == value)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return False
+
+
+def read_like(default: Any, text: str, otherwise: str = "Not understood.") -> Any:
+    """Return what a text says, as a value of the default's type.
+
+    Args:
+        otherwise: What the error says.
+
+    Raises:
+        PlanError: It is of another type.
+    """
+    if isinstance(default, str):
+        return text
+    try:
+        value = ast.literal_eval(text.capitalize() if isinstance(default, bool) else text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        if default is None:
+            return text
+        raise PlanError(
+            otherwise, seen=text, allowed=f"like {default!r}", code="WB-PLAN-068"
+        ) from None
+    wanted = float if isinstance(default, float) else type(default)
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if default is not None and type(value) is not wanted:
+        raise PlanError(otherwise, seen=text, allowed=f"like {default!r}", code="WB-PLAN-069")
+    return value
 
 
 def undecorated(source: str) -> str:

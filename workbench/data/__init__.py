@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import math
 import string
 import sys
 import sysconfig
@@ -23,12 +24,15 @@ from numpy.typing import NDArray
 
 from ..errors import DataError, nearest
 
-Pair = tuple[NDArray[np.generic], NDArray[np.int64]]
+Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
 
 VOCABULARY = "\n " + string.ascii_letters + string.digits + string.punctuation
 """Characters of the corpus; any other is read as a blank."""
 
 CORPUS_CHARACTERS = 1 << 20
+TASTES = 4
+"""Numbers of a user and of an item whose products make a rating."""
+
 TEST_DIGITS = 360
 
 
@@ -145,6 +149,49 @@ class Synthetic:
         return self.take(np.arange(self.samples))
 
 
+@dataclass(frozen=True)
+class Ratings:
+    """Ratings that are computed from their index, by rules that are known: see `ratings`.
+
+    Attributes:
+        first: Index of the first one; the test's come after those to train with.
+    """
+
+    samples: int
+    rows: int
+    noise: float
+    seed: int
+    first: int = 0
+
+    def take(self, places: NDArray[np.int64]) -> Pair:
+        """Return x (n, 2) int64, user and item, and y (n,) float32 of the ratings at `places`."""
+        which: Any = places.astype(np.uint64) + np.uint64(self.first)
+        users = (_mix(which, self.seed) % np.uint64(self.rows)).astype(np.int64)
+        popular = _unit(_mix(which, self.seed + 1)) ** 2
+        items = (popular * self.rows).astype(np.int64)
+        user, item = self._traits(users, 2), self._traits(items, 3)
+        agreement = (user[:, 1:] * item[:, 1:]).sum(axis=1) / math.sqrt(TASTES)
+        y = 0.5 * user[:, 0] + 0.5 * item[:, 0] + 0.7 * agreement
+        y += self.noise * _normal(_mix(which, self.seed + 4), _mix(which, self.seed + 5))
+        return np.stack([users, items], axis=1), y.astype(np.float32)
+
+    def everything(self) -> Pair:
+        """Return all ratings."""
+        return self.take(np.arange(self.samples))
+
+    def _traits(self, rows: NDArray[np.int64], stream: int) -> NDArray[np.float64]:
+        """Return a bias and tastes, (n, 1 + TASTES), of mean 0 and variance 1 over the rows."""
+        width = np.uint64(1 + TASTES)
+        cells: Any = rows.astype(np.uint64)[:, None] * width + np.arange(width, dtype=np.uint64)
+        return math.sqrt(3) * (2.0 * _unit(_mix(cells, self.seed + stream)) - 1.0)
+
+
+def _normal(some: NDArray[np.uint64], others: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return normally distributed numbers of mixed bits: Box and Muller, Ann. Math. Stat. 1958."""
+    radius: NDArray[np.float64] = np.sqrt(-2.0 * np.log1p(-_unit(some)))
+    return radius * np.cos(2.0 * np.pi * _unit(others))
+
+
 def _mix(numbers: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
     """Return well-mixed bits of each number: SplitMix64 (Steele et al., OOPSLA 2014)."""
     with np.errstate(over="ignore"):
@@ -160,7 +207,7 @@ def _unit(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-__all__ = ["VOCABULARY", "corpus", "digits", "synthetic"]
+__all__ = ["VOCABULARY", "corpus", "digits", "ratings", "synthetic"]
 
 SPLITS = ("train", "test")
 
@@ -234,6 +281,58 @@ def synthetic(
     """
     sizes = tuple(_count("shape", size) for size in shape)
     made = Synthetic(_count("samples", samples), sizes, _count("classes", classes), seed)
+    if arrays or _takes_arrays():
+        return made.everything()
+    return _torch_sets().SyntheticSet(made)
+
+
+def ratings(
+    split: str = "train",
+    *,
+    rows: int = 1000,
+    samples: int = 200_000,
+    noise: float = 0.5,
+    seed: int = 0,
+    arrays: bool = False,
+) -> Any:
+    """Return made-up ratings that users give items, generated when they are asked for.
+
+    Which user rates is even; a few items get most of the ratings. A rating is half the user's bias,
+    half the item's, 0.7 times how well their four tastes agree, and noise: so its variance is
+    0.99 + noise**2, and no model's mean squared error can be below noise**2 but by chance. Biases
+    and tastes are fixed numbers of each user and item, of mean 0 and variance 1.
+
+    Args:
+        split: `train` or `test`: other ratings, of the same users and items.
+        rows: How many users there are, and how many items.
+        samples: Ratings to train with; to test there are a tenth as many, at least 1.
+        noise: Standard deviation of what nobody can know.
+        seed: Another seed gives other users and items.
+        arrays: Return `(x, y)` as NumPy arrays, all in memory.
+
+    Returns:
+        Pairs of x, int64 of shape (2,): the user's row and the item's, each in 0..rows-1; and y,
+        float32.
+
+    Raises:
+        DataError: There is no such split, a size counts nothing, or the noise is below 0.
+    """
+    count, least = _count("samples", samples), isinstance(noise, (int, float)) and noise >= 0
+    if not least or not math.isfinite(noise):
+        raise DataError(
+            "The noise is a standard deviation.",
+            seen=noise,
+            allowed="0 or more, and finite",
+            code="WB-DATA-007",
+        )
+    test = _split(split) == "test"
+    made = Ratings(
+        max(1, count // 10) if test else count,
+        _count("rows", rows),
+        float(noise),
+        seed,
+        first=count if test else 0,
+    )
     if arrays or _takes_arrays():
         return made.everything()
     return _torch_sets().SyntheticSet(made)

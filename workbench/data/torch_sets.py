@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, TensorDataset
 
-from . import Pair, Synthetic, encode
+from . import Pair, Ratings, Synthetic, encode
 
 
 class ArraySet(TensorDataset):
@@ -45,7 +45,7 @@ class TextSet(ArraySet):
 class SyntheticSet(Dataset[Any]):
     """Samples computed when they are asked for."""
 
-    def __init__(self, made: Synthetic) -> None:
+    def __init__(self, made: Synthetic | Ratings) -> None:
         self._made = made
 
     def __len__(self) -> int:

@@ -101,6 +101,7 @@ class RunContext:
         step: The step under way, for `wb.log`.
         options_read: Whether the line's overrides were honoured: by `wb.fit`, or by a cell that
             reads `wb.options`.
+        unread: Names of `--set` that the cell has not read yet.
         initial_read: Whether a model was given the weights that `--init-from` names.
         failed: Whether the cell ended in an error or was interrupted; known once it has ended.
         settle: Waits until the device has done all that it was given: where a phase ends.
@@ -131,6 +132,7 @@ class RunContext:
     weights: Callable[[], dict[str, Any]] | None = None
     started_s: float = 0.0
     options_read: bool = False
+    unread: set[str] = field(default_factory=set)
     initial_read: bool = False
     failed: bool = False
     settle: Callable[[], object] = lambda: None

@@ -55,7 +55,9 @@ CONDUCTOR = "workbench.jobs.conductor"
 SCRIPTS = "workbench.strategies.torch.parts.scripts"
 CONDUCT_S = 60.0
 SETTLE_S = 30.0
-"""How long rank 0 waits at the end for the conductor, which waits for the other ranks."""
+OTHERS_S = 600.0
+"""How long rank 0 waits at the end for the conductor, which waits for the other ranks: after an
+error, and where all is well (others may evaluate, or a tracker be sent what is left)."""
 MOST_LOG_BYTES = 16 << 20
 
 
@@ -103,10 +105,10 @@ class Conductor:
         parts: list[About] = answer["parts"]
         return parts
 
-    def settle(self) -> None:
+    def settle(self, *, well: bool) -> None:
         """Wait until it has written how the job ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(SETTLE_S)
+            self._process.wait(OTHERS_S if well else SETTLE_S)
         self._file.close()
         self._socket.close()
 
@@ -201,7 +203,8 @@ def run_job(script: str | os.PathLike[str]) -> None:
     """Join the run that `run.json` beside the script describes, and end with it.
 
     The script calls this first. It is then executed once more, as the cell of the run, by which
-    time this call returns at once; when it has ended, so does this process.
+    time this call returns at once; when it has ended, so does this process. It also returns at once
+    where multiprocessing has a process of the script's own read it (`spawn`).
 
     Args:
         script: `__file__`.
@@ -211,8 +214,8 @@ def run_job(script: str | os.PathLike[str]) -> None:
             it asks for.
         SystemExit: Always at the end: 0 where all went well, else 1.
     """
-    if _running:
-        return
+    if _running or sys._getframe(1).f_globals.get("__name__") == "__mp_main__":
+        return  # the latter: a process that the script has started, which is no rank
     path = Path(script).resolve()
     os.chdir(path.parent)  # what the script reads lies beside it
     _end(_guarded(lambda: _take_part(path, _described(path.parent))))
@@ -228,7 +231,8 @@ def record_script(script: str | os.PathLike[str], args: Sequence[str], out: str 
     path = Path(script).resolve()
     sys.argv = [str(script), *args]
     sys.path[0] = str(path.parent)
-    vars(sys.modules["__main__"])["__file__"] = str(path)
+    # As if Python had been given the script: processes that it spawns begin by reading it.
+    vars(sys.modules["__main__"]).update(__file__=str(path), __spec__=None)
     where = Path(out or Path("workbench-runs") / path.stem).absolute()
     job = {"script": path.name, "out": str(where), "framework": _framework_of(path)}
     _end(_guarded(lambda: _take_part(path, job)))
@@ -334,7 +338,7 @@ def _take_part(path: Path, job: About) -> bool:
         link.say(CellEnded(engine=where.rank, outcome=outcome))
         link.flush(10.0)
         if conductor is not None:
-            conductor.settle()
+            conductor.settle(well=outcome.is_well)
         return outcome.is_well
     finally:
         signal.signal(signal.SIGTERM, before[0])
@@ -376,7 +380,7 @@ def _meet(where: Surroundings, job: About, conductor: Conductor | None) -> About
         store = _own_store(job)
     try:
         parts = conductor.conduct(
-            {"job": job, "store": store, "attempt": where.attempt, "key": os.environ.get(KEY, "")},
+            {"job": job, "store": store, "key": os.environ.get(KEY, "")},
             abouts,
         )
     except WorkbenchError as error:
@@ -417,6 +421,7 @@ def _about(where: Surroundings, job: About) -> About:
         address = cluster_env.own_address(meets_at)
     return {
         "rank": where.rank,
+        "attempt": where.attempt,
         "host": socket.gethostname(),
         "place": cluster_env.host_token(),
         "address": address,

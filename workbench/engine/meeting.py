@@ -16,9 +16,12 @@ import hmac
 import importlib
 import json
 import os
+import queue
+import secrets
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -31,8 +34,14 @@ KEY = "WORKBENCH_JOB_KEY"
 LEAST_KEY = 16
 MEET_S = 300.0
 """How long processes wait for each other: some still install or import."""
+ACCEPT_S = 0.05
+LOOK_S = 0.1
+"""How often a process looks whether it was answered, or another meeting has begun."""
+ANSWER_S = 10.0
+"""How long a connection may take to say what it has to say."""
 About = dict[str, Any]
 """What a process says of itself, and what it is answered: plain data."""
+_MEETING = "meeting"
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class Surroundings:
         rank, world_size: Among all processes of the job, servers included.
         store: Host and port of the store in which PyTorch's processes meet; None: there is none.
         has_agent: Whether torchrun's agent hosts it; else rank 0 does.
-        attempt: How often torchrun has begun again.
+        attempt: How often torchrun's agent of this host has begun again.
         addresses: Of TF_CONFIG, in the order of the ranks; empty without it.
     """
 
@@ -141,7 +150,9 @@ class Alone:
 class InStore:
     """PyTorch's processes meet in the store that torchrun's agent hosts, or rank 0.
 
-    torch is imported by name; rank 0's own store lives as long as this object.
+    torch is imported by name; rank 0's own store lives as long as this object. A store may still
+    hold what was said before torchrun began again, and its agents count attempts each for itself:
+    so rank 0 opens each meeting under a word of its own, and each answer is to what one has said.
     """
 
     def __init__(self, where: Surroundings) -> None:
@@ -160,30 +171,47 @@ class InStore:
             )  # fmt: skip
         except (OSError, RuntimeError, ValueError) as error:
             raise _no_meeting(f"{host}:{port}: {error}") from error
-        self._ours = dist.PrefixStore(f"workbench/{where.attempt}/", self._store)
+        self._ours = dist.PrefixStore("workbench/", self._store)
+        self._word = secrets.token_hex(8)
+        self._heard: list[str] = []  # words of the others, in the order of the ranks
 
     def gather(self, about: About) -> list[About]:
         """Return what every process says of itself."""
-        self._ours.set("about/0", json.dumps(about))
-        return [self._read(f"about/{rank}") for rank in range(self._where.world_size)]
+        self._ours.set(_MEETING, self._word)
+        self._heard, abouts = [], [about]
+        for rank in range(1, self._where.world_size):
+            with self._hearing(f"rank {rank}"):
+                word, said = json.loads(self._ours.get(f"{self._word}/{rank}"))
+            self._heard.append(word)
+            abouts.append(said)
+        return abouts
 
     def hand_out(self, answers: Sequence[About]) -> None:
         """Answer each process."""
-        for rank, answer in enumerate(answers):
-            self._ours.set(f"answer/{rank}", json.dumps(answer))
+        for word, answer in zip(self._heard, answers[1:], strict=True):
+            self._ours.set(word, json.dumps(answer))
 
     def ask(self, about: About) -> About:
-        """Say it, and wait for the answer."""
-        self._ours.set(f"about/{self._where.rank}", json.dumps(about))
-        return self._read(f"answer/{self._where.rank}")
+        """Say it, and wait for the answer; say it anew where another meeting begins."""
+        end, said_in = time.monotonic() + MEET_S, b""
+        with self._hearing("rank 0"):
+            while time.monotonic() < end:
+                meeting = self._ours.get(_MEETING)
+                if meeting != said_in:
+                    said_in, place = meeting, f"{meeting.decode()}/{self._where.rank}"
+                    self._ours.set(place, json.dumps([self._word, about]))
+                if self._ours.check([self._word]):
+                    answer: About = json.loads(self._ours.get(self._word))
+                    return answer
+                time.sleep(LOOK_S)  # `wait` would log each time that it was in vain
+        raise _no_meeting(f"nothing from rank 0 within {MEET_S:g} s")
 
-    def _read(self, key: str) -> About:
+    @contextlib.contextmanager
+    def _hearing(self, who: str) -> Iterator[None]:
         try:
-            found: About = json.loads(self._ours.get(key))
+            yield
         except RuntimeError as error:
-            who = f"rank {key.rpartition('/')[2]}" if key.startswith("about") else "rank 0"
             raise _no_meeting(f"nothing from {who} within {MEET_S:g} s ({error})") from error
-        return found
 
 
 class AtFirstAddress:
@@ -199,32 +227,51 @@ class AtFirstAddress:
         self._connections: dict[int, socket.socket] = {}
 
     def gather(self, about: About) -> list[About]:
-        """Return what every process says of itself."""
+        """Return what every process says of itself; strangers who say nothing hold up nobody."""
         found = {0: about}
+        heard: queue.SimpleQueue[tuple[About | None, socket.socket]] = queue.SimpleQueue()
+        silent: set[socket.socket] = set()
         host, port = self._place
-        with cluster_env.listening(socket.gethostbyname(host), (port, port)) as listener:
+        with (
+            contextlib.ExitStack() as at_end,
+            cluster_env.listening(socket.gethostbyname(host), (port, port)) as listener,
+        ):
+            at_end.callback(_hang_up, silent)
+            listener.settimeout(ACCEPT_S)
             end = time.monotonic() + MEET_S
-            while len(found) < self._where.world_size:
-                missing = sorted(set(range(self._where.world_size)) - set(found))
-                listener.settimeout(max(0.01, end - time.monotonic()))
-                try:
+            while missing := set(range(self._where.world_size)) - set(found):
+                if time.monotonic() > end:
+                    raise _no_meeting(f"nothing from ranks {sorted(missing)}")
+                with contextlib.suppress(TimeoutError):
                     connection, _ = listener.accept()
-                except TimeoutError:
-                    raise _no_meeting(f"nothing from ranks {missing}") from None
-                connection.settimeout(10.0)
-                said = self._receive(connection)
-                rank = -1 if said is None else int(said.get("rank", -1))
-                if said is None or rank not in missing:  # not one of ours
-                    connection.close()
-                    continue
-                found[rank], self._connections[rank] = said, connection
+                    silent.add(connection)
+                    threading.Thread(
+                        target=self._hear, args=(connection, heard), daemon=True
+                    ).start()
+                while not heard.empty():
+                    said, connection = heard.get()
+                    silent.discard(connection)
+                    rank = -1 if said is None else int(said.get("rank", -1))
+                    if said is None or rank not in missing:  # not one of ours
+                        connection.close()
+                        continue
+                    missing.discard(rank)
+                    found[rank], self._connections[rank] = said, connection
         return [found[rank] for rank in range(self._where.world_size)]
+
+    def _hear(
+        self,
+        connection: socket.socket,
+        heard: queue.SimpleQueue[tuple[About | None, socket.socket]],
+    ) -> None:
+        connection.settimeout(ANSWER_S)
+        heard.put((self._receive(connection), connection))
 
     def hand_out(self, answers: Sequence[About]) -> None:
         """Answer each process, and let go of it."""
         for rank, connection in self._connections.items():
             with connection, contextlib.suppress(OSError):
-                connection.settimeout(10.0)
+                connection.settimeout(ANSWER_S)
                 connection.sendall(self._packed(answers[rank]))
                 connection.recv(1)  # they close first, so that the port is free for TensorFlow
         self._connections.clear()
@@ -287,6 +334,12 @@ def meeting_of(where: Surroundings) -> Meeting:
     if where.world_size == 1:
         return Alone()
     return AtFirstAddress(where, key.encode()) if where.addresses else InStore(where)
+
+
+def _hang_up(connections: set[socket.socket]) -> None:
+    for one in connections:
+        with one, contextlib.suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)  # its thread reads no more
 
 
 def _is_loopback(host: str) -> bool:

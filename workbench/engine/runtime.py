@@ -212,6 +212,7 @@ def _new_run(engine: Engine, spec: RunSpec) -> RunContext:
     at_home = FLAG_KERNEL_CLOCK if engine.link.kernels_clock else 0
     run = RunContext(
         spec=spec,
+        unread=set(spec.values),
         # Clocks of several hosts cannot be compared: waits then follow the min rule.
         recorder=Recorder(
             spec.run,
@@ -263,6 +264,7 @@ def _tell_end(run: RunContext, framework: Any, outcome: CellOutcome) -> CellOutc
         trained=run.trained,
         loop=OwnLoop(by=run.taken_over, backwards=run.backwards, updates=run.updates),
         options_read=run.options_read,
+        unread=tuple(sorted(run.unread)),
         initial_read=run.initial_read,
         weights=weights,
     )

@@ -401,6 +401,16 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
             next_step=f"use wb.options.get({name!r}, default) in the loop, or leave the flag away",
             code="WB-RUN-093",
         )
+    unread = set(run.plan.values).intersection(*(o.unread for o in outcomes.values() if o.trained))
+    if unread:
+        name = sorted(unread)[0]
+        return RunError(
+            "The line sets a value that the cell did not read, so nothing came of it.",
+            seen=", ".join(f"--set {one}" for one in sorted(unread)),
+            allowed="names that the cell reads from wb.options",
+            next_step=f"wb.options.get({name!r}, default) where the cell needs it, or leave it out",
+            code="WB-RUN-128",
+        )
     if run.plan.init_from and not any(o.initial_read for o in outcomes.values()):
         return RunError(
             "The cell's own loop took no initial weights, so it started from its own.",
@@ -450,10 +460,19 @@ def is_refusal(error: RunError) -> bool:
 
 
 def refusals(runs: Sequence[RunData]) -> RunError | None:
-    """The error that a row of runs ends in where some of them were refused."""
+    """The error that a row of runs ends in where some of them were refused, or failed."""
     refused = [run for run in runs if run.error is not None]
     if not refused:
         return None
+    if not all(run.error is not None and is_refusal(run.error) for run in refused):
+        return RunError(
+            f"{len(refused)} of {len(runs)} runs failed; the others are done.",
+            seen="; ".join(
+                f"{run.name}: {str(run.error).partition(chr(10))[0]}" for run in refused
+            ),
+            next_step=f"wb.runs[{refused[0].name!r}].error tells all of the first one",
+            code="WB-RUN-129",
+        )
     reasons = {run.plan.strategy: _reason(run.error) for run in refused}
     return RunError(
         f"{len(refused)} of {len(runs)} runs were refused by their strategy; the others are done.",

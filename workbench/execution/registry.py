@@ -94,7 +94,7 @@ class Runs(Mapping[str, Run]):
         given = {key: value for key, value in plan.overrides.items() if key != "seed"}
         faults = [fault.text for fault in plan.faults]
         same = (plan.recipe.digest, plan.framework, plan.strategy, plan.workers,
-                repr(sorted(plan.options.items())), repr(sorted(given.items())),
+                repr(sorted({**plan.options, **plan.values}.items())), repr(sorted(given.items())),
                 repr(faults))  # fmt: skip
         seed = plan.overrides.get("seed")
         with self._lock:

@@ -26,6 +26,8 @@ NOTEBOOKS_OWN = frozenset({"display", "get_ipython", "In", "Out"})
 """Names that IPython alone has, some of them among a kernel's builtins."""
 
 _MAGIC = re.compile(r"^\s*(?:[\w.,\s\[\]()*]+=\s*)?(%{1,2}|!{1,2}|\?{1,2})\s*(\w+)?|\?{1,2}\s*$")
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+"""As Python counts lines; str.splitlines cuts at form feeds and others too."""
 _INSTEAD = {
     "%matplotlib": "leave the line out: a script has no page to draw on; plt.savefig(...) writes",
     "%pip": "leave the line out, and add the package to requirements.txt",
@@ -113,7 +115,7 @@ def _no_python(source: str, error: SyntaxError) -> PlanError:
 
 
 def _line(source: str, number: int) -> str:
-    lines = source.splitlines()
+    lines = _LINE.findall(source)
     return lines[number - 1].strip() if 0 < number <= len(lines) else ""
 
 
@@ -134,7 +136,7 @@ def _awaits(nodes: Iterable[ast.AST]) -> Iterator[ast.expr | ast.stmt]:
 
 def _without(text: str, node: ast.ImportFrom) -> str:
     """Return the text with an import at the top made a comment; lines keep their numbers."""
-    lines = text.splitlines(keepends=True)
+    lines = _LINE.findall(text)
     last = node.end_lineno or node.lineno
     head, tail = lines[node.lineno - 1].encode(), lines[last - 1].encode()
     before, after = head[: node.col_offset], tail[node.end_col_offset :]
@@ -364,26 +366,49 @@ _AS = frozenset({"file", "path", "root", "fname", "filename", "filepath", "direc
                  "filepath_or_buffer", "filenames", "path_or_buf", "f"})  # fmt: skip
 
 
+_LISTERS = frozenset({"listdir", "scandir", "walk", "glob", "iglob", "rglob", "iterdir"})
+_WRITERS = re.compile(r"(save|write_|to_|dump)\w*")
+
+
+def _written(tree: ast.Module, texts: Mapping[str, str]) -> set[str]:
+    """Return the paths that the cell itself writes, so that nobody else has to have them."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (_WRITERS.match(_calls(node)) or _opens_to_write(node)):
+            owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+            values = [*owner, *node.args, *(word.value for word in node.keywords)]
+            found |= {_text(one, texts) for one in values}
+    return found
+
+
+def _opens_to_write(node: ast.Call) -> bool:
+    modes = [*(word.value for word in node.keywords if word.arg == "mode"), *node.args[:2]]
+    return any(isinstance(m, ast.Constant) and re.fullmatch(r"[wax][bt+]*", str(m.value))
+               for m in modes)  # fmt: skip
+
+
 def _paths(tree: ast.Module) -> list[tuple[str, int]]:
     """Return the relative paths that a cell surely reads from, with their lines."""
     texts = _constants(tree)
-    found = []
+    own, found = _written(tree, texts), []
     for node in ast.walk(tree):
         called = _calls(node)
-        if not isinstance(node, ast.Call) or not (called in _READERS or called.startswith("read_")):
+        lists = called in _LISTERS
+        reads = lists or called in _READERS or called.startswith("read_")
+        if not isinstance(node, ast.Call) or not reads or _opens_to_write(node):
             continue
         words = {word.arg: word.value for word in node.keywords if word.arg}
         given = [*node.args[:1], *(value for name, value in words.items() if name in _AS)]
-        if isinstance(node.func, ast.Attribute) and called in ("open", "read_text", "read_bytes"):
+        if isinstance(node.func, ast.Attribute) and (
+            lists or called in ("open", "read_text", "read_bytes")
+        ):
             given.insert(0, node.func.value)  # Path("x").open()
-        modes = [words.get("mode"), *node.args[:2]]
-        written = any(isinstance(m, ast.Constant) and re.fullmatch(r"[wax][bt+]*", str(m.value))
-                      for m in modes)  # fmt: skip
-        if "download" in words or written:
-            continue
         path = next((text for one in given if (text := _text(one, texts))), "")
-        plain = re.match(r"\w+:|[/~\\]", path) is None and path.strip() == path
-        if path and plain and (Path(path).suffix or "/" in path):
+        if lists:  # of a pattern, the folder before it
+            path = re.split(r"[^/]*[*?\[]", path, maxsplit=1)[0].rstrip("/") if path else ""
+        plain = re.match(r"\w+:|[/~\\]|\.*$", path) is None and path.strip() == path
+        sure = path and (lists or Path(path).suffix or "/" in path)
+        if sure and plain and "download" not in words and path not in own:
             found.append((path, node.lineno))
     return list(dict.fromkeys(found))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PlanError, unknown
+from .packages import packed_files
 from .published import (
     ENVELOPES,
     Envelope,
@@ -35,6 +37,8 @@ MOUNT = "/workbench-job"
 MAP_BYTES = 700_000
 """Of a file in one ConfigMap, which may have 1 MiB; a wheel is cut in parts."""
 MOST_MAP_BYTES = 8 << 20
+PACKED = "workbench-files.zip"
+"""What else the cell needs, on its way to pods: ConfigMaps know no folders."""
 LOG_LINES = "WORKBENCH_LOG_LINES"
 """Has a job print its records as marked lines, for `wb.follow`."""
 _DNS = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -89,7 +93,7 @@ class Resources:
         instance_type: The cloud's name for a kind of machine.
         accelerator: The platform's name for a kind of GPU.
         runtime: Kubeflow's ClusterTrainingRuntime, or Databricks' version of Spark.
-        folder: Where nodes find the job folder, if it is there already.
+        remote_folder: Where nodes find the job folder, if it is there already.
         storage: Where Ray Train keeps its own state: a shared folder or a bucket.
         volume_claim: PersistentVolumeClaim with the job folder in it.
         data: What is mounted at /data: a PersistentVolumeClaim, or a bucket's address for SkyPilot.
@@ -118,7 +122,7 @@ class Resources:
     instance_type: str = ""
     accelerator: str = ""
     runtime: str = ""
-    folder: str = ""
+    remote_folder: str = ""
     storage: str = ""
     volume_claim: str = ""
     data: str = ""
@@ -155,9 +159,19 @@ def write_envelope(name: str, folder: Path, job: JobFacts, resources: Resources)
 
 
 def legal_name(name: str) -> str:
-    """Return a name for objects of Kubernetes (RFC 1123, with room for what pods append)."""
-    made = re.sub(r"[^a-z0-9]+", "-", name.lower())[:40].strip("-")
+    """Return a name for objects of Kubernetes, with room for what pods append.
+
+    Services are called after it, which takes RFC 1035: a letter comes first.
+    """
+    made = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    made = (f"job-{made}" if made[:1].isdigit() else made)[:40].strip("-")
     return made if _DNS.fullmatch(made) else "job"
+
+
+def far_folder(resources: Resources, name: str) -> str:
+    """Return a job's folder on hosts of ssh, where a login begins in `~`."""
+    given = resources.remote_folder.removeprefix("~/")
+    return given or f"workbench-jobs/{legal_name(name)}"
 
 
 def memory_bytes(text: str) -> int:
@@ -264,12 +278,16 @@ def _check_numbers(resources: Resources) -> None:
         number = getattr(resources, one.name)
         if number is None or not isinstance(one.default, int | None) or one.name == "installed":
             continue
-        whole = one.name == "time_s" or isinstance(number, int)
-        if isinstance(number, bool) or not whole or not number >= least.get(one.name, 0):
+        kind = int | float if one.name == "time_s" else int
+        whole = isinstance(number, kind) and number < math.inf
+        most = 65535 if one.name == "port" else math.inf
+        fits = whole and least.get(one.name, 0) <= number <= most
+        if isinstance(number, bool) or not fits:
             raise PlanError(
                 f"{one.name} of the resources cannot be that.",
                 seen=number,
-                allowed=f"a number from {least.get(one.name, 0)} on",
+                allowed=f"a number from {least.get(one.name, 0)} "
+                + (f"to {most}" if one.name == "port" else "on"),
                 code="WB-PLAN-227",
             )
     if resources.memory:
@@ -351,12 +369,15 @@ def _values(
         "time_s": seconds, "time_text": None if seconds is None else f"{seconds}s",
         "slurm_time": None if seconds is None else _slurm_time(seconds),
         "port": resources.port, "hosts": resources.hosts,
-        "there": resources.folder or f"workbench-jobs/{legal_name(job.name)}",
-        "copied": not resources.folder, "mount": MOUNT, "said": f"By Workbench; {envelope.note}.",
+        "there": far_folder(resources, job.name),
+        "copied": not resources.remote_folder, "mount": MOUNT,
+        "said": f"By Workbench; {envelope.note}.",
         "wheels": wheels, "wheel": wheels[0].name if wheels else None, "parts": bool(wheels),
         "home": folder, "claimed": bool(resources.volume_claim),
         "shipped": not resources.volume_claim, "installs": not resources.installed,
         "no_storage": not resources.storage,
+        "packed": packed_files(folder)
+        if envelope.schema.startswith("kubernetes:") and not resources.volume_claim else None,
     }  # fmt: skip
     values["environment"] = filled_script(
         template_text("environment.sh"), values, shlex.quote
@@ -376,7 +397,8 @@ def _header(envelope: Envelope, job: JobFacts, values: Values) -> str:
     name = values["slurm_name"] if envelope.name == "slurm" else name
     lines = [
         f"Made by Workbench: {envelope.summary}.", f"What was done to check it: {envelope.note}.",
-        f"Start: {envelope.start}", f"Records: {envelope.records}",
+        f"Start: {envelope.start}",
+        f"Records: {'none: the script does without Workbench' if job.plain else envelope.records}",
     ]  # fmt: skip
     if name != job.name:
         lines.append(f"The job's name {json.dumps(job.name)} is not one there: it is {name}.")
@@ -394,7 +416,7 @@ def _of_platform(
     if kind == "ray":
         return _of_ray(folder, job, resources, "${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}")
     if kind == "databricks":
-        return {"folder": resources.folder.rstrip("/")}
+        return {"remote_folder": resources.remote_folder.rstrip("/")}
     if kind == "azureml":
         launch = (
             f"{ranks} --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT"
@@ -410,7 +432,7 @@ def _of_platform(
         launch = (
             f'{ranks} --node-rank="$node" --master-addr="$first" --master-port={resources.port}'
         )
-        there = {**values, "launch": launch, "folder": resources.folder.rstrip("/")}
+        there = {**values, "launch": launch, "remote_folder": resources.remote_folder.rstrip("/")}
         return {"script": filled_script(template_text("vertex.sh"), there, shlex.quote)}
     if kind == "skypilot":
         return _of_skypilot(job, resources, values)
@@ -519,6 +541,10 @@ def _of_rayjob(folder: Path, job: JobFacts, resources: Resources, of_pod: Values
         lines = f"set -eu\ncp -L {files}/* {MOUNT}/\n"
         if wheel := of_pod["wheel"]:
             lines += f"cd {MOUNT}\ncat {wheel}.part* > {wheel}\n"
+        if of_pod["packed"]:
+            lines += (
+                f"cd {MOUNT}\ncat {PACKED}.part* > {PACKED}\npython3 -m zipfile -e {PACKED} .\n"
+            )
         empty = {"name": "laid-out", "mountPath": MOUNT}
         pods |= {
             "volumes": [*of_pod["volumes"], {"name": "laid-out", "emptyDir": {}}],
@@ -554,16 +580,16 @@ def _volumes(folder: Path, resources: Resources, values: Values) -> tuple[list[A
 
 
 def _parts(values: Values) -> Iterator[tuple[str, bytes]]:
-    """Yield the wheel in parts, by name."""
-    for wheel in values["wheels"][:1]:
-        data = wheel.read_bytes()
+    """Yield the wheel and the packed files in parts, by name."""
+    whole = {wheel.name: wheel.read_bytes() for wheel in values["wheels"][:1]}
+    for name, data in {**whole, PACKED: values["packed"] or b""}.items():
         for number, start in enumerate(range(0, len(data), MAP_BYTES)):
-            yield f"{wheel.name}.part{number:02}", data[start : start + MAP_BYTES]
+            yield f"{name}.part{number:02}", data[start : start + MAP_BYTES]
 
 
 def _map_names(values: Values) -> list[str]:
     name = values["dns_name"]
-    return [f"{name}-files", *(f"{name}-wheel-{i}" for i, _ in enumerate(_parts(values)))]
+    return [f"{name}-files", *(f"{name}-part-{i}" for i, _ in enumerate(_parts(values)))]
 
 
 def _shipped(values: Values) -> dict[str, str]:

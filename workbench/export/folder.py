@@ -34,18 +34,25 @@ from ..cookbook.recipe import Recipe
 from ..devices.leases import threads_per_worker
 from ..errors import PlanError
 from ..history.disk import META
-from ..shared.events import Topic
+from ..shared.events import OVER, Topic
 from ..shared.log_targets import PACKAGES, parse_target
 from ..shared.plan import Plan
 from . import script
-from .cell import check_cell
+from .cell import check_cell, imported
 from .packages import packages_of, requirements, workbench_wheel
+from .published import ENVELOPES
 
 FORMAT = "workbench-job/1"
 RUNS = "runs"
 CHECKPOINTS = "checkpoints"
 INITIAL = "initial"
 _OURS = ("train.py", META, "requirements.txt", "README.md", RUNS, CHECKPOINTS, INITIAL)
+_HOLDING = {
+    file
+    for one in ENVELOPES.values() if one.schema.startswith("kubernetes:")
+    for file in one.files if file.endswith(".yaml")
+}  # fmt: skip
+"""Envelopes with the cell itself in them: an old one would train what the folder no longer says."""
 _ALIVE_S = 10.0
 """So old may be the last sign of life of a run that goes on."""
 
@@ -184,7 +191,7 @@ def write_job(
     """Write a job folder, the whole of it or nothing; return its path.
 
     A job folder that is there is written anew. What is not ours stays: its runs, its checkpoints,
-    files that were put there.
+    files that were put there, and envelopes that do not hold the cell themselves.
 
     Args:
         plain: Write a script that does without Workbench; nobody records it.
@@ -213,7 +220,8 @@ def write_job(
         if plan.init_from and initial is not None:
             _copy_weights(initial, fresh / INITIAL)
         trackers = [name for one in plan.log for name in PACKAGES[parse_target(one).kind]]
-        packages = packages_of(source, plan.framework, () if plain else trackers)
+        also = {*_imported_by(chosen.values()), *(() if plain else trackers)}
+        packages = packages_of(source, plan.framework, also - {Path(p).stem for p in chosen})
         pinned = {"python": platform.python_version(), "packages": packages}
         about = _describe(travelling, {**pinned, **asdict(pins or Pins())}, plain=plain)
         wheel = "" if plain else workbench_wheel(fresh)
@@ -342,6 +350,16 @@ def _placed(files: Sequence[Path], here: Path) -> dict[str, Path]:
     return found
 
 
+def _imported_by(files: Iterable[Path]) -> set[str]:
+    """Return the modules that travelling scripts and packages import."""
+    found: set[str] = set()
+    for file in files:
+        for path in file.rglob("*.py") if file.is_dir() else [file]:
+            with contextlib.suppress(OSError, SyntaxError, ValueError):
+                found |= {*imported(path.read_text("utf-8"))} if path.suffix == ".py" else set()
+    return found
+
+
 _LEFT_HERE = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
 
 
@@ -394,7 +412,7 @@ def _check_goal(goal: Path, *, force: bool) -> list[str]:
         )
     for alive in (goal / RUNS).glob("*/alive"):
         with contextlib.suppress(OSError):
-            if time.time() - alive.stat().st_mtime < _ALIVE_S:
+            if time.time() - alive.stat().st_mtime < _ALIVE_S and not _is_over(alive.parent):
                 raise PlanError(
                     "A run of this job folder goes on; its script cannot be exchanged under it.",
                     seen=str(alive.parent),
@@ -412,7 +430,14 @@ def _check_goal(goal: Path, *, force: bool) -> list[str]:
             next_step="take the changes into the cell, or name another folder",
             code="WB-PLAN-216",
         )
-    return [one.name for one in goal.iterdir() if one.name not in written and one.name != META]
+    gone = {META, *written, *_HOLDING}
+    return [one.name for one in goal.iterdir() if one.name not in gone]
+
+
+def _is_over(run: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return json.loads((run / META).read_text("utf-8")).get("state") in OVER
+    return False
 
 
 def _about(folder: Path) -> dict[str, Any] | None:
@@ -484,9 +509,9 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
         ]
         lines += _recorded(plan)
     else:
-        lines += ["The script does without Workbench: nothing is recorded. "
-                  "It leaves `weights.pt`." if torch else "The script does without Workbench: "
-                  "nothing is recorded.", ""]  # fmt: skip
+        lines += ["The script does without Workbench: nothing is recorded."]
+        lines += ["What `wb.fit` or `wb.prepare` trained is left in `weights.pt`."] if torch else []
+        lines += [""]
     if notes:
         lines += ["## Mind", "", *(f"- {note}" for note in notes), ""]
     return "\n".join(lines)

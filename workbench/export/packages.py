@@ -6,11 +6,14 @@ import base64
 import contextlib
 import hashlib
 import importlib.metadata as metadata
+import io
+import json
 import sys
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ..errors import PlanError
 from .cell import imported
 
 DISTRIBUTION, PACKAGE = "distributed-workbench", "workbench"
@@ -21,10 +24,10 @@ def packages_of(source: str, framework: str, also: Iterable[str] = ()) -> dict[s
     """Return the versions of what the cell imports, the framework and NumPy, without `+cpu`.
 
     Args:
-        also: Modules that the run imports besides: trackers.
+        also: Modules that the run imports besides: those of files that travel, and trackers.
     """
     wanted = set(_FRAMEWORK[framework])
-    modules = {one for one in imported(source) if one not in sys.stdlib_module_names} | set(also)
+    modules = {*imported(source), *also} - sys.stdlib_module_names
     named = {one for one in modules if _is_distribution(one)}
     wanted |= named
     if modules - named:  # called otherwise than what they come with; it takes a second to find out
@@ -59,6 +62,8 @@ def requirements(packages: Mapping[str, str], wheel: str) -> str:
     return "\n".join([*lines, *([f"./{wheel}"] if wheel else [])]) + "\n"
 
 
+MOST_UNPACKED_BYTES = 64 << 20
+"""Of a job's files; ConfigMaps hold far less, and a data set must not fill the memory to say so."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _NOT_SHIPPED = ("__pycache__", "tests")
 _METADATA = """\
@@ -123,13 +128,47 @@ def workbench_wheel(into: Path) -> str:
     files[f"{about}/top_level.txt"] = b"workbench\n"
     rows = [f"{path},sha256={_url_digest(data)},{len(data)}" for path, data in files.items()]
     files[f"{about}/RECORD"] = "\n".join([*rows, f"{about}/RECORD,,", ""]).encode()
-    with zipfile.ZipFile(into / name, "w", zipfile.ZIP_DEFLATED) as wheel:
+    (into / name).write_bytes(_zipped(files))
+    return name
+
+
+def packed_files(folder: Path) -> bytes:
+    """Return what a job's cell needs besides, as a zip: its files, and weights to start from.
+
+    The same files give the same bytes; empty: there are none.
+
+    Raises:
+        PlanError: They are so large that nothing packs them small enough; they are not read.
+    """
+    about, ours = folder / "run.json", {"train.py", "requirements.txt", "README.md"}
+    known = json.loads(about.read_text("utf-8")).get("files", {}) if about.is_file() else {}
+    names = [name for name in known if name not in ours and not name.endswith(".whl")]
+    chosen = [path for name in names for path in (folder / name, *(folder / name).rglob("*"))]
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(chosen)}
+    files = {place: path for place, path in found.items() if path.is_file()}
+    size_bytes = sum(path.stat().st_size for path in files.values())
+    if size_bytes > MOST_UNPACKED_BYTES:
+        raise PlanError(
+            "The files that the cell reads are too large for ConfigMaps, which is how they reach "
+            "the pods.",
+            seen=f"{', '.join(names)}: {size_bytes >> 20} MiB",
+            allowed=f"{MOST_UNPACKED_BYTES >> 20} MiB, and less when it is packed",
+            next_step="copy the job's folder to a PersistentVolumeClaim and name it: "
+            "volume_claim='NAME'",
+            code="WB-PLAN-262",
+        )
+    return _zipped({place: path.read_bytes() for place, path in files.items()}) if files else b""
+
+
+def _zipped(files: Mapping[str, bytes]) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as whole:
         for path, data in files.items():
             entry = zipfile.ZipInfo(path, _EPOCH)
             entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o100644 << 16
             entry.create_system = 3
-            wheel.writestr(entry, data)
-    return name
+            whole.writestr(entry, data)
+    return made.getvalue()
 
 
 def _url_digest(data: bytes) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ..cookbook.recipe import WORDS, framework_of, use_of
 from ..errors import PlanError
-from .cell import Cell, bound_on_top, read_cell
+from .cell import ENGINE_NAMES, Cell, bound_on_top, read_cell
 from .cell import check_cell as check_cell
 
 if TYPE_CHECKING:
@@ -80,7 +80,9 @@ _PLAIN_ABLE = (
     "one_device and mirrored, own loops under multi_worker_mirrored"
 )
 _LEFT_OUT = {"precision", "compile", "callbacks"}
-_DATA = {"digits": "_digits", "corpus": "_corpus", "synthetic": "_synthetic"}
+_DATA = {
+    "digits": "_digits", "corpus": "_corpus", "synthetic": "_synthetic", "ratings": "_ratings",
+}  # fmt: skip
 _MEMBERS = {"fit", "prepare", "watch", "log", "RunStopped", "data"}
 
 
@@ -121,6 +123,9 @@ def plain_py(plan: Plan) -> str:
     # The cell comes last: it may hold such words, and blank lines.
     script = f"{_plain_head(plan, cell)}{text}".replace("@CELL@", cell.text.strip("\n"))
     _check_collisions(cell, script)
+    read = {node.id for node in ast.walk(cell.tree) if isinstance(node, ast.Name)}
+    if lost := sorted(read & ENGINE_NAMES - bound_on_top(ast.parse(script))):
+        raise _refused(", ".join(lost), "leave it out")
     return script
 
 
@@ -161,6 +166,8 @@ def _used_of_wb(tree: ast.Module) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             used |= {node.attr} if node.value.id == "wb" else set()
+            if (node.value.id, node.attr) == ("wb", "data") and id(node) not in owners:
+                used.add("data as a value")
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
             inner = node.value
             if isinstance(inner.value, ast.Name) and (inner.value.id, inner.attr) == ("wb", "data"):
@@ -206,9 +213,11 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
     if lost and way != "fit":
         flags = ", ".join("--" + name.replace("_", "-") for name in sorted(lost))
         raise _refused(flags, "write the number in the cell")
-    for name in ("faults", "init_from", "checkpoint"):
+    for name in ("faults", "init_from", "checkpoint", "values"):
         if getattr(plan, name):
-            flag = {"faults": "--inject"}.get(name, "--" + name.replace("_", "-"))
+            flag = {"faults": "--inject", "values": "--set"}.get(
+                name, "--" + name.replace("_", "-")
+            )
             raise _refused(flag, "leave it out, or leave --plain out")
     if plan.framework != (framework_of(source) or plan.framework):
         raise _refused("a cell of the other framework", f"--framework {framework_of(source)}")

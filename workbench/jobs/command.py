@@ -267,7 +267,7 @@ def _jobs(given: argparse.Namespace) -> int:
     verb = words.pop(0) if words[:1] in (["cancel"], ["logs"]) else "list"
     if verb != "list" and not words:
         raise PlanError(
-            f"Which job's is meant by workbench jobs {verb}?",
+            f"Which job does workbench jobs {verb} mean?",
             allowed=", ".join(jobs) or "none: there is no job",
             next_step=f"workbench jobs {verb} NAME",
             code="WB-PLAN-260",

@@ -12,6 +12,7 @@ looks at it: whoever follows the run reads the folder, or the marked lines.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -61,19 +62,16 @@ from ..shared.messages import (
 from ..shared.plan import Plan, make_plan
 from ..shared.protocol import control_key
 from .control import Inbox, Order, make_key
+from .earlier import ALIVE, ALIVE_S, GONE_S, goes_on, runs_in
 from .frames import LineWriter
 from .progress import KubeflowProgress
 
 log = logging.getLogger("workbench.jobs")
 RUNS = "runs"
 TOKEN = "token"
-ALIVE = "alive"
 EVENTS = "events-rankjob.jsonl"
 """Of the conductor itself; read with those of the ranks."""
-ALIVE_S = 2.0
 TURN_S = 0.1
-GONE_S = 5.0
-"""How long after a process's end, or rank 0's, the others may say how they ended."""
 DIED = (
     "the platform's log says how it ended (out of memory, time limit, a lost host); with "
     "--checkpoint the job goes on from there when it is started again"
@@ -193,7 +191,7 @@ class Conductor:
     """One job, from its parts to its end.
 
     Args:
-        asked: What rank 0 has sent: `job`, `store`, `attempt`, `key`, `processes`.
+        asked: What rank 0 has sent: `job`, `store`, `key`, `processes`.
 
     Raises:
         WorkbenchError: The job cannot begin.
@@ -201,8 +199,10 @@ class Conductor:
 
     def __init__(self, asked: Mapping[str, Any]) -> None:
         self._job, self._processes = asked["job"], list(asked["processes"])
-        self._attempt = int(asked["attempt"])
+        # A host that joined later counts from 0.
+        self._attempt = max(int(one["attempt"]) for one in self._processes)
         self.plan = _plan_of(self._job, len(self._processes))
+        self._beside = ""
         self.folder, resume_from = self._place()
         places = [str(one["place"]) for one in self._processes]
         self._several = len(set(places)) > 1
@@ -235,6 +235,7 @@ class Conductor:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "preempted": False,
+            "checkpoints": Path(plan.checkpoint).name,
             "resumed_from": Path(resume).name if resume else "",
         }
         self.run = JobRun(
@@ -243,8 +244,8 @@ class Conductor:
             resume_from=resume, init_from=self._initial(), job=about,
         )  # fmt: skip
         run = self.run
-        if leases.warning:
-            run.note(leases.warning)
+        for text in filter(None, (leases.warning, self._beside)):
+            run.note(text)
         run.advance("submit")
         checkpoints.describe(run)
         run.begin_logs()
@@ -284,28 +285,45 @@ class Conductor:
         root = Path(self._job.get("out") or Path(self._job["folder"]) / RUNS)
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         before = runs_in(root)
+        last = before[-1] if before and self.plan.checkpoint else None
+        is_twin = last is not None and goes_on(last)
         resume = ""
-        if before and os.environ.get(RESUME, "1") != "0":
-            resume = self._unfinished(before[-1])
+        if last is not None and not is_twin and os.environ.get(RESUME, "1") != "0":
+            resume = self._unfinished(last)
         for number in range(1 + (int(before[-1].name) if before else 0), 1 << 30):
             with contextlib.suppress(FileExistsError):  # another start of the job was quicker
                 (folder := root / str(number)).mkdir(mode=0o700)
+                self._keep_apart(resume, number, is_twin=is_twin)
                 return folder, resume
         raise AssertionError("there are numbers enough")
 
     def _unfinished(self, last: Path) -> str:
         """Return the checkpoint to go on from, where the job's last run was cut off."""
-        if not self.plan.checkpoint:
-            return ""
-        _await_end(last)
         with contextlib.suppress(WorkbenchError):
             meta = disk.read_meta(last)
             about = meta.get("job") or {}
             cut = meta.get("state") not in events.OVER or about.get("preempted")
             if cut or (self._attempt and meta.get("state") == "failed"):
-                found = checkpoints.latest(self.plan.checkpoint)
+                kept = Path(self.plan.checkpoint)
+                kept = kept.with_name(Path(str(about.get("checkpoints") or "")).name or kept.name)
+                found = checkpoints.latest(kept)
                 return "" if found is None else str(found.path)
         return ""
+
+    def _keep_apart(self, resume: str, number: int, *, is_twin: bool) -> None:
+        """Have a run that begins anew mix its checkpoints with those of no earlier one.
+
+        The next start would go on from the highest step, whosever it is.
+        """
+        kept = self.plan.checkpoint
+        if resume:
+            kept = str(Path(resume).parent)
+        elif kept and (is_twin or checkpoints.latest(kept) is not None):
+            of_number = (f"{kept}-{one}" for one in itertools.count(number))
+            kept = next(one for one in of_number if checkpoints.latest(one) is None)
+            why = "An earlier run of this job goes on" if is_twin else "An earlier run left its own"
+            self._beside = f"{why}, so this run's checkpoints are in {Path(kept).name}."
+        self.plan = replace(self.plan, checkpoint=kept)
 
     def _initial(self) -> str:
         folder = Path(self._job.get("folder") or "/nowhere") / "initial"
@@ -359,7 +377,7 @@ class Conductor:
             leases,
             store=(str(store[0]), int(store[1])) if store else None,
             framework=plan.framework,
-            prefix=f"job-{self._attempt}/",
+            prefix=f"job-{self._attempt}-{secrets.token_hex(4)}/",
             one_engine=plan.entry.one_engine,
             helpers=plan.helpers,
             remote_workers=plan.entry.remote_workers,
@@ -449,7 +467,7 @@ class Conductor:
             for engine in self._gone_for_good(now):
                 late_at = late_at or now + GONE_S
                 self.engines.died(engine, "ended without a word")
-            if self._left.is_set():
+            if self._left.is_set() and not self._go_on_alone():
                 late_at = late_at or now + GONE_S
             if late_at is not None and now > late_at:
                 for engine in self.task.unfinished():
@@ -458,8 +476,8 @@ class Conductor:
                 alive_at = now
                 self._say_alive()
             self._record()
-            if lines is not None:
-                lines.pump()
+            if lines is not None and not self._tell_lines(lines):
+                lines = None
         await_all(self.run.logs, self.run.note)
         self._recorded = ""
         self._record()
@@ -469,14 +487,32 @@ class Conductor:
             self._printed = True
             while self._printed:  # what is left, weights among it, in parts
                 self._printed = False
-                lines.pump()
+                if not self._tell_lines(lines):
+                    break
         self.router.close()
+
+    def _go_on_alone(self) -> bool:
+        """Whether rank 0 ended well, and what is left is here, where its end would be seen."""
+        first = self.task.outcomes.get(0)
+        left = self.task.unfinished()
+        return first is not None and first.is_well and all(
+            self.engines.engines[engine].is_here for engine in left
+        )  # fmt: skip
 
     def _gone_for_good(self, now: float) -> list[int]:
         """Return the processes whose last words would have come by now."""
         gone = self.engines.gone()
         self._gone_at = {engine: self._gone_at.get(engine, now) for engine in gone}
         return [engine for engine, at in self._gone_at.items() if now - at > WORDS_S]
+
+    def _tell_lines(self, lines: LineWriter) -> bool:
+        """Print what is new, as marked lines; return whether that can be done."""
+        try:
+            lines.pump()
+        except (OSError, ValueError) as error:  # nobody reads them any more; the run goes on
+            self.run.note(f"The run's lines are no longer printed: {error}")
+            return False
+        return True
 
     def _print(self, line: str) -> None:
         self._printed = True
@@ -524,28 +560,6 @@ class Conductor:
             self.run.record()
 
 
-def runs_in(root: Path) -> list[Path]:
-    """Return a job's run folders, the newest last."""
-    with contextlib.suppress(OSError):
-        found = [one for one in root.iterdir() if one.name.isdecimal() and one.is_dir()]
-        return sorted(found, key=lambda one: int(one.name))
-    return []
-
-
-def _await_end(folder: Path) -> None:
-    """Wait for the conductor of the job's last run, which may be about to write how that ended."""
-    end = time.monotonic() + GONE_S + ALIVE_S
-    with contextlib.suppress(OSError, ValueError, KeyError, psutil.Error):
-        about = json.loads((folder / ALIVE).read_text())
-        while (
-            about["host"] == socket.gethostname()
-            and psutil.pid_exists(int(about["pid"]))
-            and time.time() - about["t"] < 2 * GONE_S
-            and time.monotonic() < end
-        ):
-            time.sleep(TURN_S)
-
-
 def _plan_of(job: Mapping[str, Any], processes: int) -> Plan:
     if "script" in job:
         recipe = Recipe(f"# {job['script']}", origin=str(job["script"]))
@@ -590,9 +604,12 @@ def main() -> int:
         except (WorkbenchError, OSError) as error:
             _answer(rank_0, {"error": str(error)})
             return 1
-        _answer(rank_0, {"parts": conductor.parts})
-        conductor.conduct(rank_0)
-        way.shutdown(socket.SHUT_RDWR)  # else closing the file waits for who reads from it
+        try:
+            _answer(rank_0, {"parts": conductor.parts})
+            conductor.conduct(rank_0)
+        finally:
+            with contextlib.suppress(OSError):
+                way.shutdown(socket.SHUT_RDWR)  # else closing the file waits for who reads from it
         return 0
 
 

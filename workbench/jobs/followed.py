@@ -31,8 +31,9 @@ from ..shared import events
 from ..shared.events import OVER, State
 from ..shared.faults import lasting, parse_fault
 from ..shared.plan import Plan
-from .conductor import ALIVE, ALIVE_S, RUNS
+from .conductor import RUNS
 from .control import Order
+from .earlier import ALIVE, ALIVE_S
 from .places import LOG, Place, open_place
 
 if TYPE_CHECKING:
@@ -339,11 +340,12 @@ def _await_meta(place: Place, wait_s: float | None, gone: Callable[[], str]) -> 
     began = asked_at = time.monotonic()
     while True:
         place.refresh()
+        meta: dict[str, Any] = {}
         with contextlib.suppress(RunError, OSError, ValueError):
             meta = disk.read_meta(place.folder)
-            if "plan" in meta:
-                _check(meta, place)
-                return meta
+        if "plan" in meta:
+            _check(meta, place)
+            return meta
         now, why = time.monotonic(), ""
         if now - asked_at > ASK_S:
             asked_at, why = now, gone()
@@ -369,11 +371,19 @@ def _await_meta(place: Place, wait_s: float | None, gone: Callable[[], str]) -> 
 def _check(meta: Mapping[str, Any], place: Place) -> None:
     from ..shared.record import RECORD
 
+    seen = ""
     if meta.get(disk.ROW_BYTES) != RECORD.itemsize:
+        seen = f"rows of {meta.get(disk.ROW_BYTES)} bytes"
+    try:
+        Plan.from_wire(meta["plan"])
+        _ = str(meta["name"]), [int(engine) for engine in meta["ranks"]], float(meta["began"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        seen = seen or f"{type(error).__name__}: {error}"
+    if seen:
         raise RunError(
-            "The job runs another version of Workbench; its rows have another form.",
-            seen=f"{place.where}: rows of {meta.get(disk.ROW_BYTES)} bytes",
-            allowed=f"{RECORD.itemsize} bytes",
+            "The job runs another version of Workbench, or its run.json is damaged.",
+            seen=f"{place.where}: {seen}",
+            allowed=f"rows of {RECORD.itemsize} bytes",
             next_step="follow it with the version that the job has: the wheel lies in its folder",
             code="WB-RUN-105",
         )

@@ -133,6 +133,14 @@ def run_here(given: argparse.Namespace) -> int:
         recorded = None if description(what).get("plain") else what
         return Started(processes_of_job(what, given.args), recorded).attend(given)
     recorded = None if given.plain else given.out or _RUNS / what.stem
+    if recorded is not None and is_job(recorded):
+        raise PlanError(
+            "The records of a script would go into a job folder, where nobody looks for them.",
+            seen=str(recorded),
+            allowed="a folder of their own",
+            next_step="--out DIR; or --strategy LINE, if the file is the cell of that job",
+            code="WB-PLAN-263",
+        )
     processes = processes_of_script(what, given)
     return Started(processes, recorded).attend(given)
 
@@ -175,6 +183,17 @@ def _write_job(given: argparse.Namespace, script: Path) -> Path:
 
     source = script.read_text("utf-8")
     request = parse_cell_line(given.strategy, prog="--strategy")
+    ignored = {"--seeds": request.seeds, "--to-job": request.to_job, "--plain": request.plain,
+               "another -n": given.n and request.workers not in (None, given.n)}  # fmt: skip
+    if len(request.strategies) != 1 or any(ignored.values()):
+        raise PlanError(
+            "workbench run trains a cell once, under one strategy.",
+            seen=f"--strategy {shlex.quote(given.strategy)}",
+            allowed="a strategy, and its flags without " + ", ".join(ignored),
+            next_step="workbench run --strategy 'mirrored --seed 1' "
+            f"{shlex.quote(given.what)}; --out DIR and --plain stand before --strategy",
+            code="WB-PLAN-261",
+        )
     recipe = Recipe(source, origin=script.name, framework=framework_of(source))
     workers = given.n or request.workers or 1
     plan = plan_of(request, recipe, framework="torch", workers=workers)

@@ -120,9 +120,12 @@ def error_wire(error: WorkbenchError) -> dict[str, Any]:
 
 
 def say(text: object, stream: TextIO | None = None) -> None:
-    """Print a line at once, on standard output unless told otherwise."""
+    """Print a line at once, on standard output unless told otherwise.
+
+    What a terminal would obey is left out: names, errors and logs may be another's.
+    """
     stream = stream or sys.stdout
-    stream.write(f"{text}\n")
+    stream.write("".join(c if c.isprintable() or c in "\n\t" else " " for c in f"{text}\n"))
     stream.flush()
 
 

@@ -7,5 +7,7 @@ In reading order:
     values     how do variables and texts get to the engines and back
     recipes    what can be trained by its name
     jobs       `wb.job`, `wb.submit`, `wb.follow`: from the notebook to a job, and back
+    scaling    what several numbers of workers gained: figure, table, files
     compare    `wb.compare`, `wb.strategies`, `wb.diagram`, `wb.calibrate`: what there is to know
+    sweep      `wb.sweep`: every combination of what is given in lists, and what came of it
 """

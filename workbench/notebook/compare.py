@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +33,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from ..execution.run import Run
+    from ..history.analysis.summary import RunSummary
     from ..session.cluster import Cluster
     from ..views.table import Table
+    from .scaling import Scaled
 
 
 class Compared:
@@ -43,8 +46,8 @@ class Compared:
         comparison: The numbers behind them.
     """
 
-    def __init__(self, compared: comparison.Comparison) -> None:
-        self.comparison = compared
+    def __init__(self, compared: comparison.Comparison, runs: Sequence[RunSummary] = ()) -> None:
+        self.comparison, self._summaries = compared, tuple(runs)
 
     @property
     def verdict(self) -> str:
@@ -65,6 +68,19 @@ class Compared:
         from ..views.tables import comparison_table
 
         return comparison_table(self.comparison, sort=sort, descending=descending)
+
+    def scaling(self, *, price: float | None = None) -> Scaled:
+        """Return speed-up and efficiency over the numbers of workers, with a figure of its own.
+
+        Args:
+            price: Of a worker-hour, in any currency: what an epoch costs is shown too.
+
+        Raises:
+            PlanError: All runs have the same number of workers.
+        """
+        from .scaling import scaled
+
+        return scaled(self._summaries, price=price)
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """Return a line per plan: plain numbers, units in the headings, empty where not measured.
@@ -112,9 +128,12 @@ class Compared:
     def _ipython_display_(self) -> None:
         from ..views.blocks import show, show_bundle
         from ..views.comparison.picture import comparison_bundle
+        from .scaling import shows_scaling
 
         show_bundle(comparison_bundle(self.comparison))
         show(self.table())
+        if shows_scaling(self._summaries):
+            show(self.scaling().figure())
 
     def __repr__(self) -> str:
         return str(self._repr_mimebundle_()["text/plain"])
@@ -135,7 +154,8 @@ def compare(*runs: Run | str) -> Compared:
     """
     if not runs:
         raise PlanError("Nothing to compare.", next_step='wb.compare("a", "b")', code="WB-PLAN-103")
-    return Compared(comparison.compare([_run(one).summarise() for one in runs]))
+    summaries = [_run(one).summarise() for one in runs]
+    return Compared(comparison.compare(summaries), summaries)
 
 
 def _run(one: object) -> Run:

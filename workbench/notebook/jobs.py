@@ -100,14 +100,17 @@ def job_line(folder: Path) -> str:
     processes = int(known.launch["processes"])
     start = f"torchrun --standalone --nproc-per-node {processes} train.py"
     if known.plan.framework != "torch":
-        start = "python train.py" if processes == 1 else f"workbench run {folder.name}"
+        start = "python train.py" if processes == 1 else "workbench run ."
     near = os.path.relpath(folder)
     name = os.fspath(folder) if near.startswith("..") else near
+    nodes = 2 if processes % 2 == 0 else 1
     return (
         f"Written to {name}. Start it there:\n    {start}\n"
-        f"or hand it to a platform from here:\n    wb.submit({name!r}, on='slurm', nodes=2)\n"
-        f"Wherever it runs, see it here:\n    wb.follow({name!r})"
-    )
+        f"or hand it to a platform from here:\n    "
+        f"wb.submit({name!r}, on='slurm', nodes={nodes})\n"
+        + ("Nobody records it: it does without Workbench." if known.plain else
+           f"Wherever it runs, see it here:\n    wb.follow({name!r})")
+    )  # fmt: skip
 
 
 def submit(
@@ -128,7 +131,8 @@ def submit(
         what: What `wb.job` takes, or the folder of a job.
         on: `slurm`, `ssh`, `ray`, `kubernetes`, `skypilot` or `local`.
         folder: Of the job; by default a new one beside the runs. Nodes must see it under Slurm.
-        follow: Whether to wait for its beginning and show it; an interrupt ends the wait alone.
+        follow: Whether to wait for its beginning and show it; an interrupt ends the wait alone. A
+            plain job, which nobody records, is not waited for.
         plot: How it is shown, as `--plot`.
         venv: Of slurm and ssh: an environment that the nodes have. Under Slurm by default the one
             that this notebook runs in; empty: one is made for the job from its requirements.
@@ -148,7 +152,8 @@ def submit(
     if path is None:
         path = Path(folder) if folder else _new_folder(what)
         job(what, path, **rest)  # type: ignore[arg-type]
-    elif rest:
+    elif rest or folder:
+        rest |= {"folder": folder} if folder else {}
         raise PlanError(
             "The folder says what is trained; these arguments would change nothing.",
             seen=", ".join(rest),
@@ -164,7 +169,12 @@ def submit(
     options = {"venv": os.fspath(venv or ""), "address": address, "context": context}
     given_options = {k: v for k, v in options.items() if v}
     handed = jobs.submit(path, on, resources, name=named, **given_options)
-    if follow:
+    if follow and read_job(path).plain:
+        sys.stdout.write(
+            "Nobody records it, so there is nothing to follow: "
+            f"wb.jobs[{handed.name!r}] has its state and its logs.\n"
+        )
+    elif follow:
         try:
             _show_when_begun(handed, plot)
         except KeyboardInterrupt:

@@ -112,13 +112,21 @@ class Recipes(Mapping[str, Recipe]):
         return [] if cell is None else [_shown(cell, name)]
 
     def table(self) -> Table:
-        """Return a row per recipe: its name, frameworks, where it is from, what it is."""
-        rows = [[name, _frameworks(one), one.origin, one.summary] for name, one in self.items()]
+        """Return a row per recipe: its name, frameworks, origin, parameters, what it is."""
+        rows = [
+            [name, _frameworks(one), one.origin, _parameters(one), one.summary]
+            for name, one in self.items()
+        ]
         columns = [
             Column("recipe", "left"), Column("framework", "left"),
-            Column("from", "left"), Column("what it is", "left", 50),
+            Column("from", "left"), Column("parameters", "left", 40),
+            Column("what it is", "left", 50),
         ]  # fmt: skip
-        return Table(columns, rows, notes=["Train one: %distributed mirrored --recipe NAME"])
+        return Table(
+            columns,
+            rows,
+            notes=["Train one: %distributed mirrored --recipe NAME -p PARAMETER=VALUE"],
+        )
 
     def __repr__(self) -> str:
         return repr(self.table())
@@ -186,6 +194,10 @@ def _frameworks(one: Recipe) -> str:
     if one.origin == builtin.ORIGIN:
         return ", ".join(builtin.frameworks(one.name))
     return one.framework or UNKNOWN
+
+
+def _parameters(one: Recipe) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in one.parameters.items())
 
 
 def _shown(one: Recipe, name: str) -> Recipe:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ..session.access import ClusterAccess
 
 log = logging.getLogger("workbench.session")
+INTERRUPTED = frozenset({"WB-RUN-069", "WB-RUN-088"})
+"""Codes of the errors of a run that its user has interrupted."""
 FRAME_S = 0.2
 FIRST_S = 0.6
 """A cell that is over by then shows its output once, whole: what tests of notebooks compare."""
@@ -109,12 +111,16 @@ def _draw_late(task: Task, outputs: Blocks) -> None:
 
 
 class RunView:
-    """A run's live dashboard below its cell; one that fails costs a note, not the run."""
+    """A run's live dashboard below its cell; one that fails costs a note, not the run.
 
-    def __init__(self, run: Run, plot: str) -> None:
+    Args:
+        brief: Whether only a line stays of it at the end.
+    """
+
+    def __init__(self, run: Run, plot: str, *, brief: bool = False) -> None:
         self.run = run
         self._outputs = Blocks()
-        self._view = make_view(plot, self._command, run.name)
+        self._view = make_view(plot, self._command, run.name, brief=brief)
         self._shown("begin")
         self._pump = _Pump(self._draw)
 

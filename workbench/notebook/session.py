@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,18 +17,19 @@ from ..cluster.hosts.configuration import (
     engines_meant,
     launch_settings,
 )
-from ..errors import ClusterError, PlanError
+from ..errors import ClusterError, PlanError, RunError
 from ..execution import registry
 from ..execution.allocator import default_framework, know_notebook, prewarmed
 from ..execution.outcome import is_refusal
 from ..execution.paused import attending
+from ..execution.requests import check_framework, check_size
 from ..execution.stop import ending
 from ..session import checkpoints
 from ..session.checkpoints import apart
 from ..session.cluster import Cluster
-from ..shared.plan import MOST_NAME, Plan, make_plan, plan_of
+from ..shared.plan import MOST_NAME, Plan, make_plan, plans_of
 from .recipes import recipes
-from .run_view import CellView, RunView, check_view
+from .run_view import INTERRUPTED, CellView, RunView, check_view
 
 if TYPE_CHECKING:
     from ..cluster.hosts.settings import LaunchSettings
@@ -223,7 +225,13 @@ class Session:
             )
 
     def plans(self, line: RunRequest, recipe: Recipe) -> list[Plan]:
-        """Return the plans of a line, every strategy with every seed, all validated at once."""
+        """Return the plans of a line, all validated at once: see `plan.plans_of`.
+
+        What can be known of devices and limits is checked for all of them too.
+
+        Raises:
+            PlanError: One of them cannot be run.
+        """
         cluster = self.need_cluster()
         if line.ranks is not None:
             raise PlanError(
@@ -232,18 +240,21 @@ class Session:
                 next_step="use -n for the number of workers",
                 code="WB-PLAN-130",
             )
-        several = len(line.strategies) > 1
-        found = []
-        for strategy in line.strategies:
-            name = f"{line.name}-{strategy}" if several and line.name else line.name
-            plan = plan_of(
-                replace(line, name=name),
-                recipe,
-                strategy=strategy,
-                framework=cluster.framework,
-                workers=max(1, len(cluster.worker_ids)),
+        found = plans_of(
+            line,
+            recipe,
+            framework=cluster.framework,
+            workers=max(1, len(cluster.worker_ids)),
+        )
+        if line.price is not None and len({plan.workers for plan in found}) < 2:
+            raise PlanError(
+                "What an epoch costs is shown beside several numbers of workers.",
+                seen=f"--price {line.price:g}, and {found[0].workers} workers",
+                next_step="-n 1,2,4, or wb.compare(...).scaling(price=...) for earlier runs",
+                code="WB-PLAN-284",
             )
-            found += [plan.with_seed(k) for k in range(line.seeds)] if line.seeds else [plan]
+        if len(found) > 1:
+            check_ahead(cluster, found)
         return apart(found)
 
     def train(self, line: RunRequest, recipe: Recipe, *, number: int, autoreload: str) -> list[Run]:
@@ -251,13 +262,13 @@ class Session:
 
         Raises:
             RunError: A rank failed, the run was interrupted, or nothing was trained. Where there
-                are several strategies, one that refuses does not end the rest.
+                are several strategies, one that refuses does not end the rest; where the line gives
+                several values, no run that fails does.
         """
         cluster = self.need_cluster()
         plans = self.plans(line, recipe)
         check_view(line.plot)
-        recipe = replace(recipe, framework=plans[0].framework)
-        self.recipe = recipe
+        self.recipe = replace(plans[0].recipe, framework=plans[0].framework)
         if line.background and len(plans) > 1:
             raise PlanError(
                 "Only one run at a time can go on in the background.",
@@ -269,9 +280,9 @@ class Session:
         def conduct(plan: Plan, begun: Callable[[Run], None]) -> Run:
             with attending(not line.background), ending(cluster):
                 run = cluster.start(plan, number=number, autoreload=autoreload)
-                self.recipes[run.name] = recipe
+                self.recipes[run.name] = replace(plan.recipe, framework=plan.framework)
                 begun(run)
-                view = RunView(run, line.plot)
+                view = RunView(run, line.plot, brief=bool(line.several))
                 if line.background:
                     view.follow()
                 else:
@@ -283,8 +294,7 @@ class Session:
         if len(plans) == 1:
             cluster.queue().check_free()
             return [conduct(plans[0], lambda run: None)]
-        several = len(line.strategies) > 1
-        return cluster.queue().train(plans, conduct, lambda error: several and is_refusal(error))
+        return cluster.queue().train(plans, conduct, partial(_passes, line))
 
     def recipe_named(self, name: str | None, framework: str | None = None) -> Recipe:
         """Return the recipe of that name (see `Recipes.find`); without one, the last cell's.
@@ -301,6 +311,30 @@ class Session:
                 code="WB-PLAN-132",
             )
         return self.recipe
+
+
+def check_ahead(cluster: Cluster, plans: Iterable[Plan]) -> None:
+    """Raise before an engine is touched where one of the plans could not begin.
+
+    Raises:
+        PlanError: A strategy needs other devices, or there would be too many workers.
+        ClusterError: A framework is not installed.
+    """
+    plans = list(plans)
+    for framework in dict.fromkeys(plan.framework for plan in plans):
+        check_framework(framework)
+    most = max(plans, key=lambda plan: plan.workers, default=None)
+    if most is not None:
+        check_size("The number of workers", most.workers)
+    for plan in plans:
+        plan.check_devices(cluster.lease(plan.workers).words)
+
+
+def _passes(line: RunRequest, error: RunError) -> bool:
+    """Whether the other runs of a line go on after one that ended in this error."""
+    if line.several:
+        return error.code not in INTERRUPTED
+    return len(line.strategies) > 1 and is_refusal(error)
 
 
 _WHERE = frozenset(LaunchArguments.__annotations__)
@@ -395,15 +429,16 @@ def resume(
         workers=workers or before.workers,
         options={**(before.options if same else {}), **(options or {})},
         overrides={**before.overrides, **overrides},
+        values=before.values,
         name=name or str(about["name"])[:MOST_NAME],
         checkpoint=str(checkpoint or Path(one.path).parent),
         checkpoint_every=checkpoint_every or before.checkpoint_every,
         on_failure=on_failure or before.on_failure,
     )
-    return (cluster or _cluster()).start(plan, resume_from=one.path)
+    return (cluster or cluster_here()).start(plan, resume_from=one.path)
 
 
-def _cluster() -> Cluster:
+def cluster_here() -> Cluster:
     """Return the notebook's cluster, or the only one of this process.
 
     Raises:

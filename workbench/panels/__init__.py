@@ -9,5 +9,6 @@ In reading order:
     cluster     the part that shows engines and the queue
     live        the part that shows the run, with its controls, faults and explanations
     comparison  the part that shows runs side by side
+    scaling     the part that shows what several numbers of workers gained
     show        how are the parts put together, shown, and kept up to date
 """

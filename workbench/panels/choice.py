@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import catalog
 from ..cookbook import builtin
+from ..cookbook.recipe import read_like
 from ..errors import PlanError, unknown
 from ..execution.allocator import default_framework
 from ..notebook.recipes import recipes
@@ -260,7 +260,7 @@ class Choice:
         default = recipe.parameters[name]
 
         def put(text: str) -> None:
-            value = _like(default, text) if text else default
+            value = read_like(default, text) if text else default
             given = {**self.parameters.get(recipe.name, {}), name: value}
             if value == default:
                 del given[name]
@@ -312,25 +312,3 @@ def _whole(text: str, *, least: int, most: int | None) -> int:
     raise PlanError(
         "Not possible.", seen=text, allowed=f"a whole number, {limits}", code="WB-PLAN-067"
     )
-
-
-def _like(default: Any, text: str) -> Any:
-    """Read a value of the default's type."""
-    if isinstance(default, str):
-        return text
-    try:
-        value = ast.literal_eval(text.capitalize() if isinstance(default, bool) else text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        if default is None:
-            return text
-        raise PlanError(
-            "Not understood.", seen=text, allowed=f"like {default!r}", code="WB-PLAN-068"
-        ) from None
-    wanted = float if isinstance(default, float) else type(default)
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if default is not None and type(value) is not wanted:
-        raise PlanError(
-            "Not understood.", seen=text, allowed=f"like {default!r}", code="WB-PLAN-069"
-        )
-    return value

@@ -12,7 +12,7 @@ from ..notebook import jobs
 from ..notebook.recipes import recipes
 from ..shared.plan import cell_of
 from . import strategies
-from .choice import Choice, check_written_for
+from .choice import Choice, check_written_for, short
 from .model import Part, Wire, action
 
 KINDS = (("cell", "This notebook's cells"), ("function", "Functions"), ("built-in", "Built-in"))
@@ -79,13 +79,15 @@ class RecipePart(Part):
 
     @action(slow=True)
     def job(self) -> dict[str, Any]:
-        """Write a job folder for each strategy that is picked; return what was written."""
+        """Write a job folder for each strategy that is picked, and each seed; return what was."""
         session, choice = self.panel.session, self.panel.choice
         framework, recipe = choice.framework_in(session), choice.recipe_in(session)
         choice.check(framework)
         check_written_for(recipe, framework)
         place = strategies.place_of(session, choice)
         drafts = [strategies.draft(line, recipe, place) for line in choice.lines(framework)]
+        if choice.seeds > 1:
+            drafts = [plan.with_seed(seed) for plan in drafts for seed in range(choice.seeds)]
         folders = [jobs.job(plan, f"job-{plan.name or plan.strategy}") for plan in drafts]
         return {"folders": [folder.name for folder in folders], "where": str(folders[0].parent)}
 
@@ -179,6 +181,10 @@ def _misfit(picked: Recipe | None, framework: str) -> str:
         check_written_for(picked, framework)
     except PlanError as error:
         return f"{error.what.rstrip('.')}: {error.next_step}."
+    try:
+        builtin.check(picked)
+    except PlanError as error:
+        return short(error)
     return ""
 
 

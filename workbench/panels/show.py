@@ -24,6 +24,7 @@ from .comparison import ComparisonPart
 from .live import FaultsPart, LivePart, TeachingPart
 from .model import Panel, Part
 from .recipe import RecipePart
+from .scaling import ScalingPart
 from .strategies import StrategiesPart
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ PARTS: tuple[type[Part], ...] = (
     LivePart,
     FaultsPart,
     ComparisonPart,
+    ScalingPart,
     TeachingPart,
 )
 

@@ -15,11 +15,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from .. import catalog
 from ..errors import ClusterError, PlanError, RunError, WorkbenchError
 from ..execution.requests import BusyError, to_recipe
 from ..execution.run import Run
 from ..execution.stop import deferred
-from ..shared.plan import Plan, check_count, check_seed, plan_of
+from ..shared.flags.several import check_runs, several_in
+from ..shared.plan import Plan, check_count, check_seed, plans_of
 from ..shared.run_request import from_arguments
 from .checkpoints import apart
 from .queue_state import Item, Outcome, QueueState
@@ -95,7 +97,8 @@ class Queue:
 
         Args:
             seeds: How many, from 0, or which.
-            settings: As `Cluster.run` takes them: `workers`, `options`, `epochs`, `name`, ...
+            settings: As `Cluster.run` takes them: `workers`, `options`, `epochs`, `name`, ...;
+                several values of one in a list.
 
         Raises:
             PlanError: One of them cannot be run; none was added.
@@ -468,12 +471,16 @@ def sweep(
 ) -> list[Plan]:
     """Return the plans, all validated; every strategy with every seed, recipe after recipe.
 
+    Numbers of workers, batches, epochs, steps, options and values may be lists: every combination
+    is a plan, as on a `%%distributed` line.
+
     Args:
         recipes: Source of a cell, a function, a recipe; one or several.
         seeds: How many, from 0, or which; none leaves the seed to the cell.
         name: Of the runs; the strategy, the recipe's number and the seed are added where there are
             several.
-        settings: What else `Cluster.run` takes: `options`, `checkpoint`, `epochs`, ...
+        settings: What else `Cluster.run` takes: `workers`, `options`, `values`, `epochs`, ...;
+            several values of one in a list.
 
     Raises:
         PlanError: One of them cannot be run.
@@ -488,7 +495,8 @@ def sweep(
             allowed="one, or a list of them",
             code="WB-PLAN-133",
         )
-    asked = from_arguments("", settings)
+    settings, axes = several_in(settings)
+    asked = replace(from_arguments("", settings), several=axes)
     wanted = list(range(check_count("seeds", seeds)) if isinstance(seeds, int) else seeds)
     found = []
     for number, source in enumerate(sources, 1):
@@ -496,13 +504,14 @@ def sweep(
         stem = name
         if len(sources) > 1:
             stem = f"{name or recipe.name or recipe.function or 'recipe'}-{number}"
-        for strategy in chosen:
-            plan = plan_of(
-                replace(asked, name=f"{stem}-{strategy}" if stem and len(chosen) > 1 else stem),
-                recipe,
-                strategy=strategy,
-                framework=cluster.framework,
-                workers=max(1, len(cluster.worker_ids)),
-            )
+        names = tuple(catalog.canonical(one, asked.framework) for one in chosen)
+        plans = plans_of(
+            replace(asked, name=stem, strategies=names),
+            recipe,
+            framework=cluster.framework,
+            workers=max(1, len(cluster.worker_ids)),
+        )
+        for plan in plans:
             found += [plan.with_seed(check_seed(seed)) for seed in wanted] or [plan]
+    check_runs(len(found))
     return apart(found)

@@ -3,6 +3,7 @@
 In reading order:
 
     magic_args   what are the lines of all magics made of, and what does `%cluster` ask for
+    flags/       how is a flag said, and how several values of it
     run_request  what can be asked of a run: a field per flag, and the parser made of it
     faults       what can be injected
     log_targets  where can `--log` write to

@@ -102,6 +102,7 @@ class RunStarted(Event):
     device: str | None = None
     threads: int | None = None
     host: str | None = None
+    epoch_samples: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

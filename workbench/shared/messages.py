@@ -547,6 +547,7 @@ class CellOutcome:
         trained: How many steps.
         loop: What an own loop did.
         options_read: Whether the cell read `wb.options`.
+        unread: Names of `--set` that the cell did not read.
         initial_read: Whether a model took the initial weights.
         weights: Name of the file with the final weights.
         copies: The engine's copy of the model, where copies should be equal.
@@ -573,6 +574,7 @@ class CellOutcome:
     trained: int = 0
     loop: OwnLoop | None = None
     options_read: bool = False
+    unread: tuple[str, ...] = ()
     initial_read: bool = False
     weights: str | None = None
     copies: Copy | None = None

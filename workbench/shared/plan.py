@@ -21,9 +21,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .. import catalog
+from ..cookbook import builtin
 from ..cookbook.recipe import Recipe
 from ..errors import PlanError
-from . import checkpoints, log_targets, run_request
+from . import checkpoints, log_targets
+from .faults import ON_LINKS
+from .flags.several import Axis, check_runs
+from .flags.several import values as check_values
+from .magic_args import check_window
 from .run_request import (
     FLAGS,
     OVERRIDES,
@@ -175,7 +180,8 @@ def make_plan(
             next_step="write the training below the magic",
             code="WB-PLAN-085",
         )
-    run_request.check_window(asked.profile, given.get("steps"))
+    builtin.check(recipe)
+    check_window(asked.profile, given.get("steps"))
     folder, every, on_failure = checkpoints.settings(
         asked.checkpoint, asked.checkpoint_every, asked.on_failure
     )
@@ -186,6 +192,7 @@ def make_plan(
         "checkpoint_every": every,
         "on_failure": on_failure,
         "log": log_targets.parse_targets(asked.log),
+        "values": _check_values(asked.values, chosen),
     }
     return Plan(recipe, entry.name, framework, count, chosen, given, **decided)
 
@@ -203,15 +210,124 @@ def plan_of(
     Raises:
         PlanError: Naming the value seen, what is allowed and the next step.
     """
+    chosen = strategy or request.strategies[0]
+    framework = request.framework or recipe.framework or framework
+    workers = workers if request.workers is None else request.workers
+    overrides = request.overrides
+    if request.several:
+        raise PlanError(
+            "One run has one value of everything.",
+            seen=", ".join(
+                f"{len(axis.values)} values of {_axis(axis)}" for axis in request.several
+            ),
+            allowed="several values where several runs can be: above a cell, or wb.sweep(...)",
+            code="WB-PLAN-274",
+        )
+    if request.batch_per_worker is not None:
+        if request.batch_size is not None:
+            raise PlanError(
+                "The batch is given twice: for all workers together, and for each of them.",
+                seen=f"--batch-size {request.batch_size}, "
+                f"--batch-per-worker {request.batch_per_worker}",
+                next_step="--batch-size for strong scaling (the global batch stays), or "
+                "--batch-per-worker for weak scaling",
+                code="WB-PLAN-275",
+            )
+        most = catalog.lookup(chosen, framework).max_workers
+        count = check_count("workers", workers)
+        each = check_count("batch_per_worker", request.batch_per_worker)
+        overrides["batch_size"] = each * (count if most is None else min(count, most))
     return make_plan(
-        recipe,
-        strategy or request.strategies[0],
-        framework=request.framework or recipe.framework or framework,
-        workers=workers if request.workers is None else request.workers,
+        recipe.with_given(request.parameters),
+        chosen,
+        framework=framework,
+        workers=workers,
         options=request.options,
-        overrides=request.overrides,
+        overrides=overrides,
         **request.settings,
     )
+
+
+def _axis(axis: Axis) -> str:
+    return f"{FLAGS[axis.field].long} {axis.key}".rstrip()
+
+
+def plans_of(request: RunRequest, recipe: Recipe, *, framework: str, workers: int) -> list[Plan]:
+    """Return the plans of a request: every strategy with every combination of its several values.
+
+    A strategy that has a limit of workers (`one_device`) is asked for once where only the number
+    of workers differs, and takes no part in what is said of other strategies' options and links:
+    it is what the others are measured against.
+
+    Args:
+        framework, workers: As `plan_of` takes them.
+
+    Raises:
+        PlanError: One of them cannot be run, or they are too many.
+    """
+    sizes = [len(axis.values) for axis in request.several]
+    check_runs(len(request.strategies), *sizes, request.seeds or 1)
+    if request.seeds and any(axis.field == "seed" for axis in request.several):
+        raise PlanError(
+            "The seeds are given twice.",
+            seen=f"--seeds {request.seeds}, and several of --seed",
+            next_step="--seeds K for seeds 0 to K-1, or --seed 3,5,8 for these",
+            code="WB-PLAN-276",
+        )
+    found: list[Plan] = []
+    for strategy in request.strategies:
+        one_name = request.name if len(request.strategies) == 1 else ""
+        stem = one_name or (f"{request.name}-{strategy}" if request.name else "")
+        yardstick = _is_yardstick(strategy, request, recipe, framework)
+        sized = any(axis.field == "workers" for axis in request.several)
+        made: list[Plan] = []
+        for one, words in request.each():
+            if yardstick:
+                unlinked = tuple(f for f in one.faults if f.kind not in ON_LINKS)
+                one = replace(one, options={}, faults=unlinked)
+                words = tuple(w for w in words if "=" not in w or _of_cell(w, request))
+            plan = plan_of(
+                replace(one, name=stem), recipe, strategy=strategy, framework=framework,
+                workers=workers,
+            )  # fmt: skip
+            if sized and plan.entry.max_workers != 1:
+                words = (f"n{plan.workers}", *words)
+            if plan not in made:
+                made.append(plan)
+                name = "-".join([stem or strategy, *words]) if words else stem
+                check_name(name)
+                plan = replace(plan, name=name)
+                seeds = range(request.seeds or 0)
+                found += [plan.with_seed(k) for k in seeds] or [plan]
+    return found
+
+
+def _is_yardstick(strategy: str, request: RunRequest, recipe: Recipe, framework: str) -> bool:
+    """Whether a strategy has one worker and no options, beside others that have them."""
+    entry = catalog.lookup(strategy, request.framework or recipe.framework or framework)
+    return entry.max_workers == 1 and not entry.options and len(request.strategies) > 1
+
+
+def _of_cell(word: str, request: RunRequest) -> bool:
+    """Whether a word of a name tells of a value that the cell reads."""
+    key = word.partition("=")[0]
+    read = ("values", "parameters")
+    return any(axis.field in read and axis.key == key for axis in request.several)
+
+
+def _check_values(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `--set` gives, if `wb.options` has no other meaning for its names."""
+    found = check_values(values)
+    for name in found:
+        if name in OVERRIDES or name in options:
+            flag = f"-o {name}=..." if name in options else FLAGS[name].long
+            raise PlanError(
+                f"{name} is a flag of its own, or an option of the strategy.",
+                seen=f"--set {name}={found[name]}",
+                next_step=flag,
+                code="WB-PLAN-278",
+            )
+    return found
 
 
 def _check_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:

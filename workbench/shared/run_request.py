@@ -8,6 +8,8 @@ To add a flag: a field here, and the place where it does something.
 
 The line above a `%%distributed` cell is parsed here: words and flags, nothing is touched. Of
 `--profile`, `10:15` are the five steps from step 10 on.
+
+Several values of one flag are a run for each: `flags/several.py`.
 """
 
 from __future__ import annotations
@@ -16,107 +18,30 @@ import argparse
 import dataclasses
 import functools
 import inspect
-import re
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .. import catalog
 from ..errors import PlanError
 from .faults import Fault, parse_fault
+from .flags import several
+from .flags.flag import Flag, Read
+from .flags.flag import said as _said
+from .flags.several import Axis
 from .log_targets import parse_targets
-from .magic_args import Parser, parse_ranks, tokens, whole_number
+from .magic_args import (
+    Parser,
+    Window,
+    parse_ranks,
+    parse_window,
+    tokens,
+    whole_number,
+)
 
 PLOTS = ("auto", "widget", "svg", "text", "off")
 TRACEBACKS = ("short", "full")
-Read = Callable[[Any], Any]
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-@dataclass(frozen=True)
-class Flag:
-    """How one field of a request is said.
-
-    Attributes:
-        names: `-n`, `--workers`; the last one is its long name. A word without dashes is a
-            position on the line.
-        help: What it does, in a few words.
-        without: What holds where it is not given, in words.
-        example: A line that uses it.
-        metavar: What follows it; empty: nothing does, it is a switch.
-        choices: What it may be, where that is a few words.
-        repeated: Whether it may stand on the line several times.
-        read: What makes its value of the text that follows it (of the list of them, if repeated).
-        write: What makes text of the value, or of each of its parts.
-        argument: Its name in `cluster.run(...)`; empty: none.
-        is_text: Whether Python code gives it as text too, as `"10:15"`.
-        trains: Whether it belongs to a training run, so that a plain cell refuses it.
-        overrides: Whether it stands in the place of what the cell passes to `wb.fit`.
-    """
-
-    names: tuple[str, ...]
-    help: str
-    without: str
-    example: str
-    metavar: str = ""
-    choices: tuple[str, ...] = ()
-    repeated: bool = False
-    read: Read = _same
-    write: Read = str
-    argument: str = ""
-    is_text: bool = False
-    trains: bool = False
-    overrides: bool = False
-
-    @property
-    def long(self) -> str:
-        """The name by which messages call it: `--workers`."""
-        return self.names[-1]
-
-    @property
-    def option(self) -> dict[str, Any]:
-        """What `ArgumentParser.add_argument` is given besides the names."""
-        if not self.long.startswith("-"):
-            return {"nargs": "?", "default": "", "help": self.help}
-        if not self.metavar and not self.choices:
-            return {"action": "store_true", "help": self.help}
-        given: dict[str, Any] = {"help": self.help, "default": None}
-        if self.repeated:
-            given |= {"action": "append", "default": []}
-        return given | ({"choices": self.choices} if self.choices else {"metavar": self.metavar})
-
-    def words(self, value: Any) -> list[tuple[str, str]]:
-        """Return the flag and its text, once for each part of a repeated one."""
-        parts = value if self.repeated else [value]
-        return [(self.long, self.write(part)) for part in parts]
-
-    def given(self, value: Any) -> Any:
-        """Return what Python code has given as the field's value.
-
-        Raises:
-            PlanError: It is none of the choices, or its text was not understood.
-        """
-        if self.choices and value not in self.choices:
-            raise PlanError(
-                f"{self.argument} has no such value.",
-                seen=value,
-                allowed=", ".join(self.choices),
-                code="WB-PLAN-093",
-            )
-        if self.repeated and self.is_text:
-            return self.read([value] if isinstance(value, str) else list(value))
-        return self.read(value) if self.is_text and isinstance(value, str) else value
-
-
-def _said(names: str, default: Any = None, **about: Any) -> Any:
-    """Return a field that a flag gives."""
-    flag = Flag(tuple(names.split()), **about)
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=dict, metadata={"flag": flag})
-    return dataclasses.field(default=default, metadata={"flag": flag})
 
 
 def _number(name: str, least: int = 1) -> Read:
@@ -125,22 +50,6 @@ def _number(name: str, least: int = 1) -> Read:
 
 def _faults(texts: Iterable[str]) -> tuple[Fault, ...]:
     return tuple(parse_fault(text) for text in texts)
-
-
-def _option(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise PlanError(
-            "An option has a name and a value.",
-            seen=text,
-            allowed="-o bucket_mb=10",
-            code="WB-PLAN-094",
-        )
-    return key.strip(), value.strip()
-
-
-def _options(texts: Iterable[str]) -> dict[str, str]:
-    return dict(map(_option, texts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +66,7 @@ class RunSettings:
             nobody said.
         profile: First step to profile, and the step before which it ends.
         traceback: How errors of the cell are shown: `short`, or `full` with every frame.
+        values: What `--set` gives the cell, by name: numbers, truth values, texts.
         log: Where the run is written to besides its folder, as `log_targets.Target.text`.
         name: Name of the run; empty for one made from the strategy.
     """
@@ -237,6 +147,19 @@ class RunSettings:
         without="`short`: your own lines; `full`: every frame",
         example="%%distributed --traceback full",
     )
+    values: dict[str, Any] = _said(  # noqa: RUF009 - it returns a field
+        "--set",
+        {},
+        metavar="NAME=VALUE",
+        repeated=True,
+        trains=True,
+        argument="values",
+        read=several.values,
+        write=several.written,
+        help="a value that the cell reads as wb.options.NAME",
+        without="what the cell has as default",
+        example="%%distributed mirrored --set lr=0.1,0.01",
+    )
     log: tuple[str, ...] = _said(
         "--log",
         (),
@@ -267,7 +190,10 @@ class RunSettings:
 
     def settings_to_wire(self) -> dict[str, Any]:
         """Return the same as JSON-ready data."""
-        return self.settings | {"faults": [fault.text for fault in self.faults]}
+        return self.settings | {
+            "faults": [fault.text for fault in self.faults],
+            "values": dict(self.values),
+        }
 
 
 def settings_from_wire(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,8 +222,12 @@ class RunRequest(RunSettings):
         framework: None: the recipe's, else the cluster's.
         options: Options of the strategy, as text where they stood on a line.
         epochs, steps, batch_size, seed: Win over what the cell passes to `wb.fit`.
+        batch_per_worker: The global batch is so many times the number of workers.
+        price: What a worker costs an hour, in any currency; None: not known.
+        several: Of what the line gives several values; the fields themselves are as by default.
         seeds: Runs of each strategy, with seeds 0 and on; None: one, with the cell's.
         recipe: What is trained in place of the cell below.
+        parameters: Parameters of the recipe, as text where they stood on a line.
         local: Whether the cell also runs in the kernel.
         background: Whether the cell is over at once.
         plot: How the live dashboard is shown.
@@ -317,9 +247,10 @@ class RunRequest(RunSettings):
         metavar="N",
         argument="workers",
         read=_number("--workers"),
+        several=True,
         help="number of workers (replicas)",
         without="all engines",
-        example="%%distributed mirrored -n 4",
+        example="%%distributed one_device,mirrored -n 1,2,4",
     )
     ranks: tuple[int, ...] | None = _said(
         "-r --ranks",
@@ -344,7 +275,7 @@ class RunRequest(RunSettings):
         repeated=True,
         trains=True,
         argument="options",
-        read=_options,
+        read=several.pairs("An option", "-o bucket_mb=10"),
         help="option of the strategy",
         without="each option's own",
         example="%%distributed parameter_server -o max_staleness=4",
@@ -356,6 +287,7 @@ class RunRequest(RunSettings):
         overrides=True,
         argument="epochs",
         read=_number("--epochs"),
+        several=True,
         help="overrides the cell's epochs",
         without="what `wb.fit` is passed, else 1",
         example="%%distributed mirrored --epochs 2",
@@ -367,6 +299,7 @@ class RunRequest(RunSettings):
         overrides=True,
         argument="steps",
         read=_number("--steps"),
+        several=True,
         help="overrides the cell's optimizer steps, instead of epochs",
         without="what `wb.fit` is passed",
         example="%%distributed mirrored --steps 200",
@@ -378,9 +311,21 @@ class RunRequest(RunSettings):
         overrides=True,
         argument="batch_size",
         read=_number("--batch-size"),
+        several=True,
         help="overrides the cell's global batch size",
         without="what `wb.fit` is passed",
         example="%%distributed mirrored --batch-size 256",
+    )
+    batch_per_worker: int | None = _said(
+        "--batch-per-worker",
+        metavar="N",
+        trains=True,
+        argument="batch_per_worker",
+        read=_number("--batch-per-worker"),
+        several=True,
+        help="overrides the batch with N samples for each worker (weak scaling)",
+        without="the global batch stays, whatever the number of workers (strong scaling)",
+        example="%%distributed mirrored -n 1,2,4 --batch-per-worker 64",
     )
     seed: int | None = _said(
         "--seed",
@@ -389,6 +334,7 @@ class RunRequest(RunSettings):
         overrides=True,
         argument="seed",
         read=_number("--seed", least=0),
+        several=True,
         help="overrides the cell's seed",
         without="what `wb.fit` is passed, else 0",
         example="%%distributed mirrored --seed 7",
@@ -408,6 +354,18 @@ class RunRequest(RunSettings):
         help="train an earlier run's cell again, a @wb.recipe, or a built-in one",
         without="the cell below",
         example="%distributed sharded --recipe base",
+    )
+    parameters: dict[str, Any] = _said(  # noqa: RUF009
+        "-p --parameter",
+        {},
+        metavar="NAME=VALUE",
+        repeated=True,
+        trains=True,
+        argument="parameters",
+        read=several.pairs("A parameter", "-p layers=4"),
+        help="parameter of the recipe: an argument of its function",
+        without="each parameter's own",
+        example="%distributed mirrored --recipe char_transformer -p layers=4 -p width=256",
     )
     local: bool = _said(
         "--local",
@@ -433,6 +391,17 @@ class RunRequest(RunSettings):
         example="%%distributed mirrored --plot off",
     )
 
+    price: float | None = _said(
+        "--price",
+        metavar="PRICE",
+        trains=True,
+        read=several.price_of,
+        help="price of a worker-hour: what an epoch costs is shown beside its speed",
+        without="no costs are shown",
+        example="%%distributed one_device,mirrored -n 1,2,4 --price 2.5",
+    )
+    several: tuple[Axis, ...] = ()
+
     to_job: str = _said(
         "--to-job",
         "",
@@ -451,6 +420,18 @@ class RunRequest(RunSettings):
         example="%%distributed mirrored -n 2 --to-job job --plain",
     )
 
+    def each(self) -> Iterator[tuple[RunRequest, tuple[str, ...]]]:
+        """Yield the request with each combination of its several values, and words for those."""
+        for chosen in itertools.product(*(axis.values for axis in self.several)):
+            one, words = dataclasses.replace(self, several=()), []
+            for axis, value in zip(self.several, chosen, strict=True):
+                put: Any = {**getattr(one, axis.field), axis.key: value} if axis.key else value
+                changed: dict[str, Any] = {axis.field: put}
+                one = dataclasses.replace(one, **changed)
+                if word := several.WORDS[axis.field](axis.key, value):
+                    words.append(word)
+            yield one, tuple(words)
+
     @property
     def overrides(self) -> dict[str, int]:
         """What wins over the cell, by name."""
@@ -461,12 +442,15 @@ class RunRequest(RunSettings):
     def training_flags(self) -> list[str]:
         """Long names of the flags given that belong to a training run."""
         given = [name for name, default in UNSAID.items() if getattr(self, name) != default]
-        return [FLAGS[name].long for name in given if FLAGS[name].trains]
+        several = [axis.field for axis in self.several]
+        trains = [name for name in given if FLAGS[name].trains]
+        return [FLAGS[name].long for name in dict.fromkeys([*trains, *several])]
 
 
 FLAGS: dict[str, Flag] = {
     field.name: field.metadata["flag"]
     for field in sorted(dataclasses.fields(RunRequest), key=lambda one: one.name in SETTINGS)
+    if "flag" in field.metadata
 }
 """The flag of every field of a request: first those that a plan decides, then the settings."""
 
@@ -482,17 +466,47 @@ def from_line(given: Mapping[str, Any]) -> RunRequest:
     Raises:
         PlanError: Saying what was not understood and what is allowed.
     """
-    found = {}
+    found: dict[str, Any] = {}
+    axes: list[Axis] = []
     for name, flag in FLAGS.items():
         value = given[flag.long.lstrip("-").replace("-", "_")]
-        if value is not None and value != []:
+        if flag.several and value is not None and "," in value:
+            read = tuple(map(flag.read, several.each_of(value, flag.long)))
+            if len(read) == 1:
+                found[name] = read[0]
+            else:
+                axes.append(Axis(name, read))
+        elif value is not None and value != []:
             found[name] = flag.read(value)
     found["strategies"] = tuple(
         catalog.canonical(one.strip(), found.get("framework"))
         for one in found["strategies"].split(",")
         if one.strip()
     )
-    return RunRequest(**found)
+    axes += _of_options(found) + several.of_values(found) + several.of_parameters(found)
+    return RunRequest(**found, several=tuple(axes))
+
+
+def _of_options(found: dict[str, Any]) -> list[Axis]:
+    """Take the options of which there are several values out of what was found."""
+    frameworks = [found["framework"]] if found.get("framework") else catalog.FRAMEWORKS
+    text = {
+        option.name
+        for framework in frameworks
+        for entry in catalog.strategies(framework)
+        if entry.name in found["strategies"]
+        for option in entry.options
+        if option.holds_commas
+    }
+    axes = []
+    for name, given in list(found.get("options", {}).items()):
+        parts = (
+            several.each_of(given, f"Option {name}", commas=name not in text) if given else [given]
+        )
+        if len(parts) > 1:
+            axes.append(Axis("options", tuple(parts), name))
+            del found["options"][name]
+    return axes
 
 
 def from_arguments(strategy: str, asked: Mapping[str, Any]) -> RunRequest:
@@ -529,7 +543,7 @@ def takes_flags(function: Function) -> Function:
         inspect.Parameter(
             argument,
             inspect.Parameter.KEYWORD_ONLY,
-            default=() if FLAGS[name].repeated and name != "options" else UNSAID[name] or None,
+            default=() if UNSAID[name] == () else UNSAID[name] or None,
         )
         for argument, name in _ARGUMENTS.items()
         if argument not in before.parameters
@@ -581,46 +595,3 @@ def parse_cell_line(line: str, prog: str = "%%distributed") -> RunRequest:
         PlanError: Saying what was not understood and what is allowed.
     """
     return from_line(vars(cell_parser(prog).parse_args(tokens(line))))
-
-
-Window = tuple[int, int]
-"""First step, and the step before which the profile ends."""
-
-
-def parse_window(text: str) -> Window:
-    """Read `10:15`.
-
-    Raises:
-        PlanError: It is no range of steps.
-    """
-    match = re.fullmatch(r"\s*(\d{1,12})\s*:\s*(\d{1,12})\s*", text, re.ASCII)
-    if match is None:
-        raise PlanError(
-            "--profile names steps, first and end.",
-            seen=text,
-            allowed="START:STOP, steps counted from 0, STOP not included: 10:15 are five steps",
-            code="WB-PLAN-152",
-        )
-    start, stop = int(match[1]), int(match[2])
-    if start >= stop:
-        raise PlanError(
-            "--profile ends before it begins.",
-            seen=text,
-            allowed=f"{stop}:{max(start, stop + 1)}",
-            code="WB-PLAN-153",
-        )
-    return start, stop
-
-
-def check_window(window: Window | None, steps: int | None) -> None:
-    """Raise PlanError where a run of so many steps ends before the window does."""
-    if window is None or steps is None or window[1] <= steps:
-        return
-    last = max(0, steps - 5)
-    raise PlanError(
-        "--profile asks for steps that the run does not have.",
-        seen=f"{window[0]}:{window[1]} of {steps} steps",
-        allowed=f"0 to {steps}",
-        next_step=f"--profile {last}:{steps}, or more --steps",
-        code="WB-PLAN-154",
-    )

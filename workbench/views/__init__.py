@@ -12,6 +12,7 @@ Tables and text stand here, pictures of a kind in a folder each:
     drawing      what do figures drawn with matplotlib have in common
     live/        a run while it trains, and its last picture
     comparison/  runs side by side
+    scaling/     runs over the numbers of workers
     explain/     who waited for whom, who sends what to whom
     panel/       the panel in the browser
 """

@@ -94,6 +94,7 @@ class Training:
             batch_size=self.job.batch_size,
             total_steps=self.base + self.job.total_steps,
             epochs=epochs,
+            epoch_samples=(self.source.steps_per_epoch or 0) * self.job.batch_size or None,
         )
         began, paused_s, eval_s = clock(), context.gate.paused_s, context.eval_s
         if strategy.owns_loop:

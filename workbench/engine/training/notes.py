@@ -43,7 +43,7 @@ def _number(name: str, value: Any) -> float:
 
 
 class Options:
-    """What the line says: overrides (`epochs`, `steps`, `batch_size`, `seed`) and `-o` options.
+    """What the line says: overrides (`epochs`, `steps`, `batch_size`, `seed`), `-o`, `--set`.
 
     `wb.options.epochs` reads one; `wb.options.get("epochs", 5)` has a default for what the line
     does not say, and for cells outside a run.
@@ -54,6 +54,7 @@ class Options:
             raise AttributeError(name)
         values = self._values()
         if name in values:
+            _read(name)
             return values[name]
         guess = nearest(name, values)
         hint = f"did you mean {guess!r}?" if guess else f"wb.options.get({name!r}, default)"
@@ -61,7 +62,9 @@ class Options:
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return what the line says, or `default`."""
-        return self._values().get(name, default)
+        values = self._values()
+        _read(name)
+        return values.get(name, default)
 
     def __dir__(self) -> list[str]:
         return ["get", *self._values()]
@@ -74,7 +77,14 @@ class Options:
         if context is None:
             return {}
         context.options_read = True
-        return {**context.spec.options, **context.spec.overrides}
+        return {**context.spec.options, **context.spec.overrides, **context.spec.values}
+
+
+def _read(name: str) -> None:
+    """Take note that the cell has read a value of that name."""
+    context = current()
+    if context is not None:
+        context.unread.discard(name)
 
 
 options = Options()
@@ -87,12 +97,14 @@ def announce(
     batch_size: int | None,
     total_steps: int | None = None,
     epochs: int | None = None,
+    epoch_samples: int | None = None,
 ) -> None:
     """Emit `run_started` for each replica.
 
     Args:
         parameters: How many numbers the model learns.
         batch_size: Global batch size; None where it is not known.
+        epoch_samples: How many samples an epoch has; None where it is not known.
     """
     spec = context.spec
     label = fit_arguments.support(spec.framework).device_label
@@ -111,5 +123,6 @@ def announce(
                 parameters=parameters,
                 device=device,
                 threads=spec.threads,
+                epoch_samples=epoch_samples,
             )
         )

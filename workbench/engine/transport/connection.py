@@ -159,6 +159,17 @@ def check_size(message: Message, expected_bytes: int, peer: str) -> None:
         )
 
 
+def check_most(message: Message, most_bytes: int, peer: str) -> None:
+    """Raise LinkError when a payload is larger than was agreed; nothing of it is read."""
+    if message.size_bytes > most_bytes:
+        raise LinkError(
+            f"{peer} announced a payload that is too large for {message.kind!r}.",
+            seen=f"{message.size_bytes} bytes",
+            allowed=f"at most {most_bytes} bytes",
+            code="WB-RUN-127",
+        )
+
+
 @waits_in(ANSWER)
 def send(sock: socket.socket, message: Message, parts: Sequence[Bytes], peer: str) -> None:
     """Send a message and its payload, gathered from where it lies.

@@ -6,7 +6,7 @@ import contextlib
 import selectors
 import socket
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,9 +92,16 @@ class Hub:
         self._board = Region.create(size_bytes)
         return self._board.data
 
-    def mailbox(self, rank: int, size_bytes: int, *, shared: bool) -> Bytes:
-        """Make the memory into which a worker's pushes go; (size_bytes,) uint8."""
-        return self._peers[rank].make_mailbox(size_bytes, shared=shared)
+    def mailbox(
+        self, rank: int, size_bytes: int, *, shared: bool, most_bytes: int | None = None
+    ) -> Bytes:
+        """Make the memory into which a worker's pushes go; (size_bytes,) uint8.
+
+        Args:
+            most_bytes: Pushes vary in size and are at most this large, and so is the memory; what
+                is sent to begin with, of `size_bytes`, comes as the message's payload.
+        """
+        return self._peers[rank].make_mailbox(size_bytes, shared=shared, most_bytes=most_bytes)
 
     @waits_in(ANSWER)
     def next(self) -> tuple[int, Message] | None:
@@ -133,6 +140,13 @@ class Hub:
             parts = [self._board.data] if board and not peer.shared and self._board else []
             self._send(peer, Message(kind, meta or {}, connection.size_of(parts)), parts)
 
+    def reply_parts(
+        self, rank: int, kind: str, meta: Mapping[str, Any], parts: Sequence[Bytes]
+    ) -> None:
+        """Send a message with these parts, one behind the other, on the stream."""
+        if (peer := self._peers.get(rank)) is not None:
+            self._send(peer, Message(kind, meta, connection.size_of(parts)), parts)
+
     def reply_bytes(self, rank: int, kind: str, payload: bytes) -> None:
         """Send a message with a payload of any size."""
         if (peer := self._peers.get(rank)) is not None:
@@ -146,7 +160,7 @@ class Hub:
             with contextlib.suppress(OSError):  # its end shows in `next`
                 hand_over(peer.sock, [peer.region, self._board])
 
-    def _send(self, peer: _Peer, message: Message, parts: list[Bytes]) -> None:
+    def _send(self, peer: _Peer, message: Message, parts: Sequence[Bytes]) -> None:
         try:
             connection.send(peer.sock, message, parts, peer.name)
         except LinkError:
@@ -184,6 +198,7 @@ class _Peer:
         self.shared = False
         self.region: Region | None = None
         self._mailbox: Bytes = np.empty(0, np.uint8)
+        self._init_bytes: int | None = None  # where pushes vary in size
         self._begin()
 
     def _begin(self) -> None:
@@ -192,10 +207,15 @@ class _Peer:
         self._stage, self._size_bytes = "head", 0
         self._message: Message | None = None
 
-    def make_mailbox(self, size_bytes: int, *, shared: bool) -> Bytes:
+    def make_mailbox(
+        self, size_bytes: int, *, shared: bool, most_bytes: int | None = None
+    ) -> Bytes:
         self.drop_mailbox()
         self.shared = shared
-        if shared:
+        self._init_bytes = None if most_bytes is None else size_bytes
+        if most_bytes is not None:
+            self._mailbox = np.zeros(most_bytes, np.uint8)
+        elif shared:
             self.region = Region.create(size_bytes)
             self._mailbox = self.region.data
         else:
@@ -239,7 +259,7 @@ class _Peer:
         if self._stage == "header":
             message = connection.unpack_header(bytes(self._header), self._size_bytes, self.name)
             if message.kind in PUSHES and not self.shared:
-                connection.check_size(message, self._mailbox.size, self.name)
+                self._check(message)
             if not message.size_bytes:
                 return message
             self._message = message
@@ -249,12 +269,22 @@ class _Peer:
 
     def _target(self, message: Message) -> Any:
         """Return where a payload goes; the size is checked before anything is read."""
-        if message.kind == "load":  # a saved state, as large as it is
-            payload = connection.room_for(message, self.name)
+        varies = self._init_bytes is not None
+        if message.kind == "load" or (varies and message.kind == "init"):
+            payload = connection.room_for(message, self.name)  # a saved state is as large as it is
             message.meta = {**message.meta, "payload": payload}
             return payload
-        connection.check_size(message, self._mailbox.size, self.name)
-        return self._mailbox
+        self._check(message)
+        return self._mailbox[: message.size_bytes]
+
+    def _check(self, message: Message) -> None:
+        """Raise LinkError where a push is not as large as was agreed, or larger than allowed."""
+        if self._init_bytes is None:
+            connection.check_size(message, self._mailbox.size, self.name)
+        elif message.kind == "init":
+            connection.check_size(message, self._init_bytes, self.name)
+        else:
+            connection.check_most(message, self._mailbox.size, self.name)
 
     def close(self) -> None:
         self.drop_mailbox()

@@ -28,16 +28,26 @@ class Link:
         self._sock, self.server, self.way = sock, server, way
         self.name = f"server s{server}"
         self._size_bytes, self._in_session = 0, False
+        self._most_bytes: int | None = None
+        self._shared = False
         self._refusal: Mapping[str, Any] | None = None  # what the server ended the session with
         self._mailbox: Region | None = None
         self._board: Region | None = None
 
-    def begin(self, size_bytes: int, meta: Mapping[str, Any]) -> None:
-        """Ask for a session in which `size_bytes` travel each way; `opened` must follow."""
+    def begin(
+        self, size_bytes: int, meta: Mapping[str, Any], most_bytes: int | None = None
+    ) -> None:
+        """Ask for a session in which `size_bytes` travel each way; `opened` must follow.
+
+        Args:
+            most_bytes: Pushes and answers vary in size and are at most this large; they go through
+                the stream. None: all are of one size.
+        """
         self._drop_memory()
         self._size_bytes, self._in_session, self._refusal = size_bytes, True, None
-        shared = self.way == "shared_memory"
-        self.send("open", {**meta, "size_bytes": size_bytes, "shared": shared})
+        self._most_bytes = most_bytes
+        self._shared = self.way == "shared_memory" and most_bytes is None
+        self.send("open", {**meta, "size_bytes": size_bytes, "shared": self._shared})
 
     def opened(self) -> Message:
         """Wait until the session is open; return the server's answer.
@@ -46,7 +56,7 @@ class Link:
             LinkError: The server refused, or is gone.
         """
         answer = self.receive()
-        if self.way == "shared_memory":
+        if self._shared:
             sizes = [(self._size_bytes, True), (self._size_bytes, False)]
             self._mailbox, self._board = take_over(self._sock, sizes, self.name)
         return answer
@@ -67,7 +77,10 @@ class Link:
             LinkError: They are not as large as was agreed, or the server is gone.
         """
         message = Message(kind, meta, connection.size_of(parts))
-        connection.check_size(message, self._size_bytes, "this worker")
+        if self._most_bytes is None or kind == "init":
+            connection.check_size(message, self._size_bytes, "this worker")
+        else:
+            connection.check_most(message, self._most_bytes, "this worker")
         if self._mailbox is None:
             connection.send(self._sock, message, parts, self.name)
             return

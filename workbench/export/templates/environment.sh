@@ -11,5 +11,8 @@ if [ -z "$venv" ]; then
       cp requirements.txt "$venv/made-from.txt"
     fi
   ) 9> .venv.lock
+elif [ ! -d "$venv/bin" ]; then # what else is in PATH would be taken
+  echo "There is no environment in $venv (seen from $PWD)." >&2
+  exit 2
 fi
 export PATH="$venv/bin:$PATH"

@@ -1,6 +1,6 @@
 set -eu
 cd "$(mktemp -d)"
-cp @{folder}/*.* .
+cp -r @{remote_folder}/* .
 python3 -m pip install --quiet -r requirements.txt
 # Vertex says in CLUSTER_SPEC who is where: the first pool has one node, the second all others.
 eval "$(python3 - <<'END'

@@ -85,7 +85,7 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
     """
     if not runs:
         raise RunError("There is nothing to compare.", allowed="one run or more", code="WB-RUN-035")
-    groups = _by_plan(runs)
+    groups = by_plan(runs)
     base = next((i for i, group in enumerate(groups) if group[0].strategy == BASELINE), None)
     index = 0 if base is None else base
     rows = _told_apart(
@@ -184,7 +184,8 @@ def _comes_first(row: ComparisonRow) -> tuple[int, float]:
     return order, row.payoff.factor if order == 0 else -row.samples_per_s.mean
 
 
-def _by_plan(runs: Sequence[RunSummary]) -> list[list[RunSummary]]:
+def by_plan(runs: Sequence[RunSummary]) -> list[list[RunSummary]]:
+    """Return the runs of each plan, in the order in which plans were first given."""
     groups: dict[Any, list[RunSummary]] = {}
     for run in runs:
         options = tuple(sorted((k, repr(v)) for k, v in run.options.items()))

@@ -30,7 +30,7 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -119,6 +119,7 @@ class ComparisonRow:
         sent_step_bytes: Bytes sent by all workers in a step.
         memory_bytes: What each worker holds, mean over seeds; empty where not measured.
         staleness: Of asynchronous pushes, over all seeds; None where there are none.
+        options: The strategy's, and what `--set` gave the cell.
         color: Number of its colour: that of its first run, or the next one where an earlier row of
             the comparison has it.
         payoff: Where this plan and `one_device` break even; None where the runs do not say.
@@ -160,6 +161,7 @@ class ComparisonRow:
     relative_low: float = _NAN
     relative_high: float = _NAN
     color: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def on_cpu(self) -> bool:
@@ -185,7 +187,7 @@ def row_of(
         has_one_device: Whether the baseline is a one-device run.
     """
     first, rate, other = group[0], Spread.of_rates(group), Spread.of_rates(base)
-    relative = Spread(1.0) if group is base and rate.mean > 0 else _over(rate, other)
+    relative = Spread(1.0) if group is base and rate.mean > 0 else ratio_of(rate, other)
     names = dict.fromkeys(name for run in group for name in metrics_of(run))
     return ComparisonRow(
         name=_common_name(group),
@@ -225,10 +227,11 @@ def row_of(
         all_per_s=mean(run.all_per_s for run in group),
         warm_up=max(run.warm_up for run in group),
         color=first.color,
+        options=first.options,
     )
 
 
-def _over(rate: Spread, base: Spread) -> Spread:
+def ratio_of(rate: Spread, base: Spread) -> Spread:
     """Return a ratio of rates, from the least to the greatest that both intervals allow."""
     if not base.mean > 0:
         return Spread(_NAN, count=0)
@@ -493,7 +496,7 @@ def _undivided(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
         f"a worker computes {milliseconds(payoff.work_s)} a step for 1/{plan.workers} of the "
         f"batch, {one.name} {milliseconds(payoff.one_work_s)} for all of it"
     )
-    if _share_cores(one, plan):
+    if share_cores(one, plan):
         return (
             f"A larger batch would hardly help {plan.name} here: its {plan.workers} workers share "
             f"the cores that {one.name} has to itself, so {measured}."
@@ -501,7 +504,7 @@ def _undivided(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
     return f"These runs do not show when {plan.name} would begin to pay: {measured}."
 
 
-def _share_cores(one: ComparisonRow, plan: ComparisonRow) -> bool:
+def share_cores(one: ComparisonRow, plan: ComparisonRow) -> bool:
     """Whether all workers of the plan together have no more threads than the one device."""
     if not (one.threads and plan.threads and one.on_cpu and plan.on_cpu):
         return False

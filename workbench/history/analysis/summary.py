@@ -76,6 +76,7 @@ class RunSummary:
         shares_batch: Whether workers take shares of the batch.
         joined: Whether workers take each step together.
         color: Number of the run's colour; None where nobody gave it one.
+        epoch_samples: Samples of an epoch; None where not known.
     """
 
     name: str
@@ -121,6 +122,7 @@ class RunSummary:
     shares_batch: bool = True
     joined: bool = True
     color: int | None = None
+    epoch_samples: int | None = None
 
     @property
     def sent_step_bytes(self) -> float:
@@ -202,6 +204,7 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
         threads=int(started["threads"]) if started.get("threads") else None,
         shares_batch=history.data_parallel,
         joined=history.joined,
+        epoch_samples=int(started["epoch_samples"]) if started.get("epoch_samples") else None,
     )
 
 

@@ -23,7 +23,7 @@ import psutil
 from ...cluster.hosts.slurm import job_facts
 from ...devices.discovery import discover
 from ...errors import ClusterError, PlanError
-from ...export.envelopes import legal_name
+from ...export.envelopes import far_folder
 from ...export.folder import read_job
 from ...shared import cluster_env
 from ..places import SSH_OPTIONS
@@ -408,7 +408,8 @@ _LEFT_OUT = frozenset(("runs", ".venv", ".venv.lock", "job.log", "job.exit"))
 # login shell over there may be any. Small images have no ps, macOS has no /proc.
 _PROCESSES = r"""
 words_of() {
-  if [ -d /proc/self ]; then tr '\0' ' ' < "/proc/$1/cmdline"; else ps -o args= -p "$1"; fi 2>/dev/null
+  if [ -d /proc/self ]; then tr '\0' ' ' < "/proc/$1/cmdline"
+  else ps -ww -o args= -p "$1"; fi 2>/dev/null
 }
 parents() {
   if [ -d /proc/self ]; then
@@ -531,13 +532,13 @@ class Ssh:
     def submit(self, folder: Path, resources: Resources) -> Ticket:
         """Copy the folder to each host, then start all."""
         folder = folder.resolve()
-        there = resources.folder or f"workbench-jobs/{legal_name(read_job(folder).name)}"
+        there = far_folder(resources, read_job(folder).name)
         token, key = f"wb-{secrets.token_hex(6)}", secrets.token_hex(16)
         hosts = list(resources.hosts)
         names = [host.rpartition("@")[2] for host in hosts]
         with tempfile.TemporaryFile() as packed:
             pack(folder, packed)
-            for host in [] if resources.folder else hosts:
+            for host in [] if resources.remote_folder else hosts:
                 packed.seek(0)
                 _far_must(host, _script(_COPY, DIR=there), stdin=packed, timeout_s=COPY_S)
         pids, before, real = [], "0", there

@@ -15,8 +15,9 @@ as soon as it can: two runs with the same seed agree to the last bit. Clipping l
 it happens there, and so does the optimizer's step; its state exists once. Learning rate, momentum
 and the rest follow the user's optimizer and scheduler on worker 0.
 
-Each worker sends the gradient's size and receives the parameters' size per step; all of it passes
-through the one host, which is what limits this strategy.
+Each worker sends the gradient's size and receives the parameters' size per step (of tables with
+sparse gradients only rows, `servers/rows.py`); all of it passes through the one host, which is what
+limits this strategy.
 
 Sync wait of worker r: the last worker's gradient was ready so much later than its own. What the
 server then does (sum, clip, step) and the way there and back count as transfer. Between hosts,
@@ -73,7 +74,7 @@ class Rounds(Policy):
 
     def __init__(self, holder: Holder, options: Any) -> None:
         super().__init__(holder, options)
-        flats = {r: holder.shard.flats(mailbox) for r, mailbox in holder.mailboxes.items()}
+        flats = {rank: holder.flats(rank) for rank in holder.mailboxes}
         self._ranks = sorted(flats)
         self._sum = flats[self._ranks[0]]  # the first worker's mailbox becomes the sum
         self._flats = flats
@@ -99,6 +100,7 @@ class Rounds(Policy):
 
     def _all_in(self) -> None:
         holder = self.holder
+        holder.add_rows(self._ranks)
         gradients = holder.gradients[self._ranks[0]]
         if holder.clip_norm is None:
             self._step()
@@ -113,6 +115,7 @@ class Rounds(Policy):
         """Shorten the sum, then step."""
         for total in self._sum:
             total.mul_(factor)
+        self.holder.scale_rows(self._ranks[0], factor)
         self._step()
 
     def _step(self) -> None:

@@ -33,6 +33,9 @@ Sync wait: none where staleness is unbounded; under a bound, the time for which 
 back; with sync=true, that of central storage. Blame goes to the worker whose push let the answer
 go: the last one that was too far behind, which only the server sees.
 
+Of a table whose gradient is sparse (`nn.Embedding(..., sparse=True)`) only the gradient's rows are
+pushed, and only rows that have changed come back (`servers/rows.py`).
+
 MXNet's KVStore `dist_async` is this strategy: `push(key, gradient)`, `pull(key)`, with the
 optimizer on the servers; `dist_sync` is sync=true.
 """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...history.analysis.comparison import Comparison
     from ..table import Table
 
-_PAGE = """<!doctype html>
+PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <style>body{{font-family:system-ui,sans-serif;margin:2rem auto;max-width:82rem;padding:0 1rem;\
 color:#1F2328;background:#FFFFFF}}img{{max-width:100%;margin-top:1.5rem}}</style></head>
@@ -45,11 +45,11 @@ def csv_of(comparison: Comparison) -> str:
     writer = csv.DictWriter(target, keys, lineterminator="\n")
     writer.writeheader()
     for record in records(comparison.rows, comparison.metrics):
-        writer.writerow({key: _csv_cell(value) for key, value in record.items()})
+        writer.writerow({key: csv_cell(value) for key, value in record.items()})
     return target.getvalue()
 
 
-def _csv_cell(value: object) -> object:
+def csv_cell(value: object) -> object:
     """Return a cell; a spreadsheet would calculate a name that begins as a formula does.
 
     https://owasp.org/www-community/attacks/CSV_Injection
@@ -88,7 +88,7 @@ def page_of(comparison: Comparison) -> str:
 
     table = comparison_table(comparison)
     names = ", ".join(row.name for row in comparison.rows)
-    return _PAGE.format(
+    return PAGE.format(
         title=html.escape(f"Comparison: {names}", quote=True),
         table=table.html(),
         picture=base64.b64encode(comparison_svg(comparison)).decode(),

@@ -36,9 +36,16 @@ class LiveView(Protocol):
 class WidgetView:
     """The live dashboard; at the end a picture and text that need no kernel take its place."""
 
-    def __init__(self, title: str, on_command: OnCommand, publish: Publish | None = None) -> None:
+    def __init__(
+        self,
+        title: str,
+        on_command: OnCommand,
+        publish: Publish | None = None,
+        *,
+        brief: bool = False,
+    ) -> None:
         self._title, self._on_command = title, on_command
-        self._publish = publish
+        self._publish, self._brief = publish, brief
         self._display_id = _new_id()
         self._dashboard: Dashboard | None = None
 
@@ -66,7 +73,7 @@ class WidgetView:
         if self._dashboard is None or self._publish is None:
             return
         self._dashboard.update(snapshot)
-        self._publish(_final_bundle(snapshot), self._display_id, True)
+        self._publish(_final_bundle(snapshot, self._brief), self._display_id, True)
         self._dashboard.finish()
         self._dashboard = None
 
@@ -74,8 +81,8 @@ class WidgetView:
 class SvgView:
     """Whole SVG frames through one display; for front ends that load no widgets."""
 
-    def __init__(self, publish: Publish | None = None) -> None:
-        self._publish = publish
+    def __init__(self, publish: Publish | None = None, *, brief: bool = False) -> None:
+        self._publish, self._brief = publish, brief
         self._display_id = _new_id()
 
     def begin(self, snapshot: Snapshot) -> None:
@@ -91,7 +98,7 @@ class SvgView:
     def end(self, snapshot: Snapshot) -> None:
         """Replace the frame by the final picture."""
         if self._publish is not None:
-            self._publish(_final_bundle(snapshot), self._display_id, True)
+            self._publish(_final_bundle(snapshot, self._brief), self._display_id, True)
 
 
 class TextView:
@@ -131,13 +138,14 @@ class NoView:
         """Show nothing."""
 
 
-def make_view(kind: str, on_command: OnCommand, title: str) -> LiveView:
+def make_view(kind: str, on_command: OnCommand, title: str, *, brief: bool = False) -> LiveView:
     """Return the view for a `--plot` value.
 
     Args:
         kind: One of KINDS; `auto` is the widget in a notebook and text elsewhere.
         on_command: See `Dashboard`.
         title: The run's name.
+        brief: Whether a line is what stays of it, in place of a picture: it is one of many.
 
     Raises:
         PlanError: There is no such view, or it needs a notebook and there is none.
@@ -154,15 +162,17 @@ def make_view(kind: str, on_command: OnCommand, title: str) -> LiveView:
             code="WB-PLAN-150",
         )
     if chosen == "widget":
-        return WidgetView(title, on_command)
+        return WidgetView(title, on_command, brief=brief)
     if chosen == "svg":
-        return SvgView()
+        return SvgView(brief=brief)
     return TextView() if chosen == "text" else NoView()
 
 
-def _final_bundle(snapshot: Snapshot) -> Bundle:
+def _final_bundle(snapshot: Snapshot, brief: bool = False) -> Bundle:
     """Return what stays of a run; nothing where there is nothing to draw, but an error below."""
-    return {"text/plain": ""} if text.nothing_done(snapshot) else run_bundle(snapshot)
+    if text.nothing_done(snapshot):
+        return {"text/plain": ""}
+    return {"text/plain": text.progress_line(snapshot)} if brief else run_bundle(snapshot)
 
 
 def _svg_bundle(snapshot: Snapshot) -> Bundle:

@@ -1,6 +1,6 @@
 // The panel as a whole: what has come from the kernel, the tabs, messages, and a kernel that is gone.
 
-const TABS = [["setup", "Choose"], ["run", "Run"], ["compare", "Compare"], ["teach", "Understand"]];
+const TABS = [["setup", "Choose"], ["run", "Run"], ["compare", "Compare"], ["scaling", "Scaling"], ["teach", "Understand"]];
 const SILENT_MS = 4000;
 
 /** What the kernel has sent; one per widget, shared by its views. */

@@ -264,7 +264,7 @@ class CoordinatedFit:
         self.closures.announced()
         announce(
             self.context, parameter_count(model), batch_size=data.batch_size, total_steps=total,
-            epochs=epochs,
+            epochs=epochs, epoch_samples=(data.steps or 0) * (data.batch_size or 0) or None,
         )  # fmt: skip
 
 

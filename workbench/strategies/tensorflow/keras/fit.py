@@ -198,6 +198,7 @@ class Reports(keras.callbacks.Callback):  # type: ignore[misc]
             batch_size=self._batch.size,
             total_steps=None if total is None else self._base + total,
             epochs=None if self._batch.total_steps else self._epochs,
+            epoch_samples=(per_epoch or 0) * (self._batch.size or 0) or None,
         )
         self._original, model.train_function = model.train_function, self._train
         self._steps.start_s = NAN

@@ -173,6 +173,14 @@ class Averaging:
         """Count what DistributedDataParallel has sent: a ring sends 2 (n-1)/n of the gradients."""
         self.links.count(round(2 * (self.links.size - 1) * size_bytes / self.links.size))
 
+    def gathered_by_ddp(self, size_bytes: int) -> None:
+        """Count sparse gradients: all workers gather everybody's rows, and add them up.
+
+        In a ring a worker hands on all rows but those of the next one; over all workers that is
+        what each one's rows come to if it sends them to all others, which is counted here.
+        """
+        self.links.count((self.links.size - 1) * size_bytes)
+
     def sent_bytes(self) -> float:
         """Return the bytes this worker sent since the last call."""
         if self.overlapped:

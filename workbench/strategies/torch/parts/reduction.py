@@ -261,6 +261,7 @@ class Reduction:
         self._hook: Any = None
         self._hit = False
         self._flat: FlatGradients | None = None
+        self._tables = SparseTables()
         self.averaged: dict[torch.Tensor, torch.Tensor] = {}
         self.rewrapped: Any = lambda: None
         self._before: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
@@ -298,7 +299,8 @@ class Reduction:
         if not self._overlapped:
             self._flat = self._averaging.flat(wrapped)
             return
-        self._bytes = size_bytes(self._watched)
+        self._tables = SparseTables(self.model)
+        self._bytes = size_bytes(p for p in self._watched if p not in self._tables)
         if not self._find_unused:
             first: Any = self._watched[0]  # the reducer says whether all others came too
             self._hook = first.register_hook(self._first_reached)
@@ -360,6 +362,8 @@ class Reduction:
             if not reached:
                 return
             self._averaging.reduced_by_ddp(self._bytes)
+            if self._tables:
+                self._averaging.gathered_by_ddp(self._tables.taken_bytes())
         elif reached or self._find_unused:  # another worker may have been reached
             assert self._flat is not None
             self._flat.average()
@@ -397,6 +401,7 @@ class Reduction:
             # A traceback may still hold the wrapper: empty it, so that its reducer goes now.
             self.ddp.__dict__.clear()
         self.ddp = self._flat = None
+        self._tables.close()
         self.averaged.clear()
         self._before = []
 
@@ -406,6 +411,59 @@ class Reduction:
         self._sets.close()
         self.rewrapped = lambda: None
         self.parameters, self._every, self.known = {}, [], set()
+
+
+class SparseTables:
+    """How much of its tables this worker's gradients hold: the rows that its samples used.
+
+    Args:
+        model: Whose layers made with sparse=True they are; None: there are none.
+    """
+
+    def __init__(self, model: torch.nn.Module | None = None) -> None:
+        self._rows: dict[torch.Tensor, list[torch.Tensor]] = {
+            parameter: []
+            for module in ([] if model is None else model.modules())
+            if getattr(module, "sparse", False) is True
+            for parameter in module.parameters(recurse=False)
+            if parameter.requires_grad
+        }
+        self._hooks: list[Any] = []
+        for parameter, rows in self._rows.items():
+            watched: Any = parameter
+            self._hooks.append(watched.register_hook(self._noting(rows)))
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._rows
+
+    def _noting(self, rows: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+        def note(gradient: torch.Tensor) -> None:
+            if gradient.is_sparse:
+                rows.append(gradient._indices()[0])
+            else:  # the table is used in another way too
+                rows.append(torch.arange(len(gradient)))
+
+        return note
+
+    def taken_bytes(self) -> int:
+        """Return the bytes of rows, and of which they are, since the last call."""
+        total = 0
+        for table, rows in self._rows.items():
+            if rows:  # several, where gradients of micro-batches were added up
+                used = torch.unique(torch.cat(rows)).numel()
+                total += used * (8 + table[0].numel() * table.element_size())
+                rows.clear()
+        return total
+
+    def close(self) -> None:
+        """Note nothing more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._rows.clear()
 
 
 class _Passing(torch.nn.Module):

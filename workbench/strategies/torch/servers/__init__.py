@@ -3,6 +3,8 @@
 In reading order:
 
     strategy      what do both do alike on a worker, whose optimizer steps elsewhere
-    shards        which server holds which parameters, and how do they get there and back
+    links         how do gradients get to all servers, and parameters back
+    shards        which server holds which parameters
+    rows          what travels of a table of which a step uses a few rows
     shard_server  what does a server hold, and how does it answer
 """

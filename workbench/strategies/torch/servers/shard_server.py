@@ -23,10 +23,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..parts.replica import bytes_of
-from .shards import Shard, restored
+from .rows import Changes, Parted, counts_of, norm_of, sparse_of, summed
+from .shards import Shard, as_bytes, restored
 
 if TYPE_CHECKING:
     from ....engine.transport import Hub, Message
@@ -75,6 +78,8 @@ class Holder:
         version: Updates so far.
         training: Ranks that may still push.
         reading: Ranks that may be reading the board.
+        parted: Which of the tensors travel as rows.
+        gradients: What each worker has pushed last, in the order of the shard.
     """
 
     def __init__(
@@ -97,19 +102,36 @@ class Holder:
         self.optimizer: torch.optim.Optimizer | None = None
         self._saved: bytearray | None = None
         self._told = False
+        self.parted = Parted(self.shard, first.get("tables", ()))
+        self._tables = [
+            (place, piece) for place, piece in enumerate(self.shard.pieces)
+            if piece in self.parted.tables
+        ]  # fmt: skip
+        self._changes = Changes(self.parted, opened)
+        self._filled_bytes = dict.fromkeys(opened, 0)
         size_bytes = self.shard.size_bytes
+        most_bytes = self.parted.most_bytes if self._tables else None
         self.board = hub.board(size_bytes)
         self.mailboxes = {
-            rank: hub.mailbox(rank, size_bytes, shared=bool(meta["shared"]))
+            rank: hub.mailbox(rank, size_bytes, shared=bool(meta["shared"]), most_bytes=most_bytes)
             for rank, meta in opened.items()
         }
         self.parameters = [torch.nn.Parameter(view) for view in self.shard.views(self.board)]
-        self.gradients = {r: self.shard.views(mailbox) for r, mailbox in self.mailboxes.items()}
+        self.gradients = {r: self._views(mailbox) for r, mailbox in self.mailboxes.items()}
         self.hyper: dict[int, list[dict[str, Any]]] = {}
         self.policy = make_policy(self)
         for rank in opened:
             hub.reply(rank, "opened")
             hub.hand_over(rank)
+
+    def _views(self, mailbox: NDArray[np.uint8]) -> list[torch.Tensor]:
+        """Return what a mailbox holds of each tensor; of tables nothing, until a push has come."""
+        whole = iter(self.parted.whole.views(mailbox))
+        tables = {place for place, _ in self._tables}
+        return [
+            torch.empty(0) if place in tables else next(whole)
+            for place in range(len(self.shard.pieces))
+        ]
 
     # -- the session's messages --------------------------------------------------------------------
 
@@ -120,6 +142,13 @@ class Holder:
             if meta.get("hyper") is not None:
                 self.hyper[rank] = meta["hyper"]
             self.reading.discard(rank)  # who pushes has finished reading
+            if self._tables:
+                self._filled_bytes[rank] = max(self._filled_bytes[rank], message.size_bytes)
+                try:
+                    self._read_rows(rank, meta)
+                except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                    self.fail(f"worker {rank} pushed rows that no table has: {error}")
+                    return
             self.policy.pushed(rank, meta)
         elif message.kind == "pull":
             self.policy.asked(rank, meta)
@@ -129,7 +158,7 @@ class Holder:
         elif message.kind == "scale":
             self.policy.scaled(float(meta["factor"]))
         elif message.kind == "init":
-            self._begin(rank)
+            self._begin(rank, meta.get("payload"))
         elif message.kind == "end":
             self._waiting_for_end.add(rank)
             self._leave(rank)
@@ -142,9 +171,20 @@ class Holder:
         elif message.kind == "state":
             self._send_state(rank)
 
-    def _begin(self, rank: int) -> None:
-        """Take the values to begin with (again, where a saved state is loaded)."""
-        self.board[:] = self.mailboxes[rank]
+    def _read_rows(self, rank: int, meta: Meta) -> None:
+        """Take a push's rows for the sparse gradients that they are."""
+        found = self.parted.read(self.mailboxes[rank], meta["rows"])
+        for (place, _), rows in zip(self._tables, found, strict=True):
+            self.gradients[rank][place] = sparse_of(rows, self.parameters[place])
+
+    def _begin(self, rank: int, payload: memoryview | None) -> None:
+        """Take the values to begin with (again, where a saved state is loaded).
+
+        Args:
+            payload: They, where they are no push in the worker's mailbox.
+        """
+        self.board[:] = self.mailboxes[rank] if payload is None else payload
+        self._changes.everything()
         self.optimizer = build_optimizer(self._about, self.shard, self.parameters)
         if self._saved is not None:
             saved = torch.load(io.BytesIO(self._saved), weights_only=True)
@@ -203,7 +243,17 @@ class Holder:
         if rank == 0 and not self._told and (self.version >= 2 or not self.training):
             self._told = True  # by now an optimizer has its state
             about["holds"] = self.held_bytes()
-        self.hub.reply(rank, "params", about, board=True)
+        if not self._tables:
+            self.hub.reply(rank, "params", about, board=True)
+            return
+        rows = self._changes.take(rank, [self.parameters[place] for place, _ in self._tables])
+        whole = [
+            as_bytes(parameter)
+            for piece, parameter in zip(self.shard.pieces, self.parameters, strict=True)
+            if piece not in self.parted.tables
+        ]
+        about["rows"] = counts_of(rows)
+        self.hub.reply_parts(rank, "params", about, self.parted.parts(whole, rows))
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes of parameters, optimizer state and the workers' mailboxes here."""
@@ -212,7 +262,9 @@ class Holder:
         return {
             "parameters_bytes": self.shard.size_bytes,
             "optimizer_bytes": bytes_of(tensors),
-            "gradients_bytes": sum(len(mailbox) for mailbox in self.mailboxes.values()),
+            "gradients_bytes": sum(self._filled_bytes.values())
+            if self._tables  # of memory that was never written to there is none
+            else sum(len(mailbox) for mailbox in self.mailboxes.values()),
         }
 
     def send(self, rank: int, kind: str, **meta: Any) -> None:
@@ -221,7 +273,22 @@ class Holder:
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> float:
         """Return the norm of this server's part of a gradient."""
-        return float(torch.nn.utils.get_total_norm(list(gradients)))
+        return norm_of(gradients)
+
+    def flats(self, rank: int) -> list[torch.Tensor]:
+        """Return what a worker has pushed of whole tensors, one flat tensor per dtype."""
+        return self.parted.whole.flats(self.mailboxes[rank])
+
+    def add_rows(self, ranks: Sequence[int]) -> None:
+        """Have the first rank's gradients of tables be the sum of all, in the order of ranks."""
+        for place, _ in self._tables:
+            every = [self.gradients[rank][place] for rank in ranks]
+            self.gradients[ranks[0]][place] = summed(every, self.parameters[place])
+
+    def scale_rows(self, rank: int, factor: float) -> None:
+        """Shorten a rank's gradients of tables."""
+        for place, _ in self._tables:
+            self.gradients[rank][place] = self.gradients[rank][place] * factor
 
     def update(
         self,
@@ -251,6 +318,10 @@ class Holder:
         ):
             parameter.grad = None if piece.index in absent else gradient
         optimizer.step()
+        if self._tables:
+            self._changes.note(
+                {piece.index: self.parameters[place].grad for place, piece in self._tables}
+            )
         self.version += 1
 
 

@@ -9,18 +9,6 @@ optimizers whose step looks at a whole tensor do on a server what they do on one
 
 Within a server the types with the widest elements come first, so every tensor is aligned.
 
-A worker's links to all servers are used as one: each server holds a shard of the parameters.
-
-    push   every server gets its shard's part of the gradients
-    take   every server sends its shard of the parameters, one server after the other
-
-Where several servers must act as one, they are told so here: gradients are clipped by the norm of
-the whole, pushes are counted in one order by all servers, parameters are read in one version.
-
-Parameters and gradients travel from and to where they lie, without a copy in between, where they
-are contiguous in the CPU's memory; those on a device have a copy on the host, to and from which
-they pass through two pinned chunks.
-
 An optimizer's class and hyper-parameters travel to a server too.
 """
 
@@ -28,24 +16,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ....engine.torch import accelerator as accelerators
-from ....engine.torch.accelerator import Staged
 from ....errors import FitError
-from ....shared import events
-
-if TYPE_CHECKING:
-    from ....engine.context import RunContext
-    from ....engine.transport import Link, Message
 
 
 @dataclass(frozen=True)
@@ -176,250 +156,6 @@ def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """Return a contiguous CPU tensor's own memory as (bytes,) uint8."""
     flat = tensor.detach().reshape(-1)
     return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-
-
-class ShardLinks:
-    """The parameters of one session on the servers.
-
-    Args:
-        parameters: What is trained; dealt out to the servers by bytes.
-        clips: Whether the servers clip, over the sum of all workers' gradients.
-        snapshot: Whether the parameters of all servers are to be of one version.
-
-    Raises:
-        FitError: There are fewer parameters than servers.
-    """
-
-    def __init__(
-        self,
-        context: RunContext,
-        parameters: Sequence[torch.Tensor],
-        *,
-        clips: bool,
-        snapshot: bool,
-    ) -> None:
-        self._context, self._parameters = context, parameters
-        self._links: list[Link] = context.links
-        self._rank0 = context.spec.rank == 0
-        self._clipped_together = clips and len(self._links) > 1
-        self._sequenced = snapshot and len(self._links) > 1
-        self._shards = divide(parameters, len(self._links))
-        self._staging = Staging(parameters)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all parameters on the servers."""
-        return sum(shard.size_bytes for shard in self._shards)
-
-    def open(self, about: Mapping[str, Any]) -> None:
-        """Tell every server which tensors it holds and what it does with them."""
-        for link, shard in self._each():
-            link.begin(shard.size_bytes, {**about, "shard": shard.to_wire()})
-        for link in self._links:
-            link.opened()
-
-    def begin(self) -> None:
-        """Rank 0 sends the values to begin with; all workers get them back."""
-        if self._rank0:
-            values = self._staging.gather([p.detach() for p in self._parameters])
-            for link, shard in self._each():
-                link.push("init", {}, _parts(values, shard))
-        self._take()
-
-    def _each(self) -> Iterator[tuple[Link, Shard]]:
-        return zip(self._links, self._shards, strict=True)
-
-    # -- a step ------------------------------------------------------------------------------------
-
-    def exchange(
-        self, gradients: Sequence[torch.Tensor | None], meta: Mapping[str, Any], *, wanted: bool
-    ) -> list[Message]:
-        """Push the gradients, get the parameters if they are wanted; return the answers."""
-        held = self._staging.gather(gradients)
-        faults, size_bytes = self._context.faults, self.size_bytes
-        faults.travel(size_bytes)
-        push = self._push_in_turn if self._sequenced else self._push
-        answers = push(held, meta, wanted)
-        if wanted:
-            faults.travel(size_bytes)
-        return answers
-
-    def _push(
-        self, gradients: Sequence[Bytes], meta: Mapping[str, Any], wanted: bool
-    ) -> list[Message]:
-        for link, shard in self._each():
-            link.push("push", meta, _parts(gradients, shard))
-        if self._clipped_together and self._rank0:
-            self._clip_together()
-        return self._take() if wanted else [link.receive() for link in self._links]
-
-    def _clip_together(self) -> None:
-        """Each server knows its part of the norm; rank 0 adds them up, as clip_grad_norm_ does."""
-        told = [link.receive().meta for link in self._links]
-        norm = math.sqrt(sum(meta["norm"] ** 2 for meta in told))
-        factor = min(1.0, told[0]["clip_norm"] / (norm + 1e-6))
-        for link in self._links:
-            link.send("scale", {"factor": factor})
-
-    def _push_in_turn(
-        self, gradients: Sequence[Bytes], meta: Mapping[str, Any], wanted: bool
-    ) -> list[Message]:
-        """Push so that all servers count the pushes in one order: that of server 0's tickets."""
-        first, others = self._links[0], self._links[1:]
-        first.push("push", meta, _parts(gradients, self._shards[0]))
-        ticket = {**meta, "ticket": first.receive().meta["ticket"]}
-        for link, shard in zip(others, self._shards[1:], strict=True):
-            link.push("push", ticket, _parts(gradients, shard))
-        for link in others:
-            link.receive()
-        return [self._take_one_version() if wanted else first.receive()]
-
-    def pull(self) -> None:
-        """Get the parameters as they are now."""
-        if self._sequenced:
-            self._links[0].send("pull")
-            self._take_one_version()
-            return
-        for link in self._links:
-            link.send("pull")
-        self._take()
-
-    def end(self) -> None:
-        """Push no more; wait until nobody does, and get the final parameters."""
-        for link in self._links:
-            link.send("end")
-        self._take()
-
-    def _take(self) -> list[Message]:
-        """Read the parameters that every server sends.
-
-        Each board is let go of before the next server is waited for, and all workers go through the
-        servers in one order: so no two of them can each hold what the other waits for.
-        """
-        landing = self._staging.landing()
-        answers: list[Message] = []
-        for link, shard in self._each():
-            answer = link.receive()
-            link.read(answer, _parts(landing, shard))
-            link.release(answer)
-            self._hear(answer, len(answers))
-            answers.append(answer)
-        self._staging.scatter(self._parameters)
-        return answers
-
-    def _take_one_version(self) -> Message:
-        """Read the parameters of one version: that in which server 0 stays until released.
-
-        It gives no further tickets meanwhile, so the others reach that version and stop there.
-        """
-        landing = self._staging.landing()
-        first = self._links[0].receive()
-        self._links[0].read(first, _parts(landing, self._shards[0]))
-        for link in self._links[1:]:
-            link.send("pull", {"at": first.meta["version"]})
-        for at, shard in enumerate(self._shards[1:], start=1):
-            link = self._links[at]
-            answer = link.receive()
-            link.read(answer, _parts(landing, shard))
-            link.release(answer)
-            self._hear(answer, at)
-        self._links[0].release(first)
-        self._hear(first, 0)
-        self._staging.scatter(self._parameters)
-        return first
-
-    def _hear(self, answer: Message, server: int) -> None:
-        """Hand on what a server tells once about its memory; only rank 0 is told."""
-        if "holds" in answer.meta:
-            self._context.emit(events.ServerHolds(rank=0, server=server, **answer.meta["holds"]))
-
-    # -- saving ------------------------------------------------------------------------------------
-
-    def states(self) -> Iterator[bytes]:
-        """Yield what each server's optimizer keeps, as the server wrote it."""
-        for link in self._links:
-            link.send("state")
-            yield link.read_bytes(link.receive())
-
-    def load(self, written: Callable[[Shard], bytes]) -> None:
-        """Rank 0 gives each server what its optimizer is to keep."""
-        if self._rank0:
-            for link, shard in self._each():
-                link.send_bytes("load", written(shard))
-
-    def close(self) -> None:
-        """End the session; the links stay."""
-        for link in self._links:
-            link.end_session()
-
-
-def _parts(tensors: Sequence[Bytes], shard: Shard) -> list[Bytes]:
-    return [tensors[piece.index] for piece in shard.pieces]
-
-
-Bytes = NDArray[np.uint8]
-
-
-class Staging:
-    """The bytes of each parameter: its own memory, or a copy on the host for a device's."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = parameters
-        device = next((p.device for p in parameters if p.device.type != "cpu"), None)
-        self._staged = None if device is None else Staged(accelerators.of(device))
-        self._own: list[torch.Tensor | None] = []
-        for parameter in parameters:
-            direct = parameter.device.type == "cpu" and parameter.is_contiguous()
-            self._own.append(None if direct else _host_copy(parameter))
-        self._zeros: dict[int, Bytes] = {}
-
-    def landing(self) -> list[Bytes]:
-        """Return where each parameter arrives: its own memory, or a copy on the host."""
-        return [
-            as_bytes(parameter.detach() if own is None else own)
-            for parameter, own in zip(self._parameters, self._own, strict=True)
-        ]
-
-    def scatter(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Bring what arrived in host copies to where the parameters are."""
-        away = []
-        with torch.no_grad():
-            for parameter, own in zip(parameters, self._own, strict=True):
-                if own is not None and self._is_staged(parameter):
-                    away.append((own, parameter))
-                elif own is not None:
-                    parameter.copy_(own)
-            if self._staged is not None:
-                self._staged.to_device(away)
-
-    def gather(self, tensors: Sequence[torch.Tensor | None]) -> list[Bytes]:
-        """Return the bytes of tensors that lie like the parameters; zeros for those missing."""
-        away = []
-        for tensor, own in zip(tensors, self._own, strict=True):
-            if own is not None and tensor is not None:
-                if self._is_staged(tensor):
-                    away.append((tensor, own))
-                else:
-                    own.copy_(tensor)
-        if self._staged is not None:
-            self._staged.to_host(away)
-        return [self._bytes_of(i, tensor) for i, tensor in enumerate(tensors)]
-
-    def _bytes_of(self, index: int, tensor: torch.Tensor | None) -> Bytes:
-        own, parameter = self._own[index], self._parameters[index]
-        if tensor is None:
-            if index not in self._zeros:
-                size = parameter.numel() * parameter.element_size()
-                self._zeros[index] = np.zeros(size, np.uint8)
-            return self._zeros[index]
-        return as_bytes(own if own is not None else tensor.contiguous())
-
-    def _is_staged(self, tensor: torch.Tensor) -> bool:
-        return self._staged is not None and tensor.device.type != "cpu" and tensor.is_contiguous()
-
-
-def _host_copy(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.empty(parameter.shape, dtype=parameter.dtype)
 
 
 def importable(cls: type) -> str:

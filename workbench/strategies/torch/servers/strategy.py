@@ -9,13 +9,15 @@ user's optimizer steps on the servers (`Remote`, `shard_server.py`).
 What a step measures: compute is forward and backward; the exchange with the servers (pushing,
 their sums and optimizer steps, pulling) is blocked time, of which the strategy calls a part wait;
 the rest is transfer. `sent_bytes` are the gradients pushed; as many bytes of parameters come back.
+Of layers with sparse gradients only the rows of the gradient are pushed, and those rows come back
+that any worker has changed (`rows.py`).
 """
 
 from __future__ import annotations
 
 import io
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +33,10 @@ from ....shared.faults import ON_LINKS
 from ..parts.guard import Guard, broadcast_buffers
 from ..parts.replica import Trainer, bytes_of, copied_state, to_numpy
 from ..parts.user_loop import OwnLoop
+from .links import ShardLinks
+from .rows import check_row_wise, tables_of
 from .shard_server import Holder, Policy, serve
-from .shards import Shard, ShardLinks, hyper_of, importable, plain
+from .shards import Shard, hyper_of, importable, plain
 
 if TYPE_CHECKING:
     from ....engine.context import RunContext
@@ -65,6 +69,7 @@ class Remote:
         whole: Whether gradients must reach the servers as backward left them: what they hold is one
             worker's share of a sum, so that a norm taken of it here would be wrong.
         snapshot: Whether the parameters of all servers are to be of one version.
+        tables: Parameters whose gradients are sparse: of them rows travel.
         exchanged: Called with a function that does the exchange, and times it.
 
     Raises:
@@ -80,6 +85,7 @@ class Remote:
         whole: bool = False,
         snapshot: bool = False,
         pull_every: int = 1,
+        tables: Collection[torch.Tensor] = (),
         exchanged: Callable[[Callable[[], Answer]], None],
     ) -> None:
         self._context, self._optimizer = context, optimizer
@@ -90,8 +96,14 @@ class Remote:
         self._slots = [i for i, p in enumerate(every) if p.requires_grad]
         self.parameters = [every[i] for i in self._slots]
         self._known = set(self.parameters)
+        self._tables = frozenset(i for i, p in enumerate(self.parameters) if p in tables)
+        check_row_wise(optimizer, tables)
         self._servers = ShardLinks(
-            context, self.parameters, clips=clip_norm is not None, snapshot=snapshot
+            context,
+            self.parameters,
+            clips=clip_norm is not None,
+            snapshot=snapshot,
+            tables=self._tables,
         )
         self._hyper: list[dict[str, Any]] | None = None
         self._hidden: list[torch.Tensor | None] = []
@@ -189,9 +201,10 @@ class Remote:
             meta["absent"] = absent
         hyper = hyper_of(self._optimizer)
         if hyper != self._hyper:
+            check_row_wise(self._optimizer, {self.parameters[i] for i in self._tables})
             meta["hyper"] = self._hyper = hyper
         answers = self._servers.exchange(gradients, meta, wanted=wanted)
-        size_bytes = self._servers.size_bytes
+        size_bytes = self._servers.sent_bytes
         told = [answer.meta for answer in answers if "staleness" in answer.meta]
         if not told:
             return Answer(sent_bytes=size_bytes)
@@ -219,12 +232,14 @@ class Remote:
 
     def _check_dense(self) -> None:
         for i, parameter in enumerate(self.parameters):
-            if parameter.grad is not None and parameter.grad.is_sparse:
+            if i not in self._tables and parameter.grad is not None and parameter.grad.is_sparse:
                 raise FitError(
-                    "Sparse gradients cannot be sent to a server: its memory is laid out for whole "
-                    "tensors.",
+                    "A sparse gradient came where none was expected: the servers' memory is laid "
+                    "out before the first step, for whole tensors where no layer says otherwise.",
                     seen=f"parameter {i} of shape {tuple(parameter.shape)}",
-                    next_step="make the embedding with sparse=False",
+                    allowed="sparse gradients of layers made with sparse=True",
+                    next_step="make the embedding with nn.Embedding(..., sparse=True), or look it "
+                    "up with sparse=False",
                     code="WB-FIT-126",
                 )
 
@@ -383,6 +398,7 @@ class Served(Strategy):
             whole=whole,
             snapshot=options.get("consistency") == "snapshot",
             pull_every=options.get("pull_every", 1),
+            tables=tables_of(model),
             exchanged=self._exchange,
         )
 

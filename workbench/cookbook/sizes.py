@@ -1,0 +1,36 @@
+"""Sizes of a built-in recipe, checked before an engine is touched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..errors import PlanError
+
+
+def check_counts(recipe: str, parameters: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise PlanError where one of these parameters counts nothing."""
+    for name in names:
+        value = parameters[name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise PlanError(
+                f"{name} of {recipe} must count something.",
+                seen=value,
+                allowed="a whole number, at least 1",
+                next_step=f"-p {name}=N",
+                code="WB-PLAN-264",
+            )
+
+
+def check_rate(recipe: str, value: Any) -> None:
+    """Raise PlanError where a learning rate is no positive number."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise PlanError(
+            f"The learning rate of {recipe} is a number above 0.",
+            seen=value,
+            allowed="above 0, and finite",
+            next_step="-p lr=0.001, say",
+            code="WB-PLAN-265",
+        )

@@ -1,0 +1,175 @@
+"""Runs with several numbers of workers in plain words: should it be distributed, and why not.
+
+What is said is measured: whether the intervals of two rates part, and what a step's time went to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ..rows import SHARES, ComparisonRow, milliseconds, share_cores
+
+if TYPE_CHECKING:
+    from .curves import Curve, Point
+    from .laws import Mode
+
+_NAN = float("nan")
+_COUNTS = 0.05
+"""What takes less of a step than this is not named as a reason."""
+_UNDIVIDED = 0.8
+"""Workers that compute more than this share of what one computes have gained nothing there."""
+_LEAST_SERIAL = 0.005
+
+
+def verdict_of(curves: Sequence[Curve]) -> tuple[str, bool | None]:
+    """Return whether to distribute, in words, and whether; None where that is not known.
+
+    Args:
+        curves: Those of which anything was measured.
+    """
+    tried = [
+        (curve, point)
+        for curve in curves
+        for point in curve.known
+        if point.workers > curve.base.workers
+    ]
+    if not tried:
+        return "Nothing can be said: no run with more workers was measured.", None
+    curve, best = max(tried, key=lambda one: one[1].speedup)
+    base = curve.base
+    what = f"{curve.name} with {best.workers} workers"
+    gives = f"{what}, gives {_times(best)} the samples per second of {_whose(curve)}"
+    if best.low > 1:
+        efficiency = best.speedup * base.workers / best.workers
+        head = f"The fastest, {gives}, at {efficiency * 100:.0f} % efficiency."
+        return f"{head} {_more(curve, best)}".rstrip(), True
+    if not math.isfinite(best.low):
+        return f"Nothing can be said for sure: {gives}, in too few steps for an interval.", None
+    reason = reason_of(best.row, base)
+    head = "You should not distribute this"
+    if base.workers > 1:
+        head = f"More than {base.workers} workers do not pay"
+    if best.high < 1:
+        return f"{head}: the best, {gives}. {reason}".rstrip(), False
+    doubt = "no gain beyond how much steps differ; more steps or seeds would tell"
+    return f"{head}: the best, {gives}, {doubt}. {reason}".rstrip(), False
+
+
+def _whose(curve: Curve) -> str:
+    base = curve.base
+    if base.workers > 1:
+        return f"{base.workers} workers"
+    other = base.strategy != curve.points[-1].row.strategy
+    return f"one worker ({base.strategy})" if other else "one worker"
+
+
+def _times(point: Point) -> str:
+    if not (math.isfinite(point.low) and math.isfinite(point.high)):
+        return f"{point.speedup:.2f}x"
+    return f"{point.speedup:.2f}x ({point.low:.2f} to {point.high:.2f})"
+
+
+def _more(curve: Curve, best: Point) -> str:
+    """Say where more workers stop paying, or what the law allows at most."""
+    last = curve.known[-1]
+    if last.workers > best.workers:
+        slower = "slower again" if last.high < best.low else "no faster"
+        head = f"With {last.workers} it is {slower} ({last.speedup:.2f}x)."
+        return f"{head} {reason_of(last.row, best.row)}".rstrip()
+    law = curve.law
+    if not (law.fits and law.name == "Amdahl" and law.serial > _LEAST_SERIAL and law.low > 0):
+        return ""
+    least, most = law.scale / law.high, law.scale / law.low
+    return (
+        f"By Amdahl's law {law.serial * 100:.0f} % of one worker's step cannot be divided, so no "
+        f"number of workers gives more than {law.limit:.1f}x ({least:.1f} to {most:.1f})."
+    )
+
+
+_COSTS = {
+    "data_wait_s": "{} waiting for data",
+    "sync_wait_s": "{} waiting for the slowest worker",
+    "bubble_s": "{} idle in the pipeline's bubble",
+    "transfer_s": "{} communicating",
+    "other_s": "{} on other things",
+}
+
+
+def reason_of(plan: ComparisonRow, fewer: ComparisonRow) -> str:
+    """Return what a step of more workers spends its time on, beside one of fewer, in words.
+
+    All of it is measured: what computing gained, and what else a step takes.
+    """
+    ours, theirs = _parts_s(plan), _parts_s(fewer)
+    compute_s, before_s = ours.pop("compute_s", _NAN), theirs.get("compute_s", _NAN)
+    more_s = {name: spent_s - theirs.get(name, 0.0) for name, spent_s in ours.items()}
+    worst = sorted(more_s, key=lambda name: more_s[name], reverse=True)[:2]
+    costs = [
+        _COSTS[name].format(milliseconds(ours[name]))
+        for name in worst
+        if more_s[name] > _COUNTS * plan.step_s
+    ]
+    known = math.isfinite(compute_s) and math.isfinite(before_s)
+    computing = f"{milliseconds(compute_s)} computing instead of {milliseconds(before_s)}"
+    if known and compute_s > _UNDIVIDED * before_s and share_cores(fewer, plan):
+        computing += f", since {plan.workers} workers share the cores that one has to itself"
+    if not costs:
+        return f"In each step a worker spends {computing}." if known else ""
+    spent = " and ".join(costs)
+    head = f"Of a step of {milliseconds(plan.step_s)}, each worker spends {spent}"
+    return f"{head}, and {computing}." if known else f"{head}."
+
+
+def _parts_s(row: ComparisonRow) -> dict[str, float]:
+    return {
+        name: row.shares[name] * row.step_s
+        for name in SHARES
+        if math.isfinite(row.shares.get(name, _NAN))
+    }
+
+
+def notes_of(curves: Sequence[Curve], mode: Mode, price: float | None) -> Iterable[str]:
+    """Yield what is missing or relative, the laws, and what the figures leave out."""
+    kept = "the global batch stays" if mode == "strong" else "the batch grows with the workers"
+    yield f"{mode.title()} scaling: {kept}. Speed-up is in samples per second, after warm-up."
+    for curve in curves:
+        if curve.base.workers != 1:
+            yield (
+                f"{curve.name}: no run with one worker is among them, so speed-up is relative to "
+                f"{curve.base.workers} workers."
+            )
+        for point in curve.points:
+            if point.missing:
+                yield f"Missing: {curve.name} with {point.workers} workers ({point.missing})."
+            elif point.row.state not in ("finished", ""):
+                yield f"{curve.name} with {point.workers} workers: {point.row.state}."
+        yield _law(curve, several=len(curves) > 1)
+    crowded = [
+        point.workers
+        for curve in curves
+        for point in curve.known
+        if point.workers > 1 and share_cores(curve.base, point.row)
+    ]
+    if crowded:
+        yield (
+            f"From {min(crowded)} workers on they share the CPU cores that one has to itself: with "
+            "a machine or a GPU for each, scaling is another one."
+        )
+    if price is not None:
+        costs = [point.cost for curve in curves for point in curve.points if point.cost is not None]
+        epoch = all(cost.is_epoch for cost in costs)
+        what = "an epoch" if epoch else "a million samples (an epoch's size is not known)"
+        yield (
+            f"Costs are for {what}, at {price:g} per worker-hour; servers and the start of a run "
+            "are not counted."
+        )
+
+
+def _law(curve: Curve, *, several: bool) -> str:
+    law, head = curve.law, f"{curve.name}: " if several else ""
+    if not law.fits:
+        return f"{head}{law.why_not}."
+    share = f"{law.serial * 100:.1f} % ({law.low * 100:.1f} to {law.high * 100:.1f})"
+    return f"{head}{law.name}'s serial share is {share}, its 95 % interval in brackets."

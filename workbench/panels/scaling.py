@@ -1,0 +1,106 @@
+"""What several numbers of workers gained, in the panel: the runs that are compared."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PlanError, RunError, WorkbenchError
+from ..history.analysis.scaling.of_runs import why_not
+from ..notebook.scaling import scaled
+from ..shared.flags.several import price_of
+from ..views.scaling.exports import as_bytes
+from ..views.scaling.published import curves
+from .comparison import KINDS, ComparisonPart
+from .model import Part, Wire, action
+
+if TYPE_CHECKING:
+    from ..notebook.scaling import Scaled
+    from .model import Panel
+
+
+class ScalingPart(Part):
+    """The runs that the comparison has picked, where they differ in their workers."""
+
+    name = "scaling"
+
+    def __init__(self, panel: Panel) -> None:
+        super().__init__(panel)
+        self._price: float | None = None
+        self._typed, self._wrong, self._published = "", "", False
+        self._key: tuple[Any, ...] = ()
+        self._scaled: Scaled | None = None
+        self._wire: Wire | None = None
+        self._why = ""
+
+    @action()
+    def price(self, value: object = None) -> None:
+        """Take the price of a worker-hour; nothing: none."""
+        self._typed, self._wrong = str(value or "").strip()[:40], ""
+        try:
+            self._price = price_of(self._typed) if self._typed else None
+        except PlanError as error:
+            self._wrong = error.what
+
+    @action()
+    def published(self, on: bool = True) -> None:
+        """Draw published curves beside one's own, or do not."""
+        self._published = bool(on)
+
+    def wire(self) -> Wire:
+        """What there is to draw, once it has been made."""
+        part = self.panel.parts["comparison"]
+        assert isinstance(part, ComparisonPart)
+        chosen = part.runs()
+        key = (*((run.name, run.number, run.state) for run in chosen), self._price)
+        if key != self._key:
+            self._key = key
+            self.panel.later("scaling", self._make)
+        return {
+            "scaling": self._wire,
+            "why": self._why,
+            "price": self._typed,
+            "wrong": self._wrong,
+            "beside": self._published,
+            "published": [
+                {"name": one.name, "year": one.year, "points": [list(p) for p in one.points],
+                 "from": one.made_from, "hardware": one.hardware, "source": one.source,
+                 "url": one.url, "over": one.relative_to}
+                for one in (curves() if self._published else ())
+            ],
+        }  # fmt: skip
+
+    def _make(self) -> None:
+        part = self.panel.parts["comparison"]
+        assert isinstance(part, ComparisonPart)
+        self._scaled = self._wire = None
+        summaries = [run.summarise() for run in part.runs()]
+        self._why = why_not(summaries) if summaries else ""
+        if not summaries or self._why:
+            return
+        try:
+            self._scaled = scaled(summaries, price=self._price)
+            self._wire = self._scaled.to_wire()
+        except WorkbenchError as error:
+            self._why = str(error)
+
+    @action(slow=True)
+    def export(self, kind: str) -> dict[str, str]:
+        """Return scaling as a file: its name, type and bytes in base64."""
+        if kind not in KINDS:
+            raise PlanError(
+                "There is no such form.", seen=kind, allowed=", ".join(KINDS), code="WB-PLAN-283"
+            )
+        if self._scaled is None:
+            raise RunError(
+                "There is no scaling to save yet.",
+                next_step="run one recipe with several numbers of workers",
+                code="WB-RUN-130",
+            )
+        shown = curves() if self._published else ()
+        data = as_bytes(self._scaled.scaling, f".{kind}", shown)
+        return {
+            "name": f"scaling.{kind}",
+            "type": KINDS[kind],
+            "data": base64.b64encode(data).decode(),
+        }

@@ -1,0 +1,226 @@
+"""Several values of one flag: `-n 1,2,4`, `-o bucket_mb=5,25`, `--set lr=0.1,0.01`.
+
+Commas part what cannot hold one: numbers and words. Options that are text with commas
+(`split_at=2,5`, the plan of `tensor_parallel`) and texts of `--set` are parted by `|`:
+`-o split_at=2,5|3,6`. So every line that was read before there were several values is read as it
+was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import PlanError
+
+Scalar = bool | int | float | str
+"""What `--set` gives a cell: of `true`, `4`, `0.1`, `adam` the kind that it looks like."""
+
+
+def scalar(text: str) -> Scalar:
+    """Return what a value of `--set` stands for."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            return value if math.isfinite(value) else text
+    return text
+
+
+def values(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `--set` by name; several of one are told apart later."""
+    found: dict[str, Any] = dict(given) if isinstance(given, Mapping) else dict(_read_values(given))
+    for name, value in found.items():
+        if not (
+            str(name).isidentifier()
+            and not str(name).startswith("_")
+            and isinstance(value, (bool, int, float, str))
+        ):
+            raise PlanError(
+                "A value for the cell has a name, and is a number, true, false or text.",
+                seen=f"{name}={value!r}",
+                allowed="--set lr=0.1, which the cell reads as wb.options.lr",
+                code="WB-PLAN-271",
+            )
+    return found
+
+
+def written(item: tuple[str, Any]) -> str:
+    """Return a value of `--set` as it stands on a line; text with commas ends in a bar."""
+    name, value = item
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"{name}={text}|" if "," in text else f"{name}={text}"
+
+
+def pairs(what: str, example: str) -> Callable[[Iterable[str]], dict[str, str]]:
+    """Return what reads texts like `bucket_mb=10`, by name.
+
+    Raises:
+        PlanError: One has not both a name and a value.
+    """
+
+    def pair(text: str) -> tuple[str, str]:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise PlanError(
+                f"{what} has a name and a value.", seen=text, allowed=example, code="WB-PLAN-094"
+            )
+        return key.strip(), value.strip()
+
+    return lambda texts: dict(map(pair, texts))
+
+
+_read_values = pairs("A value for the cell", "--set lr=0.1")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One thing of which a line gives several values.
+
+    Attributes:
+        field: Of `RunRequest`: `workers`, `batch_size`, `options`, `values`, ...
+        values: As the field has them.
+        key: Which option or value of the cell it is; empty elsewhere.
+    """
+
+    field: str
+    values: tuple[Any, ...]
+    key: str = ""
+
+
+_MOST_WORD = 24
+
+
+def _named(key: str, value: object) -> str:
+    text = f"{key}={value}"
+    return text if len(text) <= _MOST_WORD else f"{text[: _MOST_WORD - 1]}…"
+
+
+WORDS: dict[str, Callable[[str, Any], str]] = {
+    "workers": lambda key, value: "",
+    "batch_size": lambda key, value: f"batch{value}",
+    "batch_per_worker": lambda key, value: f"each{value}",
+    "epochs": lambda key, value: f"epochs{value}",
+    "steps": lambda key, value: f"steps{value}",
+    "seed": lambda key, value: f"seed{value}",
+    "options": _named,
+    "values": _named,
+    "parameters": _named,
+}
+"""What the name of a run says of one of several values; workers are told of by the plan."""
+
+MOST_RUNS = 120
+"""More are not begun by one line: a typing mistake would keep the engines busy for a day."""
+
+
+def several_in(settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Axis, ...]]:
+    """Return what Python code gave one value, and that of which it gave a list.
+
+    Raises:
+        PlanError: A list is empty.
+    """
+    one, axes = dict(settings), []
+    for field in WORDS:
+        given = one.get(field)
+        named = isinstance(given, Mapping)
+        for key, value in dict(given).items() if named else [("", given)]:  # type: ignore[arg-type]
+            if not isinstance(value, (list, tuple, range)):
+                continue
+            if not value:
+                raise PlanError(
+                    f"{key or field} has no value.",
+                    seen=value,
+                    allowed="one value, or several in a list",
+                    code="WB-PLAN-277",
+                )
+            axes.append(Axis(field, tuple(value), key))
+            if named:
+                one[field] = {k: v for k, v in one[field].items() if k != key}
+            else:
+                del one[field]
+    return one, tuple(axes)
+
+
+def check_runs(*counts: int) -> None:
+    """Raise PlanError where one line asks for more runs than one may: the product of counts."""
+    count = math.prod(counts)
+    if count > MOST_RUNS:
+        raise PlanError(
+            "One line may not ask for so many runs.",
+            seen=f"{' x '.join(str(one) for one in counts if one > 1)} = {count} runs",
+            allowed=f"at most {MOST_RUNS}",
+            next_step="fewer values, or several lines",
+            code="WB-PLAN-273",
+        )
+
+
+def each_of(text: str, what: str, *, commas: bool = True) -> list[str]:
+    """Return the values of `1,2,4`, one or several; of text that may hold commas, of `2,5|3,6`.
+
+    Args:
+        commas: Whether a comma parts values; where a `|` stands, that does, and nothing else.
+
+    Raises:
+        PlanError: There is none, or one stands twice.
+    """
+    mark = "|" if "|" in text or not commas else ","
+    found = [part.strip() for part in text.split(mark)]
+    found = [part for part in found if part] if mark in text else found
+    twice = [part for part in found if found.count(part) > 1]
+    if not found or twice:
+        raise PlanError(
+            f"{what} has no value." if not found else f"{what} has one value twice.",
+            seen=text[:80],
+            allowed="one value, or several that differ: 1,2,4",
+            next_step="--seeds K repeats a run" if twice else None,
+            code="WB-PLAN-270",
+        )
+    return found
+
+
+def price_of(given: object) -> float:
+    """Return a price of a worker-hour.
+
+    Raises:
+        PlanError: It is no number above 0.
+    """
+    value = float("nan")
+    if not isinstance(given, bool):
+        with contextlib.suppress(ValueError, TypeError):
+            value = float(given)  # type: ignore[arg-type]
+    if not 0 < value < math.inf:
+        raise PlanError(
+            "A price of a worker-hour is a number above 0.",
+            seen=given,
+            allowed="--price 2.5, in whatever currency",
+            code="WB-PLAN-272",
+        )
+    return value
+
+
+def of_parameters(found: dict[str, Any]) -> list[Axis]:
+    """Take the parameters of which there are several values out of what was found."""
+    axes = []
+    for name, given in list(found.get("parameters", {}).items()):
+        parts = each_of(given, f"-p {name}") if given else [given]
+        if len(parts) > 1:
+            axes.append(Axis("parameters", tuple(parts), name))
+            del found["parameters"][name]
+    return axes
+
+
+def of_values(found: dict[str, Any]) -> list[Axis]:
+    """Have the values of `--set` be what they look like, and take out those that are several."""
+    axes = []
+    for name, given in list(found.get("values", {}).items()):
+        parts = [scalar(part) for part in each_of(given, f"--set {name}")]
+        if len(parts) > 1:
+            axes.append(Axis("values", tuple(parts), name))
+            del found["values"][name]
+        else:
+            found["values"][name] = parts[0]
+    return axes

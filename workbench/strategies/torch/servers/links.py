@@ -1,0 +1,333 @@
+"""A worker's links to all servers, used as one: each server holds a shard of the parameters.
+
+    push   every server gets its shard's part of the gradients
+    take   every server sends its shard of the parameters, one server after the other
+
+Where several servers must act as one, they are told so here: gradients are clipped by the norm of
+the whole, pushes are counted in one order by all servers, parameters are read in one version.
+
+Parameters and gradients travel from and to where they lie, without a copy in between, where they
+are contiguous in the CPU's memory; those on a device have a copy on the host, to and from which
+they pass through two pinned chunks. Of tables with sparse gradients rows travel (`rows.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ....engine.torch import accelerator as accelerators
+from ....engine.torch.accelerator import Staged
+from ....shared import events
+from .rows import Parted, Rows, counts_of, put, rows_of
+from .shards import Shard, as_bytes, divide
+
+if TYPE_CHECKING:
+    from ....engine.context import RunContext
+    from ....engine.transport import Link, Message
+
+Bytes = NDArray[np.uint8]
+
+
+class ShardLinks:
+    """The parameters of one session on the servers.
+
+    Args:
+        parameters: What is trained; dealt out to the servers by bytes.
+        clips: Whether the servers clip, over the sum of all workers' gradients.
+        snapshot: Whether the parameters of all servers are to be of one version.
+        tables: Which of the parameters travel as rows.
+
+    Attributes:
+        sent_bytes: What the last push sent to all servers.
+
+    Raises:
+        FitError: There are fewer parameters than servers.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        parameters: Sequence[torch.Tensor],
+        *,
+        clips: bool,
+        snapshot: bool,
+        tables: Collection[int] = (),
+    ) -> None:
+        self._context, self._parameters = context, parameters
+        self._links: list[Link] = context.links
+        self._rank0 = context.spec.rank == 0
+        self._clipped_together = clips and len(self._links) > 1
+        self._sequenced = snapshot and len(self._links) > 1
+        self._shards = divide(parameters, len(self._links))
+        self._parted = [Parted(shard, tables) for shard in self._shards]
+        self._tables = frozenset(tables)
+        self._staging = Staging(parameters, self._tables)
+        self.sent_bytes = 0
+
+    def open(self, about: Mapping[str, Any]) -> None:
+        """Tell every server which tensors it holds and what it does with them."""
+        about = {**about, "tables": sorted(self._tables)}
+        for link, shard, parted in zip(self._links, self._shards, self._parted, strict=True):
+            most_bytes = parted.most_bytes if parted.tables else None
+            link.begin(shard.size_bytes, {**about, "shard": shard.to_wire()}, most_bytes)
+        for link in self._links:
+            link.opened()
+
+    def begin(self) -> None:
+        """Rank 0 sends the values to begin with; all workers get them back."""
+        if self._rank0:
+            values = self._staging.gather([p.detach() for p in self._parameters])
+            for link, shard in self._each():
+                link.push("init", {}, _parts(values, shard))
+        self._take()
+
+    def _each(self) -> Iterator[tuple[Link, Shard]]:
+        return zip(self._links, self._shards, strict=True)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def exchange(
+        self, gradients: Sequence[torch.Tensor | None], meta: Mapping[str, Any], *, wanted: bool
+    ) -> list[Message]:
+        """Push the gradients, get the parameters if they are wanted; return the answers."""
+        pushes = self._pushes(gradients)
+        faults = self._context.faults
+        self.sent_bytes = sum(part.size for parts, _ in pushes for part in parts)
+        faults.travel(self.sent_bytes)
+        push = self._push_in_turn if self._sequenced else self._push
+        answers = push(pushes, meta, wanted)
+        if wanted:
+            faults.travel(self._came_bytes)
+        return answers
+
+    def _pushes(self, gradients: Sequence[torch.Tensor | None]) -> list[Push]:
+        """Return what each server gets of the gradients."""
+        held = self._staging.gather(
+            [None if i in self._tables else gradient for i, gradient in enumerate(gradients)]
+        )
+        pushes: list[Push] = []
+        for shard, parted in zip(self._shards, self._parted, strict=True):
+            if not parted.tables:
+                pushes.append((_parts(held, shard), {}))
+                continue
+            rows = [rows_of(gradients[p.index], self._parameters[p.index]) for p in parted.tables]
+            whole = _parts(held, parted.whole)
+            pushes.append((parted.parts(whole, rows), {"rows": counts_of(rows)}))
+        return pushes
+
+    def _push(self, pushes: Sequence[Push], meta: Mapping[str, Any], wanted: bool) -> list[Message]:
+        for link, (parts, rows) in zip(self._links, pushes, strict=True):
+            link.push("push", {**meta, **rows}, parts)
+        if self._clipped_together and self._rank0:
+            self._clip_together()
+        return self._take() if wanted else [link.receive() for link in self._links]
+
+    def _clip_together(self) -> None:
+        """Each server knows its part of the norm; rank 0 adds them up, as clip_grad_norm_ does."""
+        told = [link.receive().meta for link in self._links]
+        norm = math.sqrt(sum(meta["norm"] ** 2 for meta in told))
+        factor = min(1.0, told[0]["clip_norm"] / (norm + 1e-6))
+        for link in self._links:
+            link.send("scale", {"factor": factor})
+
+    def _push_in_turn(
+        self, pushes: Sequence[Push], meta: Mapping[str, Any], wanted: bool
+    ) -> list[Message]:
+        """Push so that all servers count the pushes in one order: that of server 0's tickets."""
+        first, others = self._links[0], self._links[1:]
+        parts, rows = pushes[0]
+        first.push("push", {**meta, **rows}, parts)
+        ticket = {**meta, "ticket": first.receive().meta["ticket"]}
+        for link, (parts, rows) in zip(others, pushes[1:], strict=True):
+            link.push("push", {**ticket, **rows}, parts)
+        for link in others:
+            link.receive()
+        return [self._take_one_version() if wanted else first.receive()]
+
+    def pull(self) -> None:
+        """Get the parameters as they are now."""
+        if self._sequenced:
+            self._links[0].send("pull")
+            self._take_one_version()
+            return
+        for link in self._links:
+            link.send("pull")
+        self._take()
+
+    def end(self) -> None:
+        """Push no more; wait until nobody does, and get the final parameters."""
+        for link in self._links:
+            link.send("end")
+        self._take()
+
+    def _take(self) -> list[Message]:
+        """Read the parameters that every server sends.
+
+        Each board is let go of before the next server is waited for, and all workers go through the
+        servers in one order: so no two of them can each hold what the other waits for.
+        """
+        landing, came = self._landing()
+        answers: list[Message] = []
+        for at, link in enumerate(self._links):
+            answer = link.receive()
+            self._read(at, answer, landing, came)
+            link.release(answer)
+            self._hear(answer, at)
+            answers.append(answer)
+        self._arrived(came)
+        return answers
+
+    def _landing(self) -> tuple[list[Bytes], dict[int, Rows]]:
+        """Return where whole tensors go, and a place for the rows of tables."""
+        self._came_bytes = 0
+        return self._staging.landing(), {}
+
+    def _read(
+        self, server: int, answer: Message, landing: Sequence[Bytes], came: dict[int, Rows]
+    ) -> None:
+        """Read what a server sends of its shard."""
+        parted = self._parted[server]
+        if not parted.tables:
+            parts = _parts(landing, self._shards[server])
+        else:
+            rows = parted.room(answer.meta["rows"])
+            came.update(zip((piece.index for piece in parted.tables), rows, strict=True))
+            parts = parted.parts(_parts(landing, parted.whole), rows)
+        self._came_bytes += sum(part.size for part in parts)
+        self._links[server].read(answer, parts)
+
+    def _arrived(self, came: Mapping[int, Rows]) -> None:
+        """Bring what arrived to where the parameters are."""
+        self._staging.scatter(self._parameters)
+        for index, rows in came.items():
+            put(self._parameters[index], rows)
+
+    def _take_one_version(self) -> Message:
+        """Read the parameters of one version: that in which server 0 stays until released.
+
+        It gives no further tickets meanwhile, so the others reach that version and stop there.
+        """
+        landing, came = self._landing()
+        first = self._links[0].receive()
+        self._read(0, first, landing, came)
+        for link in self._links[1:]:
+            link.send("pull", {"at": first.meta["version"]})
+        for at, link in enumerate(self._links[1:], start=1):
+            answer = link.receive()
+            self._read(at, answer, landing, came)
+            link.release(answer)
+            self._hear(answer, at)
+        self._links[0].release(first)
+        self._hear(first, 0)
+        self._arrived(came)
+        return first
+
+    def _hear(self, answer: Message, server: int) -> None:
+        """Hand on what a server tells once about its memory; only rank 0 is told."""
+        if "holds" in answer.meta:
+            self._context.emit(events.ServerHolds(rank=0, server=server, **answer.meta["holds"]))
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def states(self) -> Iterator[bytes]:
+        """Yield what each server's optimizer keeps, as the server wrote it."""
+        for link in self._links:
+            link.send("state")
+            yield link.read_bytes(link.receive())
+
+    def load(self, written: Callable[[Shard], bytes]) -> None:
+        """Rank 0 gives each server what its optimizer is to keep."""
+        if self._rank0:
+            for link, shard in self._each():
+                link.send_bytes("load", written(shard))
+
+    def close(self) -> None:
+        """End the session; the links stay."""
+        for link in self._links:
+            link.end_session()
+
+
+Push = tuple[list[Bytes], dict[str, Any]]
+"""What one server gets: the buffers, and how many rows of each table are in them."""
+
+
+def _parts(tensors: Sequence[Bytes], shard: Shard) -> list[Bytes]:
+    return [tensors[piece.index] for piece in shard.pieces]
+
+
+class Staging:
+    """The bytes of each parameter: its own memory, or a copy on the host for a device's.
+
+    Args:
+        tables: Those of which rows travel: nothing of them comes here, once they have begun.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], tables: Collection[int] = frozenset()
+    ) -> None:
+        self._parameters, self._tables = parameters, tables
+        device = next((p.device for p in parameters if p.device.type != "cpu"), None)
+        self._staged = None if device is None else Staged(accelerators.of(device))
+        self._own: list[torch.Tensor | None] = []
+        for parameter in parameters:
+            direct = parameter.device.type == "cpu" and parameter.is_contiguous()
+            self._own.append(None if direct else _host_copy(parameter))
+        self._zeros: dict[int, Bytes] = {}
+
+    def landing(self) -> list[Bytes]:
+        """Return where each parameter arrives: its own memory, or a copy on the host."""
+        return [
+            as_bytes(parameter.detach() if own is None else own)
+            for parameter, own in zip(self._parameters, self._own, strict=True)
+        ]
+
+    def scatter(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Bring what arrived in host copies to where the parameters are."""
+        away = []
+        with torch.no_grad():
+            for index, (parameter, own) in enumerate(zip(parameters, self._own, strict=True)):
+                if index in self._tables:
+                    continue
+                if own is not None and self._is_staged(parameter):
+                    away.append((own, parameter))
+                elif own is not None:
+                    parameter.copy_(own)
+            if self._staged is not None:
+                self._staged.to_device(away)
+
+    def gather(self, tensors: Sequence[torch.Tensor | None]) -> list[Bytes]:
+        """Return the bytes of tensors that lie like the parameters; zeros for those missing."""
+        away = []
+        for tensor, own in zip(tensors, self._own, strict=True):
+            if own is not None and tensor is not None:
+                if self._is_staged(tensor):
+                    away.append((tensor, own))
+                else:
+                    own.copy_(tensor)
+        if self._staged is not None:
+            self._staged.to_host(away)
+        return [self._bytes_of(i, tensor) for i, tensor in enumerate(tensors)]
+
+    def _bytes_of(self, index: int, tensor: torch.Tensor | None) -> Bytes:
+        own, parameter = self._own[index], self._parameters[index]
+        if tensor is None and index in self._tables:
+            return np.empty(0, np.uint8)
+        if tensor is None:
+            if index not in self._zeros:
+                size = parameter.numel() * parameter.element_size()
+                self._zeros[index] = np.zeros(size, np.uint8)
+            return self._zeros[index]
+        return as_bytes(own if own is not None else tensor.contiguous())
+
+    def _is_staged(self, tensor: torch.Tensor) -> bool:
+        return self._staged is not None and tensor.device.type != "cpu" and tensor.is_contiguous()
+
+
+def _host_copy(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.empty(parameter.shape, dtype=parameter.dtype)

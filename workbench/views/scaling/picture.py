@@ -1,0 +1,401 @@
+"""The picture of scaling: speed-up and efficiency over workers, a step's time, and its price.
+
+Circles are what was measured, with their intervals; the dashed grey line is ideal, a dotted one the
+law that was fitted, as far as was measured. Nothing is drawn where nothing was measured.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...history.analysis.rows import SHARES
+from ...history.analysis.scaling.curves import efficiency, plan_of, rows_of
+from ..comparison.panels import SHARE_STYLES
+from ..drawing import (
+    BAR,
+    LABEL_PT,
+    clipped,
+    draw_percent,
+    empty_axes,
+    frame,
+    own_style,
+    spell,
+    tick,
+    width_in,
+    wrapped,
+)
+from ..tables import SHARE_NAMES, times
+from ..text import milliseconds, percent
+from ..theme import GRID, HATCHED, INK, MUTED, PAPER
+from .axes import End, color_of, label_ends, line_of, worker_axis
+from .beside import draw_beside
+from .table import cost_words, costs_are_of_epochs, scaling_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from ...history.analysis.scaling.curves import Curve, Point, Scaling
+    from .published import Published
+
+WIDTH_IN, EDGE_IN = 9.6, 0.2
+_DPI = 110
+Value = Callable[["Curve", "Point"], tuple[float, float, float]]
+_STYLE = {"hatch.linewidth": 1.0, "svg.fonttype": "none", "svg.hashsalt": "workbench"}
+_VERDICT_PT, _KEY_PT = 11.5, 9.0
+_LEFT_IN, _GAP_IN, _CURVES_IN, _TITLE_IN, _TICKS_IN = 0.55, 0.6, 2.75, 0.34, 0.52
+_ROW_IN, _KEY_IN = 0.27, 0.24
+_LABELLED_IN = 0.42
+_ENDS_IN = 0.5
+_MOST_ROWS = 14
+
+
+def scaling_bundle(scaling: Scaling, published: Sequence[Published] = ()) -> dict[str, Any]:
+    """Return `{"image/png": bytes, "text/plain": str}` of the same content."""
+    return {
+        "image/png": scaling_png(scaling, PAPER["any"], published),
+        "text/plain": scaling_table(scaling).text(),
+    }
+
+
+def scaling_png(
+    scaling: Scaling, paper: str = PAPER["light"], published: Sequence[Published] = ()
+) -> bytes:
+    """Return the picture as PNG bytes; `paper` is what it is drawn on."""
+    return _written(scaling, "png", paper, published)
+
+
+def scaling_svg(scaling: Scaling, published: Sequence[Published] = ()) -> bytes:
+    """Return the picture as SVG; its words are text, which can be searched and copied."""
+    return _written(scaling, "svg", PAPER["light"], published)
+
+
+def _written(scaling: Scaling, form: str, paper: str, published: Sequence[Published]) -> bytes:
+    buffer = io.BytesIO()
+    with own_style(_STYLE):
+        metadata = {"Date": None} if form == "svg" else None
+        figure = draw(scaling, published)
+        if form != "svg":
+            spell(figure)
+        figure.savefig(buffer, format=form, dpi=_DPI, metadata=metadata, facecolor=paper)
+    return buffer.getvalue()
+
+
+@dataclass
+class _Page:
+    """Places things in inches from the left and down from the top."""
+
+    figure: Figure
+    height_in: float
+    down_in: float = 0.1
+
+    def text(self, left_in: float, words: str, size: float, **how: Any) -> None:
+        """Write a line whose baseline is where the page is."""
+        self.figure.text(
+            left_in / WIDTH_IN, 1 - self.down_in / self.height_in, words, fontsize=size,
+            va="baseline", parse_math=False, **{"color": INK["any"], **how},
+        )  # fmt: skip
+
+    def axes(self, left_in: float, width: float, height_in: float) -> Axes:
+        """Return axes whose top is where the page is."""
+        bottom = 1 - (self.down_in + height_in) / self.height_in
+        return self.figure.add_axes(
+            (left_in / WIDTH_IN, bottom, width / WIDTH_IN, height_in / self.height_in)
+        )
+
+
+def draw(scaling: Scaling, published: Sequence[Published] = ()) -> Figure:
+    """Return the picture as a figure that no window or global state knows of."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    head = wrapped(scaling.verdict, _VERDICT_PT, WIDTH_IN - 2 * EDGE_IN, "bold")
+    rows = _rows(scaling)
+    bars_in = max(len(rows), 1) * _ROW_IN
+    keys = _keys(scaling)
+    height_in = (
+        0.1 + 0.24 * len(head) + 0.08 + _KEY_IN * len(keys)
+        + _TITLE_IN + _CURVES_IN + _TICKS_IN + _TITLE_IN + bars_in + 0.62
+        + (_TITLE_IN + _CURVES_IN + _TICKS_IN + 0.1 if published else 0)
+    )  # fmt: skip
+    figure = Figure(figsize=(WIDTH_IN, height_in))
+    FigureCanvasAgg(figure)
+    page = _Page(figure, height_in)
+    for line in head:
+        page.down_in += 0.24
+        page.text(EDGE_IN, line, _VERDICT_PT, weight="bold")
+    page.down_in += 0.08
+    _draw_keys(page, keys)
+    page.down_in += _TITLE_IN
+    width = (WIDTH_IN - _LEFT_IN - _GAP_IN - EDGE_IN - 2 * _ENDS_IN) / 2
+    _draw_speedups(page.axes(_LEFT_IN, width, _CURVES_IN), scaling)
+    left_in = _LEFT_IN + width + _ENDS_IN + _GAP_IN
+    _draw_efficiency(page.axes(left_in, width, _CURVES_IN), scaling)
+    page.down_in += _CURVES_IN + _TICKS_IN + _TITLE_IN
+    _draw_steps(page, scaling, rows, bars_in)
+    page.down_in += bars_in + 0.62
+    if published:
+        page.down_in += _TITLE_IN
+        draw_beside(page.axes(_LEFT_IN, 5.2, _CURVES_IN), scaling, published)
+    return figure
+
+
+# -- keys -------------------------------------------------------------------------------------
+
+
+def _keys(scaling: Scaling) -> list[tuple[Curve, str]]:
+    return [(curve, _law_words(curve)) for curve in scaling.curves]
+
+
+def _law_words(curve: Curve) -> str:
+    law = curve.law
+    if not law.fits:
+        return law.why_not
+    low, high = (f"{value * 100:.1f}" for value in (law.low, law.high))
+    return f"{law.name}'s law, dotted: serial share {law.serial * 100:.1f} % ({low} to {high})"
+
+
+def _draw_keys(page: _Page, keys: Sequence[tuple[Curve, str]]) -> None:
+    from matplotlib.lines import Line2D
+
+    names = [clipped(curve.name, _KEY_PT, 3.2, "bold") for curve, _ in keys]
+    column_in = max(width_in(name, _KEY_PT, "bold") for name in names)
+    for (curve, words), name in zip(keys, names, strict=True):
+        page.down_in += _KEY_IN
+        y = 1 - (page.down_in - 0.045) / page.height_in
+        x = [EDGE_IN / WIDTH_IN, (EDGE_IN + 0.3) / WIDTH_IN]
+        page.figure.add_artist(
+            Line2D(x, [y, y], color=color_of(curve), lw=2, ls=line_of(curve), marker="o", ms=5,
+                   markevery=[1])
+        )  # fmt: skip
+        page.text(EDGE_IN + 0.42, name, _KEY_PT, weight="bold", color=color_of(curve))
+        left_in = EDGE_IN + 0.42 + column_in + 0.18
+        room_in = WIDTH_IN - EDGE_IN - left_in
+        page.text(left_in, clipped(words, _KEY_PT, room_in), _KEY_PT, color=MUTED["any"])
+
+
+# -- curves -----------------------------------------------------------------------------------
+
+
+def _draw_speedups(axes: Axes, scaling: Scaling) -> None:
+    title = "Speed-up" if scaling.one_worker else f"Speed-up over {scaling.least} workers"
+    frame(axes, title, "both")
+    counts, least = scaling.workers, scaling.least
+    worker_axis(axes, counts)
+    if not any(len(curve.known) for curve in scaling.curves):
+        empty_axes(axes)
+        return
+    reached = max(
+        max((point.high if math.isfinite(point.high) else point.speedup)
+            for point in curve.known) for curve in scaling.curves if curve.known
+    )  # fmt: skip
+    logarithmic = axes.get_xscale() == "log"
+    if logarithmic:
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(tick)
+        axes.minorticks_off()
+    ideal = np.linspace(min(counts), max(counts), 50)
+    axes.plot(ideal, ideal / least, color=MUTED["any"], lw=1.2, ls=(0, (5, 3)), zorder=2)
+    top = max(counts) / least
+    # An ideal line that is far above everything would press what was measured flat.
+    shown = top if logarithmic else min(top, max(1.35 * reached, 1.4))
+    if not logarithmic:
+        axes.set_ylim(0, shown * 1.06)
+    at = min(shown * least, max(counts))
+    axes.annotate(
+        "ideal", (at, at / least), xytext=(-4, 1), textcoords="offset points", ha="right",
+        va="center", fontsize=LABEL_PT, color=MUTED["any"],
+    )  # fmt: skip
+    axes.axhline(1, color=MUTED["any"], lw=0.8, zorder=1)
+    for curve in scaling.curves:
+        _draw_curve(axes, curve, _speedup)
+        if curve.law.fits:
+            first, last = curve.known[0].workers, curve.known[-1].workers
+            x = np.geomspace(first, last, 80)
+            axes.plot(x, [curve.law.at(n) for n in x], color=color_of(curve), lw=1.6, ls=":",
+                      zorder=3)  # fmt: skip
+    axes.yaxis.set_major_formatter(lambda value, _: f"{tick(value)}x")
+    _ends(axes, scaling, _speedup, times)
+    _draw_missing(axes, scaling)
+
+
+def _draw_efficiency(axes: Axes, scaling: Scaling) -> None:
+    frame(axes, "Efficiency (speed-up per worker)", "both")
+    worker_axis(axes, scaling.workers)
+    known = [efficiency(c, p) for c in scaling.curves for p in c.known]
+    if not known:
+        empty_axes(axes)
+        return
+    top = max(np.nanmax(one) for one in known)
+    axes.axhline(1, color=MUTED["any"], lw=1.2, ls=(0, (5, 3)), zorder=2)
+    axes.set_ylim(0, max(1.1, 1.06 * top))
+    axes.annotate(
+        "ideal", (axes.get_xlim()[1], 1), xytext=(-2, 5), textcoords="offset points", ha="right",
+        fontsize=LABEL_PT, color=MUTED["any"],
+    )  # fmt: skip
+    for curve in scaling.curves:
+        _draw_curve(axes, curve, efficiency)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value * 100:.0f} %")
+    _ends(axes, scaling, efficiency, percent)
+    _draw_missing(axes, scaling)
+
+
+def _speedup(curve: Curve, point: Point) -> tuple[float, float, float]:
+    return point.speedup, point.low, point.high
+
+
+def _draw_curve(axes: Axes, curve: Curve, value: Value) -> None:
+    """Draw what was measured, with its intervals; a gap where something is missing."""
+    color = color_of(curve)
+    values = [value(curve, point) for point in curve.points]
+    x = [point.workers for point in curve.points]
+    mean = np.array([middle for middle, _, _ in values])
+    axes.plot(x, mean, color=color, lw=1.8, ls=line_of(curve), zorder=4)
+    for at, (middle, low, high) in zip(x, values, strict=True):
+        if not math.isfinite(middle):
+            continue
+        if math.isfinite(low) and math.isfinite(high) and high > low:
+            axes.errorbar([at], [middle], [[max(middle - low, 0)], [max(high - middle, 0)]],
+                          color=color, lw=1.4, capsize=3.5, zorder=5)  # fmt: skip
+        axes.plot([at], [middle], "o", ms=6, color=color, zorder=6)
+
+
+def _ends(axes: Axes, scaling: Scaling, value: Value, words: Callable[[float], str]) -> None:
+    """Write beside the axes what each curve ends with."""
+    ends = [
+        End(curve.known[-1].workers, value(curve, curve.known[-1])[0],
+            words(value(curve, curve.known[-1])[0]), color_of(curve), "bold")
+        for curve in scaling.curves if curve.known
+    ]  # fmt: skip
+    label_ends(axes, ends, _ENDS_IN)
+
+
+def _draw_missing(axes: Axes, scaling: Scaling) -> None:
+    """Mark at the foot of the axes where a number of workers has no measurement."""
+    for curve in scaling.curves:
+        for point in curve.points:
+            if not point.measured:
+                axes.plot([point.workers], [0.035], "x", ms=7, mew=2, color=color_of(curve),
+                          transform=axes.get_xaxis_transform(), zorder=7)  # fmt: skip
+                axes.annotate(
+                    "missing", (point.workers, 0.035), xycoords=axes.get_xaxis_transform(),
+                    xytext=(0, 6), textcoords="offset points", ha="center", fontsize=LABEL_PT,
+                    color=color_of(curve),
+                )  # fmt: skip
+
+
+# -- rows -------------------------------------------------------------------------------------
+
+Row = tuple["Curve", "Point"]
+
+
+def _rows(scaling: Scaling) -> list[Row]:
+    """Return the points that have a step; of very many the first ones."""
+    return [one for one in rows_of(scaling) if one[1].measured][:_MOST_ROWS]
+
+
+def _row_name(curve: Curve, point: Point) -> str:
+    return f"{clipped(plan_of(curve, point), LABEL_PT, 1.6)} · {point.workers}"
+
+
+def _draw_steps(page: _Page, scaling: Scaling, rows: Sequence[Row], bars_in: float) -> None:
+    """Draw what a step's time goes to for each number of workers, and what an epoch costs."""
+    costs = scaling.price is not None and any(point.cost for _, point in rows)
+    names = [_row_name(*row) for row in rows]
+    gutter_in = max((width_in(name, LABEL_PT) for name in names), default=0.5) + 0.15
+    left_in = EDGE_IN + gutter_in
+    right_in = 3.1 if costs else 0.85
+    width = WIDTH_IN - left_in - right_in - EDGE_IN
+    axes = page.axes(left_in, width, bars_in)
+    frame(axes, "Where a step's time goes, by plan and workers")
+    _row_axis(axes, names)
+    longest = max((point.row.step_s for _, point in rows), default=0.0)
+    if not rows:
+        empty_axes(axes)
+        axes.set_xticks([])
+        return
+    axes.set_xlim(0, longest * 1e3)
+    for at, (_, point) in enumerate(rows):
+        _draw_step(axes, at, point, longest, width)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{tick(value)} ms")
+    axes.locator_params(axis="x", nbins=6)
+    _draw_share_keys(page, rows, bars_in, left_in)
+    if costs:
+        _draw_costs(page.axes(left_in + width + 0.95, right_in - 1.55, bars_in), scaling, rows)
+
+
+def _row_axis(axes: Axes, names: Sequence[str]) -> None:
+    axes.set_ylim(max(len(names), 1) - 0.5, -0.5)
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", labelsize=LABEL_PT, labelcolor=INK["any"], length=0)
+
+
+def _draw_step(axes: Axes, at: int, point: Point, longest_s: float, width: float) -> None:
+    left = 0.0
+    for part in SHARES:
+        share = float(np.nan_to_num(point.row.shares.get(part, math.nan)))
+        spent_ms = max(share, 0.0) * point.row.step_s * 1e3
+        color, hatch = SHARE_STYLES[part]
+        axes.barh(
+            at, spent_ms, left=left, height=BAR, lw=0, hatch=hatch or None,
+            color=(color, 0.22) if hatch else color, edgecolor=color if hatch else "none",
+        )  # fmt: skip
+        if spent_ms / (longest_s * 1e3) * width >= _LABELLED_IN:
+            draw_percent(axes, left + spent_ms / 2, at, share, HATCHED if hatch else part)
+        left += spent_ms
+    axes.annotate(
+        milliseconds(point.row.step_s * 1e3), (left, at), xytext=(5, 0), va="center",
+        textcoords="offset points", fontsize=LABEL_PT, color=INK["any"], annotation_clip=False,
+    )  # fmt: skip
+
+
+def _draw_share_keys(page: _Page, rows: Sequence[Row], bars_in: float, left_in: float) -> None:
+    from matplotlib.patches import Rectangle
+
+    used = [
+        part for part in SHARES
+        if any(np.nan_to_num(point.row.shares.get(part, math.nan)) > 0 for _, point in rows)
+    ]  # fmt: skip
+    top_in = page.down_in
+    page.down_in = top_in + bars_in + 0.46
+    for part in used:
+        color, hatch = SHARE_STYLES[part]
+        page.figure.add_artist(
+            Rectangle(
+                (left_in / WIDTH_IN, 1 - page.down_in / page.height_in),
+                0.16 / WIDTH_IN, 0.12 / page.height_in, lw=0, hatch=hatch or None,
+                facecolor=(color, 0.22) if hatch else color, edgecolor=color if hatch else "none",
+            )
+        )  # fmt: skip
+        page.text(left_in + 0.22, SHARE_NAMES[part], LABEL_PT)
+        left_in += 0.22 + width_in(SHARE_NAMES[part], LABEL_PT) + 0.22
+    page.down_in = top_in
+
+
+def _draw_costs(axes: Axes, scaling: Scaling, rows: Sequence[Row]) -> None:
+    frame(axes, "Cost of an epoch" if costs_are_of_epochs(scaling) else "Cost of 1M samples")
+    _row_axis(axes, ["" for _ in rows])
+    top = 0.0
+    for at, (curve, point) in enumerate(rows):
+        cost = point.cost
+        if cost is None:
+            continue
+        axes.barh(at, cost.price, height=BAR, color=(color_of(curve), 0.75), lw=0)
+        end = cost.price
+        if math.isfinite(cost.low) and math.isfinite(cost.high) and cost.high > cost.low:
+            axes.plot([cost.low, cost.high], [at, at], color=INK["any"], lw=1.6, zorder=5)
+            end = cost.high
+        top = max(top, end)
+        axes.annotate(
+            cost_words(cost), (end, at), xytext=(5, 0), va="center", textcoords="offset points",
+            fontsize=LABEL_PT, color=INK["any"], annotation_clip=False,
+        )  # fmt: skip
+    axes.set_xlim(0, top or 1.0)
+    axes.set_xticks([0, top], ["0", f"{top:.2g}"])
+    axes.grid(visible=True, axis="x", color=GRID["any"], lw=0.8)
