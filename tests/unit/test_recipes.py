@@ -284,7 +284,7 @@ def test_sizes_that_cannot_be_are_refused_before_an_engine_is_touched(
 
 def test_python_cannot_give_what_is_no_size_either() -> None:
     recipe = wb.recipes["recommender"]
-    for name, value, code in (("rows", True, 261), ("rows", 2.0, 261), ("sparse", 1, 263)):
+    for name, value, code in (("rows", True, 264), ("rows", 2.0, 264), ("sparse", 1, 266)):
         with pytest.raises(PlanError, match=f"{name}[\\s\\S]*WB-PLAN-{code}"):
             make_plan(recipe.with_parameters(**{name: value}), "mirrored", workers=1)
 
