@@ -16,6 +16,7 @@ from made_up_scaling import amdahl, run_of, strong
 
 from workbench.errors import PlanError
 from workbench.history.analysis.rows import Spread
+from workbench.history.analysis.scaling.curves import records
 from workbench.history.analysis.scaling.laws import fitted
 from workbench.history.analysis.scaling.of_runs import mode_of, scaling, why_not, worth_showing
 from workbench.notebook.scaling import Scaled, scaled
@@ -174,6 +175,21 @@ def test_curves_of_one_strategy_are_named_by_what_differs() -> None:
         "mirrored bucket_mb=25",
     ]
     assert {curve.base.strategy for curve in found.curves} == {"one_device"}
+
+
+def test_curves_of_other_recipes_are_named_as_their_runs_and_so_are_their_baselines() -> None:
+    runs = [
+        replace(run_of(n, 0.1 / n, strategy=strategy, name=f"{strategy}{counted}-lr={lr}"),
+                recipe=str(lr))
+        for lr in (1, 2)
+        for n, strategy, counted in ((1, "one_device", ""), (2, "mirrored", "-n2"))
+    ]  # fmt: skip
+    found = scaling(runs)
+    assert found is not None
+    assert [curve.name for curve in found.curves] == ["mirrored-lr=1", "mirrored-lr=2"]
+    assert [record["curve"] for record in records(found)] == [
+        "one_device-lr=1", "one_device-lr=2", "mirrored-lr=1", "mirrored-lr=2"
+    ]  # fmt: skip
 
 
 def test_a_comparison_of_many_plans_with_one_number_of_workers_is_no_scaling() -> None:

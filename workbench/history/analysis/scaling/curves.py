@@ -213,7 +213,11 @@ def is_other(curve: Curve) -> bool:
 
 def plan_of(curve: Curve, point: Point) -> str:
     """Return the curve's name, or that of the baseline where it is another strategy's."""
-    return curve.base.strategy if is_other(curve) and point.row is curve.base else curve.name
+    if not (is_other(curve) and point.row is curve.base):
+        return curve.name
+    own = curve.name.removeprefix(curve.points[-1].row.strategy)
+    # Curves of other recipes are named as their runs are, and each has a baseline of its own.
+    return curve.base.strategy + own if own.startswith("-") else curve.base.strategy
 
 
 def _law(curve: Curve, value: float) -> float | None:
