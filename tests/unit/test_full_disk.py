@@ -317,7 +317,7 @@ class View:
 
 @pytest.mark.parametrize("failing", ["begin", "update", "end"])
 def test_a_view_that_fails_costs_a_note_not_the_run(tmp_path, monkeypatch, failing, capsys):
-    monkeypatch.setattr(run_view, "make_view", lambda *unused: View(failing))
+    monkeypatch.setattr(run_view, "make_view", lambda *unused, brief: View(failing))
     run = a_run(tmp_path)
     view = RunView(run, "widget")
     view._draw()
