@@ -69,7 +69,7 @@ def test_at_every_width_all_is_inside_nothing_overlaps_and_all_controls_have_nam
             page.evaluate(DRAWN)
             assert (tab, width, amiss(page)) == (tab, width, [])
             book.screenshot(tmp_path / f"{width}-{tab}.png", ".wbp")
-    assert [role for role, _ in heard(page)].count("tab") == 4
+    assert [role for role, _ in heard(page)].count("tab") == 5
     ids = page.evaluate("() => [...document.querySelectorAll('.wbp [id]')].map((e) => e.id)")
     assert len(ids) == len(set(ids))
     page.emulate_media(forced_colors="active")
