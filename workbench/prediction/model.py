@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 UNEXPLAINED = 0.02
-"""Standard deviation of measured over predicted steps that no draw explains: about the likeliest
-for the 80 training runs of 4 and 8 workers, two models (docs/measured/predictions-training.jsonl).
+"""Standard deviation of measured over predicted steps that no draw explains. Chosen on the first 58
+training runs, on a busy machine; over all 80 (docs/measured/predictions-training.jsonl) 0 and
+0.0225 a doubling are likelier. To be fitted anew on a quiet one.
 """
 UNEXPLAINED_PER_DOUBLING = 0.0125
 """What each doubling of the workers beyond those seen adds to it."""
