@@ -406,6 +406,26 @@ class RunHistory(Mapping[str, NDArray[Any]]):
                 self._narrow(step, ranks)
             return lost_steps
 
+    def hold(self) -> None:
+        """Wait with what comes until it is known which workers take part (`regroup`)."""
+        with self._lock:
+            if self.joined and self._live is not None:
+                self._fold()
+                self._live.hold()
+
+    def regroup(self, step: int, ranks: Sequence[int]) -> None:
+        """Expect rows of these ranks alone from `step` on; rows of earlier steps still come in."""
+        with self._lock:
+            self._phases = [*history_events.phases_before(self._phases, step), (step, tuple(ranks))]
+            self._reduced.regroup(step, ranks)
+            self._fold()
+
+    def settle_before(self, step: int) -> None:
+        """Take steps before this one as they are: the rows that they lack will not come."""
+        with self._lock:
+            self._fold()
+            self._reduced.settle_before(step)
+
     # --- inside, under the lock ---------------------------------------------------------------
 
     @property

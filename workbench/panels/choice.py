@@ -27,7 +27,7 @@ MOST: dict[str, int] = {"workers": 256, "seeds": 10}
 COUNTS = ("workers", "seeds", *OVERRIDES)
 TEXTS = ("name", "checkpoint", "checkpoint_every", "on_failure", "log")
 """Flags of the line that the panel has a field for, beside the counts."""
-ON_FAILURE = ("stop", "continue", "replace")
+ON_FAILURE = ("stop", "continue", "replace", "heal")
 
 
 @dataclass(frozen=True)
