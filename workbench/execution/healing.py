@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..cluster.processes import lives
 from ..errors import WorkbenchError
 from ..shared.events import Healed, Joined, Regrouped, Standing
 from ..shared.messages import CellOutcome, Regroup
@@ -43,13 +44,13 @@ class Change:
 
     Attributes:
         lost, fresh: Engines that are done without, and that are let in.
-        how: What became of the lost, in words.
+        how: What became of the lost, in words, by engine; empty as long as it is not known.
         heard: What members have said, by engine.
     """
 
     lost: list[int] = field(default_factory=list)
     fresh: list[int] = field(default_factory=list)
-    how: list[str] = field(default_factory=list)
+    how: dict[int, str] = field(default_factory=dict)
     heard: dict[int, Regrouped] = field(default_factory=dict)
 
 
@@ -90,43 +91,82 @@ class Healer:
             if outcome.status != "died":
                 self._left(engine, outcome)
                 return None
-            rest = [one for one in self.members if one != engine]
+            if self._change.how.get(engine) == "":  # the others had noticed before
+                self._change.how[engine] = self._words(engine, outcome)
+                self._conclude()
+                self._begin_replacing(engine)
+                return outcome
+            rest = set(self.members) - {engine, *self._change.fresh}
             left = rest or self._run.members[0] in self._past  # who keeps the weights
-            goes_on = not self._over and self._run.state in ("running", "paused")
-            if not (left and goes_on and outcome.recoverable and engine in self.members):
+            if not (left and self._goes_on and outcome.recoverable and engine in self.members):
                 self._over = True
                 return None
-            self.members = rest
-            self._tries.pop(engine, None)
-            self._change.lost.append(engine)
-            how = outcome.how or "how is not known"
-            self._change.how.append(f"{self._run.called(engine)} died: {how}")
+            self._do_without(engine, self._words(engine, outcome))
             self._announce()
         self._begin_replacing(engine)
         return outcome
 
+    @property
+    def _goes_on(self) -> bool:
+        return not self._over and self._run.state in ("running", "paused")
+
+    def _words(self, engine: int, outcome: CellOutcome) -> str:
+        return f"{self._run.called(engine)} died: {outcome.how or 'how is not known'}"
+
+    def _do_without(self, engine: int, how: str) -> None:
+        self.members.remove(engine)
+        self._tries.pop(engine, None)
+        self._change.lost.append(engine)
+        self._change.how[engine] = how
+
     def hear(self, engine: int, event: Standing | Regrouped) -> None:
         """Take in where an engine stands, or that it goes on with the others."""
+        ready = isinstance(event, Standing) and event.phase == "ready"
         with self._lock:
-            if self._over:
+            if self._over and not ready:
                 return
             match event:
                 case Regrouped():
                     self._regrouped(engine, event)
                 case Standing(phase="ready"):
-                    if engine in self._coming and engine not in self.members:
-                        self.members = self._in_order([*self.members, engine])
-                        self._change.fresh.append(engine)
-                        self._announce()
+                    self._let_in(engine)
+                case Standing(phase="cut") if event.generation == self.generation:
+                    self._look_for_dead()
                 case Standing(phase="past"):
                     self._past.add(engine)
                     if engine in self.members:
                         self.members.remove(engine)
                         self._announce()
+                        self._send_home()
                     if not self.members and self._run.members[0] in self._change.lost:
                         self._give_up()  # the weights went with it
-                case Standing() if engine in self.members:  # it has not begun to train
+                case Standing(phase="before") if engine in self.members:
                     self._give_up()
+
+    def _let_in(self, engine: int) -> None:
+        """Have a fresh engine take part that has come to where the others train."""
+        if engine not in self._coming or engine in self.members:
+            return
+        if not (self.members and self._goes_on):
+            self._launch.pool.engines.interrupt([engine])
+            return
+        self.members = self._in_order([*self.members, engine])
+        self._change.fresh.append(engine)
+        self._run.history.hold()  # its rows may come last
+        self._announce()
+
+    def _look_for_dead(self) -> None:
+        """Do without members whose processes are gone, before those who reap them say so.
+
+        The warm parent may be importing, and then reaps nobody for seconds.
+        """
+        known = self._launch.pool.engines.engines
+        gone = [one for one in self.members if known[one].is_here and not lives(known[one].pid)]
+        left = set(self.members) - {*gone, *self._change.fresh}
+        if self._goes_on and gone and left:
+            for engine in gone:
+                self._do_without(engine, "")
+            self._announce()
 
     def _left(self, engine: int, outcome: CellOutcome) -> None:
         """Take note that a member's cell is over; nobody is let in once it has failed."""
@@ -161,12 +201,15 @@ class Healer:
         run, pool = self._run, self._launch.pool
         self.generation += 1
         self._change.heard.clear()
-        if not self.members:  # all have trained to the end
+        if set(self.members) <= set(self._change.fresh):  # all others have trained to the end
+            self.members, self._change.fresh = [], []
+            run.history.release()
             return
         members = run.members
         places = tuple(members.index(one) for one in self.members)
         run.agree_among(places)
-        run.history.hold()
+        prefix = pool.new_prefix(f"run-{run.number}-regrouped")
+        self._launch.meets(prefix)
         message = Regroup(
             run=run.number,
             generation=self.generation,
@@ -174,7 +217,7 @@ class Healer:
             ranks=tuple(self.members),
             hosts=tuple(pool.engines.engines[one].place for one in self.members),
             past=tuple(members.index(one) for one in sorted(self._past)),
-            prefix=pool.new_prefix(f"run-{run.number}-regrouped"),
+            prefix=prefix,
         )
         for engine in self.members:
             pool.engines.router.send(engine, message)
@@ -186,8 +229,14 @@ class Healer:
         if not change.heard:
             run.history.regroup(event.step, [run.engines.index(one) for one in self.members])
         change.heard[engine] = event
-        if set(change.heard) < set(self.members):
+        self._conclude()
+
+    def _conclude(self) -> None:
+        """Say what the change has brought, once all members have told and all deaths are known."""
+        change, run = self._change, self._run
+        if not (set(change.heard) >= set(self.members) and all(change.how.values())):
             return
+        event = next(iter(change.heard.values()))
         # Each tells after its rows: what is missing of earlier steps went with the dead.
         run.history.settle_before(event.step)
         there = [one.seconds for i, one in change.heard.items() if i not in change.fresh]
@@ -197,7 +246,7 @@ class Healer:
             run.history.event(
                 Healed(ranks=ranks, step=event.step, seconds=seconds, workers=workers)
             )
-            how = "; ".join(change.how)
+            how = "; ".join(change.how.values())
             done = Recovery(tuple(change.lost), how, event.step, 0, workers, seconds, again=False)
             run.recoveries.append(done)
             run.note(healed_words(done), change.lost)

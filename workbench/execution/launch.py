@@ -30,6 +30,7 @@ from ..errors import ClusterError, PlanError, RunError, WorkbenchError
 from ..history import disk
 from ..shared import checkpoints
 from ..shared.checkpoints import Checkpoint, at, faults, found, refusal
+from ..shared.faults import parse_fault
 from ..shared.plan import Plan, check_fewer
 from . import hangs, outcome
 from .allocator import EngineAllocator, replacement_words, spent
@@ -102,7 +103,7 @@ class RunExecution:
         if run.plan.recipe.function:
             pool.engines.call(run.members, PUSH, ({ARGS: run.plan.recipe.args},))
         prefix = pool.new_prefix(f"run-{run.number}")
-        self._token = checkpoints.token(prefix)
+        self.meets(prefix)
         framework = run.plan.framework
         before, self.leases = self.leases, pool.fitted(self.leases, ids, self.plan)
         if self.leases is not before and self.leases.warning:
@@ -132,6 +133,10 @@ class RunExecution:
         run.begin(task)
         hangs.watch(task, pool.engines.router.questions.ask, lambda: run.held)
 
+    def meets(self, prefix: str) -> None:
+        """Take note under which name its workers meet from now on."""
+        self._token = checkpoints.token(prefix)
+
     def _lend(self) -> dict[str, bytes]:
         """Return what the cell needs of earlier cells' variables, for engines that come later.
 
@@ -146,7 +151,8 @@ class RunExecution:
         run, engines = self.run, self.pool.engines
         mine = self._specs[engine]
         hosts = tuple(engines.engines[one].place for one in mine.ranks)
-        plan = without_kills(self.plan, [run.engines.index(engine)])
+        # Those that hold now; a kill happens once.
+        plan = replace(self.plan, faults=tuple(parse_fault(text) for text in run.faults))
         far = self.files.settings(again=True)
         spec = {engine: replace(mine, hosts=hosts)}
         asked = run_requests(run, spec, self.number, self.autoreload, plan, far, self._key)[engine]

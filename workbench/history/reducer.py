@@ -134,10 +134,16 @@ class Reducer:
         """Take no step as complete until it is known which workers have taken it (`regroup`)."""
         self._joiner.held = True
 
+    def release(self) -> None:
+        """Take steps as complete again, by the workers that there were."""
+        self._joiner.held = False
+        self.add(np.empty(0, RECORD))  # what waited may be complete
+
     def regroup(self, step: int, ranks: Sequence[int]) -> None:
         """Go on with other workers from a step on, while rows of all steps come in."""
         self._joiner.regroup(step, len(ranks))
         self._ranks = np.asarray(ranks)
+        self.add(np.empty(0, RECORD))  # what waited may be complete
 
     def settle_before(self, step: int) -> None:
         """Count steps before this one as done, whoever's rows they wait for: none will come."""

@@ -413,12 +413,18 @@ class RunHistory(Mapping[str, NDArray[Any]]):
                 self._fold()
                 self._live.hold()
 
+    def release(self) -> None:
+        """Wait no longer: nobody else takes part."""
+        with self._lock:
+            if self._live is not None:
+                self._live.release()
+
     def regroup(self, step: int, ranks: Sequence[int]) -> None:
         """Expect rows of these ranks alone from `step` on; rows of earlier steps still come in."""
         with self._lock:
             self._phases = [*history_events.phases_before(self._phases, step), (step, tuple(ranks))]
-            self._reduced.regroup(step, ranks)
             self._fold()
+            self._reduced.regroup(step, ranks)
 
     def settle_before(self, step: int) -> None:
         """Take steps before this one as they are: the rows that they lack will not come."""

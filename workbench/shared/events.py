@@ -288,13 +288,14 @@ class Standing(Event):
     Attributes:
         rank: Its rank in the run's tables.
         generation: Of the `Regroup` that this answers; 0: of none.
-        phase: `ready` for a worker that waits to be let in.
+        phase: `ready` for a worker that waits to be let in, `cut` for one that was cut off from
+            another one, and waits to be told from whom.
     """
 
     name: ClassVar[str] = "standing"
     rank: int = 0
     generation: int = 0
-    phase: Literal["before", "ready", "past"] = "before"
+    phase: Literal["before", "ready", "cut", "past"] = "before"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -216,6 +216,8 @@ class ControlLink:
             self._wakeup.close()
 
     def _turn(self, socket: Any, *, heard: bool, late: bool) -> None:
+        if self._run is not None and self._run.membership.stale:
+            self._run.membership.remind()
         if heard:
             self._receive(socket)
         if self._early and self._run is not None:

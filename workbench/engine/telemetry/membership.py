@@ -24,8 +24,9 @@ from ..debugging.marks import GROUP, waits_in
 if TYPE_CHECKING:
     from ...shared.messages import Regroup
 
-Phase = Literal["before", "ready", "past"]
-"""Where a worker stands that is in no training: `ready` for one that waits to be let in."""
+Phase = Literal["before", "ready", "cut", "past"]
+"""Where a worker stands: before or past a training; or in one, cut off from the others; or at its
+door."""
 
 
 class Membership:
@@ -82,13 +83,24 @@ class Membership:
             else:
                 self._answer()
 
+    def remind(self) -> None:
+        """Break the training thread out again, if it has not come to where it learns of others.
+
+        It may have been about to connect to members of before when it was broken out of what it
+        had been in. Called from time to time while `stale`.
+        """
+        with self._changed:
+            if self.stale and self.trains:
+                self.break_out()
+
     def _answer(self) -> None:
         if self._latest is not None and self.stale and self._phase != "in":
             self.tell(self._phase, self._latest.generation)
 
-    def ready(self) -> None:
-        """Say that this worker waits to be let in."""
-        self.tell("ready", 0)
+    def waiting(self) -> None:
+        """Say that this worker waits: to be let in, or to hear who goes on with it."""
+        if self.waits or not self.stale:
+            self.tell("ready" if self.waits else "cut", self.generation)
 
     @waits_in(GROUP)
     def await_next(self) -> Regroup:

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...errors import FitError
+from ...errors import FitError, RunError
 from ...shared import events
 from ..checkpoints.checkpoints import format_of
 from ..transport import address, handover
@@ -60,14 +60,14 @@ class Regrouping:
         """Be ready for others from now on, where this training can go on with them.
 
         Raises:
-            FitError: This worker was to be let in, and cannot be.
+            RunError: This worker was to be let in, and cannot be.
         """
         context, membership = self.context, self._membership
         why_not = self._why_not(strategy)
         if not (context.spec.heals and not why_not):
             if membership.waits:
-                raise FitError(
-                    "A worker cannot be let in to this training.", seen=why_not, code="WB-FIT-161"
+                raise RunError(
+                    "A worker cannot be let in to this training.", seen=why_not, code="WB-RUN-141"
                 )
             if context.spec.heals and context.spec.rank == 0:
                 text = f"If a worker dies this training cannot go on without a restart: {why_not}."
@@ -144,10 +144,9 @@ class Regrouping:
         What a worker feels of another one's end meanwhile leads to the next generation.
         """
         membership, began = self._membership, clock()
-        if membership.waits:
-            membership.ready()
         strategy: Strategy = self.context.strategy
         while True:
+            membership.waiting()
             strategy.leave_group()
             self._framework.destroy_group()
             message = membership.await_next()
@@ -173,6 +172,8 @@ class Regrouping:
         store = self._framework.open_store(spec)
         about = self._compare(store, spec, strategy)
         at = [tuple(one["at"]) for one in about]
+        if max(at) == NOWHERE:
+            raise RunError("Nobody is there who has what was trained.", code="WB-RUN-143")
         donor = at.index(max(at))
         behind = [rank for rank, one in enumerate(at) if one != at[donor]]
         random = None
