@@ -255,6 +255,13 @@ class Healer:
             run.history.event(
                 Joined(ranks=ranks, step=event.step, seconds=seconds, workers=workers)
             )
+            who = " and ".join(run.called(one) for one in change.fresh)
+            one = len(change.fresh) == 1
+            run.note(
+                f"{who} take{'s' if one else ''} part again from step {event.step} on, "
+                f"{'a fresh engine' if one else 'fresh engines'}; the others stood still for "
+                f"{1e3 * seconds:.0f} ms."
+            )
             for one in change.fresh:
                 self._coming.pop(one, None)
                 self._tries.pop(one, None)

@@ -104,9 +104,9 @@ class Run:
         self._deliver: Callable[[int, Down], object] = lambda engine, message: None
         self.began = time.time() if began is None else began
 
-    def _make_halting(self, ranks: Collection[int] | None = None) -> StopCoordinator:
-        about = (self.number, self.plan.sync, ranks or len(self.members))
-        return StopCoordinator(*about, self._send, self.interrupt, self._pace_s)
+    def _make_halting(self, ranks: Collection[int] = ()) -> StopCoordinator:
+        about = (self.number, self.plan.sync, ranks or len(self.members), self._send)
+        return StopCoordinator(*about, self.interrupt, self._pace_s)
 
     # -- life ---------------------------------------------------------------------------------
 
