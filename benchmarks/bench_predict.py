@@ -3,11 +3,13 @@
     python benchmarks/bench_predict.py --record                 record steps of real models
     python benchmarks/bench_predict.py --what-if                twelve changes to one run, ranked
     python benchmarks/bench_predict.py --real                   workers that compute on these cores
+    python benchmarks/bench_predict.py --hosts 8 --mbit 24 [--delay-ms 3]       real links
     python benchmarks/bench_predict.py [--quick] [--workers 4,8,16,32,64] [--turns 1] [--to FILE]
 
 Workers sleep their compute: times of real steps, recorded with `--record` and kept in
 docs/measured/steps.npz, four for each step (as of four micro-batches), drawn in random order and
-put to a median of `SLOWED_S`, so that 64 workers fit on two cores. Messages are real and held back
+put to a median of `SLOWED_S`, so that 64 workers fit on two cores: what each does besides sleeping
+must be short beside it, since all of them do it at the same moment. Messages are real and held back
 by simulated links. With jitter off every step takes the median.
 
 From each model and jitter two short runs of two workers are made (a ring all-reduce, and the same
@@ -15,15 +17,22 @@ in half precision); from these alone every strategy is predicted for every numbe
 measured. A run counts only while the machine's CPU stays below 70 % and sleeps overshoot by less
 than 5 %; `nearly` says whether it would without processes of lower priority (niced). Models of
 `TRAINING` may be looked at while the model of predictions is made; `HELD_OUT` is never.
+
+With `--hosts` each worker is on a simulated host of its own, whose link is bounded by the kernel
+(tbf) and held back by a process outside (a TAP device). Of such a link a prediction knows only what
+the short runs have measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +47,7 @@ os.environ["WORKBENCH_PREWARM"] = "off"
 
 FOLDER = Path(__file__).parents[1] / "docs" / "measured"
 TRACES = FOLDER / "steps.npz"
-SLOWED_S, MICRO_BATCHES = 0.02, 4
+SLOWED_S, MICRO_BATCHES = 0.06, 4
 MOST_CPU, MOST_OVERSHOOT = 0.70, 0.05
 
 RECORDED = {
@@ -85,10 +94,10 @@ class Model:
 
 
 TRAINING = {
-    "mlp": Model("mlp", 9_600, ("bandwidth=4MB/s", "latency=5ms")),
-    "cnn": Model("cnn", 85_000, ("bandwidth=16MB/s", "latency=6ms")),
+    "mlp": Model("mlp", 9_600, ("bandwidth=1.3MB/s", "latency=15ms")),
+    "cnn": Model("cnn", 85_000, ("bandwidth=5MB/s", "latency=18ms")),
 }
-HELD_OUT = {"encoder": Model("encoder", 200_000, ("bandwidth=32MB/s", "latency=8ms"))}
+HELD_OUT = {"encoder": Model("encoder", 200_000, ("bandwidth=10MB/s", "latency=24ms"))}
 MODELS = {**TRAINING, **HELD_OUT}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -224,7 +233,7 @@ def times_of(model: Model, *, jitter: bool, traces: Path) -> list[float]:
 
 def sleeping(
     cluster: wb.Cluster, name: str, case: str, workers: int, steps: int, *, jitter: bool,
-    seed: int, traces: Path = TRACES,
+    seed: int, traces: Path = TRACES, inject: bool = True,
 ) -> tuple[Any, Measured]:  # fmt: skip
     """Run workers that sleep; return the run and what was measured."""
     model, (strategy, options) = MODELS[name], CASES[case]
@@ -234,8 +243,8 @@ def sleeping(
     )  # fmt: skip
     began = time.time()
     run = cluster.run(
-        source, strategy=strategy, workers=workers, options=options, inject=model.link,
-        name=f"{name}-{case}-{workers}-{seed}",
+        source, strategy=strategy, workers=workers, options=options,
+        inject=model.link if inject else (), name=f"{name}-{case}-{workers}-{seed}",
     )  # fmt: skip
     while not run.snapshot().step and not run.is_over:
         time.sleep(0.05)
@@ -261,6 +270,31 @@ def sleeping(
     )
 
 
+@contextlib.contextmanager
+def placed(given: argparse.Namespace) -> Iterator[wb.Cluster]:
+    """Give engines on this machine, or one on each of so many simulated hosts."""
+    if not given.hosts:
+        with wb.Cluster(2, devices="cpu") as cluster:
+            yield cluster
+        return
+    os.environ["WORKBENCH_TEST_HOST_COUNT"] = str(given.hosts)
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from hosts.simulated_hosts import ADDRESSES, SimulatedHosts, missing
+
+    if why := missing():
+        raise SystemExit(why)
+    names = list(ADDRESSES)
+    with SimulatedHosts() as hosts, contextlib.ExitStack() as stack:
+        for name in names:
+            hosts.shape(name, given.mbit)
+            if given.delay_ms:
+                stack.enter_context(hosts.delayed(name, given.delay_ms, 1000.0))
+        os.environ["PATH"] = hosts.environment["PATH"]
+        on = ",".join(f"{name}:1" for name in names)
+        with wb.Cluster(given.hosts, launcher="ssh", on=on) as cluster:
+            yield cluster
+
+
 def steps_of(workers: int, steps: int) -> int:
     """Return how many steps to measure: the slowest of many varies less than that of few."""
     return steps if workers <= 8 else max(12, steps * 2 // 3 if workers <= 32 else steps // 3)
@@ -274,10 +308,20 @@ def settle(most_s: float) -> None:
 
 
 def probes(cluster: wb.Cluster, name: str, steps: int, *, jitter: bool, seed: int,
-           traces: Path) -> tuple[list[Any], list[Measured]]:  # fmt: skip
+           traces: Path, inject: bool) -> tuple[list[Any], list[Measured]]:  # fmt: skip
     """Return the runs of two workers that everything is predicted from."""
     made = [
-        sleeping(cluster, name, case, 2, steps, jitter=jitter, seed=seed + k, traces=traces)
+        sleeping(
+            cluster,
+            name,
+            case,
+            2,
+            steps,
+            jitter=jitter,
+            seed=seed + k,
+            traces=traces,
+            inject=inject,
+        )  # fmt: skip
         for k, case in enumerate(("ring", "ring_fp16"))
     ]
     return [run for run, _ in made], [measured for _, measured in made]
@@ -381,13 +425,16 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--jitter", default="off,on")
     parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--probe-steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--probe-steps", type=int, default=120)
     parser.add_argument("--calm", type=float, default=0.0, metavar="SECONDS",
                         help="wait so long for a machine that is less than half busy")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no run after these")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--traces", type=Path, default=TRACES)
+    parser.add_argument("--hosts", type=int, default=0, help="simulated hosts, a worker on each")
+    parser.add_argument("--mbit", type=float, default=24.0, help="of a host's link")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="of a host's link, each way")
     parser.add_argument("--keep", type=Path, help="folder for the short runs of two workers")
     parser.add_argument("--to", type=Path, help="where every run is written")
     given = parser.parse_args()
@@ -408,14 +455,15 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     ends = time.time() + 60 * given.minutes
     counts = [int(n) for n in given.workers.split(",")]
-    with wb.Cluster(2, devices="cpu") as cluster:
+    with placed(given) as cluster:
         known: dict[tuple[str, bool], list[Any]] = {}
         plans = []
         for name in given.models.split(","):
             for jitter in (word == "on" for word in given.jitter.split(",")):
                 settle(given.calm)
                 runs, seen = probes(cluster, name, given.probe_steps, jitter=jitter,
-                                    seed=1000 * given.seed, traces=given.traces)  # fmt: skip
+                                    seed=1000 * given.seed, traces=given.traces,
+                                    inject=not given.hosts)  # fmt: skip
                 known[name, jitter] = runs
                 for k, run in enumerate(runs if given.keep else ()):
                     run.save(given.keep / f"{name}-{'jitter' if jitter else 'calm'}-{k}")
