@@ -1,7 +1,7 @@
 """Predictions from two workers against runs of 4 to 64 that were not seen.
 
     python benchmarks/bench_predict.py --record                 record steps of real models
-    python benchmarks/bench_predict.py --what-if                twelve changes to one run, ranked
+    python benchmarks/bench_predict.py --what-if                changes to one run, ranked
     python benchmarks/bench_predict.py --real                   workers that compute on these cores
     python benchmarks/bench_predict.py --hosts 8 --mbit 24 [--delay-ms 3]       real links
     python benchmarks/bench_predict.py [--quick] [--workers 4,8,16,32,64] [--turns 1] [--to FILE]
@@ -113,11 +113,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gossip": ("gossip", {"graph": "ring", "spread_every": 1000}),
 }
 
-SLOW, BANDWIDTH, LATENCY = "slow=1:40ms", "bandwidth=8MB/s", "latency=6ms"
+SLOW, BANDWIDTH, LATENCY = "slow=1:120ms", "bandwidth=3MB/s", "latency=18ms"
 VARIANTS: tuple[tuple[dict[str, Any], str, dict[str, Any], tuple[str, ...]], ...] = (
-    ({"link": "32MB/s"}, "mirrored", {}, (SLOW, "bandwidth=32MB/s", LATENCY)),
-    ({"link": "3MB/s"}, "mirrored", {}, (SLOW, "bandwidth=3MB/s", LATENCY)),
-    ({"link": "8MB/s", "latency": "1ms"}, "mirrored", {}, (SLOW, BANDWIDTH, "latency=1ms")),
+    ({"link": "12MB/s"}, "mirrored", {}, (SLOW, "bandwidth=12MB/s", LATENCY)),
+    ({"link": "1MB/s"}, "mirrored", {}, (SLOW, "bandwidth=1MB/s", LATENCY)),
+    ({"link": "3MB/s", "latency": "1ms"}, "mirrored", {}, (SLOW, BANDWIDTH, "latency=1ms")),
     ({"compress": "fp16"}, "mirrored", {"compress": "fp16"}, (SLOW, BANDWIDTH, LATENCY)),
     ({"allreduce": "hierarchical"}, "mirrored", {"allreduce": "hierarchical"},
      (SLOW, BANDWIDTH, LATENCY)),
@@ -126,12 +126,14 @@ VARIANTS: tuple[tuple[dict[str, Any], str, dict[str, Any], tuple[str, ...]], ...
     ({"allreduce": "recursive_doubling"}, "mirrored", {"allreduce": "recursive_doubling"},
      (SLOW, BANDWIDTH, LATENCY)),
     ({"straggler": None}, "mirrored", {}, (BANDWIDTH, LATENCY)),
-    ({"straggler": None, "link": "32MB/s"}, "mirrored", {}, ("bandwidth=32MB/s", LATENCY)),
+    ({"straggler": None, "link": "12MB/s"}, "mirrored", {}, ("bandwidth=12MB/s", LATENCY)),
     ({"straggler": None, "compress": "fp16"}, "mirrored", {"compress": "fp16"},
      (BANDWIDTH, LATENCY)),
     ({"compress": "fp16", "allreduce": "recursive_doubling"}, "mirrored",
      {"compress": "fp16", "allreduce": "recursive_doubling"}, (SLOW, BANDWIDTH, LATENCY)),
     ({"strategy": "central_storage"}, "central_storage", {}, (SLOW, BANDWIDTH, LATENCY)),
+    ({"batch_size": 32}, "mirrored", {}, (SLOW, BANDWIDTH, LATENCY)),
+    ({"batch_size": 12}, "mirrored", {}, (SLOW, BANDWIDTH, LATENCY)),
 )  # fmt: skip
 """Changes to a ring of four workers, one of them slow: as asked, and as they are run."""
 
@@ -152,7 +154,7 @@ class Asleep(nn.Module):
         self.weight = nn.Parameter(torch.zeros({numbers}))
 
     def forward(self, x):
-        asked_s = float(pace.choice(times_s, {micro_batches}).sum())
+        asked_s = float(pace.choice(times_s, {micro_batches}).sum()) * len(x) / 4
         began = time.perf_counter()
         time.sleep(asked_s)
         wb.log(asked_s=asked_s, slept_s=time.perf_counter() - began)
@@ -160,7 +162,7 @@ class Asleep(nn.Module):
 
 n = {workers}
 wb.fit(Asleep(), (torch.zeros(8 * n, 2), torch.zeros(8 * n)), loss=nn.MSELoss(),
-       optimizer=lambda p: torch.optim.SGD(p, 0.01), batch_size=4 * n, steps={steps}, seed=1)
+       optimizer=lambda p: torch.optim.SGD(p, 0.01), batch_size={each} * n, steps={steps}, seed=1)
 """
 
 
@@ -239,7 +241,7 @@ def sleeping(
     model, (strategy, options) = MODELS[name], CASES[case]
     source = SLEEP.format(
         seed=seed, times_s=times_of(model, jitter=jitter, traces=traces), numbers=model.numbers,
-        workers=workers, steps=steps, micro_batches=MICRO_BATCHES,
+        workers=workers, steps=steps, micro_batches=MICRO_BATCHES, each=4,
     )  # fmt: skip
     began = time.time()
     run = cluster.run(
@@ -307,21 +309,13 @@ def settle(most_s: float) -> None:
         time.sleep(1.0)
 
 
-def probes(cluster: wb.Cluster, name: str, steps: int, *, jitter: bool, seed: int,
-           traces: Path, inject: bool) -> tuple[list[Any], list[Measured]]:  # fmt: skip
+def probes(cluster: wb.Cluster, name: str, steps: int, **given: Any) -> tuple[
+    list[Any], list[Measured]
+]:  # fmt: skip
     """Return the runs of two workers that everything is predicted from."""
+    seed = given.pop("seed")
     made = [
-        sleeping(
-            cluster,
-            name,
-            case,
-            2,
-            steps,
-            jitter=jitter,
-            seed=seed + k,
-            traces=traces,
-            inject=inject,
-        )  # fmt: skip
+        sleeping(cluster, name, case, 2, steps, seed=seed + k, **given)
         for k, case in enumerate(("ring", "ring_fp16"))
     ]
     return [run for run, _ in made], [measured for _, measured in made]
@@ -342,15 +336,16 @@ def compared(runs: list[Any], measured: Measured) -> dict[str, Any]:
 
 
 def what_if(cluster: wb.Cluster, workers: int, steps: int, seed: int, traces: Path) -> None:
-    """Predict twelve changes to one run, then make them."""
+    """Predict changes to one run, then make them."""
     base = Model("cnn", 85_000, (SLOW, BANDWIDTH, LATENCY))
 
-    def taken(strategy: str, options: dict[str, Any], faults: tuple[str, ...], k: int) -> Any:
+    def taken(strategy: str, options: dict[str, Any], faults: tuple[str, ...], k: int,
+              each: int = 4) -> Any:  # fmt: skip
         if strategy == "mirrored":
             options = {"allreduce": "ring", **options}
         source = SLEEP.format(
             seed=seed + k, times_s=times_of(base, jitter=True, traces=traces), steps=steps,
-            numbers=base.numbers, workers=workers, micro_batches=MICRO_BATCHES,
+            numbers=base.numbers, workers=workers, micro_batches=MICRO_BATCHES, each=each,
         )  # fmt: skip
         busy = Busy()
         run = cluster.run(source, strategy=strategy, workers=workers, options=options,
@@ -358,11 +353,13 @@ def what_if(cluster: wb.Cluster, workers: int, steps: int, seed: int, traces: Pa
         return run, busy.shares()[0]
 
     first, cpu = taken("mirrored", {}, base.link, 0)
-    found = first.what_if(variants=[change for change, *_ in VARIANTS])
+    few, _ = taken("mirrored", {}, base.link, 99, each=2)
+    found = first.what_if(variants=[change for change, *_ in VARIANTS], beside=few)
     predicted = {v.text: v.step_s for v in found.variants}
     rows = []
     for k, (change, strategy, options, faults) in enumerate(VARIANTS, 1):
-        run, busy = taken(strategy, options, faults, k)
+        each = change.get("batch_size", 4 * workers) // workers
+        run, busy = taken(strategy, options, faults, k, each)
         step_s = float(run.history["step_s"][run.history["step"] >= 1].mean())
         text = ", ".join(f"{key}={value}" for key, value in change.items())
         middle, low, high = predicted[text]
@@ -419,7 +416,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="record steps of real models")
     parser.add_argument("--quick", action="store_true", help="a few short runs")
     parser.add_argument("--real", action="store_true", help="workers that compute on these cores")
-    parser.add_argument("--what-if", action="store_true", help="twelve changes to one run")
+    parser.add_argument("--what-if", action="store_true", help="changes to one run")
     parser.add_argument("--workers", default="4,8,16,32,64")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--cases", default=",".join(CASES))

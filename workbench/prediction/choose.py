@@ -271,8 +271,7 @@ class Race:
     def rows(self) -> list[Row]:
         """Return what is known of each candidate, best first, those that are out last."""
         found = [self._row(one) for one in self.entrants]
-        order = {"measured": 0, "predicted": 0, "bounded": 1, "out": 2}
-        found.sort(key=lambda row: (order[row.known], -row.samples_per_s[0]))
+        found.sort(key=_place)
         return [*found, *self.out]
 
     def choose(self) -> Choice:
@@ -385,6 +384,15 @@ class Race:
                 except WorkbenchError:
                     return NAN
         return NAN
+
+
+def _place(row: Row) -> tuple[int, float]:
+    """Return what rows are sorted by: what is known of them, then their rate."""
+    group, which = {"measured": (0, 0), "predicted": (0, 0), "bounded": (1, 2), "out": (2, 0)}[
+        row.known
+    ]
+    rate = row.samples_per_s[which]
+    return group, -rate if rate == rate else 0.0
 
 
 def memory_of(run: RunData) -> float:

@@ -321,14 +321,14 @@ class ChoicePicture(Picture, Choice):
         shown = [row for row in self.rows if row.known != "out"]
         out = [row for row in self.rows if row.known == "out"]
         most = max((row.samples_per_s[2] for row in shown), default=1.0)
-        left, right = MARGIN + 150, wide - MARGIN - 58
+        left, right = MARGIN + 176, wide - MARGIN - 58
         scale = (right - left) / most
         y += 4
         for row in shown:
             middle, low, high = (left + scale * rate for rate in row.samples_per_s)
             y += 20
             name = row.candidate.name
-            body.append(svg_text(left - 8, y + 4, name if len(name) < 25 else f"{name[:24]}…",
+            body.append(svg_text(left - 8, y + 4, name if len(name) < 28 else f"{name[:27]}…",
                                  size=10.5, anchor="end", bold=row is self.winner))  # fmt: skip
             body.append(f'<path class="l" stroke-dasharray="1 4" d="M{left} {y}H{right:.1f}"/>')
             body.append(
@@ -336,7 +336,7 @@ class ChoicePicture(Picture, Choice):
             )
             body.append(svg_text(right + 8, y + 4, _best(row), "m" * (row.known == "bounded"),
                                  size=10))  # fmt: skip
-        y += 22
+        y += 26
         legend = "Samples per second. Dots: measured; rings: predicted, with the interval; bars: "
         more, y = paragraph(MARGIN, y, f"{legend}at best.", wide - 2 * MARGIN, size=9.5)
         body += more
@@ -350,8 +350,9 @@ class ChoicePicture(Picture, Choice):
 def _best(row: Row) -> str:
     if row.known == "out":
         return ""
-    text = number(row.samples_per_s[0])
-    return f"≤ {text}" if row.known == "bounded" else text
+    if row.known == "bounded":
+        return f"≤ {number(row.samples_per_s[2])}"
+    return number(row.samples_per_s[0])
 
 
 def _interval(row: Row) -> str:
@@ -403,5 +404,8 @@ def what_if(
     run: RunData, variants: Sequence[Mapping[str, Any]] | None, changes: Mapping[str, Any]
 ) -> RankingPicture:
     """Return what changes would make of a run; see `Run.what_if`."""
-    every = list(variants) if variants is not None else [changes]
-    return RankingPicture(**vars(changing.rank(run, every)))
+    asked = dict(changes)
+    beside = asked.pop("beside", ())
+    every = list(variants) if variants is not None else [asked]
+    others = [beside] if hasattr(beside, "history") else list(beside)
+    return RankingPicture(**vars(changing.rank(run, every, others)))
