@@ -298,8 +298,13 @@ def placed(given: argparse.Namespace) -> Iterator[wb.Cluster]:
 
 
 def steps_of(workers: int, steps: int) -> int:
-    """Return how many steps to measure: the slowest of many varies less than that of few."""
-    return steps if workers <= 8 else max(12, steps * 2 // 3 if workers <= 32 else steps // 3)
+    """Return how many steps to take: the slowest of many varies less than that of few.
+
+    One of them, the first, is not measured; the others are whole rounds of `local_sgd`.
+    """
+    many = steps if workers <= 8 else max(12, steps * 2 // 3 if workers <= 32 else steps // 3)
+    every = CASES["local_sgd"][1]["every"]
+    return 1 + every * max(many // every, 1)
 
 
 def settle(most_s: float) -> None:

@@ -198,6 +198,10 @@ ON_ENGINES = {
         [*[{"ideal": SHARE, "measured": SHARE}] * 10, {"ms": MS, "best_ms": MS}],
         results=11,
     ),
+    "bench_auto.py": Short(
+        "--quick",
+        {"recipes": (1, 1), "least": (0.0, 1.0), "longest_choice_s": SECONDS},
+    ),
     "bench_predict.py": Short(
         "--quick",
         {"runs": (1, 2), "median_error": (0.0, 10.0), "coverage": SHARE, "left_out": (0, 2)},

@@ -34,7 +34,7 @@ ENOUGH_S, ENOUGH_STEPS = 4.0, 60
 MOST_STEPS = 2000
 _NO_ROOM = frozenset({"OutOfMemoryError", "MemoryError", "ResourceExhaustedError"})
 _OWN = ("memory_per_worker", "allow_stale", "probe_seconds")
-_NOT_BESIDE = ("to_job", "background", "seeds", "init_from", "profile", "price", "ranks")
+_NOT_BESIDE = ("to_job", "background", "seeds", "profile", "price", "ranks")
 
 
 def chooses(request: RunRequest) -> bool:
@@ -116,11 +116,15 @@ class Chooser:
         self, cluster: Cluster, request: RunRequest, recipe: Recipe, most_s: float = PROBE_S,
         *, number: int = 1, autoreload: str = "",
     ) -> None:  # fmt: skip
-        self._cluster, self._request, self._recipe = cluster, request, recipe
+        self._cluster, self._recipe = cluster, recipe
         self._most_s = float(request.probe_seconds or most_s)
         self._number, self._autoreload = number, autoreload
         framework = request.framework or recipe.framework or cluster.framework
         workers = request.workers or max(1, len(cluster.worker_ids))
+        if request.batch_per_worker is not None:  # the same global batch for all of them
+            batch = workers * request.batch_per_worker
+            request = replace(request, batch_size=batch, batch_per_worker=None)
+        self._request = request
         entrants, out = candidates(
             framework, workers, request.options, allow_stale=request.allow_stale
         )
@@ -199,7 +203,7 @@ class Chooser:
 
     def _error(self, one: Candidate) -> WorkbenchError | None:
         try:
-            check_ahead(self._cluster, [self._plan(one, short=True)])
+            check_ahead(self._cluster, [self._plan(one, short=short) for short in (True, False)])
         except WorkbenchError as error:
             return error
         return None
