@@ -101,7 +101,7 @@ def scaled_runs(
 ) -> list[Any]:  # fmt: skip
     """Return one device, and as many rings as asked for, of which all is known."""
     rng = np.random.default_rng(seed)
-    found = []
+    found, ring = [], {"allreduce": "ring"} if strategy == "mirrored" else {}
     for workers in (1, *counts):
         samples = BATCH if weak else BATCH // workers
         own = draw_own(rng, steps, workers) * own_of(samples)
@@ -113,7 +113,7 @@ def scaled_runs(
                 sent_bytes=0.0 if alone else 2 * (workers - 1) / workers * GRADIENTS_BYTES,
                 samples=samples, faults=() if alone else LINK,
                 name="one_device" if alone else f"{name or strategy}-n{workers}",
-                **({} if alone else {"allreduce": "ring", **options}),
+                **({**ring, **options} if not alone else {}),
             )
         )  # fmt: skip
     return found

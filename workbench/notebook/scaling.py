@@ -234,14 +234,12 @@ def _predicted(curve: Curve, counts: Iterable[int], runs: Mapping[str, RunData])
         log.exception("Scaling of %r could not be predicted", curve.name)
         return Predicted(base.name, point.workers, why_not=f"It failed ({type(error).__name__}).")
     rate = curve.base.samples_per_s.mean
-    points = tuple(
-        PredictedPoint(
-            one.workers, *one.samples_per_s, *(value / rate for value in one.samples_per_s),
-            one.far,
-        )
-        for one in made.points
-    )  # fmt: skip
-    return Predicted(base.name, point.workers, points, notes=made.notes)
+    points = []
+    for one in made.points:
+        middle, low, high = one.samples_per_s
+        gains = (middle / rate, low / rate, high / rate)
+        points.append(PredictedPoint(one.workers, middle, low, high, *gains, one.far))
+    return Predicted(base.name, point.workers, tuple(points), notes=made.notes)
 
 
 def _fits(curve: Curve, point: Point, count: int) -> bool:

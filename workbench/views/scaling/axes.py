@@ -108,7 +108,7 @@ def label_points(axes: Axes, ends: Sequence[End]) -> None:
 
     Words that find no place are left out; the table has them.
     """
-    renderer = axes.figure.canvas.get_renderer()  # type: ignore[union-attr, attr-defined]
+    renderer = axes.figure.canvas.get_renderer()  # type: ignore[attr-defined]
     drawn = _drawn(axes)
     inside = axes.get_window_extent(renderer)
     taken = [text.get_window_extent(renderer) for text in axes.texts if text.get_text()]

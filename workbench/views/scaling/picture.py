@@ -342,7 +342,7 @@ def _draw_predicted(axes: Axes, curve: Curve, value: Value) -> None:
     low, high = np.where(np.isfinite(low), low, middle), np.where(np.isfinite(high), high, middle)
     axes.fill_between(x, low, high, color=color, alpha=_BAND, lw=0, zorder=2)
     place, back = axes.transData, axes.transData.inverted()
-    radius = (_RING_PT + 1.5) / 2 * axes.figure.dpi / 72  # type: ignore[union-attr]
+    radius = (_RING_PT + 1.5) / 2 * axes.figure.dpi / 72
     at = place.transform(np.column_stack([x, middle]))
     for one, other in itertools.pairwise(at):
         length = float(np.hypot(*(other - one)))
@@ -375,10 +375,9 @@ def _ends(axes: Axes, scaling: Scaling, value: Value, words: Callable[[float], s
     """
     last, beside, within = max(scaling.axis), [], []
     for curve in scaling.curves:
-        for point, sign, weight in (
-            *((one, "", "bold") for one in curve.known[-1:]),
-            *((one, "≈", "normal") for one in curve.ahead[-1:]),
-        ):
+        ends: list[tuple[Any, str, str]] = [(one, "", "bold") for one in curve.known[-1:]]
+        ends += [(one, "≈", "normal") for one in curve.ahead[-1:]]
+        for point, sign, weight in ends:
             middle = value(curve, point)[0]
             end = End(point.workers, middle, sign + words(middle), color_of(curve), weight)
             if point.workers == last:
