@@ -76,6 +76,7 @@ class ScalingPart(Part):
             "wrong": self._wrong,
             "beside": self._published,
             "predicted": self._predicted,
+            "owed": self._owed,
             "published": [
                 {"name": one.name, "year": one.year, "points": [list(p) for p in one.points],
                  "from": one.made_from, "hardware": one.hardware, "source": one.source,
