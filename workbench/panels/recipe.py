@@ -10,7 +10,6 @@ from ..errors import PlanError
 from ..execution.allocator import notebook_framework
 from ..notebook import jobs
 from ..notebook.recipes import recipes
-from ..session.checkpoints import apart
 from ..shared.plan import Plan, cell_of
 from . import strategies
 from .choice import Choice, check_written_for, short
@@ -81,12 +80,10 @@ class RecipePart(Part):
         choice.check(framework)
         check_written_for(recipe, framework)
         place = strategies.place_of(session, choice)
-        drafts = []
-        for line in choice.lines(framework):
-            plans = strategies.drafts(line, recipe, place)
-            if choice.seeds > 1:
-                plans = [plan.with_seed(seed) for plan in plans for seed in range(choice.seeds)]
-            drafts += apart(plans)
+        lines = choice.lines(framework)
+        drafts = [plan for line in lines for plan in strategies.drafts(line, recipe, place)]
+        if choice.seeds > 1:
+            drafts = [plan.with_seed(seed) for plan in drafts for seed in range(choice.seeds)]
         folders = [jobs.job(plan, f"job-{plan.name or plan.strategy}") for plan in drafts]
         return {"folders": [folder.name for folder in folders], "where": str(folders[0].parent)}
 
