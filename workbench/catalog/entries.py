@@ -90,6 +90,7 @@ TORCH: tuple[Strategy, ...] = (
         term="synchronous training with central variables",
         summary="Weights and optimizer live on one host; workers pull them and push gradients.",
         module="workbench.strategies.torch.central_storage:CentralStorage",
+        keeps="weights",
         messages="workbench.catalog.step_messages:central_storage",
         suits="few devices beside a host with memory to spare: optimizer state stays off them",
         shares_gpu=True,
@@ -110,6 +111,7 @@ TORCH: tuple[Strategy, ...] = (
         term="asynchronous data parallelism (parameter server)",
         summary="Servers hold the parameters; each worker pushes and pulls at its own pace.",
         module="workbench.strategies.torch.parameter_server:ParameterServer",
+        keeps="weights",
         messages="workbench.catalog.step_messages:parameter_server",
         suits="workers of unequal speed, large tables of which a step uses a few rows, and to "
         "see what stale gradients do",
@@ -165,6 +167,7 @@ TORCH: tuple[Strategy, ...] = (
         summary="Each worker keeps 1/n of parameters, gradients and optimizer; layers are gathered "
         "when they compute.",
         module="workbench.strategies.torch.sharded:Sharded",
+        keeps="part",
         messages="workbench.catalog.step_messages:sharded",
         suits="models whose parameters and optimizer state do not fit one device",
         source="Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023",
@@ -195,6 +198,7 @@ TORCH: tuple[Strategy, ...] = (
         term="pipeline (model) parallelism",
         summary="The model is cut into stages over the workers; microbatches follow each other.",
         module="workbench.strategies.torch.model_split:ModelSplit",
+        keeps="part",
         messages="workbench.catalog.step_messages:model_split",
         suits="models that do not fit one device, cut into layers of similar cost",
         source="Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019",
@@ -215,6 +219,7 @@ TORCH: tuple[Strategy, ...] = (
         summary="Several pipelines side by side; each takes a share of the batch, stage by stage "
         "gradients are added up.",
         module="workbench.strategies.torch.hybrid:Hybrid",
+        keeps="part",
         messages="workbench.catalog.step_messages:hybrid",
         suits="models that do not fit one device, on more workers than stages are worth",
         source="Narayanan et al., PipeDream, SOSP 2019; Megatron-LM, SC 2021, section 3",
@@ -240,6 +245,7 @@ TORCH: tuple[Strategy, ...] = (
         summary="The weight matrices of a layer are divided over the workers, who compute it "
         "together.",
         module="workbench.strategies.torch.tensor_parallel:TensorParallel",
+        keeps="part",
         messages="workbench.catalog.step_messages:tensor_parallel",
         suits="wide layers, on workers with fast links between them",
         source="Shoeybi et al., Megatron-LM, 2019, section 3",
@@ -398,6 +404,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="Parameters and optimizer lie on one device of the engine; all its devices compute "
         "gradients, which are added up and applied there once.",
         module="workbench.strategies.tensorflow.central_storage:CentralStorage",
+        keeps="weights",
         messages="workbench.catalog.step_messages:tensorflow_central_storage",
         suits="several devices of one host that have room for the parameters only once",
         source="tf.distribute.experimental.CentralStorageStrategy; Li et al., Scaling Distributed "
@@ -419,6 +426,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="The layers of one model lie on several devices; the batch goes through them in "
         "turn, so memory is saved and time is not.",
         module="workbench.strategies.tensorflow.model_split:ModelSplit",
+        keeps="part",
         messages="workbench.catalog.step_messages:tensorflow_model_split",
         suits="models too large for one device, and to see why pipelines were invented",
         source="Dean et al., Large Scale Distributed Deep Networks, NIPS 2012; tf.device",
@@ -458,6 +466,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="Servers hold the variables; a coordinator hands steps to whichever worker is "
         "free.",
         module="workbench.strategies.tensorflow.parameter_server:ParameterServer",
+        keeps="weights",
         messages="workbench.catalog.step_messages:tensorflow_parameter_server",
         suits="workers of unequal speed, large tables of which a step uses a few rows, and to "
         "see what stale gradients do",

@@ -155,6 +155,8 @@ class Strategy:
             of the steps is lost.
         whole: Whether every worker ends with the whole model; else each has its share of it, and
             builds no more than that where the model is given as a function.
+        keeps: What a worker holds between steps: `all` of weights, gradients and optimizer state;
+            `weights` and gradients, while servers hold the state; or its `part` of everything.
         fills: Whether it gives a model without memory (device `meta`) its weights, each worker its
             part of them; one given as a function is built for real by rank 0 alone.
         loses: What is lost at most when a run goes on from its last checkpoint.
@@ -197,6 +199,7 @@ class Strategy:
     replicated: bool = False
     spares_workers: bool = False
     whole: bool = True
+    keeps: Literal["all", "weights", "part"] = "all"
     fills: bool = False
     loses: str = "the steps since the last checkpoint"
     rules: str = ""
@@ -211,6 +214,12 @@ class Strategy:
     def is_sync(self, options: dict[str, Any]) -> bool:
         """Whether workers take each step together, under these options."""
         return self.sync or bool(self.sync_option and options.get(self.sync_option))
+
+    def is_exact(self, options: dict[str, Any]) -> bool:
+        """Whether it trains what one device trains, up to rounding, under these options."""
+        if self.exact_with is None or not self.is_sync(options):
+            return False
+        return all(options.get(name) == value for name, value in self.exact_with)
 
     def server_count(self, options: dict[str, Any]) -> int:
         """Return how many servers a run needs, under these options."""

@@ -1,4 +1,4 @@
-"""A prediction and what-ifs as figure, table and words; asked for as `run.predict`, `wb.predict`.
+"""A prediction, what-ifs and the choice of a strategy as figure, table and words.
 
 The figure has one axis of workers and one of samples per second, both in doublings: predicted
 points are joined by dashes, their interval is a band, runs that were measured are dots.
@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from ...prediction import predict as predicting
 from ...prediction import variants as changing
 from ...prediction.case import CAUSES
+from ...prediction.choose import Choice, Row
 from ...prediction.predict import Prediction
 from ...prediction.variants import Ranking
 from ..table import Column, Table
-from ..text import milliseconds, number, percent
+from ..text import milliseconds, number, percent, size
 from ..theme import Canvas, Picture, paragraph, svg_text
 
 if TYPE_CHECKING:
@@ -271,6 +272,110 @@ class RankingPicture(Picture, Ranking):
         return Canvas(WIDTH, y + 2, [*body, *more], "What if", self.text())
 
 
+class ChoicePicture(Picture, Choice):
+    """Strategies for a cell, fastest first; see `prediction.choose.Choice`."""
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return JSON-ready data; None for NaN."""
+        return Choice.to_wire(self)
+
+    def table(self) -> Table:
+        """Return a row per strategy, fastest first."""
+        columns = [Column("strategy", "left"), Column("workers"), Column("samples/s"),
+                   Column("interval"), Column("step"), Column("memory/worker"),
+                   Column("how it is known", "left", 60)]  # fmt: skip
+        rows = [
+            [row.candidate.name, str(row.candidate.workers), _best(row), _interval(row),
+             _time(row.step_s) if row.step_s == row.step_s else "",
+             size(row.memory_bytes) if row.memory_bytes == row.memory_bytes else "", row.why]
+            for row in self.rows
+        ]  # fmt: skip
+        strong = frozenset(k for k, row in enumerate(self.rows) if row is self.winner)
+        return Table(columns, rows, self._title(), self._notes(), strong)
+
+    def _title(self) -> str:
+        return f"Chosen: {self.reason}"
+
+    def _notes(self) -> list[str]:
+        spent = f"Short runs took {_time(self.seconds)}. " if self.seconds == self.seconds else ""
+        text = f"{spent}Intervals: 95 % of a measured rate, 90 % of predicted runs."
+        return [text, *self.notes]
+
+    def text(self) -> str:
+        """Return the table as text."""
+        return self.table().text()
+
+    def html(self) -> str:
+        """Return the figure, and the table to unfold."""
+        return (
+            f'<div style="max-width:100%">{self.canvas().svg()}<details style="font-size:12px">'
+            f"<summary>All figures</summary>{self.table().html()}</details></div>"
+        )
+
+    def canvas(self) -> Canvas:
+        """Return a line per strategy: dots of what was measured, rings of what is predicted."""
+        wide = WIDTH + 140
+        body = [svg_text(MARGIN, 20, "Which strategy?", size=14, bold=True)]
+        more, y = paragraph(MARGIN, 38, self.reason, wide - 2 * MARGIN)
+        body += more
+        shown = [row for row in self.rows if row.known != "out"]
+        out = [row for row in self.rows if row.known == "out"]
+        most = max((row.samples_per_s[2] for row in shown), default=1.0)
+        left, right = MARGIN + 176, wide - MARGIN - 58
+        scale = (right - left) / most
+        y += 4
+        for row in shown:
+            middle, low, high = (left + scale * rate for rate in row.samples_per_s)
+            y += 20
+            name = row.candidate.name
+            body.append(svg_text(left - 8, y + 4, name if len(name) < 28 else f"{name[:27]}…",
+                                 size=10.5, anchor="end", bold=row is self.winner))  # fmt: skip
+            body.append(f'<path class="l" stroke-dasharray="1 4" d="M{left} {y}H{right:.1f}"/>')
+            body.append(
+                f"<g><title>{name}: {row.why}</title>{_mark(row, middle, low, high, y)}</g>"
+            )
+            body.append(svg_text(right + 8, y + 4, _best(row), "m" * (row.known == "bounded"),
+                                 size=10))  # fmt: skip
+        y += 26
+        legend = "Samples per second. Dots: measured; rings: predicted, with the interval; bars: "
+        more, y = paragraph(MARGIN, y, f"{legend}at best.", wide - 2 * MARGIN, size=9.5)
+        body += more
+        if out:
+            said = "; ".join(f"{row.candidate.name}: {row.why}" for row in out)
+            more, y = paragraph(MARGIN, y + 3, f"Left out: {said}.", wide - 2 * MARGIN, size=9.5)
+            body += more
+        return Canvas(wide, y + 2, body, "Which strategy?", self.text())
+
+
+def _best(row: Row) -> str:
+    if row.known == "out":
+        return ""
+    if row.known == "bounded":
+        return f"≤ {number(row.samples_per_s[2])}"
+    return number(row.samples_per_s[0])
+
+
+def _interval(row: Row) -> str:
+    if row.known not in ("measured", "predicted"):
+        return ""
+    return f"{number(row.samples_per_s[1])} to {number(row.samples_per_s[2])}"
+
+
+def _mark(row: Row, middle: float, low: float, high: float, y: float) -> str:
+    """Return what stands for a rate on its line."""
+    if row.known == "bounded":
+        return (
+            f'<path class="l" stroke-width="4" d="M{low:.1f} {y}H{high:.1f}"/>'
+            f'<path class="l" stroke-width="1.4" d="M{high:.1f} {y - 5}V{y + 5}"/>'
+        )
+    line = (
+        f'<path class="k-compute s" stroke-width="5" stroke-opacity=".3" '
+        f'd="M{low:.1f} {y}H{high:.1f}"/>'
+    )
+    kind = "k-weights f" if row.known == "measured" else "k-compute s"
+    return f'{line}<circle class="{kind}" stroke-width="1.6" cx="{middle:.1f}" cy="{y}" r="3.6"/>'
+
+
 def predict(
     runs: RunData | Sequence[RunData], workers: int | Sequence[int], **given: Any
 ) -> PredictionPicture:
@@ -299,5 +404,8 @@ def what_if(
     run: RunData, variants: Sequence[Mapping[str, Any]] | None, changes: Mapping[str, Any]
 ) -> RankingPicture:
     """Return what changes would make of a run; see `Run.what_if`."""
-    every = list(variants) if variants is not None else [changes]
-    return RankingPicture(**vars(changing.rank(run, every)))
+    asked = dict(changes)
+    beside = asked.pop("beside", ())
+    every = list(variants) if variants is not None else [asked]
+    others = [beside] if hasattr(beside, "history") else list(beside)
+    return RankingPicture(**vars(changing.rank(run, every, others)))
