@@ -86,7 +86,7 @@ class Scaled:
     @functools.cached_property
     def scaling(self) -> Scaling:
         """The numbers behind them, with what is predicted; computed when first asked for."""
-        return predicted(self._measured, self._runs) if self._runs else self._measured
+        return with_predictions(self._measured, self._runs) if self._runs else self._measured
 
     @property
     def verdict(self) -> str:
@@ -201,7 +201,7 @@ def scaled(
     return Scaled(found, {one.name: run for one, run in zip(summaries, runs, strict=False)})
 
 
-def predicted(scaling: Scaling, runs: Mapping[str, RunData]) -> Scaling:
+def with_predictions(scaling: Scaling, runs: Mapping[str, RunData]) -> Scaling:
     """Return the same with what each curve's run with the fewest workers, 2 or more, let expect.
 
     It is predicted for all numbers of workers that stand on the axis, and for twice and four times
