@@ -218,6 +218,15 @@ def test_ticks_are_round_and_few(low: float, high: float, ticks: list[float]) ->
     assert len(view._round(1.1, 1.5)) == 4
 
 
+def test_notes_stand_once_on_a_page_and_in_a_file_of_its_own() -> None:
+    found = view.predict(ring_run(np.random.default_rng(11), A, B), [4, 64], scaling="weak")
+    page, file = (re.sub(r"(?s)<desc.*?</desc>", "", text) for text in (found.html(), found.svg()))
+    (wide,) = [note for note in found.notes if note.startswith("64 workers are")]
+    assert page.count(wide[:30]) == 1
+    assert page.count("With 64 workers") == 1
+    assert file.count(wide[:30]) == 1
+
+
 def test_what_if_names_the_colours_of_its_bars() -> None:
     run = ring_run(np.random.default_rng(11), A, B, faults=SIMULATED)
     drawn = view.what_if(run, [{"link": "1GB/s"}], {}).canvas().svg()
@@ -302,6 +311,11 @@ def test_runs_that_were_measured_since_stand_beside_the_prediction() -> None:
     assert "measured: four, inside the interval" in shown.text()
     assert [m.workers for m in shown.measured] == [2, 4]
     assert len(found.measured) == 1
+    divided = ring_run(rng, A, B, workers=4, samples=4, faults=SIMULATED, name="divided")
+    assert "measured: divided, with another batch" in found.beside(divided).text()
+    drawn = found.beside(four, divided).canvas().svg()
+    assert drawn.count('fill-opacity=".35"') == 1
+    assert "Faint: with another batch." in drawn
     other = made_run(draw_own(rng, 60, 4), np.full(60, 0.3), "gossip", name="other")
     with pytest.raises(PlanError, match="WB-PLAN-311"):
         found.beside(other)

@@ -422,6 +422,14 @@ def test_exports_have_what_was_predicted_in_columns_of_its_own(tmp_path: Any) ->
     assert [one["workers"] for one in curve["predicted"]["points"]] == [4, 8, 16]
 
 
+def test_what_one_curve_assumes_alone_is_said_with_its_name() -> None:
+    runs = scaled_runs((2, 4)) + scaled_runs((2, 4), steps=60, name="half", compress="fp16")[1:]
+    notes = predicted_of(runs).scaling.notes
+    assert len(set(notes)) == len(notes)
+    rare = [note for note in notes if "is rarer than most of the" in note]
+    assert [note.partition(": ")[0] for note in rare] == ["mirrored compress=fp16"]
+
+
 def test_a_figure_and_a_file_can_do_without_predictions(tmp_path: Any) -> None:
     shown = predicted_of(scaled_runs((2, 4)))
     assert shown.figure().scaling.axis == (1, 2, 4, 8, 16)

@@ -178,6 +178,17 @@ def test_the_keys_say_what_rings_are_and_why_there_are_none() -> None:
     assert not any("Rings" in words for words in said)
 
 
+def test_words_of_the_higher_curve_stand_above_those_of_the_lower() -> None:
+    runs = [*scaled_runs((2, 4)), *scaled_runs((2, 4), seed=9, name="half", compress="fp16")[1:]]
+    found = scaled([summary_of(run) for run in runs], runs=runs).scaling
+    for axes in picture.draw(found).axes[:2]:
+        said = [text for text in axes.texts if text.get_weight() == "bold"]
+        assert len(said) == 2
+        points = sorted(said, key=lambda text: text.xy[1])
+        words = sorted(said, key=lambda text: text.get_window_extent().y0)
+        assert points == words
+
+
 def dotted(figure: Any) -> list[Any]:
     return [line for line in figure.axes[0].lines if line.get_linestyle() == ":"]
 

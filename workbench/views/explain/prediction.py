@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ... import catalog
 from ...prediction import predict as predicting
 from ...prediction import variants as changing
 from ...prediction.case import CAUSES
@@ -80,6 +82,8 @@ class PredictionPicture(Picture, Prediction):
     def _held(self, measured: Measured) -> str:
         """Return whether a run that was not predicted from lies in the interval, in words."""
         at = [p for p in self.points if p.workers == measured.workers]
+        if not _alike(self, measured):
+            return ", with another batch"
         if measured.run in self.runs or not at:
             return ""
         inside = at[0].step_s[1] <= measured.step_s <= at[0].step_s[2]
@@ -91,11 +95,15 @@ class PredictionPicture(Picture, Prediction):
         return self.table().text()
 
     def html(self) -> str:
-        """Return the figure, and the table."""
-        return f'<div style="max-width:100%">{self.canvas().svg()}{self.table().html()}</div>'
+        """Return the figure, and the table; what both say stands there once."""
+        table = replace(self.table(), title="").html()
+        return f'<div style="max-width:100%">{self._drawn(notes=False).svg()}{table}</div>'
 
     def canvas(self) -> Canvas:
         """Return the figure."""
+        return self._drawn()
+
+    def _drawn(self, *, notes: bool = True) -> Canvas:
         body = [svg_text(MARGIN, 20, "Predicted", size=14, bold=True)]
         more, y = paragraph(MARGIN, 38, self.sentence(), WIDTH - 2 * MARGIN)
         body += more
@@ -104,14 +112,24 @@ class PredictionPicture(Picture, Prediction):
         body += [*plot.shade(), *plot.grid(), *plot.band(), *plot.line(), *plot.dots()]
         y = top + PLOT + 46
         legend = "Rings: predicted, in a band that holds 90 % of runs. Dots: measured."
+        if not all(_alike(self, m) for m in self.measured):
+            legend += " Faint: with another batch."
         if any(p.far for p in self.points):
             legend += " Shaded: beyond what the runs can tell of."
         more, y = paragraph(MARGIN, y, legend, WIDTH - 2 * MARGIN, size=9.5)
         body += more
-        for note in self.notes:
+        for note in self.notes if notes else ():
             more, y = paragraph(MARGIN, y + 3, note, WIDTH - 2 * MARGIN, size=9.5)
             body += more
         return Canvas(WIDTH, y + 4, body, "Predicted samples per second", self.text())
+
+
+def _alike(shown: Prediction, measured: Measured) -> bool:
+    """Whether a run had the batch that was predicted for as many workers; else it is faint."""
+    first = shown.points[0]
+    grows = shown.scaling == "weak" and catalog.lookup(shown.strategy, "torch").data_parallel
+    per = measured.workers / first.workers if grows else 1.0
+    return not abs(measured.batch / per - first.batch) > 0.01 * first.batch
 
 
 _SCALING = {
@@ -216,9 +234,10 @@ class _Plot:
         for m in self.shown.measured:
             x, y = self.at(m.workers, m.samples_per_s)
             hint = f"measured, {m.workers} workers: {number(m.samples_per_s)}"
+            faint = "" if _alike(self.shown, m) else ' fill-opacity=".35"'
             found.append(
-                f'<g><title>{hint}</title><circle class="k-weights f" cx="{x:.1f}" cy="{y:.1f}" '
-                'r="3"/></g>'
+                f'<g><title>{hint}</title><circle class="k-weights f"{faint} cx="{x:.1f}" '
+                f'cy="{y:.1f}" r="3"/></g>'
             )
         return found
 
@@ -287,18 +306,22 @@ class RankingPicture(Picture, Ranking):
         return self.table().text()
 
     def html(self) -> str:
-        """Return the figure, and the table."""
-        return f'<div style="max-width:100%">{self.canvas().svg()}{self.table().html()}</div>'
+        """Return the figure, and the table; what both say stands there once."""
+        table = replace(self.table(), title="").html()
+        return f'<div style="max-width:100%">{self.canvas().svg()}{table}</div>'
 
     def canvas(self) -> Canvas:
         """Return each step as a bar of its causes, the best first."""
         body = [svg_text(MARGIN, 20, "What if", size=14, bold=True)]
         more, y = paragraph(MARGIN, 38, self.sentence(), WIDTH - 2 * MARGIN)
         body += more
-        rows = [("as it was", self.step_s, self.share)]
-        rows += [(v.text, v.step_s[0], v.share) for v in self.variants]
-        scale = (WIDTH - 2 * MARGIN - 62) / max(step_s for _, step_s, _ in rows)
-        for words, step_s, share in rows:
+        rows = [("as it was", self.step_s, self.share, "")]
+        rows += [
+            (v.text, v.step_s[0], v.share, f", {v.speedup[0]:.2f}x the samples/s")
+            for v in self.variants
+        ]
+        scale = (WIDTH - 2 * MARGIN - 146) / max(step_s for _, step_s, _, _ in rows)
+        for words, step_s, share, gained in rows:
             y += 6
             body.append(svg_text(MARGIN, y + 6, words, size=10))
             x = MARGIN
@@ -307,7 +330,7 @@ class RankingPicture(Picture, Ranking):
                 body.append(f'<rect class="k-{kind} f" x="{x:.1f}" y="{y + 10:.1f}" '
                             f'width="{width:.2f}" height="11"/>')  # fmt: skip
                 x += width
-            body.append(svg_text(x + 5, y + 19, _time(step_s), size=10))
+            body.append(svg_text(x + 5, y + 19, _time(step_s) + gained, size=10))
             y += 24
         x, y = MARGIN, y + 14
         for cause, kind in zip(CAUSES, ("compute", "wait", "weights"), strict=True):

@@ -101,12 +101,15 @@ def label_ends(axes: Axes, ends: Sequence[End], most_in: float, *, leaders: bool
 
 _AROUND = ((-7, 7), (7, -7), (-7, -7), (7, 7), (-7, 17), (7, -17), (-7, -17), (7, 17))
 """Where words may stand beside their point: points to the right of it and up."""
+_MISPLACED = 1000
+"""Words on the wrong side are worse than words over so many places of the curves."""
 
 
 def label_points(axes: Axes, ends: Sequence[End]) -> None:
     """Write words next to their points, where they cover no others and least of the curves.
 
-    Words that find no place are left out; the table has them.
+    Of several at one number of workers those of the higher point stand above, so that nobody takes
+    one for the other. Words that find no place are left out; the table has them.
     """
     renderer = axes.figure.canvas.get_renderer()  # type: ignore[attr-defined]
     drawn = _drawn(axes)
@@ -114,6 +117,8 @@ def label_points(axes: Axes, ends: Sequence[End]) -> None:
     taken = [text.get_window_extent(renderer) for text in axes.texts if text.get_text()]
     for end in ends:
         best = None
+        beside = [other.y for other in ends if other.x == end.x]
+        height = sum(y < end.y for y in beside) - sum(y > end.y for y in beside)
         for right, up in _AROUND:
             words = axes.annotate(
                 end.words, (end.x, end.y), xytext=(right, up), textcoords="offset points",
@@ -124,6 +129,7 @@ def label_points(axes: Axes, ends: Sequence[End]) -> None:
             free = not any(box.overlaps(other) for other in taken)
             if free and inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1):
                 across = ((drawn >= box.min) & (drawn <= box.max)).all(axis=1).sum()
+                across += _MISPLACED * (height * up < 0)
                 if best is None or across < best[0]:
                     if best is not None:
                         best[1].remove()

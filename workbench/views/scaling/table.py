@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...history.analysis.scaling.curves import Cost, Curve, Point, Scaling
 
 Cell = Callable[["Curve", "Point"], str]
-FOLDED = frozenset({"batch", "95 % interval", "data wait", "other", "bubble"})
+FOLDED = frozenset({"batch", "95 % interval", "90 % of runs", "data wait", "other", "bubble"})
 """Columns that notebooks show folded below the others."""
 
 

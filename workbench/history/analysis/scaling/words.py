@@ -169,14 +169,19 @@ def notes_of(curves: Sequence[Curve], mode: Mode, price: float | None) -> Iterab
 
 def words_of_predictions(curves: Sequence[Curve]) -> Iterable[str]:
     """Yield what is to be known of the curves' predictions, each thing once."""
-    made = [one for curve in curves if (one := curve.predicted) is not None and one.points]
+    made = {curve.name: curve.predicted for curve in curves if curve.predicted and curve.ahead}
     if made:
-        runs = ", ".join(dict.fromkeys(one.run for one in made))
+        runs = ", ".join(dict.fromkeys(one.run for one in made.values()))
         yield (
             f"Predicted from {runs}; runs with one worker only tell how work changes with its "
             "samples. The interval holds 90 % of such runs, over the baseline as it was measured."
         )
-    yield from dict.fromkeys(note for one in made for note in one.notes)
+    said: dict[str, list[str]] = {}
+    for name, one in made.items():
+        for note in one.notes:
+            said.setdefault(note, []).append(name)
+    for note, names in said.items():
+        yield note if len(names) == len(made) else f"{', '.join(names)}: {note}"
     yield from not_predicted(curves)
 
 
