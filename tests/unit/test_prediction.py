@@ -314,7 +314,7 @@ def test_runs_that_were_measured_since_stand_beside_the_prediction() -> None:
     divided = ring_run(rng, A, B, workers=4, samples=4, faults=SIMULATED, name="divided")
     assert "measured: divided, with another batch" in found.beside(divided).text()
     drawn = found.beside(four, divided).canvas().svg()
-    assert drawn.count('fill-opacity=".35"') == 1
+    assert drawn.count('fill-opacity=".45"') == 1
     assert "Faint: with another batch." in drawn
     other = made_run(draw_own(rng, 60, 4), np.full(60, 0.3), "gossip", name="other")
     with pytest.raises(PlanError, match="WB-PLAN-311"):

@@ -234,7 +234,7 @@ class _Plot:
         for m in self.shown.measured:
             x, y = self.at(m.workers, m.samples_per_s)
             hint = f"measured, {m.workers} workers: {number(m.samples_per_s)}"
-            faint = "" if _alike(self.shown, m) else ' fill-opacity=".35"'
+            faint = "" if _alike(self.shown, m) else ' fill-opacity=".45"'
             found.append(
                 f'<g><title>{hint}</title><circle class="k-weights f"{faint} cx="{x:.1f}" '
                 f'cy="{y:.1f}" r="3"/></g>'
