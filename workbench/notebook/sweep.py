@@ -126,5 +126,5 @@ def concluded(runs: Sequence[Run], *, price: float | None = None) -> Scaled | Co
     summaries = [run.summarise() for run in runs]
     counts = {one.workers for one in summaries}
     if shows_scaling(summaries) or (price is not None and len(counts) > 1):
-        return scaled(summaries, price=price)
+        return scaled(summaries, price=price, runs=runs)
     return compare(*runs)
