@@ -510,12 +510,10 @@ def from_line(given: Mapping[str, Any]) -> RunRequest:
                 axes.append(Axis(name, read))
         elif value is not None and value != []:
             found[name] = flag.read(value)
+    names = filter(None, map(str.strip, found["strategies"].split(",")))
+    framework = found.get("framework")
     found["strategies"] = tuple(
-        one.strip()
-        if one.strip() == AUTO
-        else catalog.canonical(one.strip(), found.get("framework"))
-        for one in found["strategies"].split(",")
-        if one.strip()
+        name if name == AUTO else catalog.canonical(name, framework) for name in names
     )
     axes += _of_options(found) + several.of_values(found) + several.of_parameters(found)
     return RunRequest(**found, several=tuple(axes))
