@@ -287,18 +287,18 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "outer", "choice", "average", choices=("average", "nesterov"),
-                help="what a round ends with: the mean, or a step with momentum towards it and on "
-                "(DiLoCo)",
+                help="what a round ends with: the mean, or a step with momentum along the way to "
+                "it (DiLoCo)",
             ),
             Option(
                 "outer_lr", "float", 0.7, minimum=0.001, maximum=10,
                 only_with=("outer", "nesterov"),
-                help="outer=nesterov: length of that step; 1 without momentum ends in the mean",
+                help="learning rate of that step (outer=nesterov); 1 without momentum: the mean",
             ),
             Option(
                 "outer_momentum", "float", 0.9, minimum=0, maximum=0.999,
                 only_with=("outer", "nesterov"),
-                help="outer=nesterov: how much of the steps before goes on; 0: none",
+                help="Nesterov momentum of that step (outer=nesterov); 0: none",
             ),
             Option(
                 "fragments", "int", 1, minimum=1, maximum=64,

@@ -277,8 +277,8 @@ class Strategy:
             other, needed = option.only_with
             if values[other] != needed:
                 raise PlanError(
-                    f"Option {option.name} of {self.name} means something with {other}={needed} "
-                    "alone.",
+                    f"Option {option.name} of {self.name} has a meaning only with "
+                    f"{other}={needed}.",
                     seen=f"{option.name}={values[option.name]}, {other}={values[other]}",
                     next_step=f"-o {other}={needed}, or leave {option.name} out",
                     code="WB-PLAN-330",

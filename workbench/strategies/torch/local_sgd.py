@@ -21,12 +21,13 @@ on average, its optimizer SGD with Nesterov momentum; each worker keeps where th
 and the momentum (m), and takes the same step. The inner optimizer is the user's, AdamW in the
 paper.
 
-    d = b - mean(w_r)      m = outer_momentum m + d      w = b = b - outer_lr (d + outer_momentum m)
+    round t    b --- H steps of worker r --> w_r       d = b - mean(w_r)      m = mu m + d
+    round t+1  b - lr (d + mu m), on all workers       lr: outer_lr           mu: outer_momentum
 
-With `outer_lr=1 outer_momentum=0` that is averaging again. Momentum makes up for few averages: it
-goes on in the direction that rounds have in common, and what the workers went apart cancels out.
-One worker takes outer steps, too. Buffers and frozen parameters become their mean. A run that ends
-within a round ends with the mean of the replicas.
+With `outer_lr=1` and `outer_momentum=0` that is averaging again. Momentum goes on in the direction
+that rounds have in common, while what workers went apart from each other cancels out. One worker
+alone takes outer steps, too. Buffers and frozen parameters become their mean. Within a round, the
+mean of the replicas is what is evaluated, and what a run ends with.
 
 Fragments (`fragments=F`): the parameters in F parts of equal length, each of which meets every H
 steps in a turn of its own. As many bytes are sent in all, and 1/F of them at once.
@@ -102,7 +103,7 @@ def naive_diloco_round(
     began = [p.detach().clone() for p in model.parameters()]
     losses = naive_round(model, loss_fn, optimizer, batches)
     for p, w in zip(model.parameters(), began, strict=True):
-        p.grad = w - p.data  # how far the workers went on average, downhill
+        p.grad = w - p.data  # from where the workers went, on average, back uphill
         p.data = w
     outer.step()
     return losses
