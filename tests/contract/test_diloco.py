@@ -132,7 +132,7 @@ def test_the_mean_is_evaluated_and_training_goes_on_as_if_it_was_not(workers: Wo
     import torch
 
     loss = torch.nn.functional.cross_entropy(plain.mean()(x), y)
-    assert [report.value for report in reports] == pytest.approx([float(loss)] * 2, abs=TOLERANCE)
+    assert [report.value for report in reports] == pytest.approx([loss.item()] * 2, abs=TOLERANCE)
 
 
 def test_a_frozen_layer_stays_as_it_is(workers: Workers) -> None:
