@@ -214,6 +214,23 @@ def test_settings_that_do_not_go_together_are_said_on_the_card(panel):
     ]  # fmt: skip
 
 
+def test_outer_steps_are_set_on_the_card_and_what_needs_them_is_said_without(panel):
+    do(panel, "strategies.toggle", strategy="mirrored")
+    do(panel, "strategies.toggle", strategy="local_sgd")
+    do(panel, "strategies.option", strategy="local_sgd", option="outer_lr", value="0.9")
+    assert "only with outer=nesterov" in cards(panel)["local_sgd"]["problem"]
+    assert not panel.wire()["strategies"]["ready"]
+    do(panel, "strategies.option", strategy="local_sgd", option="outer", value="nesterov")
+    (plan,) = panel.choice.plans(panel.session)
+    assert (plan.options["outer"], plan.options["outer_lr"]) == ("nesterov", 0.9)
+    do(panel, "strategies.option", strategy="local_sgd", option="fragments", value="9")
+    assert "fewer steps than there are fragments" in cards(panel)["local_sgd"]["problem"]
+    do(panel, "strategies.option", strategy="local_sgd", option="every", value="50")
+    assert panel.wire()["strategies"]["ready"]
+    answer, _ = do(panel, "strategies.diagram", strategy="local_sgd")
+    assert "take an outer step" in answer["text"]
+
+
 def test_what_the_machine_lacks_greys_a_card_with_the_reason(panel, monkeypatch):
     do(panel, "strategies.framework", name="tensorflow")
     assert "No TPU" in cards(panel)["tpu"]["reason"]

@@ -268,13 +268,15 @@ TORCH: tuple[Strategy, ...] = (
     Strategy(
         name="local_sgd",
         framework="torch",
-        term="local SGD (federated averaging)",
-        summary="Workers train on their own for some steps, then average their parameters.",
+        term="local SGD (federated averaging, DiLoCo)",
+        summary="Workers train on their own for some steps, then average their parameters, or "
+        "step on from there (DiLoCo).",
         module="workbench.strategies.torch.local_sgd:LocalSGD",
         messages="workbench.catalog.step_messages:local_sgd",
         suits="slow links, and data that stays where it was collected",
         shares_gpu=True,
-        source="Stich, Local SGD, ICLR 2019; McMahan et al., federated averaging, AISTATS 2017",
+        source="Stich, Local SGD, ICLR 2019; McMahan et al., federated averaging, AISTATS 2017; "
+        "Douillard et al., DiLoCo, 2023 (arXiv:2311.08105)",
         aliases=("fedavg",),
         supports=FIT_FEATURES - {"clip_norm"},
         exact_with=(("every", 1),),
@@ -282,10 +284,32 @@ TORCH: tuple[Strategy, ...] = (
         "replicas differed: all begin with their mean",
         linear_only=True,
         links=True,
+        excludes=(("fragments", "fraction"),),
+        rules="workbench.catalog.schedules:check_turns",
         options=(
             Option(
                 "every", "int", 8, minimum=1,
                 help="steps between averages; 1 with SGD equals one device",
+            ),
+            Option(
+                "outer", "choice", "average", choices=("average", "nesterov"),
+                help="what a round ends with: the mean, or a step with momentum along the way to "
+                "it (DiLoCo)",
+            ),
+            Option(
+                "outer_lr", "float", 0.7, minimum=0.001, maximum=10,
+                only_with=("outer", "nesterov"),
+                help="learning rate of that step (outer=nesterov); 1 without momentum: the mean",
+            ),
+            Option(
+                "outer_momentum", "float", 0.9, minimum=0, maximum=0.999,
+                only_with=("outer", "nesterov"),
+                help="Nesterov momentum of that step (outer=nesterov); 0: none",
+            ),
+            Option(
+                "fragments", "int", 1, minimum=1, maximum=64,
+                help="parts of the parameters that meet in turn, spread over `every` steps, so "
+                "that less is sent at once",
             ),
             Option(
                 "fraction", "float", 1.0, minimum=0.001, maximum=1,

@@ -33,6 +33,7 @@ class Option:
 
     Attributes:
         pattern: For text: the regular expression it must match as a whole; `form` says it in words.
+        only_with: Another option (name, value) without which this one means nothing.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Option:
     optional: bool = False
     pattern: str = ""
     form: str = ""
+    only_with: tuple[str, Any] | None = None
 
     def parse(self, text: object) -> Any:
         """Turn what the user wrote into a value.
@@ -265,7 +267,8 @@ class Strategy:
             others: As `option` takes them.
 
         Raises:
-            PlanError: An option is unknown, was not understood, or excludes another one.
+            PlanError: An option is unknown, was not understood, excludes another one, or means
+                nothing without another one.
         """
         parsed = {name: self.option(name, others).parse(value) for name, value in given.items()}
         values = {option.name: parsed.get(option.name, option.default) for option in self.options}
@@ -276,5 +279,17 @@ class Strategy:
                     seen=", ".join(f"{name}={values[name]}" for name in pair),
                     next_step="leave one of them out",
                     code="WB-PLAN-007",
+                )
+        for option in self.options:
+            if option.only_with is None or values[option.name] == option.default:
+                continue
+            other, needed = option.only_with
+            if values[other] != needed:
+                raise PlanError(
+                    f"Option {option.name} of {self.name} has a meaning only with "
+                    f"{other}={needed}.",
+                    seen=f"{option.name}={values[option.name]}, {other}={values[other]}",
+                    next_step=f"-o {other}={needed}, or leave {option.name} out",
+                    code="WB-PLAN-318",
                 )
         return values
