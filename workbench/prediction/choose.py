@@ -253,7 +253,8 @@ class Race:
     def next(self) -> Candidate | None:
         """Return who is worth another short run; None: nobody can be faster than the best.
 
-        What is only bounded counts half of what it might gain.
+        Of what is only bounded a part of the gain is hoped for: a pipeline divides every model, at
+        its layers, tensor parallelism only some layers.
         """
         rows = self.rows()
         best = max((r.samples_per_s[0] for r in rows if r.known == "measured"), default=0.0)
@@ -262,7 +263,8 @@ class Race:
             if not best:
                 return row.samples_per_s[2]
             if row.known == "bounded":
-                return (row.samples_per_s[0] / best - 1) / 2
+                hope = 0.5 if row.candidate.entry.takes_turns else 0.25
+                return (row.samples_per_s[0] / best - 1) * hope
             return row.samples_per_s[2] / best - 1
 
         open_ = [r for r in rows if r.known in ("predicted", "bounded") and gain(r) > WORTH - 1]
