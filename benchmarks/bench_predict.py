@@ -1,13 +1,15 @@
 """Predictions from two workers against runs of 4 to 64 that were not seen.
 
     python benchmarks/bench_predict.py --record                 record steps of real models
-    python benchmarks/bench_predict.py --what-if                twelve changes to one run, ranked
+    python benchmarks/bench_predict.py --what-if                changes to one run, ranked
     python benchmarks/bench_predict.py --real                   workers that compute on these cores
+    python benchmarks/bench_predict.py --hosts 8 --mbit 24 [--delay-ms 3]       real links
     python benchmarks/bench_predict.py [--quick] [--workers 4,8,16,32,64] [--turns 1] [--to FILE]
 
 Workers sleep their compute: times of real steps, recorded with `--record` and kept in
 docs/measured/steps.npz, four for each step (as of four micro-batches), drawn in random order and
-put to a median of `SLOWED_S`, so that 64 workers fit on two cores. Messages are real and held back
+put to a median of `SLOWED_S`, so that 64 workers fit on two cores: what each does besides sleeping
+must be short beside it, since all of them do it at the same moment. Messages are real and held back
 by simulated links. With jitter off every step takes the median.
 
 From each model and jitter two short runs of two workers are made (a ring all-reduce, and the same
@@ -15,15 +17,22 @@ in half precision); from these alone every strategy is predicted for every numbe
 measured. A run counts only while the machine's CPU stays below 70 % and sleeps overshoot by less
 than 5 %; `nearly` says whether it would without processes of lower priority (niced). Models of
 `TRAINING` may be looked at while the model of predictions is made; `HELD_OUT` is never.
+
+With `--hosts` each worker is on a simulated host of its own, whose link is bounded by the kernel
+(tbf) and held back by a process outside (a TAP device). Of such a link a prediction knows only what
+the short runs have measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +47,7 @@ os.environ["WORKBENCH_PREWARM"] = "off"
 
 FOLDER = Path(__file__).parents[1] / "docs" / "measured"
 TRACES = FOLDER / "steps.npz"
-SLOWED_S, MICRO_BATCHES = 0.02, 4
+SLOWED_S, MICRO_BATCHES = 0.06, 4
 MOST_CPU, MOST_OVERSHOOT = 0.70, 0.05
 
 RECORDED = {
@@ -85,10 +94,10 @@ class Model:
 
 
 TRAINING = {
-    "mlp": Model("mlp", 9_600, ("bandwidth=4MB/s", "latency=5ms")),
-    "cnn": Model("cnn", 85_000, ("bandwidth=16MB/s", "latency=6ms")),
+    "mlp": Model("mlp", 9_600, ("bandwidth=1.3MB/s", "latency=15ms")),
+    "cnn": Model("cnn", 85_000, ("bandwidth=5MB/s", "latency=18ms")),
 }
-HELD_OUT = {"encoder": Model("encoder", 200_000, ("bandwidth=32MB/s", "latency=8ms"))}
+HELD_OUT = {"encoder": Model("encoder", 200_000, ("bandwidth=10MB/s", "latency=24ms"))}
 MODELS = {**TRAINING, **HELD_OUT}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -104,11 +113,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gossip": ("gossip", {"graph": "ring", "spread_every": 1000}),
 }
 
-SLOW, BANDWIDTH, LATENCY = "slow=1:40ms", "bandwidth=8MB/s", "latency=6ms"
+SLOW, BANDWIDTH, LATENCY = "slow=1:120ms", "bandwidth=3MB/s", "latency=18ms"
 VARIANTS: tuple[tuple[dict[str, Any], str, dict[str, Any], tuple[str, ...]], ...] = (
-    ({"link": "32MB/s"}, "mirrored", {}, (SLOW, "bandwidth=32MB/s", LATENCY)),
-    ({"link": "3MB/s"}, "mirrored", {}, (SLOW, "bandwidth=3MB/s", LATENCY)),
-    ({"link": "8MB/s", "latency": "1ms"}, "mirrored", {}, (SLOW, BANDWIDTH, "latency=1ms")),
+    ({"link": "12MB/s"}, "mirrored", {}, (SLOW, "bandwidth=12MB/s", LATENCY)),
+    ({"link": "1MB/s"}, "mirrored", {}, (SLOW, "bandwidth=1MB/s", LATENCY)),
+    ({"link": "3MB/s", "latency": "1ms"}, "mirrored", {}, (SLOW, BANDWIDTH, "latency=1ms")),
     ({"compress": "fp16"}, "mirrored", {"compress": "fp16"}, (SLOW, BANDWIDTH, LATENCY)),
     ({"allreduce": "hierarchical"}, "mirrored", {"allreduce": "hierarchical"},
      (SLOW, BANDWIDTH, LATENCY)),
@@ -117,12 +126,14 @@ VARIANTS: tuple[tuple[dict[str, Any], str, dict[str, Any], tuple[str, ...]], ...
     ({"allreduce": "recursive_doubling"}, "mirrored", {"allreduce": "recursive_doubling"},
      (SLOW, BANDWIDTH, LATENCY)),
     ({"straggler": None}, "mirrored", {}, (BANDWIDTH, LATENCY)),
-    ({"straggler": None, "link": "32MB/s"}, "mirrored", {}, ("bandwidth=32MB/s", LATENCY)),
+    ({"straggler": None, "link": "12MB/s"}, "mirrored", {}, ("bandwidth=12MB/s", LATENCY)),
     ({"straggler": None, "compress": "fp16"}, "mirrored", {"compress": "fp16"},
      (BANDWIDTH, LATENCY)),
     ({"compress": "fp16", "allreduce": "recursive_doubling"}, "mirrored",
      {"compress": "fp16", "allreduce": "recursive_doubling"}, (SLOW, BANDWIDTH, LATENCY)),
     ({"strategy": "central_storage"}, "central_storage", {}, (SLOW, BANDWIDTH, LATENCY)),
+    ({"batch_size": 32}, "mirrored", {}, (SLOW, BANDWIDTH, LATENCY)),
+    ({"batch_size": 12}, "mirrored", {}, (SLOW, BANDWIDTH, LATENCY)),
 )  # fmt: skip
 """Changes to a ring of four workers, one of them slow: as asked, and as they are run."""
 
@@ -143,7 +154,7 @@ class Asleep(nn.Module):
         self.weight = nn.Parameter(torch.zeros({numbers}))
 
     def forward(self, x):
-        asked_s = float(pace.choice(times_s, {micro_batches}).sum())
+        asked_s = float(pace.choice(times_s, {micro_batches}).sum()) * len(x) / 4
         began = time.perf_counter()
         time.sleep(asked_s)
         wb.log(asked_s=asked_s, slept_s=time.perf_counter() - began)
@@ -151,7 +162,7 @@ class Asleep(nn.Module):
 
 n = {workers}
 wb.fit(Asleep(), (torch.zeros(8 * n, 2), torch.zeros(8 * n)), loss=nn.MSELoss(),
-       optimizer=lambda p: torch.optim.SGD(p, 0.01), batch_size=4 * n, steps={steps}, seed=1)
+       optimizer=lambda p: torch.optim.SGD(p, 0.01), batch_size={each} * n, steps={steps}, seed=1)
 """
 
 
@@ -224,18 +235,18 @@ def times_of(model: Model, *, jitter: bool, traces: Path) -> list[float]:
 
 def sleeping(
     cluster: wb.Cluster, name: str, case: str, workers: int, steps: int, *, jitter: bool,
-    seed: int, traces: Path = TRACES,
+    seed: int, traces: Path = TRACES, inject: bool = True,
 ) -> tuple[Any, Measured]:  # fmt: skip
     """Run workers that sleep; return the run and what was measured."""
     model, (strategy, options) = MODELS[name], CASES[case]
     source = SLEEP.format(
         seed=seed, times_s=times_of(model, jitter=jitter, traces=traces), numbers=model.numbers,
-        workers=workers, steps=steps, micro_batches=MICRO_BATCHES,
+        workers=workers, steps=steps, micro_batches=MICRO_BATCHES, each=4,
     )  # fmt: skip
     began = time.time()
     run = cluster.run(
-        source, strategy=strategy, workers=workers, options=options, inject=model.link,
-        name=f"{name}-{case}-{workers}-{seed}",
+        source, strategy=strategy, workers=workers, options=options,
+        inject=model.link if inject else (), name=f"{name}-{case}-{workers}-{seed}",
     )  # fmt: skip
     while not run.snapshot().step and not run.is_over:
         time.sleep(0.05)
@@ -261,9 +272,39 @@ def sleeping(
     )
 
 
+@contextlib.contextmanager
+def placed(given: argparse.Namespace) -> Iterator[wb.Cluster]:
+    """Give engines on this machine, or one on each of so many simulated hosts."""
+    if not given.hosts:
+        with wb.Cluster(2, devices="cpu") as cluster:
+            yield cluster
+        return
+    os.environ["WORKBENCH_TEST_HOST_COUNT"] = str(given.hosts)
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from hosts.simulated_hosts import ADDRESSES, SimulatedHosts, missing
+
+    if why := missing():
+        raise SystemExit(why)
+    names = list(ADDRESSES)
+    with SimulatedHosts() as hosts, contextlib.ExitStack() as stack:
+        for name in names:
+            hosts.shape(name, given.mbit)
+            if given.delay_ms:
+                stack.enter_context(hosts.delayed(name, given.delay_ms, 1000.0))
+        os.environ["PATH"] = hosts.environment["PATH"]
+        on = ",".join(f"{name}:1" for name in names)
+        with wb.Cluster(given.hosts, launcher="ssh", on=on) as cluster:
+            yield cluster
+
+
 def steps_of(workers: int, steps: int) -> int:
-    """Return how many steps to measure: the slowest of many varies less than that of few."""
-    return steps if workers <= 8 else max(12, steps * 2 // 3 if workers <= 32 else steps // 3)
+    """Return how many steps to take: the slowest of many varies less than that of few.
+
+    One of them, the first, is not measured; the others are whole rounds of `local_sgd`.
+    """
+    many = steps if workers <= 8 else max(12, steps * 2 // 3 if workers <= 32 else steps // 3)
+    every = CASES["local_sgd"][1]["every"]
+    return 1 + every * max(many // every, 1)
 
 
 def settle(most_s: float) -> None:
@@ -273,11 +314,13 @@ def settle(most_s: float) -> None:
         time.sleep(1.0)
 
 
-def probes(cluster: wb.Cluster, name: str, steps: int, *, jitter: bool, seed: int,
-           traces: Path) -> tuple[list[Any], list[Measured]]:  # fmt: skip
+def probes(cluster: wb.Cluster, name: str, steps: int, **given: Any) -> tuple[
+    list[Any], list[Measured]
+]:  # fmt: skip
     """Return the runs of two workers that everything is predicted from."""
+    seed = given.pop("seed")
     made = [
-        sleeping(cluster, name, case, 2, steps, jitter=jitter, seed=seed + k, traces=traces)
+        sleeping(cluster, name, case, 2, steps, seed=seed + k, **given)
         for k, case in enumerate(("ring", "ring_fp16"))
     ]
     return [run for run, _ in made], [measured for _, measured in made]
@@ -298,15 +341,16 @@ def compared(runs: list[Any], measured: Measured) -> dict[str, Any]:
 
 
 def what_if(cluster: wb.Cluster, workers: int, steps: int, seed: int, traces: Path) -> None:
-    """Predict twelve changes to one run, then make them."""
+    """Predict changes to one run, then make them."""
     base = Model("cnn", 85_000, (SLOW, BANDWIDTH, LATENCY))
 
-    def taken(strategy: str, options: dict[str, Any], faults: tuple[str, ...], k: int) -> Any:
+    def taken(strategy: str, options: dict[str, Any], faults: tuple[str, ...], k: int,
+              each: int = 4) -> Any:  # fmt: skip
         if strategy == "mirrored":
             options = {"allreduce": "ring", **options}
         source = SLEEP.format(
             seed=seed + k, times_s=times_of(base, jitter=True, traces=traces), steps=steps,
-            numbers=base.numbers, workers=workers, micro_batches=MICRO_BATCHES,
+            numbers=base.numbers, workers=workers, micro_batches=MICRO_BATCHES, each=each,
         )  # fmt: skip
         busy = Busy()
         run = cluster.run(source, strategy=strategy, workers=workers, options=options,
@@ -314,11 +358,13 @@ def what_if(cluster: wb.Cluster, workers: int, steps: int, seed: int, traces: Pa
         return run, busy.shares()[0]
 
     first, cpu = taken("mirrored", {}, base.link, 0)
-    found = first.what_if(variants=[change for change, *_ in VARIANTS])
+    few, _ = taken("mirrored", {}, base.link, 99, each=2)
+    found = first.what_if(variants=[change for change, *_ in VARIANTS], beside=few)
     predicted = {v.text: v.step_s for v in found.variants}
     rows = []
     for k, (change, strategy, options, faults) in enumerate(VARIANTS, 1):
-        run, busy = taken(strategy, options, faults, k)
+        each = change.get("batch_size", 4 * workers) // workers
+        run, busy = taken(strategy, options, faults, k, each)
         step_s = float(run.history["step_s"][run.history["step"] >= 1].mean())
         text = ", ".join(f"{key}={value}" for key, value in change.items())
         middle, low, high = predicted[text]
@@ -375,19 +421,22 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="record steps of real models")
     parser.add_argument("--quick", action="store_true", help="a few short runs")
     parser.add_argument("--real", action="store_true", help="workers that compute on these cores")
-    parser.add_argument("--what-if", action="store_true", help="twelve changes to one run")
+    parser.add_argument("--what-if", action="store_true", help="changes to one run")
     parser.add_argument("--workers", default="4,8,16,32,64")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--jitter", default="off,on")
     parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--probe-steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--probe-steps", type=int, default=120)
     parser.add_argument("--calm", type=float, default=0.0, metavar="SECONDS",
                         help="wait so long for a machine that is less than half busy")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no run after these")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--traces", type=Path, default=TRACES)
+    parser.add_argument("--hosts", type=int, default=0, help="simulated hosts, a worker on each")
+    parser.add_argument("--mbit", type=float, default=24.0, help="of a host's link")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="of a host's link, each way")
     parser.add_argument("--keep", type=Path, help="folder for the short runs of two workers")
     parser.add_argument("--to", type=Path, help="where every run is written")
     given = parser.parse_args()
@@ -408,14 +457,15 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     ends = time.time() + 60 * given.minutes
     counts = [int(n) for n in given.workers.split(",")]
-    with wb.Cluster(2, devices="cpu") as cluster:
+    with placed(given) as cluster:
         known: dict[tuple[str, bool], list[Any]] = {}
         plans = []
         for name in given.models.split(","):
             for jitter in (word == "on" for word in given.jitter.split(",")):
                 settle(given.calm)
                 runs, seen = probes(cluster, name, given.probe_steps, jitter=jitter,
-                                    seed=1000 * given.seed, traces=given.traces)  # fmt: skip
+                                    seed=1000 * given.seed, traces=given.traces,
+                                    inject=not given.hosts)  # fmt: skip
                 known[name, jitter] = runs
                 for k, run in enumerate(runs if given.keep else ()):
                     run.save(given.keep / f"{name}-{'jitter' if jitter else 'calm'}-{k}")

@@ -48,6 +48,7 @@ COMMANDS = (
     "bench_predict.py --what-if",
     "bench_predict.py --real",
     "bench_async.py --epochs 8 --seeds 2 --no-goals",
+    "bench_diloco.py",
     "bench_tensorflow_parameter_server.py",
     "bench_tensorflow_overhead.py",
     "bench_jobs.py --only follow --pairs 20 --seconds 10",

@@ -36,6 +36,18 @@ LINE = [
         fit("parameter_server -o sync=true"),
     ),
     Mistake(
+        "An option means nothing without another one",
+        fit("local_sgd -o outer_lr=1"),
+        "WB-PLAN-318",
+        fit("local_sgd -o outer=nesterov -o outer_lr=1"),
+    ),
+    Mistake(
+        "A round has fewer steps than fragments",
+        fit("local_sgd -o every=4 -o fragments=5"),
+        "WB-PLAN-319",
+        fit("local_sgd -o every=4 -o fragments=4"),
+    ),
+    Mistake(
         "The line asks for a batch smaller than the workers",
         fit("mirrored --batch-size 1"),
         "WB-PLAN-087",

@@ -9,6 +9,7 @@ import numpy as np
 from history_rows import NAN, make_history
 
 from workbench.cookbook.recipe import Recipe
+from workbench.history.analysis.summary import RunSummary, summarise
 from workbench.shared.faults import parse_fault
 from workbench.shared.plan import make_plan
 from workbench.shared.record import RECORD
@@ -74,3 +75,57 @@ def ring_run(
 def draw_own(rng: np.random.Generator, steps: int, workers: int) -> np.ndarray:
     """Return own work with a long tail: 0.1 s and more."""
     return 0.1 + 0.02 * rng.gamma(1.0, 1.0, (steps, workers))
+
+
+MESSAGE_S, BYTE_S = 0.001, 1e-9
+"""Seconds of a message, and of a byte, of the links below."""
+LINK = ("bandwidth=1GB/s", "latency=1ms")
+BATCH = 64
+
+
+def own_of(samples: float) -> float:
+    """Return by what own work of so many samples is that of `draw_own`: a tenth stays."""
+    return 0.1 + 0.9 * samples / BATCH
+
+
+def true_step_s(rng: np.random.Generator, workers: int, samples: float) -> float:
+    """Return the mean step of a ring of so many workers over that link."""
+    own = draw_own(rng, 4000, workers) * own_of(samples)
+    sent_s = 2 * (workers - 1) * (MESSAGE_S + BYTE_S * GRADIENTS_BYTES / workers)
+    return float(own.max(axis=1).mean() + sent_s)
+
+
+def scaled_runs(
+    counts: tuple[int, ...] = (2, 4), *, steps: int = 120, weak: bool = False, seed: int = 11,
+    strategy: str = "mirrored", name: str = "", **options: Any,
+) -> list[Any]:  # fmt: skip
+    """Return one device, and as many rings as asked for, of which all is known."""
+    rng = np.random.default_rng(seed)
+    found, ring = [], {"allreduce": "ring"} if strategy == "mirrored" else {}
+    for workers in (1, *counts):
+        samples = BATCH if weak else BATCH // workers
+        own = draw_own(rng, steps, workers) * own_of(samples)
+        sent_s = 2 * (workers - 1) * (MESSAGE_S + BYTE_S * GRADIENTS_BYTES / workers)
+        alone = workers == 1
+        found.append(
+            made_run(
+                own, own.max(axis=1) + sent_s, "one_device" if alone else strategy,
+                sent_bytes=0.0 if alone else 2 * (workers - 1) / workers * GRADIENTS_BYTES,
+                samples=samples, faults=() if alone else LINK,
+                name="one_device" if alone else f"{name or strategy}-n{workers}",
+                **({**ring, **options} if not alone else {}),
+            )
+        )  # fmt: skip
+    return found
+
+
+def summary_of(run: Any) -> RunSummary:
+    """Return a made run in numbers, as a finished one."""
+    workers = len(run.history.engines)
+    for rank in range(workers):
+        run.history.hear("run_started", {"rank": rank, "device": "cpu", "threads": 1})
+    samples = int(run.history.together("samples")["samples"][0])
+    return summarise(run.history, {
+        "name": run.name, "strategy": run.plan.strategy, "state": "finished", "recipe": "abc",
+        "batch_size": samples * workers, "options": run.plan.options, "seed": 0,
+    })  # fmt: skip

@@ -54,6 +54,7 @@ _LAZY = {
     "resume": "workbench.notebook.session",
     "queue": "workbench.notebook.session",
     "sweep": "workbench.notebook.sweep",
+    "choose": "workbench.notebook.auto",
     "published": "workbench.notebook.scaling",
     "strategies": "workbench.notebook.compare",
     "recipe": "workbench.notebook.recipes",

@@ -18,6 +18,7 @@ from .execution import registry
 from .execution.allocator import notebook_framework
 from .execution.outcome import outcome_behind, refusals
 from .execution.paused import write_out as write
+from .notebook.auto import chooses, train_chosen
 from .notebook.jobs import job, job_line
 from .notebook.recipes import recipes
 from .notebook.run_view import kept_words, show_attached
@@ -34,7 +35,7 @@ from .shared.magic_args import (
     strip_comment,
 )
 from .shared.plan import plan_of
-from .shared.run_request import FLAGS, RunRequest, cell_parser, parse_cell_line
+from .shared.run_request import AUTO, FLAGS, RunRequest, cell_parser, parse_cell_line
 from .views.blocks import ProgressLine, show
 
 BODY_LINE = 2
@@ -190,14 +191,15 @@ class WorkbenchMagics(Magics):
         if asked.recipe and recipe.source == cell and asked.strategies:
             named = session.recipe_named
             recipe = named(asked.recipe, asked.framework) if not cell.strip() else recipe
-        if asked.to_job or asked.plain:
+        if (asked.to_job or asked.plain) and not chooses(asked):
             self._write_job(asked, recipe)
             return
         number = self._number()
         autoreload = _autoreload(self.shell)
         try:
             if asked.strategies:
-                runs = session.train(asked, recipe, number=number, autoreload=autoreload)
+                train = train_chosen if chooses(asked) else session.train
+                runs = train(asked, recipe, number=number, autoreload=autoreload)
                 self.shell.user_ns["_run"] = runs[-1]
                 swept = bool(asked.several)
                 self._conclude(asked, [run for run in runs if swept or run.error is None])
@@ -359,7 +361,7 @@ def _complete(shell: Any, event: Any) -> list[str]:
     if previous == "--framework":
         return list(catalog.FRAMEWORKS)
     flags = [o for action in cell_parser()._actions for o in action.option_strings]
-    return flags if last.startswith("-") else [*catalog.names(), *flags]
+    return flags if last.startswith("-") else [*catalog.names(), AUTO, *flags]
 
 
 def _parameters_of(words: list[str]) -> list[str]:

@@ -164,6 +164,14 @@ ON_ENGINES = {
             "checkpoints": (1, 10),
         },
     ),
+    "bench_diloco.py": Short(
+        "--quick",
+        [
+            {"loss": (0.0, 10.0), "loss_ratio": (0.5, 2.0), "bytes_ratio": share}
+            for share in ((1.0, 1.0), *[(0.2 - 1e-9, 0.2 + 1e-9)] * 3)
+        ],
+        results=4,
+    ),
     "bench_faults.py": Short(
         "--only cell_raises --repeats 1",
         {"median_s": SECONDS, "worst_s": SECONDS, "promise_s": SECONDS, "repeats": (1, 1)},
@@ -197,6 +205,10 @@ ON_ENGINES = {
         "--only asleep,split --steps 4 --repeats 1 --sleep-ms 1",
         [*[{"ideal": SHARE, "measured": SHARE}] * 10, {"ms": MS, "best_ms": MS}],
         results=11,
+    ),
+    "bench_auto.py": Short(
+        "--quick",
+        {"recipes": (1, 1), "least": (0.0, 1.0), "longest_choice_s": SECONDS},
     ),
     "bench_predict.py": Short(
         "--quick",

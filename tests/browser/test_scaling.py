@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from panel_hands import OVERLAPS, turn
+from panel_hands import OVERLAPS, opened, press, turn
 
 pytestmark = [pytest.mark.browser, pytest.mark.cluster, pytest.mark.torch]
 
@@ -67,3 +67,54 @@ def test_scaling_is_seen_below_the_cell_and_in_the_panel(notebook, tmp_path):
     assert len(pictures) >= 2
     texts = ["".join(o["data"].get("text/plain", "")) for o in pictures]
     assert any("You should not distribute this" in t or "The fastest" in t for t in texts)
+
+
+ASLEEP = """@wb.recipe
+def asleep():
+    import time, torch
+    from torch import nn
+    def step(model, batch):
+        x, y = batch
+        time.sleep(0.02 + 0.06 * len(x) / 60)
+        return nn.functional.cross_entropy(model(x), y)
+    wb.fit(nn.Linear(8, 2), wb.data.synthetic(600, shape=(8,), classes=2), step_fn=step,
+           optimizer=lambda p: torch.optim.SGD(p, 0.01), batch_size=60, steps=40)
+wb.panel()"""
+ALL_FINISHED = """count => {
+  const states = [...document.querySelectorAll(".wbp-lineup .wb-state")];
+  return states.length === count && states.every((s) => s.textContent === "finished");
+}"""
+
+
+def test_the_panel_starts_a_sweep_and_shows_it_with_what_was_predicted(notebook, tmp_path):
+    book = opened(notebook, "sweep.ipynb", cells=[START, ASLEEP], height=2000)
+    page = book.page
+    page.get_by_role("radio", name="asleep").check()
+    page.get_by_role("checkbox", name="one_device", exact=True).click()
+    workers = page.get_by_label("Workers", exact=True)
+    workers.fill("1,2,2")
+    page.get_by_text("has one value twice").first.wait_for()
+    book.screenshot(tmp_path / "wrong.png", ".wbp")
+    assert page.locator(".wbp-lineup .wb-state").count() == 0
+    workers.fill("1,2,4")
+    page.locator(".wbp-total").filter(has_text="4 runs of asleep").wait_for()
+    book.screenshot(tmp_path / "choose.png", ".wbp")
+    press(book, "Run: ")
+    page.wait_for_function(ALL_FINISHED, arg=4, timeout=240_000)
+    turn(book, "Scaling")
+    page.locator(".wbp-scaling .wbp-ringkey").wait_for(timeout=60_000)
+    charts = page.locator(".wbp-scaling .wbp-chart")
+    for at in range(2):
+        assert charts.nth(at).locator("circle:not(.wbp-ring)").count() == 3
+        assert charts.nth(at).locator("circle.wbp-ring").count() == 3
+        assert charts.nth(at).locator("rect.wbp-notrun").count() == 1
+    assert page.locator(".wbp-scaling .wbp-table tbody tr").count() == 6
+    for mode in ("light", "dark"):
+        book.dark(mode == "dark")
+        for width in (1280, 800):
+            page.set_viewport_size({"width": width, "height": 2000})
+            page.wait_for_timeout(800)
+            assert (mode, width, page.evaluate(OVERLAPS)) == (mode, width, [])
+            book.screenshot(tmp_path / f"predicted-{mode}-{width}.png", ".wbp")
+    page.get_by_label("Predicted curves").uncheck()
+    page.locator(".wbp-scaling .wbp-ring").first.wait_for(state="detached")

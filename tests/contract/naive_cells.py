@@ -156,6 +156,21 @@ def local_sgd(rank, world_size):
     return answer(losses, model.named_parameters())
 
 
+def diloco(rank, world_size):
+    import torch
+
+    from workbench.strategies.torch.local_sgd import naive_diloco_round
+
+    model, loss, make_optimizer, data = task()
+    optimizer = make_optimizer(model.parameters())
+    outer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
+    shares = batches(data, rank, world_size)
+    losses = []
+    for first in range(0, STEPS, H):
+        losses += naive_diloco_round(model, loss, optimizer, outer, shares[first : first + H])
+    return answer(losses, model.named_parameters())
+
+
 def sharded(rank, world_size):
     import torch
     import torch.distributed as dist

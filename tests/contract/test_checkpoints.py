@@ -61,6 +61,8 @@ OPTIONS = [
     ("mirrored", {"allreduce": "ring"}),
     ("local_sgd", {"every": "5"}),
     ("local_sgd", {"every": "5", "fraction": "0.5"}),
+    ("local_sgd", {"every": "5", "outer": "nesterov"}),
+    ("local_sgd", {"every": "5", "outer": "nesterov", "fragments": "3"}),
     ("gossip", {"graph": "exponential"}),
     ("parameter_server", {"sync": "true", "servers": "2"}),
     ("model_split", {"schedule": "zero_bubble"}),

@@ -26,6 +26,9 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("parameter_server", 2, {}),
     ("parameter_server", 2, {"servers": 2, "sync": True}),
     ("local_sgd", 3, {"every": 2}),
+    ("local_sgd", 3, {"every": 2, "outer": "nesterov"}),
+    ("local_sgd", 2, {"every": 4, "fragments": 2, "outer": "nesterov"}),
+    ("local_sgd", 3, {"every": 3, "fragments": 2}),  # turns at unequal distances
     ("gossip", 3, {"graph": "ring"}),
     ("gossip", 3, {"graph": "exponential"}),
     ("model_split", 2, {"schedule": "gpipe", "microbatches": 4}),

@@ -55,6 +55,15 @@ def assert_same_losses(naive: list[dict[str, Any]], reports: list[Report]) -> No
     assert abs(np.mean(known, axis=0) - losses).max() <= TOLERANCE
 
 
+def test_an_outer_step_is_what_the_naive_round_takes(workers: Workers) -> None:
+    naive = by_hand(workers, "diloco", 2)
+    options = {"every": str(naive_cells.H), "outer": "nesterov"}
+    reports = clean(workers.run("local_sgd", naive_cells.fast, workers=2, options=options))
+    assert_same_losses(naive, reports)
+    for answer, report in zip(naive, reports, strict=True):
+        assert_equal(answer["weights"], report.weights)
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if name != "gossip"])
 def test_a_strategy_trains_as_its_naive_function_does(workers: Workers, name: str) -> None:
     count, options = CASES[name]

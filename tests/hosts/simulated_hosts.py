@@ -37,7 +37,8 @@ NETWORK = int(os.environ.get("WORKBENCH_TEST_NETWORK", "77"))
 """The second number of all addresses; names, ports, folder and lock follow from it."""
 NAME = f"wb{NETWORK:03}"
 KERNEL = f"10.{NETWORK}.0.1"
-ADDRESSES = {"xh1": f"10.{NETWORK}.0.2", "xh2": f"10.{NETWORK}.0.3"}
+COUNT = int(os.environ.get("WORKBENCH_TEST_HOST_COUNT", "2"))
+ADDRESSES = {f"xh{k}": f"10.{NETWORK}.0.{k + 1}" for k in range(1, COUNT + 1)}
 SSH_PORT = 2222
 FOLDER = Path(f"/var/lib/workbench-test-hosts/{NETWORK}")
 LOCK = Path(f"/run/workbench-test-hosts-{NETWORK}.lock")
@@ -212,6 +213,13 @@ class SimulatedHosts:
     def link(self, host: str, up: bool) -> None:
         """Unplug a host's network cable, or plug it in again."""
         _ip("link", "set", _cable(host), "up" if up else "down")
+
+    def shape(self, host: str, mbit: float) -> None:
+        """Bound what goes to and from a host by token buckets of the kernel (tc-tbf(8))."""
+        bucket = ["tbf", "rate", f"{mbit:g}mbit", "burst", "8kb", "latency", "2s"]
+        _call("tc", "qdisc", "replace", "dev", _cable(host), "root", *bucket)
+        own = ["ip", "netns", "exec", _namespace(host), "tc", "qdisc", "replace", "dev", "eth0"]
+        _call(*own, "root", *bucket)
 
     @contextlib.contextmanager
     def delayed(self, host: str, delay_ms: float, mbit: float = 1000.0) -> Iterator[None]:

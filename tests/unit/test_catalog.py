@@ -159,6 +159,42 @@ def test_options_that_exclude_each_other_are_refused() -> None:
     assert entry.settings({"sync": "true", "servers": "2"})["servers"] == 2
 
 
+def test_an_option_of_another_options_value_is_refused_without_it() -> None:
+    entry = catalog.lookup("local_sgd")
+    for name, value in (("outer_lr", "0.5"), ("outer_momentum", "0")):
+        with pytest.raises(PlanError, match="WB-PLAN-318") as caught:
+            entry.settings({name: value})
+        assert f"-o outer=nesterov, or leave {name} out" in str(caught.value)
+        assert entry.settings({"outer": "nesterov", name: value})[name] == float(value)
+    assert entry.settings({"outer_lr": "0.7"})["outer"] == "average"  # as it is anyway
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"outer": "adam"},
+        {"outer": "nesterov", "outer_lr": "0"},
+        {"outer": "nesterov", "outer_lr": "nan"},
+        {"outer": "nesterov", "outer_momentum": "1"},
+        {"outer": "nesterov", "outer_momentum": "-0.1"},
+        {"fragments": "0"},
+        {"fragments": "2", "fraction": "0.5"},
+    ],
+    ids=str,
+)
+def test_outer_steps_that_cannot_be_are_refused(given: dict[str, str]) -> None:
+    with pytest.raises(PlanError):
+        catalog.lookup("local_sgd").settings(given)
+
+
+@pytest.mark.parametrize("entry", CATALOG, ids=lambda entry: f"{entry.framework}-{entry.name}")
+def test_what_an_option_needs_is_a_value_that_another_one_takes(entry: Strategy) -> None:
+    for option in entry.options:
+        if option.only_with is not None:
+            name, value = option.only_with
+            assert entry.option(name).parse(value) == value != entry.option(name).default
+
+
 def test_servers_are_counted_by_option_or_by_nature() -> None:
     assert catalog.lookup("central_storage").server_count({}) == 1
     entry = catalog.lookup("parameter_server")

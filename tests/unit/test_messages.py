@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from workbench import catalog
+from workbench.catalog import schedules
 from workbench.catalog.diagrams import KINDS, Diagram, Kind, messages
 from workbench.errors import PlanError
 
@@ -102,6 +103,24 @@ def test_local_sgd_sends_at_the_end_of_a_round_alone() -> None:
     drawn = diagram("local_sgd", 4, every=5)
     assert [sum(sent(drawn, step, P=M)) > 0 for step in range(10)] == ([False] * 4 + [True]) * 2
     assert sent(drawn, 4, P=M) == pytest.approx([1.5 * M] * 4)
+
+
+def test_fragments_meet_in_turn_and_send_as_much_in_all() -> None:
+    for every, fragments in ((6, 3), (5, 3), (4, 4), (50, 4)):
+        drawn = diagram("local_sgd", 4, every=every, fragments=fragments, outer="nesterov")
+        steps = [sent(drawn, step, P=M)[0] for step in range(2 * every)]
+        turns = [step + 1 for step, size in enumerate(steps) if size]
+        own = schedules.turns({"every": every, "fragments": fragments})
+        assert turns == own + [every + turn for turn in own]
+        assert max(steps) == pytest.approx(1.5 * M / fragments)
+        assert sum(steps) == pytest.approx(2 * 1.5 * M)
+    assert "outer momentum" in drawn.nodes[0].holds
+    assert "learning rate 0.7, Nesterov momentum 0.9" in drawn.notes[0]
+
+
+def test_fragments_need_a_step_each() -> None:
+    with pytest.raises(PlanError, match="fragments from 1 to 8"):
+        diagram("local_sgd", 2, fragments=9)
 
 
 def test_gossip_meets_one_peer_per_step_on_the_exponential_graph() -> None:

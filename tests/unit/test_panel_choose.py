@@ -79,6 +79,13 @@ def test_the_summary_counts_strategies_times_seeds(panel):
         ("steps", "2.5", "1 or more"),
         ("seed", "-1", "0 or more"),
         ("batch_size", "many", "1 or more"),
+        ("workers", "1,2,x", "several: 1,2,4"),
+        ("workers", "1,2,2", "one value twice"),
+        ("workers", "1,,300", "1 to 256"),
+        ("workers", ",", "no value"),
+        ("batch_size", "64,0", "1 or more"),
+        ("steps", "50,100", "1 or more"),
+        ("seeds", "1,2", "1 to 10"),
         ("inject", "sloow=1", "slow=RANK:50ms"),
     ],
 )
@@ -92,6 +99,86 @@ def test_what_is_typed_wrongly_stays_in_its_field_and_holds_everything_up(panel,
         panel.choice.plans(panel.session)
     do(panel, "strategies.common", name=name, value="")
     assert panel.wire()["strategies"]["ready"]
+
+
+def said(panel):
+    return panel.wire()["strategies"]
+
+
+def test_several_numbers_of_workers_are_a_plan_each_and_one_device_is_one(panel):
+    do(panel, "strategies.toggle", strategy="one_device")
+    do(panel, "strategies.common", name="workers", value="1, 2,4")
+    assert said(panel)["ready"], said(panel)["problem"]
+    assert said(panel)["common"]["workers"]["value"] == "1,2,4"
+    assert said(panel)["common"]["workers"]["hint"] == "starts 2 more than the 2 there are"
+    assert said(panel)["summary"] == (
+        "4 runs of digits_mlp: mirrored, then one_device, on 1, 2, 4 workers"
+    )
+    plans = panel.choice.plans(panel.session)
+    assert [(plan.strategy, plan.workers, plan.name) for plan in plans] == [
+        ("mirrored", 1, "mirrored-n1"), ("mirrored", 2, "mirrored-n2"),
+        ("mirrored", 4, "mirrored-n4"), ("one_device", 1, ""),
+    ]  # fmt: skip
+    do(panel, "strategies.common", name="workers", value="2")
+    assert [plan.workers for plan in panel.choice.plans(panel.session)] == [2, 1]
+
+
+def test_workers_batches_and_seeds_are_multiplied_and_named(panel):
+    for name, value in (("workers", "1,2"), ("batch_size", "64,128"), ("seeds", "2")):
+        do(panel, "strategies.common", name=name, value=value)
+    assert said(panel)["summary"] == (
+        "8 runs of digits_mlp: mirrored, on 1, 2 workers, batches of 64, 128, 2 seeds each"
+    )
+    plans = panel.choice.plans(panel.session)
+    assert {(p.workers, p.overrides["batch_size"], p.overrides["seed"]) for p in plans} == {
+        (workers, batch, seed) for workers in (1, 2) for batch in (64, 128) for seed in (0, 1)
+    }
+    assert len({plan.name for plan in plans}) == 8
+    do(panel, "strategies.common", name="batch_size", value="64")
+    assert {p.overrides["batch_size"] for p in panel.choice.plans(panel.session)} == {64}
+    do(panel, "strategies.common", name="batch_size", value="")
+    assert all("batch_size" not in p.overrides for p in panel.choice.plans(panel.session))
+
+
+def test_one_of_several_that_cannot_be_is_said_before_anything_begins(panel):
+    do(panel, "strategies.common", name="workers", value="1,2,4")
+    do(panel, "strategies.common", name="batch_size", value="2")
+    assert "batch_size=2 over 4 workers" in cards(panel)["mirrored"]["problem"]
+    assert not said(panel)["ready"]
+    do(panel, "strategies.common", name="batch_size", value="")
+    do(panel, "strategies.common", name="workers", value=",".join(map(str, range(1, 14))))
+    do(panel, "strategies.common", name="seeds", value="10")
+    assert "may not ask for so many runs" in cards(panel)["mirrored"]["problem"]
+    with pytest.raises(PlanError, match="WB-PLAN-273"):
+        panel.choice.plans(panel.session)
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_many_strategies_together_ask_for_no_more_runs_than_a_line(panel, started):
+    cluster = panel.session.cluster
+    panel.session.cluster = cluster if started else None
+    do(panel, "strategies.common", name="workers", value="1,2,3,4,5,6,7,8")
+    do(panel, "strategies.common", name="seeds", value="10")
+    assert said(panel)["ready"]
+    do(panel, "strategies.toggle", strategy="gossip")
+    assert "may not ask for so many runs" in said(panel)["problem"]
+    panel.session.cluster = cluster
+    with pytest.raises(PlanError, match="WB-PLAN-273"):
+        panel.choice.plans(panel.session)
+
+
+def test_several_values_stand_on_the_lines_of_the_cells(panel):
+    do(panel, "strategies.toggle", strategy="one_device")
+    for name, value in (("workers", "1,2,4"), ("batch_size", "64,128"), ("seeds", "3")):
+        do(panel, "strategies.common", name=name, value=value)
+    answer, _ = do(panel, "recipe.cell")
+    lines = [text.splitlines()[0].removeprefix("%%distributed ") for text in answer["cells"]]
+    mirrored, alone = (parse_cell_line(line) for line in lines)
+    assert {axis.field: axis.values for axis in mirrored.several} == {
+        "workers": (1, 2, 4), "batch_size": (64, 128),
+    }  # fmt: skip
+    assert {axis.field: axis.values for axis in alone.several} == {"batch_size": (64, 128)}
+    assert (mirrored.seeds, alone.seeds) == (3, 3)
 
 
 def test_options_are_checked_by_the_catalog_and_reset_by_nothing(panel):
@@ -125,6 +212,23 @@ def test_settings_that_do_not_go_together_are_said_on_the_card(panel):
     assert [f.text for f in panel.choice.plans(panel.session)[0].faults] == [
         "slow=1:50ms", "jitter=20ms",
     ]  # fmt: skip
+
+
+def test_outer_steps_are_set_on_the_card_and_what_needs_them_is_said_without(panel):
+    do(panel, "strategies.toggle", strategy="mirrored")
+    do(panel, "strategies.toggle", strategy="local_sgd")
+    do(panel, "strategies.option", strategy="local_sgd", option="outer_lr", value="0.9")
+    assert "only with outer=nesterov" in cards(panel)["local_sgd"]["problem"]
+    assert not panel.wire()["strategies"]["ready"]
+    do(panel, "strategies.option", strategy="local_sgd", option="outer", value="nesterov")
+    (plan,) = panel.choice.plans(panel.session)
+    assert (plan.options["outer"], plan.options["outer_lr"]) == ("nesterov", 0.9)
+    do(panel, "strategies.option", strategy="local_sgd", option="fragments", value="9")
+    assert "fewer steps than there are fragments" in cards(panel)["local_sgd"]["problem"]
+    do(panel, "strategies.option", strategy="local_sgd", option="every", value="50")
+    assert panel.wire()["strategies"]["ready"]
+    answer, _ = do(panel, "strategies.diagram", strategy="local_sgd")
+    assert "take an outer step" in answer["text"]
 
 
 def test_what_the_machine_lacks_greys_a_card_with_the_reason(panel, monkeypatch):

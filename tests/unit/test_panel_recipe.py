@@ -118,6 +118,18 @@ def test_a_job_is_written_for_each_strategy_and_seed(panel, monkeypatch, tmp_pat
     assert seeds == [0, 1, 0, 1]
 
 
+def test_each_of_several_numbers_of_workers_is_a_job(panel, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    do(panel, "recipe.pick", name="digits_mlp")
+    do(panel, "strategies.common", name="workers", value="1,2")
+    answers = queue.Queue()
+    panel.do("recipe.job", {}, lambda value, **_: answers.put(value))
+    written = answers.get(timeout=60)["folders"]
+    assert written == ["job-mirrored-n1", "job-mirrored-n2"]
+    plans = [json.loads((tmp_path / one / "run.json").read_text()) for one in written]
+    assert [one["plan"]["workers"] for one in plans] == [1, 2]
+
+
 def test_sizes_of_a_built_in_recipe_reach_its_plan_and_bad_ones_are_said_at_once(panel):
     do(panel, "recipe.pick", name="char_transformer")
     shown = panel.wire()["recipe"]["picked"]["parameters"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from made_up_scaling import run_of, strong
+from predicted_runs import scaled_runs, summary_of
 
 from workbench.panels import comparison
 from workbench.panels.comparison import ComparisonPart
@@ -44,6 +45,14 @@ def shown(panel: Any) -> Any:
     found = panel.wire()["scaling"]
     assert json.dumps(found, allow_nan=False)
     return found
+
+
+def add_whole(panel: Any, *runs: Any) -> None:
+    """Add runs that can be predicted from."""
+    for run in runs:
+        known = made(summary_of(run))
+        known.history, known.plan = run.history, run.plan
+        panel.runs[run.name] = known
 
 
 def add(panel: Any, *summaries: Any) -> None:
@@ -88,6 +97,32 @@ def test_published_curves_come_on_request(panel: Any) -> None:
     assert shown(panel)["published"] == []
     panel.do("scaling.published", {"on": True})
     assert [one["name"] for one in shown(panel)["published"]] == [one.name for one in curves()]
+
+
+def ahead(panel: Any) -> list[int]:
+    (curve,) = shown(panel)["scaling"]["curves"]
+    return [one["workers"] for one in (curve["predicted"] or {"points": []})["points"]]
+
+
+def test_predicted_curves_are_there_until_somebody_does_without(panel: Any) -> None:
+    add_whole(panel, *scaled_runs((2, 4)))
+    assert ahead(panel) == [4, 8, 16]
+    assert shown(panel)["predicted"] is True
+    panel.do("scaling.predicted", {"on": False})
+    assert ahead(panel) == []
+    panel.do("scaling.predicted", {"on": True})
+    assert ahead(panel) == [4, 8, 16]
+
+
+def test_while_a_run_goes_on_nothing_is_predicted(panel: Any) -> None:
+    queue = SimpleNamespace(busy=True)
+    panel.session.cluster = SimpleNamespace(is_busy=True, queue=lambda: queue)
+    add_whole(panel, *scaled_runs((2, 4)))
+    assert (ahead(panel), shown(panel)["owed"]) == ([], True)
+    panel.session.cluster.is_busy = False  # between two runs of a queue
+    assert (ahead(panel), shown(panel)["owed"]) == ([], True)
+    queue.busy = False
+    assert (ahead(panel), shown(panel)["owed"]) == ([4, 8, 16], False)
 
 
 def test_files_are_made_in_every_form_and_others_are_refused(panel: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -194,6 +195,46 @@ def test_a_prediction_shows_itself(tmp_path: Any) -> None:
     assert "<svg" in one.svg()
 
 
+def test_the_figure_has_a_ring_for_what_was_predicted_and_a_dot_for_what_was_measured() -> None:
+    run = ring_run(np.random.default_rng(11), A, B, faults=SIMULATED)
+    near, far = (view.predict(run, counts, scaling="weak") for counts in ([4, 8], [4, 8, 64]))
+    for found, rings in ((near, 2), (far, 3)):
+        drawn = found.canvas().svg()
+        circles = re.findall(r'<circle class="(k-\w+ [sf])"[^>]*r="([\d.]+)"', drawn)
+        assert circles == [("k-compute s", "5.0")] * rings + [("k-weights f", "3")]
+        assert drawn.count('fill-opacity=".07"') == (rings == 3)
+        words = re.findall(r">([^<>]+)</text>", drawn)
+        assert {"samples/s", "workers", "2", "4", "8"} <= set(words)
+        assert any("Shaded" in line for line in words) == (rings == 3)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(100, 3000, [100, 300, 1000, 3000]), (37, 9000, [100, 300, 1000, 3000]),
+     (10, 20, [10, 15, 20]), (1, 1e6, [1, 100, 1e4, 1e6])],
+)  # fmt: skip
+def test_ticks_are_round_and_few(low: float, high: float, ticks: list[float]) -> None:
+    assert view._round(low, high) == pytest.approx(ticks)
+    assert len(view._round(1.1, 1.5)) == 4
+
+
+def test_notes_stand_once_on_a_page_and_in_a_file_of_its_own() -> None:
+    found = view.predict(ring_run(np.random.default_rng(11), A, B), [4, 64], scaling="weak")
+    page, file = (re.sub(r"(?s)<desc.*?</desc>", "", text) for text in (found.html(), found.svg()))
+    (wide,) = [note for note in found.notes if note.startswith("64 workers are")]
+    assert page.count(wide[:30]) == 1
+    assert page.count("With 64 workers") == 1
+    assert file.count(wide[:30]) == 1
+
+
+def test_what_if_names_the_colours_of_its_bars() -> None:
+    run = ring_run(np.random.default_rng(11), A, B, faults=SIMULATED)
+    drawn = view.what_if(run, [{"link": "1GB/s"}], {}).canvas().svg()
+    for cause, kind in (("own work", "compute"), ("waiting", "wait"), ("messages", "weights")):
+        assert re.search(rf'<rect class="k-{kind} f"[^>]*width="9" height="9"/><text[^>]*>{cause}<',
+                         drawn)  # fmt: skip
+
+
 def test_what_cannot_be_predicted_is_said() -> None:
     rng = np.random.default_rng(12)
     run = ring_run(rng, A, B, faults=SIMULATED)
@@ -270,6 +311,11 @@ def test_runs_that_were_measured_since_stand_beside_the_prediction() -> None:
     assert "measured: four, inside the interval" in shown.text()
     assert [m.workers for m in shown.measured] == [2, 4]
     assert len(found.measured) == 1
+    divided = ring_run(rng, A, B, workers=4, samples=4, faults=SIMULATED, name="divided")
+    assert "measured: divided, with another batch" in found.beside(divided).text()
+    drawn = found.beside(four, divided).canvas().svg()
+    assert drawn.count('fill-opacity=".45"') == 1
+    assert "Faint: with another batch." in drawn
     other = made_run(draw_own(rng, 60, 4), np.full(60, 0.3), "gossip", name="other")
     with pytest.raises(PlanError, match="WB-PLAN-311"):
         found.beside(other)

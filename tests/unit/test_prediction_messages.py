@@ -144,6 +144,16 @@ def test_local_workers_meet_at_the_end_of_a_round_alone() -> None:
     assert period(setting("local_sgd", 8, every=4), own) == pytest.approx(truth, rel=1e-6)
 
 
+def test_fragments_meet_in_turn() -> None:
+    own = draw_own(np.random.default_rng(1), 400, 8)
+    # Each of two fragments has a turn in every fourth step: half as much, twice as often.
+    rounds = own.reshape(200, 2, 8).sum(axis=1).max(axis=1).mean() / 2
+    truth = rounds + (A + 2 * 7 / 8 * M / 2 * B) / 2
+    for outer in ("average", "nesterov"):
+        asked = setting("local_sgd", 8, every=4, fragments=2, outer=outer)
+        assert period(asked, own) == pytest.approx(truth, rel=1e-6)
+
+
 def test_a_delay_travels_along_a_ring_of_neighbours() -> None:
     own = draw_own(np.random.default_rng(2), 60, 6)
     clocks = np.zeros(6)

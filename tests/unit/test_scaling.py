@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 from made_up_runs import make_run
 from made_up_scaling import amdahl, run_of, strong
+from predicted_runs import BATCH, scaled_runs, summary_of, true_step_s
 
 from workbench.errors import PlanError
+from workbench.history.analysis import comparison
 from workbench.history.analysis.rows import Spread
 from workbench.history.analysis.scaling.curves import records
 from workbench.history.analysis.scaling.laws import fitted
 from workbench.history.analysis.scaling.of_runs import mode_of, scaling, why_not, worth_showing
+from workbench.notebook.compare import Compared
 from workbench.notebook.scaling import Scaled, scaled
+from workbench.prediction import predict
 
 # -- the laws -------------------------------------------------------------------------------------
 
@@ -302,3 +306,143 @@ def test_all_exports_hold_the_same_figures(tmp_path: Any) -> None:
         assert shown.save(tmp_path / f"scaling{suffix}").read_bytes().startswith(begin)
     with pytest.raises(PlanError, match="WB-PLAN-279"):
         shown.save(tmp_path / "scaling.doc")
+
+
+# -- what was predicted ---------------------------------------------------------------------------
+
+
+def predicted_of(runs: list[Any], **given: Any) -> Scaled:
+    return scaled([summary_of(run) for run in runs], runs=runs, **given)
+
+
+@pytest.mark.parametrize(("weak", "counts"), [(False, (4, 8, 16)), (True, (4, 8, 16))])
+def test_more_workers_than_two_gain_what_was_predicted_from_two(
+    weak: bool, counts: tuple[int, ...]
+) -> None:
+    (curve,) = predicted_of(scaled_runs((2, 4), weak=weak)).scaling.curves
+    assert curve.predicted is not None
+    assert (curve.predicted.run, curve.predicted.workers) == ("mirrored-n2", 2)
+    assert tuple(one.workers for one in curve.ahead) == counts
+    rng = np.random.default_rng(5)
+    whole_s = true_step_s(rng, 1, BATCH)
+    for one in curve.ahead:
+        each, grown = (BATCH, one.workers) if weak else (BATCH / one.workers, 1)
+        truth = grown * whole_s / true_step_s(rng, one.workers, each)
+        assert one.low < truth < one.high
+        assert one.speedup == pytest.approx(truth, rel=0.05)
+        assert one.samples_per_s == pytest.approx(one.speedup * curve.base.samples_per_s.mean)
+
+
+def test_the_runs_that_a_prediction_is_held_against_tell_it_nothing() -> None:
+    right, wrong = scaled_runs((2, 4)), scaled_runs((2, 4))
+    wrong[-1] = scaled_runs((2, 4), seed=3, steps=60)[-1]
+    one, other = (predicted_of(runs).scaling.curves[0] for runs in (right, wrong))
+    assert one.known[-1].speedup != other.known[-1].speedup
+    assert one.predicted == other.predicted
+    alone = predicted_of(scaled_runs((2,))).scaling.curves[0]
+    assert alone.ahead[0] == one.ahead[0]
+
+
+def test_one_device_tells_how_work_changes_with_its_samples() -> None:
+    runs = scaled_runs((2, 4))
+    with_it, without = (predicted_of(some).scaling.curves[0] for some in (runs, runs[1:]))
+    for one, other in zip(with_it.ahead, without.ahead, strict=False):
+        wide = (other.high_per_s - other.low_per_s) / other.samples_per_s
+        assert (one.high_per_s - one.low_per_s) / one.samples_per_s < 0.6 * wide
+
+
+@pytest.mark.parametrize(
+    ("counts", "beyond"),
+    [((2,), (4,)), ((2, 4), (8, 16)), ((4,), (8, 16)), ((2, 4, 8), (16, 32)),
+     ((2, 4, 8, 16, 32), (64,))],
+)  # fmt: skip
+def test_so_far_is_predicted_that_what_was_run_keeps_half_of_the_doublings(
+    counts: tuple[int, ...], beyond: tuple[int, ...]
+) -> None:
+    """The batch of 64 has no samples for more than 64 workers."""
+    found = predicted_of(scaled_runs(counts)).scaling
+    assert tuple(one for one in found.axis if one > max(counts)) == beyond
+
+
+@pytest.mark.parametrize(
+    ("runs", "why"),
+    [
+        (lambda: scaled_runs((2, 4), steps=12), "The run has too few steps to predict from."),
+        (
+            lambda: scaled_runs((2, 4), strategy="tensor_parallel"),
+            "how a layer's work divides over more workers is not known",
+        ),
+    ],
+)
+def test_why_a_curve_is_not_predicted_is_noted_and_is_no_error(runs: Any, why: str) -> None:
+    shown = predicted_of(runs())
+    (curve,) = shown.scaling.curves
+    assert curve.predicted is not None
+    assert curve.ahead == ()
+    assert why in curve.predicted.why_not
+    assert [note for note in shown.scaling.notes if note.startswith("Not predicted: ")] == [
+        f"Not predicted: {curve.predicted.why_not[0].lower()}{curve.predicted.why_not[1:]}"
+    ]
+    assert shown.scaling.workers == shown.scaling.axis
+    assert json.dumps(shown.to_wire(), allow_nan=False)
+
+
+def test_a_fault_of_the_prediction_costs_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(predict, "predict", broken)
+    shown = predicted_of(scaled_runs((2, 4)))
+    assert "Not predicted: it failed (ZeroDivisionError)." in shown.scaling.notes
+    assert shown.scaling.curves[0].known[-1].measured
+
+
+def test_exports_have_what_was_predicted_in_columns_of_its_own(tmp_path: Any) -> None:
+    shown = predicted_of(scaled_runs((2, 4)))
+    lines = list(csv.DictReader(io.StringIO(shown.to_csv())))
+    assert [(line["workers"], line["state"]) for line in lines] == [
+        ("1", "finished"), ("2", "finished"), ("4", "finished"), ("8", "predicted"),
+        ("16", "predicted"),
+    ]  # fmt: skip
+    measured = [float(line["speedup"]) for line in lines if line["speedup"]]
+    expected = [float(line["predicted_speedup"]) for line in lines if line["predicted_speedup"]]
+    assert (len(measured), len(expected)) == (3, 3)
+    assert measured[2] == pytest.approx(expected[0], rel=0.05)
+    for line in lines[-2:]:
+        empty = {"speedup", "samples_per_s", "step_s", "steps", "seeds", "compute_share", "cost"}
+        assert {line[key] for key in empty} == {""}
+        assert float(line["predicted_speedup_low"]) < float(line["predicted_speedup_high"])
+        assert (line["predicted_from"], line["batch"]) == ("mirrored-n2", "64.0")
+    frame = shown.to_pandas()
+    assert frame["speedup"].isna().tolist() == [False, False, False, True, True]
+    assert "predicted" in shown.to_markdown()
+    assert [row[-1] for row in shown.table().rows][-2:] == ["predicted", "predicted"]
+    (curve,) = shown.to_wire()["curves"]
+    assert [one["workers"] for one in curve["points"]] == [1, 2, 4]
+    assert [one["workers"] for one in curve["predicted"]["points"]] == [4, 8, 16]
+
+
+def test_what_one_curve_assumes_alone_is_said_with_its_name() -> None:
+    runs = scaled_runs((2, 4)) + scaled_runs((2, 4), steps=60, name="half", compress="fp16")[1:]
+    notes = predicted_of(runs).scaling.notes
+    assert len(set(notes)) == len(notes)
+    rare = [note for note in notes if "is rarer than most of the" in note]
+    assert [note.partition(": ")[0] for note in rare] == ["mirrored compress=fp16"]
+
+
+def test_a_figure_and_a_file_can_do_without_predictions(tmp_path: Any) -> None:
+    shown = predicted_of(scaled_runs((2, 4)))
+    assert shown.figure().scaling.axis == (1, 2, 4, 8, 16)
+    bare = shown.figure(predicted=False).scaling
+    assert bare.axis == (1, 2, 4)
+    assert not any("redicted" in note for note in bare.notes)
+    saved = json.loads(shown.save(tmp_path / "bare.json", predicted=False).read_text())
+    assert saved["curves"][0]["predicted"] is None
+
+
+def test_a_comparison_predicts_from_the_runs_that_it_was_made_of() -> None:
+    runs = scaled_runs((2, 4))
+    summaries = [summary_of(run) for run in runs]
+    made = Compared(comparison.compare(summaries), summaries, runs)
+    assert made.scaling().scaling.axis == (1, 2, 4, 8, 16)
+    assert Compared(made.comparison, summaries).scaling().scaling.axis == (1, 2, 4)

@@ -10,9 +10,12 @@ import pytest
 from any_page import illegible, is_on_paper, is_transparent
 from figure_words import words_of
 from made_up_scaling import amdahl, run_of, strong
+from matplotlib.collections import PolyCollection
+from predicted_runs import scaled_runs, summary_of
 
 from workbench.history.analysis.scaling.curves import Scaling
 from workbench.history.analysis.scaling.of_runs import scaling
+from workbench.notebook.scaling import scaled
 from workbench.views.drawing import own_style
 from workbench.views.scaling import picture
 from workbench.views.scaling.published import curves
@@ -58,14 +61,38 @@ CASES: dict[str, Any] = {
 }
 
 
+PREDICTED: dict[str, Any] = {
+    "predicted": scaled_runs,
+    "predicted from all there is": lambda: scaled_runs((2,)),
+    "predicted to 32, all of it run": lambda: scaled_runs((2, 4, 8, 16, 32)),
+    "predicted without one worker": lambda: scaled_runs((2, 4, 8))[1:],
+    "predicted weak": lambda: scaled_runs((2, 4, 8), weak=True),
+    "one predicted, one not": lambda: [
+        *scaled_runs((2, 4)),
+        *scaled_runs((2, 4), steps=12, name="short", compress="fp16")[1:],
+    ],
+    "none predicted": lambda: scaled_runs((2, 4), steps=12),
+}
+
+
+def predicted_of(case: str) -> Scaling:
+    runs = PREDICTED[case]()
+    return scaled([summary_of(run) for run in runs], price=2.5, runs=runs).scaling
+
+
 def scaled_of(case: str, price: float | None = 2.5) -> Scaling:
+    if case in PREDICTED:
+        return predicted_of(case)
     found = scaling(CASES[case](), price=price)
     assert found is not None
     return found
 
 
-@pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("case", CASES)
+PAGES = [*((case, beside) for case in CASES for beside in (False, True)),
+         *((case, False) for case in PREDICTED)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "beside"), PAGES)
 def test_words_never_overlap_and_stay_on_the_page(case: str, beside: bool) -> None:
     with own_style({}):
         figure = picture.draw(scaled_of(case), curves() if beside else ())
@@ -87,6 +114,79 @@ def test_it_is_legible_on_light_and_dark_pages() -> None:
     assert illegible(picture.draw(found, curves())) == []
     assert is_transparent(picture.scaling_png(found, PAPER["any"]))
     assert is_on_paper(picture.scaling_png(found))
+
+
+def test_predicted_curves_are_legible_on_light_and_dark_pages() -> None:
+    assert illegible(picture.draw(scaled_of("one predicted, one not"))) == []
+
+
+def rings(axes: Any) -> list[Any]:
+    """Lines of markers without a face: what was predicted."""
+    return [line for line in axes.lines if line.get_markerfacecolor() == "none"]
+
+
+def bands(axes: Any) -> list[Any]:
+    return [one for one in axes.collections if isinstance(one, PolyCollection)]
+
+
+def test_a_predicted_curve_is_rings_in_a_band_from_the_run_it_was_predicted_from_on() -> None:
+    found = scaled_of("predicted")
+    (curve,) = found.curves
+    figure = picture.draw(found)
+    for axes, per in ((figure.axes[0], lambda n: 1), (figure.axes[1], lambda n: n)):
+        (line,) = rings(axes)
+        assert list(line.get_xdata()) == [4, 8, 16]
+        expected = [one.speedup / per(one.workers) for one in curve.ahead]
+        assert list(line.get_ydata()) == pytest.approx(expected)
+        (band,) = bands(axes)
+        corners = band.get_paths()[0].vertices
+        assert corners[:, 0].min() == 2
+        last = curve.ahead[-1]
+        at_last = corners[corners[:, 0] == 16][:, 1]
+        assert (at_last.min(), at_last.max()) == pytest.approx(
+            (last.low / per(16), last.high / per(16))
+        )
+
+
+@pytest.mark.parametrize("case", [*CASES, "none predicted"])
+def test_what_is_not_predicted_has_no_ring_no_band_and_no_shade(case: str) -> None:
+    for axes in picture.draw(scaled_of(case)).axes[:2]:
+        assert (rings(axes), bands(axes), list(axes.patches)) == ([], [], [])
+
+
+@pytest.mark.parametrize("case", PREDICTED)
+def test_what_was_measured_keeps_half_of_the_axis(case: str) -> None:
+    found = scaled_of(case)
+    axes = picture.draw(found).axes[0]
+    ends = [(count, 1) for count in (min(found.workers), max(found.workers), max(found.axis))]
+    least, most, last = axes.transData.transform(ends)[:, 0]
+    assert most - least >= 0.499 * (last - least)
+    shades = axes.patches
+    assert bool(shades) == (last > most)
+    assert all(axes.transData.transform((one.get_x(), 1))[0] > most for one in shades)
+
+
+def test_the_keys_say_what_rings_are_and_why_there_are_none() -> None:
+    said = [text.get_text() for text in picture.draw(scaled_of("one predicted, one not")).texts]
+    assert any("predicted from the run with 2 workers" in words for words in said)
+    assert any(
+        words.startswith("Not predicted (mirrored compress=fp16): the run has too few steps")
+        for words in said
+    )
+    said = [text.get_text() for text in picture.draw(scaled_of("none predicted")).texts]
+    assert any(words.startswith("Not predicted: the run has too few steps") for words in said)
+    assert not any("Rings" in words for words in said)
+
+
+def test_words_of_the_higher_curve_stand_above_those_of_the_lower() -> None:
+    runs = [*scaled_runs((2, 4)), *scaled_runs((2, 4), seed=9, name="half", compress="fp16")[1:]]
+    found = scaled([summary_of(run) for run in runs], runs=runs).scaling
+    for axes in picture.draw(found).axes[:2]:
+        said = [text for text in axes.texts if text.get_weight() == "bold"]
+        assert len(said) == 2
+        points = sorted(said, key=lambda text: text.xy[1])
+        words = sorted(said, key=lambda text: text.get_window_extent().y0)
+        assert points == words
 
 
 def dotted(figure: Any) -> list[Any]:

@@ -92,20 +92,25 @@ def ring(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
 
 
 def ring_at_once(
-    members: Ids, kind: Kind, unit: str, title: str, text: str, *, every: int = 1, by: str = "N"
-) -> tuple[Phase, ...]:
+    members: Ids, kind: Kind, unit: str, title: str, text: str, *, every: int = 1, by: str = "N",
+    turn: int | None = None, fragments: int = 1,
+) -> tuple[Phase, ...]:  # fmt: skip
     """Return a ring all-reduce drawn as one phase.
 
     Args:
         every: The phase ends every so many-th step.
         by: What the number of members is called in formulas.
+        turn: Which of them, 1 to `every`; the last unless given.
+        fragments: How many parts of the tensor have a turn each; it is one of them that is sent.
     """
     n = len(members)
     if n < 2:
         return ()
-    arrows = _turn(members, kind, part(unit, n, by), 2 * (n - 1))
+    size = part(unit, n * fragments, by if fragments == 1 else f"(F {by})")
+    arrows = _turn(members, kind, size, 2 * (n - 1))
+    offset = (every if turn is None else turn) - 1
     return (
-        Phase(title, text, (), arrows, every, every - 1, f"{unit}/{by}, 2({by}-1) rounds"),
+        Phase(title, text, (), arrows, every, offset, f"{size.text}, 2({by}-1) rounds"),
     )  # fmt: skip
 
 

@@ -91,6 +91,7 @@ TORCH: tuple[Strategy, ...] = (
         term="synchronous training with central variables",
         summary="Weights and optimizer live on one host; workers pull them and push gradients.",
         module="workbench.strategies.torch.central_storage:CentralStorage",
+        keeps="weights",
         messages="workbench.catalog.step_messages:central_storage",
         suits="few devices beside a host with memory to spare: optimizer state stays off them",
         shares_gpu=True,
@@ -111,6 +112,7 @@ TORCH: tuple[Strategy, ...] = (
         term="asynchronous data parallelism (parameter server)",
         summary="Servers hold the parameters; each worker pushes and pulls at its own pace.",
         module="workbench.strategies.torch.parameter_server:ParameterServer",
+        keeps="weights",
         messages="workbench.catalog.step_messages:parameter_server",
         suits="workers of unequal speed, large tables of which a step uses a few rows, and to "
         "see what stale gradients do",
@@ -166,6 +168,7 @@ TORCH: tuple[Strategy, ...] = (
         summary="Each worker keeps 1/n of parameters, gradients and optimizer; layers are gathered "
         "when they compute.",
         module="workbench.strategies.torch.sharded:Sharded",
+        keeps="part",
         messages="workbench.catalog.step_messages:sharded",
         suits="models whose parameters and optimizer state do not fit one device",
         source="Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023",
@@ -196,6 +199,7 @@ TORCH: tuple[Strategy, ...] = (
         term="pipeline (model) parallelism",
         summary="The model is cut into stages over the workers; microbatches follow each other.",
         module="workbench.strategies.torch.model_split:ModelSplit",
+        keeps="part",
         messages="workbench.catalog.step_messages:model_split",
         suits="models that do not fit one device, cut into layers of similar cost",
         source="Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019",
@@ -216,6 +220,7 @@ TORCH: tuple[Strategy, ...] = (
         summary="Several pipelines side by side; each takes a share of the batch, stage by stage "
         "gradients are added up.",
         module="workbench.strategies.torch.hybrid:Hybrid",
+        keeps="part",
         messages="workbench.catalog.step_messages:hybrid",
         suits="models that do not fit one device, on more workers than stages are worth",
         source="Narayanan et al., PipeDream, SOSP 2019; Megatron-LM, SC 2021, section 3",
@@ -241,6 +246,7 @@ TORCH: tuple[Strategy, ...] = (
         summary="The weight matrices of a layer are divided over the workers, who compute it "
         "together.",
         module="workbench.strategies.torch.tensor_parallel:TensorParallel",
+        keeps="part",
         messages="workbench.catalog.step_messages:tensor_parallel",
         suits="wide layers, on workers with fast links between them",
         source="Shoeybi et al., Megatron-LM, 2019, section 3",
@@ -263,13 +269,15 @@ TORCH: tuple[Strategy, ...] = (
     Strategy(
         name="local_sgd",
         framework="torch",
-        term="local SGD (federated averaging)",
-        summary="Workers train on their own for some steps, then average their parameters.",
+        term="local SGD (federated averaging, DiLoCo)",
+        summary="Workers train on their own for some steps, then average their parameters, or "
+        "step on from there (DiLoCo).",
         module="workbench.strategies.torch.local_sgd:LocalSGD",
         messages="workbench.catalog.step_messages:local_sgd",
         suits="slow links, and data that stays where it was collected",
         shares_gpu=True,
-        source="Stich, Local SGD, ICLR 2019; McMahan et al., federated averaging, AISTATS 2017",
+        source="Stich, Local SGD, ICLR 2019; McMahan et al., federated averaging, AISTATS 2017; "
+        "Douillard et al., DiLoCo, 2023 (arXiv:2311.08105)",
         aliases=("fedavg",),
         supports=FIT_FEATURES - {"clip_norm"},
         exact_with=(("every", 1),),
@@ -277,10 +285,32 @@ TORCH: tuple[Strategy, ...] = (
         "replicas differed: all begin with their mean",
         linear_only=True,
         links=True,
+        excludes=(("fragments", "fraction"),),
+        rules="workbench.catalog.schedules:check_turns",
         options=(
             Option(
                 "every", "int", 8, minimum=1,
                 help="steps between averages; 1 with SGD equals one device",
+            ),
+            Option(
+                "outer", "choice", "average", choices=("average", "nesterov"),
+                help="what a round ends with: the mean, or a step with momentum along the way to "
+                "it (DiLoCo)",
+            ),
+            Option(
+                "outer_lr", "float", 0.7, minimum=0.001, maximum=10,
+                only_with=("outer", "nesterov"),
+                help="learning rate of that step (outer=nesterov); 1 without momentum: the mean",
+            ),
+            Option(
+                "outer_momentum", "float", 0.9, minimum=0, maximum=0.999,
+                only_with=("outer", "nesterov"),
+                help="Nesterov momentum of that step (outer=nesterov); 0: none",
+            ),
+            Option(
+                "fragments", "int", 1, minimum=1, maximum=64,
+                help="parts of the parameters that meet in turn, spread over `every` steps, so "
+                "that less is sent at once",
             ),
             Option(
                 "fraction", "float", 1.0, minimum=0.001, maximum=1,
@@ -399,6 +429,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="Parameters and optimizer lie on one device of the engine; all its devices compute "
         "gradients, which are added up and applied there once.",
         module="workbench.strategies.tensorflow.central_storage:CentralStorage",
+        keeps="weights",
         messages="workbench.catalog.step_messages:tensorflow_central_storage",
         suits="several devices of one host that have room for the parameters only once",
         source="tf.distribute.experimental.CentralStorageStrategy; Li et al., Scaling Distributed "
@@ -420,6 +451,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="The layers of one model lie on several devices; the batch goes through them in "
         "turn, so memory is saved and time is not.",
         module="workbench.strategies.tensorflow.model_split:ModelSplit",
+        keeps="part",
         messages="workbench.catalog.step_messages:tensorflow_model_split",
         suits="models too large for one device, and to see why pipelines were invented",
         source="Dean et al., Large Scale Distributed Deep Networks, NIPS 2012; tf.device",
@@ -459,6 +491,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="Servers hold the variables; a coordinator hands steps to whichever worker is "
         "free.",
         module="workbench.strategies.tensorflow.parameter_server:ParameterServer",
+        keeps="weights",
         messages="workbench.catalog.step_messages:tensorflow_parameter_server",
         suits="workers of unequal speed, large tables of which a step uses a few rows, and to "
         "see what stale gradients do",

@@ -1,4 +1,7 @@
-"""What the pipeline schedules ask for and promise, as pure data: no framework, both sides read it.
+"""What happens when, as pure data: no framework, both sides read it.
+
+What the pipeline schedules ask for and promise, and in which step of a round fragments of the
+parameters meet (`turns`).
 
 F = forward, B = backward of a microbatch; two stages, four microbatches:
 
@@ -152,3 +155,25 @@ def check_schedule(options: Mapping[str, Any], workers: int, batch_size: int | N
             )
         batch_size = None if batch_size is None else -(-batch_size * workers // every)
     microbatches(options, workers, batch_size)
+
+
+def turns(options: Mapping[str, Any]) -> list[int]:
+    """Return after which step of a round, 1 to `every`, each fragment of the parameters meets.
+
+    The turns are spread evenly; the last fragment meets where the round ends.
+    """
+    every, fragments = int(options["every"]), int(options["fragments"])
+    return [(place + 1) * every // fragments for place in range(fragments)]
+
+
+def check_turns(options: Mapping[str, Any], workers: int, batch_size: int | None) -> None:
+    """Raise PlanError where a round has too few steps to give each fragment one of its own."""
+    every, fragments = options["every"], options["fragments"]
+    if fragments > every:
+        raise PlanError(
+            "A round has fewer steps than there are fragments, and each needs a step of its own.",
+            seen=f"every={every}, fragments={fragments}",
+            allowed=f"fragments from 1 to {every}",
+            next_step=f"-o fragments={every}, or -o every={fragments}",
+            code="WB-PLAN-319",
+        )

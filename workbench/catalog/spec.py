@@ -33,6 +33,7 @@ class Option:
 
     Attributes:
         pattern: For text: the regular expression it must match as a whole; `form` says it in words.
+        only_with: Another option (name, value) without which this one means nothing.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Option:
     optional: bool = False
     pattern: str = ""
     form: str = ""
+    only_with: tuple[str, Any] | None = None
 
     def parse(self, text: object) -> Any:
         """Turn what the user wrote into a value.
@@ -157,6 +159,8 @@ class Strategy:
             of the steps is lost.
         whole: Whether every worker ends with the whole model; else each has its share of it, and
             builds no more than that where the model is given as a function.
+        keeps: What a worker holds between steps: `all` of weights, gradients and optimizer state;
+            `weights` and gradients, while servers hold the state; or its `part` of everything.
         fills: Whether it gives a model without memory (device `meta`) its weights, each worker its
             part of them; one given as a function is built for real by rank 0 alone.
         loses: What is lost at most when a run goes on from its last checkpoint.
@@ -200,6 +204,7 @@ class Strategy:
     heals: bool = False
     spares_workers: bool = False
     whole: bool = True
+    keeps: Literal["all", "weights", "part"] = "all"
     fills: bool = False
     loses: str = "the steps since the last checkpoint"
     rules: str = ""
@@ -214,6 +219,12 @@ class Strategy:
     def is_sync(self, options: dict[str, Any]) -> bool:
         """Whether workers take each step together, under these options."""
         return self.sync or bool(self.sync_option and options.get(self.sync_option))
+
+    def is_exact(self, options: dict[str, Any]) -> bool:
+        """Whether it trains what one device trains, up to rounding, under these options."""
+        if self.exact_with is None or not self.is_sync(options):
+            return False
+        return all(options.get(name) == value for name, value in self.exact_with)
 
     def server_count(self, options: dict[str, Any]) -> int:
         """Return how many servers a run needs, under these options."""
@@ -259,7 +270,8 @@ class Strategy:
             others: As `option` takes them.
 
         Raises:
-            PlanError: An option is unknown, was not understood, or excludes another one.
+            PlanError: An option is unknown, was not understood, excludes another one, or means
+                nothing without another one.
         """
         parsed = {name: self.option(name, others).parse(value) for name, value in given.items()}
         values = {option.name: parsed.get(option.name, option.default) for option in self.options}
@@ -270,5 +282,17 @@ class Strategy:
                     seen=", ".join(f"{name}={values[name]}" for name in pair),
                     next_step="leave one of them out",
                     code="WB-PLAN-007",
+                )
+        for option in self.options:
+            if option.only_with is None or values[option.name] == option.default:
+                continue
+            other, needed = option.only_with
+            if values[other] != needed:
+                raise PlanError(
+                    f"Option {option.name} of {self.name} has a meaning only with "
+                    f"{other}={needed}.",
+                    seen=f"{option.name}={values[option.name]}, {other}={values[other]}",
+                    next_step=f"-o {other}={needed}, or leave {option.name} out",
+                    code="WB-PLAN-318",
                 )
         return values

@@ -6,6 +6,7 @@ PyTorch's sizes are those that `sent_bytes` counts; TensorFlow itself does not c
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from . import diagrams, schedules
 from .diagrams import Arrow, Layout, Node, Parts, Phase, Size
@@ -258,22 +259,52 @@ def tensor_parallel(layout: Layout) -> Parts:
 
 
 def local_sgd(layout: Layout) -> Parts:
-    """Steps alone; parameters are averaged at the end of a round."""
-    every = int(layout.options["every"])
-    meet = diagrams.ring_at_once(
-        layout.ids, "average", "P", "Average",
-        "All parameters become their mean." if every == 1 else
-        f"Every {every} steps all parameters become their mean.", every=every,
-    )  # fmt: skip
-    notes: tuple[str, ...] = ()
-    if layout.options["fraction"] < 1:
-        notes = ("In each round some workers sit out: they send zeros to the sum.",)
+    """Steps alone; parameters meet at the end of a round, or each fragment in its turn."""
+    options, notes = layout.options, []
+    schedules.check_turns(options, layout.workers, None)
+    outer, fragments = options["outer"] == "nesterov", int(options["fragments"])
+    holds, source = _WHOLE, "Stich, Local SGD, ICLR 2019"
+    if options["fraction"] < 1:
+        notes.append("In each round some workers sit out: they send zeros to the sum.")
+    if outer:
+        holds = f"{_WHOLE}; where the round began and the outer momentum"
+        source = "Douillard et al., DiLoCo, 2023, algorithm 1"
+        notes.append(
+            "The outer step: from where the round began, along the mean of what the workers went, "
+            f"learning rate {options['outer_lr']:g}, Nesterov momentum "
+            f"{options['outer_momentum']:g}. Nothing else is sent for it."
+        )
+    if fragments > 1:
+        source = f"{source}; Douillard et al., Streaming DiLoCo, 2025"
     phases = (
-        _work(layout), _update(layout, "Each worker takes a step of its own: copies drift."), *meet
+        _work(layout), _update(layout, "Each worker takes a step of its own: copies drift."),
+        *_meetings(layout, "take an outer step from their mean" if outer else "become their mean"),
     )  # fmt: skip
     units = {"P": "bytes of parameters and floating-point buffers", **N}
-    source = f"Stich, Local SGD, ICLR 2019; {diagrams.RING}"
-    return Parts(diagrams.workers(layout, _WHOLE), phases, units, source, notes)
+    units |= {"F": "number of fragments"} if fragments > 1 else {}
+    source = f"{source}; {diagrams.RING}"
+    return Parts(diagrams.workers(layout, holds), phases, units, source, tuple(notes))
+
+
+def _meetings(layout: Layout, what: str) -> tuple[Phase, ...]:
+    """Return the all-reduces of a round: one, or one for each fragment."""
+    every, fragments = int(layout.options["every"]), int(layout.options["fragments"])
+    ring = partial(diagrams.ring_at_once, layout.ids, "average", "P", fragments=fragments)
+    if fragments == 1:
+        often = "All" if every == 1 else f"Every {every} steps all"
+        return ring("Average", f"{often} parameters {what}.", every=every)
+    turns = schedules.turns(layout.options)
+    if every % fragments == 0:  # the turns are equally far from each other: one phase tells of all
+        text = f"The parameters of one fragment {what}; each of the {fragments} has its turn every "
+        return ring("Average in turn", f"{text}{every} steps.", every=turns[0])
+    return tuple(
+        phase
+        for place, turn in enumerate(turns, 1)
+        for phase in ring(
+            f"Average, fragment {place}",
+            f"In step {turn} of each {every} its parameters {what}.", every=every, turn=turn,
+        )
+    )  # fmt: skip
 
 
 def gossip(layout: Layout) -> Parts:

@@ -504,7 +504,7 @@ class Run:
             without: Its rank; by default whom the others waited for longest.
             first, last: Steps to recompute, both included; all that are stored by default.
             variants: Several sets of changes, to be ranked: `[{"link": "1GB/s"}, {"bucket_mb": 5}]`
-            changes: `link=`, `latency=`, `straggler=None`, `batch_size=`, `overlap=`, any option.
+            changes: `link=`, `batch_size=`, any option (docs/predicting.md); `beside=` more runs.
         """
         from ..views.explain import diagram, prediction
 

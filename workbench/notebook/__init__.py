@@ -10,4 +10,5 @@ In reading order:
     scaling    what several numbers of workers gained: figure, table, files
     compare    `wb.compare`, `wb.strategies`, `wb.diagram`, `wb.calibrate`: what there is to know
     sweep      `wb.sweep`: every combination of what is given in lists, and what came of it
+    auto       `%%distributed auto`, `wb.choose`: short runs, a ranking, one to train under
 """

@@ -42,12 +42,22 @@ if TYPE_CHECKING:
 class Compared:
     """Runs of one recipe side by side: a figure, a table and a verdict in plain words.
 
+    Args:
+        summaries: Of the runs, for what their numbers of workers gained.
+        runs: Those of the summaries, to predict from.
+
     Attributes:
         comparison: The numbers behind them.
     """
 
-    def __init__(self, compared: comparison.Comparison, runs: Sequence[RunSummary] = ()) -> None:
-        self.comparison, self._summaries = compared, tuple(runs)
+    def __init__(
+        self,
+        compared: comparison.Comparison,
+        summaries: Sequence[RunSummary] = (),
+        runs: Sequence[Run] = (),
+    ) -> None:
+        self.comparison, self._summaries = compared, tuple(summaries)
+        self._runs = tuple(runs)
 
     @property
     def verdict(self) -> str:
@@ -80,7 +90,7 @@ class Compared:
         """
         from .scaling import scaled
 
-        return scaled(self._summaries, price=price)
+        return scaled(self._summaries, price=price, runs=self._runs)
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """Return a line per plan: plain numbers, units in the headings, empty where not measured.
@@ -154,8 +164,9 @@ def compare(*runs: Run | str) -> Compared:
     """
     if not runs:
         raise PlanError("Nothing to compare.", next_step='wb.compare("a", "b")', code="WB-PLAN-103")
-    summaries = [_run(one).summarise() for one in runs]
-    return Compared(comparison.compare(summaries), summaries)
+    found = [_run(one) for one in runs]
+    summaries = [run.summarise() for run in found]
+    return Compared(comparison.compare(summaries), summaries, found)
 
 
 def _run(one: object) -> Run:

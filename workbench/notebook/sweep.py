@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError
 from ..execution.registry import runs as known
+from ..execution.requests import to_recipe
 from ..session.queue import sweep as plans_for
 from ..shared.flags.several import price_of
 from ..views.blocks import ProgressLine
@@ -58,10 +59,7 @@ def sweep(
     if price is not None:
         price = price_of(price)
     where = cluster or cluster_here()
-    if isinstance(source, str) and "\n" not in source.strip() and "(" not in source:
-        framework = settings.get("framework") or where.framework
-        found = known[source].plan.recipe if source in known else recipes.find(source, framework)
-        source = found
+    source = recipe_of(source, settings.get("framework") or where.framework)
     plans = plans_for(where, source, strategies, seeds=seeds, **settings)
     check_ahead(where, plans)
     queue = where.queue()
@@ -86,6 +84,19 @@ def sweep(
             "No run of the sweep began.", seen=f"{len(plans)} plans", code="WB-PLAN-282"
         )
     return concluded(made, price=price)
+
+
+def recipe_of(source: str | Callable[..., Any] | Recipe, framework: str | None) -> Recipe:
+    """Return what is trained: a recipe, the source of a cell, a function, or a name of one.
+
+    Raises:
+        PlanError: There is no run or recipe of that name.
+    """
+    if isinstance(source, str) and "\n" not in source.strip() and "(" not in source:
+        return (
+            known[source].plan.recipe if source in known else recipes.find(source, framework or "")
+        )
+    return to_recipe(source)
 
 
 class _Progress:
@@ -115,5 +126,5 @@ def concluded(runs: Sequence[Run], *, price: float | None = None) -> Scaled | Co
     summaries = [run.summarise() for run in runs]
     counts = {one.workers for one in summaries}
     if shows_scaling(summaries) or (price is not None and len(counts) > 1):
-        return scaled(summaries, price=price)
+        return scaled(summaries, price=price, runs=runs)
     return compare(*runs)

@@ -15,6 +15,7 @@ from ..errors import PlanError, unknown
 from ..execution.allocator import default_framework
 from ..notebook.recipes import recipes
 from ..shared.faults import parse_fault
+from ..shared.flags.several import Axis, check_runs, each_of
 from ..shared.log_targets import parse_targets
 from ..shared.run_request import OVERRIDES, RunRequest
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 MOST: dict[str, int] = {"workers": 256, "seeds": 10}
 COUNTS = ("workers", "seeds", *OVERRIDES)
+SEVERAL = ("workers", "batch_size")
+"""Counts of which several can be typed, as on the line: `1,2,4`; each is a run."""
 TEXTS = ("name", "checkpoint", "checkpoint_every", "on_failure", "log")
 """Flags of the line that the panel has a field for, beside the counts."""
 ON_FAILURE = ("stop", "continue", "replace", "heal")
@@ -58,10 +61,11 @@ class Choice:
         picks: Picked strategies of each framework, in the order of picking.
         options: Options given, by framework and strategy; also of strategies not picked now.
         parameters: Parameters given, by the name of the recipe.
-        workers: Replicas; None: as many as there are engines.
+        workers: Replicas, of several numbers the greatest; None: as many as there are engines.
         engines: What stands in the Engines field: started by Run where there is no cluster.
         seeds: How many seeds each plan is run with; 1: the recipe's own.
         overrides: Of `epochs`, `steps`, `batch_size`, `seed`.
+        several: Of `SEVERAL`, where more than one value was typed.
         faults: Faults that the runs begin with, as `--inject` takes them.
         texts: What stands in the fields of `TEXTS`, where something does.
         wrong: By field: `workers`, `inject`, `torch.mirrored.bucket_mb`, `recipe.NAME.PARAMETER`.
@@ -78,6 +82,7 @@ class Choice:
     engines: int = 2
     seeds: int = 1
     overrides: dict[str, int] = field(default_factory=dict)
+    several: dict[str, tuple[int, ...]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
     wrong: dict[str, Wrong] = field(default_factory=dict)
@@ -120,7 +125,8 @@ class Choice:
             log=parse_targets(texts.get("log", "").split()),
             strategies=(strategy,),
             framework=framework,
-            workers=self.workers,
+            workers=None if "workers" in self.several else self.workers,
+            several=tuple(Axis(key, values) for key, values in self.several.items()),
             options=dict(self.options.get((framework, strategy), {})),
             **overrides,
             seeds=self.seeds if self.seeds > 1 else None,
@@ -142,7 +148,9 @@ class Choice:
         self.check(framework)
         recipe = self.recipe_in(session)
         check_written_for(recipe, framework)
-        return [plan for line in self.lines(framework) for plan in session.plans(line, recipe)]
+        found = [plan for line in self.lines(framework) for plan in session.plans(line, recipe)]
+        check_runs(len(found))
+        return found
 
     def check(self, framework: str) -> None:
         """Raise PlanError where nothing is picked, or a field that matters is wrong."""
@@ -185,16 +193,21 @@ class Choice:
         self._take(name, typed, lambda text: self._put_count(name, text))
 
     def _put_count(self, name: str, text: str) -> None:
-        value = (
-            _whole(text, least=0 if name == "seed" else 1, most=MOST.get(name)) if text else None
-        )
+        least, most = 0 if name == "seed" else 1, MOST.get(name)
+        several = name in SEVERAL and "," in text
+        parts = each_of(text, field_name(name)) if several else [text] if text else []
+        values = [_whole(one, least=least, most=most, several=name in SEVERAL) for one in parts]
+        value = max(values, default=None)
+        self.several = {key: one for key, one in self.several.items() if key != name}
+        if len(values) > 1:
+            self.several = {**self.several, name: tuple(values)}
         if name == "workers":
             self.workers = value
         elif name == "seeds":
             self.seeds = value or 1
         else:
             left = {key: one for key, one in self.overrides.items() if key != name}
-            self.overrides = left if value is None else {**left, name: value}
+            self.overrides = {**left, name: values[0]} if len(values) == 1 else left
 
     def set_text(self, name: str, typed: object) -> None:
         """Take what was typed for a field of `TEXTS`; nothing: as it is.
@@ -303,12 +316,13 @@ def field_name(name: str) -> str:
     return f"{words[-1]} of {'.'.join(words[1:-1])}"
 
 
-def _whole(text: str, *, least: int, most: int | None) -> int:
+def _whole(text: str, *, least: int, most: int | None, several: bool = False) -> int:
     if re.fullmatch(r"[0-9]{1,18}", text):
         value = int(text)
         if value >= least and (most is None or value <= most):
             return value
     limits = f"from {least} to {most}" if most is not None else f"{least} or more"
+    more = "; or several: 1,2,4" if several else ""
     raise PlanError(
-        "Not possible.", seen=text, allowed=f"a whole number, {limits}", code="WB-PLAN-067"
+        "Not possible.", seen=text, allowed=f"a whole number, {limits}{more}", code="WB-PLAN-067"
     )

@@ -10,7 +10,7 @@ from ..errors import PlanError
 from ..execution.allocator import notebook_framework
 from ..notebook import jobs
 from ..notebook.recipes import recipes
-from ..shared.plan import cell_of
+from ..shared.plan import Plan, cell_of
 from . import strategies
 from .choice import Choice, check_written_for, short
 from .model import Part, Wire, action
@@ -70,12 +70,7 @@ class RecipePart(Part):
         check_written_for(recipe, framework)
         place = strategies.place_of(session, choice)
         drafts = [strategies.draft(line, recipe, place) for line in choice.lines(framework)]
-        return {
-            "cells": [
-                _with_seeds(cell_of(plan, framework=notebook_framework()), choice.seeds)
-                for plan in drafts
-            ]
-        }
+        return {"cells": [_cell(plan, choice) for plan in drafts]}
 
     @action(slow=True)
     def job(self) -> dict[str, Any]:
@@ -85,7 +80,8 @@ class RecipePart(Part):
         choice.check(framework)
         check_written_for(recipe, framework)
         place = strategies.place_of(session, choice)
-        drafts = [strategies.draft(line, recipe, place) for line in choice.lines(framework)]
+        lines = choice.lines(framework)
+        drafts = [plan for line in lines for plan in strategies.drafts(line, recipe, place)]
         if choice.seeds > 1:
             drafts = [plan.with_seed(seed) for plan in drafts for seed in range(choice.seeds)]
         folders = [jobs.job(plan, f"job-{plan.name or plan.strategy}") for plan in drafts]
@@ -99,10 +95,18 @@ class RecipePart(Part):
         return recipes.find(picked.name, picked.framework)
 
 
-def _with_seeds(text: str, seeds: int) -> str:
-    """Return a cell that trains with so many seeds; they are a flag of its line."""
+def _cell(plan: Plan, choice: Choice) -> str:
+    """Return a cell that trains a plan, with all numbers of workers, batches and seeds chosen."""
+    text = cell_of(plan, framework=notebook_framework())
     first, _, rest = text.partition("\n")
-    return text if seeds == 1 else f"{first} --seeds {seeds}\n{rest}"
+    several = {name: ",".join(map(str, values)) for name, values in choice.several.items()}
+    if "workers" in several:  # the plan has the greatest; one device has no such flag
+        first = first.replace(f" -n {plan.workers}", f" -n {several['workers']}", 1)
+    if "batch_size" in several:
+        first += f" --batch-size {several['batch_size']}"
+    if choice.seeds > 1:
+        first += f" --seeds {choice.seeds}"
+    return f"{first}\n{rest}"
 
 
 def _listed(framework: str) -> list[tuple[str, str, Recipe]]:

@@ -27,7 +27,9 @@ class ScalingPart(Part):
     def __init__(self, panel: Panel) -> None:
         super().__init__(panel)
         self._price: float | None = None
-        self._typed, self._wrong, self._published = "", "", False
+        self._typed, self._wrong = "", ""
+        self._published, self._predicted = False, True
+        self._owed = False  # predictions wait for the end of what goes on
         self._key: tuple[Any, ...] = ()
         self._scaled: Scaled | None = None
         self._wire: Wire | None = None
@@ -47,14 +49,25 @@ class ScalingPart(Part):
         """Draw published curves beside one's own, or do not."""
         self._published = bool(on)
 
+    @action()
+    def predicted(self, on: bool = True) -> None:
+        """Draw what fewer workers let expect beside what was measured, or do not."""
+        self._predicted = bool(on)
+
+    def _busy(self) -> bool:
+        """Whether a run goes on or is about to: its workers need the cores."""
+        cluster = self.panel.session.cluster
+        return cluster is not None and (cluster.is_busy or cluster.queue().busy)
+
     def wire(self) -> Wire:
         """What there is to draw, once it has been made."""
         part = self.panel.parts["comparison"]
         assert isinstance(part, ComparisonPart)
         chosen = part.runs()
-        key = (*((run.name, run.number, run.state) for run in chosen), self._price)
-        if key != self._key:
-            self._key = key
+        runs = tuple((run.name, run.number, run.state) for run in chosen)
+        key = (runs, self._price, self._predicted)
+        if key != self._key or (self._owed and not self._busy()):
+            self._key, self._owed = key, self._predicted and self._busy()
             self.panel.later("scaling", self._make)
         return {
             "scaling": self._wire,
@@ -62,6 +75,8 @@ class ScalingPart(Part):
             "price": self._typed,
             "wrong": self._wrong,
             "beside": self._published,
+            "predicted": self._predicted,
+            "owed": self._owed,
             "published": [
                 {"name": one.name, "year": one.year, "points": [list(p) for p in one.points],
                  "from": one.made_from, "hardware": one.hardware, "source": one.source,
@@ -73,16 +88,17 @@ class ScalingPart(Part):
     def _make(self) -> None:
         part = self.panel.parts["comparison"]
         assert isinstance(part, ComparisonPart)
-        self._scaled = self._wire = None
-        summaries = [run.summarise() for run in part.runs()]
-        self._why = why_not(summaries) if summaries else ""
-        if not summaries or self._why:
-            return
-        try:
-            self._scaled = scaled(summaries, price=self._price)
-            self._wire = self._scaled.to_wire()
-        except WorkbenchError as error:
-            self._why = str(error)
+        runs = part.runs()
+        summaries = [run.summarise() for run in runs]
+        made, why = None, why_not(summaries) if summaries else ""
+        if summaries and not why:
+            known = runs if self._predicted and not self._owed else ()
+            try:
+                made = scaled(summaries, price=self._price, runs=known)
+            except WorkbenchError as error:
+                why = str(error)
+        self._wire = None if made is None else made.to_wire()
+        self._scaled, self._why = made, why
 
     @action(slow=True)
     def export(self, kind: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,8 @@ from ..cookbook.recipe import Recipe, Use, misfit, use_of
 from ..devices import limits
 from ..errors import ClusterError, PlanError, WorkbenchError
 from ..execution.requests import check_framework
-from ..shared.plan import Plan, make_plan, plan_of
+from ..shared.flags.several import check_runs
+from ..shared.plan import Plan, make_plan, plan_of, plans_of
 from ..views.explain.diagram import DiagramPicture
 from .choice import COUNTS, TEXTS, check_written_for
 from .model import Part, Wire, action
@@ -99,6 +100,9 @@ class StrategiesPart(Part):
             choice.check(place.framework)
             if self.panel.session.cluster is not None:
                 choice.plans(self.panel.session)
+            elif recipe is not None:
+                lines = choice.lines(place.framework)
+                check_runs(sum(len(drafts(line, recipe, place)) for line in lines), choice.seeds)
         except WorkbenchError as error:
             return (
                 f"{error.what.rstrip('.')}: {error.next_step}." if error.next_step else error.what
@@ -164,8 +168,10 @@ def summary(choice: Choice, place: Place, recipe: Recipe | None) -> str:
     picked = choice.picks[place.framework]
     if not picked:
         return "Nothing is picked"
-    on = f"on {place.workers} worker{'s' if place.workers != 1 else ''}"
     named = "" if recipe is None else f" of {recipe.name or recipe.origin}"
+    if choice.several:
+        return _swept(choice, place, recipe, named)
+    on = f"on {place.workers} worker{'s' if place.workers != 1 else ''}"
     count = len(picked) * choice.seeds
     if count == 1:
         return f"1 run{named}: {picked[0]} {on}"
@@ -174,6 +180,28 @@ def summary(choice: Choice, place: Place, recipe: Recipe | None) -> str:
     if len(factors) == 1:
         return f"{count} runs{named}: {', then '.join(picked)}, {on}"
     return f"{' × '.join(factors)} = {count} runs{named} {on}"
+
+
+def _swept(choice: Choice, place: Place, recipe: Recipe | None, named: str) -> str:
+    """Return the same of several numbers of workers or batches: one device is run once."""
+    picked, several = choice.picks[place.framework], choice.several
+    counts = several.get("workers", (place.workers,))
+    on = f"on {_listed(counts)} worker{'s' if counts != (1,) else ''}"
+    if "batch_size" in several:
+        on += f", batches of {_listed(several['batch_size'])}"
+    if choice.seeds > 1:
+        on += f", {choice.seeds} seeds each"
+    try:
+        lines = choice.lines(place.framework)
+        plans = [plan for line in lines for plan in drafts(line, recipe or NOTHING, place)]
+    except PlanError:  # said beside it
+        return f"{', then '.join(picked)}, {on}"
+    count = len(plans) * choice.seeds
+    return f"{count} run{'s' * (count != 1)}{named}: {', then '.join(picked)}, {on}"
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _card(
@@ -244,7 +272,8 @@ def _text(value: Any) -> str:
 
 
 def _common(choice: Choice, engines: int, place: Place) -> dict[str, Wire]:
-    given: dict[str, Any] = {"workers": choice.workers, **choice.overrides}
+    several = {name: ",".join(map(str, values)) for name, values in choice.several.items()}
+    given: dict[str, Any] = {"workers": choice.workers, **choice.overrides, **several}
     given["seeds"] = choice.seeds if choice.seeds > 1 else None
     found: dict[str, Wire] = {}
     for name in COUNTS:
@@ -377,18 +406,35 @@ def check_fitness(plan: Plan, place: Place) -> None:
 def draft(line: RunRequest, recipe: Recipe, place: Place) -> Plan:
     """Return the plan of a line with one strategy, also where there is no cluster yet.
 
+    Of several numbers of workers it is the greatest.
+
     Raises:
         PlanError: Something does not fit.
     """
-    plan = plan_of(line, recipe, framework=place.framework, workers=place.workers)
+    one = replace(line, several=())
+    plan = plan_of(one, recipe, framework=place.framework, workers=place.workers)
     check_fitness(plan, place)
     return plan
+
+
+def drafts(line: RunRequest, recipe: Recipe, place: Place) -> list[Plan]:
+    """Return all plans of such a line, but one whatever its seeds.
+
+    Raises:
+        PlanError: Something does not fit.
+    """
+    whole = replace(line, seeds=None)
+    found = plans_of(whole, recipe, framework=place.framework, workers=place.workers)
+    check_runs(len(found), line.seeds or 1)
+    for plan in found:
+        check_fitness(plan, place)
+    return found
 
 
 def fitness_problem(line: RunRequest, recipe: Recipe, place: Place) -> str:
     """Return what is wrong with a strategy as it is set; empty: nothing is."""
     try:
-        draft(line, recipe, place)
+        drafts(line, recipe, place)
     except PlanError as error:
         return str(error)
     return ""

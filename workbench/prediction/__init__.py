@@ -15,4 +15,5 @@ catalog describes.
     model     one strategy, computed so many times
     predict   what is asked for, checked, and what comes back
     variants  what if: changes to a run, and which of several is best
+    choose    which strategy trains fastest, from one or two short runs
 """

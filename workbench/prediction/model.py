@@ -19,12 +19,11 @@ if TYPE_CHECKING:
     from .probe import Setting
 
 Floats = NDArray[np.float64]
-UNEXPLAINED = 0.02
-"""Standard deviation of measured over predicted steps that no draw explains. Chosen on the first 58
-training runs, on a busy machine; over all 80 (docs/measured/predictions-training.jsonl) 0 and
-0.0225 a doubling are likelier. To be fitted anew on a quiet one.
+UNEXPLAINED = 0.005
+"""Standard deviation of measured over predicted steps that no draw explains. With the next one the
+likeliest over 110 training runs of 4 to 32 workers (docs/measured/predictions-training.jsonl).
 """
-UNEXPLAINED_PER_DOUBLING = 0.0125
+UNEXPLAINED_PER_DOUBLING = 0.0075
 """What each doubling of the workers beyond those seen adds to it."""
 MOST_COMPUTED = 40
 

@@ -51,6 +51,7 @@ class Point:
         step_s, samples_per_s: Median, and the ends of the interval that holds 90 %.
         share: Of a step that is each of `CAUSES`.
         far: Whether it lies beyond what the runs can tell of.
+        batch: Samples of a step, of all workers.
     """
 
     workers: int
@@ -58,11 +59,16 @@ class Point:
     samples_per_s: tuple[float, float, float]
     share: tuple[float, ...]
     far: bool = False
+    batch: float = float("nan")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A run that was predicted from: samples per second, with its 95 % interval."""
+    """A run that was predicted from: samples per second, with its 95 % interval.
+
+    Attributes:
+        batch: Samples of a step, of all workers.
+    """
 
     run: str
     workers: int
@@ -70,6 +76,7 @@ class Measured:
     samples_per_s: float
     low_per_s: float
     high_per_s: float
+    batch: float = float("nan")
 
 
 @dataclass(frozen=True)
@@ -521,7 +528,7 @@ def _point(found: Computed, case: Case, samples: float, base: Probe) -> Point:
     values = case.work.seen
     far = n > FAR * case.seen_workers or (n > values / 10 and not case.setting.piped)
     rates = (total / middle, total / high, total / low)
-    return Point(n, (middle, low, high), rates, found.share, far)
+    return Point(n, (middle, low, high), rates, found.share, far, total)
 
 
 def _measured(runs: Sequence[RunData], probes: Sequence[Probe]) -> list[Measured]:
@@ -529,8 +536,9 @@ def _measured(runs: Sequence[RunData], probes: Sequence[Probe]) -> list[Measured
     for run, probe in zip(runs, probes, strict=True):
         rate = rate_of(run.history)
         if rate is not None:
+            batch = probe.samples * (probe.workers if probe.setting.entry.data_parallel else 1)
             found.append(Measured(run.name, probe.workers, float(probe.step_s.mean()), rate.mean,
-                                  rate.low, rate.high))  # fmt: skip
+                                  rate.low, rate.high, batch))  # fmt: skip
     return found
 
 

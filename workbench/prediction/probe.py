@@ -181,7 +181,7 @@ class Probe:
                 next_step="train it again with --steps 100",
                 code="WB-RUN-131",
             )
-        options = {**plan.options}
+        options = {**entry.settings({}), **plan.options}  # a saved run may know fewer
         if options.get("allreduce") == "auto":
             options["allreduce"] = history.story.facts.get(Topic.ALLREDUCE_CHOSEN) or "backend"
         setting = Setting(entry, options, len(history.engines))

@@ -76,10 +76,13 @@ class Ranking:
         }  # fmt: skip
 
 
-def rank(run: RunData, every: Sequence[Mapping[str, Any]]) -> Ranking:
+def rank(
+    run: RunData, every: Sequence[Mapping[str, Any]], beside: Sequence[RunData] = ()
+) -> Ranking:
     """Compute changes to a run; return them, best first.
 
     Args:
+        beside: Other runs, which settle what this one leaves open (another batch).
         every: Changes, each a mapping of one or more of `CHANGES` and the strategy's options.
 
     Raises:
@@ -91,7 +94,7 @@ def rank(run: RunData, every: Sequence[Mapping[str, Any]]) -> Ranking:
             "What is to be changed?", seen=list(every), allowed=_allowed(None),
             next_step="run.what_if(link='1GB/s')", code="WB-PLAN-300",
         )  # fmt: skip
-    base, probes = read([run])
+    base, probes = read([run, *beside])
     knows = Knows.of(base, probes, None, None, needed=base.workers > 1)
     before = compute(knows.case(base.setting, base.samples, None, base.total_steps), noisy=False)
     was_s = float(base.step_s.mean())

@@ -40,6 +40,8 @@ from .magic_args import (
     whole_number,
 )
 
+AUTO = "auto"
+"""In place of a strategy: short runs choose one."""
 PLOTS = ("auto", "widget", "svg", "text", "off")
 TRACEBACKS = ("short", "full")
 
@@ -225,6 +227,9 @@ class RunRequest(RunSettings):
         epochs, steps, batch_size, seed: Win over what the cell passes to `wb.fit`.
         batch_per_worker: The global batch is so many times the number of workers.
         price: What a worker costs an hour, in any currency; None: not known.
+        memory_per_worker: Bytes that a worker may hold where the strategy is chosen; None: any.
+        allow_stale: Whether strategies are chosen from whose weights are not those of one device.
+        probe_seconds: That choosing may take; None: as by default.
         several: Of what the line gives several values; the fields themselves are as by default.
         seeds: Runs of each strategy, with seeds 0 and on; None: one, with the cell's.
         recipe: What is trained in place of the cell below.
@@ -401,6 +406,33 @@ class RunRequest(RunSettings):
         without="no costs are shown",
         example="%%distributed one_device,mirrored -n 1,2,4 --price 2.5",
     )
+    memory_per_worker: float | None = _said(
+        "--memory-per-worker",
+        metavar="SIZE",
+        trains=True,
+        read=several.memory_of,
+        write=lambda size_bytes: f"{size_bytes:.0f}",
+        help="with auto: what a worker may hold of weights, gradients and optimizer state",
+        without="any amount",
+        example="%%distributed auto --memory-per-worker 4GiB",
+    )
+    allow_stale: bool = _said(
+        "--allow-stale",
+        False,
+        trains=True,
+        help="with auto: also strategies whose weights are not those of one device",
+        without="only strategies that train what one device trains",
+        example="%%distributed auto --allow-stale",
+    )
+    probe_seconds: int | None = _said(
+        "--probe-seconds",
+        metavar="S",
+        trains=True,
+        read=_number("--probe-seconds", least=5),
+        help="with auto: what its short runs may take together",
+        without="60",
+        example="%%distributed auto --probe-seconds 120",
+    )
     several: tuple[Axis, ...] = ()
 
     to_job: str = _said(
@@ -479,10 +511,10 @@ def from_line(given: Mapping[str, Any]) -> RunRequest:
                 axes.append(Axis(name, read))
         elif value is not None and value != []:
             found[name] = flag.read(value)
+    names = filter(None, map(str.strip, found["strategies"].split(",")))
+    framework = found.get("framework")
     found["strategies"] = tuple(
-        catalog.canonical(one.strip(), found.get("framework"))
-        for one in found["strategies"].split(",")
-        if one.strip()
+        name if name == AUTO else catalog.canonical(name, framework) for name in names
     )
     axes += _of_options(found) + several.of_values(found) + several.of_parameters(found)
     return RunRequest(**found, several=tuple(axes))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -198,6 +199,30 @@ def price_of(given: object) -> float:
             seen=given,
             allowed="--price 2.5, in whatever currency",
             code="WB-PLAN-272",
+        )
+    return value
+
+
+_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?$", re.IGNORECASE)
+
+
+def memory_of(given: object) -> float:
+    """Return bytes of memory: of `4GiB`, `800MB`, or of a number.
+
+    Raises:
+        PlanError: It was not understood, or is nothing.
+    """
+    found = _SIZE.match(str(given).strip())
+    value = 0.0
+    if found is not None and not isinstance(given, bool):
+        power = "KMGT".find(found[2].upper()) + 1 if found[2] else 0
+        value = float(found[1]) * (1024.0 if found[3] else 1000.0) ** power
+    if not value > 0:
+        raise PlanError(
+            "The memory of a worker was not understood.",
+            seen=given,
+            allowed="--memory-per-worker 4GiB, 800MB, or bytes: more than 0",
+            code="WB-PLAN-313",
         )
     return value
 

@@ -2,7 +2,9 @@
 
 Sources: Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, algorithm 1; McMahan
 et al., Communication-Efficient Learning of Deep Networks from Decentralized Data (federated
-averaging), AISTATS 2017, algorithm 1.
+averaging), AISTATS 2017, algorithm 1; Douillard et al., DiLoCo: Distributed Low-Communication
+Training of Language Models, 2023 (arXiv:2311.08105), algorithm 1, and for fragments Douillard et
+al., Streaming DiLoCo with overlapping communication, 2025 (arXiv:2501.18512).
 
     round     step 1 .. step H on own shares            average               next round
     worker 0: w0 = w0 - lr g0(w0)  ...   w0 --+                     +--> w
@@ -14,33 +16,59 @@ more so the less alike their data is. With H = 1 and an optimizer that is linear
 (SGD, with momentum) averaging parameters is averaging gradients: it equals one device. Optimizer
 state is not averaged; each worker keeps its own.
 
+DiLoCo (`outer=nesterov`): a round ends in an outer step. Its gradient is how far the workers went
+on average, its optimizer SGD with Nesterov momentum; each worker keeps where the round began (b)
+and the momentum (m), and takes the same step. The inner optimizer is the user's, AdamW in the
+paper.
+
+    round t    b --- H steps of worker r --> w_r       d = b - mean(w_r)      m = mu m + d
+    round t+1  b - lr (d + mu m), on all workers       lr: outer_lr           mu: outer_momentum
+
+With `outer_lr=1` and `outer_momentum=0` that is averaging again. Momentum goes on in the direction
+that rounds have in common, while what workers went apart from each other cancels out. One worker
+alone takes outer steps, too. Buffers and frozen parameters become their mean. Within a round, the
+mean of the replicas is what is evaluated, and what a run ends with.
+
+Fragments (`fragments=F`): the parameters in F parts of equal length, each of which meets every H
+steps in a turn of its own. As many bytes are sent in all, and 1/F of them at once.
+
+    H = 6, F = 3     step   1   2   3   4   5   6   7   8   9  10  11  12
+                     meets      A       B       C       A       B       C
+
 Options of federated averaging: `fraction` of the workers is drawn for each round, and only these
 train and are averaged; `skew=alpha` deals the data out by class (Dirichlet shards), so that the
 workers' data differs, the more the smaller alpha.
 
 Bytes sent: a ring all-reduce of parameters and floating-point buffers, 2 (n-1)/n of their size, at
-averaging steps; nothing elsewhere. Workers wait at averaging steps alone: for the last of them.
+averaging steps (of one fragment in its turn); nothing elsewhere. Workers wait at averaging steps
+alone: for the last of them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...catalog import schedules
 from ...engine.contract import NAN, Share
 from ...engine.torch.data import skewed
+from ...engine.torch.group import verify
 from ...engine.training.shares import share_bounds
 from ...errors import FitError
 from .parts.guard import Guard
 from .parts.parameter_averaging import ParameterAveraging
+from .parts.replica import bytes_of, on_host
 
 if TYPE_CHECKING:
     from ...engine.telemetry.recorder import StepResult
+    from .parts.guard import Message
 
 
 def naive_round(
@@ -64,14 +92,49 @@ def naive_round(
     return losses
 
 
+def naive_diloco_round(
+    model: Any, loss_fn: Any, optimizer: Any, outer: Any, batches: list[tuple[Tensor, Tensor]]
+) -> list[float]:
+    """Do a round, then let its mean be the gradient of an outer step. Return the losses.
+
+    `outer` is torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True). `LocalSGD`
+    keeps where rounds began, and may let parts of the parameters meet in turn.
+    """
+    began = [p.detach().clone() for p in model.parameters()]
+    losses = naive_round(model, loss_fn, optimizer, batches)
+    for p, w in zip(model.parameters(), began, strict=True):
+        p.grad = w - p.data  # from where the workers went, on average, back uphill
+        p.data = w
+    outer.step()
+    return losses
+
+
 class LocalSGD(ParameterAveraging):
-    """Independent steps, averaged every `every` steps."""
+    """Independent steps; parameters meet every `every` steps.
+
+    Attributes:
+        fragments: What meets together: slices of the message's flat tensors.
+        outer: Takes the outer steps; None where a round ends in the mean.
+    """
+
+    outer: OuterStep | None = None
 
     def begin(self, model: torch.nn.Module) -> None:
-        """Make all replicas equal, which they are again after each average."""
+        """Make all replicas equal, which they are again after each average of all they have."""
         super().begin(model)
-        self.guard = Guard(self.context, "copies")
-        self.guard.add(model)
+        count = int(self.options["fragments"])
+        self.fragments = [
+            [flat[slice(*share_bounds(flat.numel(), place, count))] for flat in self.message.flats]
+            for place in range(count)
+        ]
+        turns = schedules.turns(self.options)
+        self._turns = {turn % turns[-1]: place for place, turn in enumerate(turns)}
+        if self.options["outer"] == "nesterov":
+            lr, momentum = float(self.options["outer_lr"]), float(self.options["outer_momentum"])
+            self.outer = OuterStep(model, self.message, count, lr=lr, momentum=momentum)
+        if count == 1:
+            self.guard = Guard(self.context, "copies" if self.outer is None else "updates")
+            self.guard.add(model)
 
     def step(self, share: Share) -> StepResult:
         """Take a step alone, or sit the round out; average at its end."""
@@ -83,28 +146,48 @@ class LocalSGD(ParameterAveraging):
         return self.complete(trainer.measured(replace(share, samples=0), self.sent_bytes))
 
     def meets(self) -> bool:
-        """Whether a round ends here."""
-        return self.done % int(self.options["every"]) == 0
+        """Whether a round ends here, or a fragment has its turn."""
+        return self.done % int(self.options["every"]) in self._turns
 
     def meet(self) -> float:
         """Average; who was last, and how long the others waited, shows in all ranks' rows."""
-        size_bytes = 2 * (self.world_size - 1) / self.world_size * self.message.size_bytes
+        place = self._turns[self.done % int(self.options["every"])]
+        fragment = self.fragments[place]
+        size_bytes = 2 * (self.world_size - 1) / self.world_size * sum(f.nbytes for f in fragment)
         self.context.faults.travel(round(size_bytes))
-        self.mean()
-        self.sent_bytes, self.equal = size_bytes, True
+        self.message.fill()
+        self._average(fragment)
+        self._step_on(place)
+        self.message.spread()
+        self.sent_bytes, self.equal = size_bytes, len(self.fragments) == 1
         return NAN
+
+    def meet_nobody(self) -> None:
+        """Take the outer step of one worker: the mean is what it has."""
+        if self.outer is not None:
+            self.message.fill()
+            self._step_on(self._turns[self.done % int(self.options["every"])])
+            self.message.spread()
+
+    def _step_on(self, place: int) -> None:
+        if self.outer is not None:
+            verify()  # half a sum must not get into what is kept
+            self.outer.step(place)
 
     def mean(self) -> None:
         """Replace every replica by the mean of those that took part in the latest round."""
-        message, chosen = self.message, self._chosen(self.done - 1)
-        message.fill()
-        for flat in message.flats:
+        self.message.fill()
+        self._average(self.message.flats)
+        self.message.spread()
+
+    def _average(self, flats: Iterable[Tensor]) -> None:
+        chosen = self._chosen(self.done - 1)
+        for flat in flats:
             if self.rank in chosen:
                 flat.div_(len(chosen))
             else:
                 flat.zero_()
             dist.all_reduce(flat)
-        message.spread()
 
     def weight(self, share: Share) -> float:
         """Return the factor that makes the mean over those who take part one over samples."""
@@ -143,3 +226,102 @@ class LocalSGD(ParameterAveraging):
                 code="WB-FIT-118",
             )
         return super().wrap_loop(model, optimizer, loader)
+
+    def state(self) -> dict[str, Any]:
+        """Return this replica, and what outer steps go on from: the same on all workers."""
+        state = super().state()
+        return state if self.outer is None else {**state, "outer": self.outer.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave, alike on all workers."""
+        super().load_state(state)
+        if self.outer is not None:
+            self.outer.load(state.get("outer"))
+
+    def memory_bytes(self) -> float:
+        """Return what this worker holds of model, gradients, optimizer and outer optimizer."""
+        return super().memory_bytes() + (0 if self.outer is None else self.outer.size_bytes)
+
+    def close(self) -> None:
+        """Leave the user's loop alone again."""
+        super().close()
+        self.outer = None
+
+
+class _Piece(NamedTuple):
+    """What a fragment has of one parameter: `mean` is a part of the message, all are flat."""
+
+    parameter: Tensor
+    mean: Tensor
+    began: Tensor
+    momentum: Tensor
+
+
+class OuterStep:
+    """DiLoCo's outer optimizer: SGD with Nesterov momentum on how far the workers went.
+
+    The order of operations is that of torch.optim.SGD, so that it gives the same bits.
+
+    Args:
+        message: In which the mean arrives, and the step's result is left.
+        fragments: In how many parts the message meets.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, message: Message, fragments: int, *, lr: float,
+        momentum: float,
+    ) -> None:  # fmt: skip
+        self._lr, self._momentum = lr, momentum
+        self._parameters = {n: p for n, p in model.named_parameters() if p.is_floating_point()}
+        began = {name: p.detach().reshape(-1).clone() for name, p in self._parameters.items()}
+        self._began = began
+        self._momenta = {name: torch.zeros_like(flat) for name, flat in began.items()}
+        self.size_bytes = bytes_of([*began.values(), *self._momenta.values()])
+        self._pieces = [list(self._cut(message, place, fragments)) for place in range(fragments)]
+
+    def _cut(self, message: Message, place: int, fragments: int) -> Iterator[_Piece]:
+        """Yield what a fragment has of each parameter; parameters lie first in the message."""
+        flats = {flat.dtype: flat for flat in message.flats}
+        begin: Counter[torch.dtype] = Counter()
+        for name, parameter in self._parameters.items():
+            flat, at = flats[parameter.dtype], begin[parameter.dtype]
+            begin[parameter.dtype] += parameter.numel()
+            first, stop = share_bounds(flat.numel(), place, fragments)
+            first, stop = max(first, at), min(stop, at + parameter.numel())
+            if first < stop:
+                own = slice(first - at, stop - at)
+                began, momentum = self._began[name][own], self._momenta[name][own]
+                yield _Piece(parameter, flat[first:stop], began, momentum)
+
+    def step(self, place: int) -> None:
+        """Replace a fragment's mean by where the outer step leads; the next round begins there."""
+        trained = [piece for piece in self._pieces[place] if piece.parameter.requires_grad]
+        for piece in self._pieces[place]:
+            if not piece.parameter.requires_grad:
+                piece.began.copy_(piece.mean)
+        if not trained:
+            return
+        _, means, began, momenta = map(list, zip(*trained, strict=True))
+        ahead = torch._foreach_sub(began, means)  # d: uphill, as gradients are
+        torch._foreach_mul_(momenta, self._momentum)
+        torch._foreach_add_(momenta, ahead)
+        torch._foreach_add_(ahead, momenta, alpha=self._momentum)
+        torch._foreach_add_(began, ahead, alpha=-self._lr)
+        torch._foreach_copy_(means, began)
+
+    def state(self) -> dict[str, Any]:
+        """Return copies of where rounds began and of the momenta, by parameter, on the CPU."""
+        return {"began": self._named(self._began), "momentum": self._named(self._momenta)}
+
+    def _named(self, flats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return on_host({n: flats[n].view(p.shape) for n, p in self._parameters.items()})
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from what `state` gave; None: begin with the model as it is."""
+        for name, parameter in self._parameters.items():
+            began = parameter.detach() if state is None else state["began"][name]
+            self._began[name].copy_(began.reshape(-1))
+            if state is None:
+                self._momenta[name].zero_()
+            else:
+                self._momenta[name].copy_(state["momentum"][name].reshape(-1))

@@ -1,29 +1,35 @@
-"""A prediction and what-ifs as figure, table and words; asked for as `run.predict`, `wb.predict`.
+"""A prediction, what-ifs and the choice of a strategy as figure, table and words.
 
 The figure has one axis of workers and one of samples per second, both in doublings: predicted
-points are joined by dashes, their interval is a band, runs that were measured are dots.
+points are rings on dashes, their interval is a band, runs that were measured are dots, and what
+lies beyond what the runs can tell of is shaded.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ... import catalog
 from ...prediction import predict as predicting
 from ...prediction import variants as changing
 from ...prediction.case import CAUSES
+from ...prediction.choose import Choice, Row
 from ...prediction.predict import Prediction
 from ...prediction.variants import Ranking
 from ..table import Column, Table
-from ..text import milliseconds, number, percent
-from ..theme import Canvas, Picture, paragraph, svg_text
+from ..text import milliseconds, number, percent, size
+from ..theme import Canvas, Picture, paragraph, svg_text, width_of
 
 if TYPE_CHECKING:
     from ...history.run_data import RunData
     from ...prediction.predict import Measured
 
 MARGIN, LEFT, WIDTH, PLOT = 12.0, 52.0, 380.0, 170.0
+RIGHT, RING = WIDTH - MARGIN, 5.0
 
 
 class PredictionPicture(Picture, Prediction):
@@ -76,6 +82,8 @@ class PredictionPicture(Picture, Prediction):
     def _held(self, measured: Measured) -> str:
         """Return whether a run that was not predicted from lies in the interval, in words."""
         at = [p for p in self.points if p.workers == measured.workers]
+        if not _alike(self, measured):
+            return ", with another batch"
         if measured.run in self.runs or not at:
             return ""
         inside = at[0].step_s[1] <= measured.step_s <= at[0].step_s[2]
@@ -87,25 +95,41 @@ class PredictionPicture(Picture, Prediction):
         return self.table().text()
 
     def html(self) -> str:
-        """Return the figure, and the table."""
-        return f'<div style="max-width:100%">{self.canvas().svg()}{self.table().html()}</div>'
+        """Return the figure, and the table; what both say stands there once."""
+        table = replace(self.table(), title="").html()
+        return f'<div style="max-width:100%">{self._drawn(notes=False).svg()}{table}</div>'
 
     def canvas(self) -> Canvas:
         """Return the figure."""
+        return self._drawn()
+
+    def _drawn(self, *, notes: bool = True) -> Canvas:
         body = [svg_text(MARGIN, 20, "Predicted", size=14, bold=True)]
         more, y = paragraph(MARGIN, 38, self.sentence(), WIDTH - 2 * MARGIN)
         body += more
-        top = y + 8
+        top = y + 20
         plot = _Plot(self, top)
-        body += [*plot.grid(), *plot.band(), *plot.line(), *plot.dots()]
-        y = top + PLOT + 32
-        legend = "Dashed: predicted; band: 90 % of runs; dots: measured. Samples per second over "
-        more, y = paragraph(MARGIN, y, f"{legend}workers.", WIDTH - 2 * MARGIN, size=9.5)
+        body += [*plot.shade(), *plot.grid(), *plot.band(), *plot.line(), *plot.dots()]
+        y = top + PLOT + 46
+        legend = "Rings: predicted, in a band that holds 90 % of runs. Dots: measured."
+        if not all(_alike(self, m) for m in self.measured):
+            legend += " Faint: with another batch."
+        if any(p.far for p in self.points):
+            legend += " Shaded: beyond what the runs can tell of."
+        more, y = paragraph(MARGIN, y, legend, WIDTH - 2 * MARGIN, size=9.5)
         body += more
-        for note in self.notes:
+        for note in self.notes if notes else ():
             more, y = paragraph(MARGIN, y + 3, note, WIDTH - 2 * MARGIN, size=9.5)
             body += more
         return Canvas(WIDTH, y + 4, body, "Predicted samples per second", self.text())
+
+
+def _alike(shown: Prediction, measured: Measured) -> bool:
+    """Whether a run had the batch that was predicted for as many workers; else it is faint."""
+    first = shown.points[0]
+    grows = shown.scaling == "weak" and catalog.lookup(shown.strategy, "torch").data_parallel
+    per = measured.workers / first.workers if grows else 1.0
+    return not abs(measured.batch / per - first.batch) > 0.01 * first.batch
 
 
 _SCALING = {
@@ -135,31 +159,45 @@ class _Plot:
 
     def at(self, workers: float, rate: float) -> tuple[float, float]:
         """Return the place of a point."""
-        right = WIDTH - 2 * MARGIN - 10
+        right = RIGHT - 14
         x = LEFT + (math.log2(workers) - self.x0) / (self.x1 - self.x0) * (right - LEFT)
         y = self.top + PLOT * (self.y1 - math.log2(rate)) / (self.y1 - self.y0)
         return x, y
 
     def grid(self) -> list[str]:
         """Return the axes with their numbers."""
-        right = WIDTH - 2 * MARGIN
-        found = [f'<path class="l" d="M{LEFT - 6} {self.top:.1f}V{self.top + PLOT:.1f}H{right}"/>']
+        foot = self.top + PLOT
+        found = [f'<path class="l" d="M{LEFT - 6} {self.top:.1f}V{foot:.1f}H{RIGHT}"/>']
+        found.append(svg_text(MARGIN, self.top - 7, "samples/s", "m", size=9.5))
+        middle = (LEFT + RIGHT) / 2
+        found.append(svg_text(middle, foot + 28, "workers", "m", size=9.5, anchor="middle"))
         counts = {p.workers for p in self.shown.points} | {m.workers for m in self.shown.measured}
         last = -1e9
         for count in sorted(counts):
             x, _ = self.at(count, 2**self.y0)
             if x - last > 22:
-                words = svg_text(x, self.top + PLOT + 14, str(count), size=10, anchor="middle")
-                found.append(words)
+                found.append(svg_text(x, foot + 14, str(count), size=10, anchor="middle"))
                 last = x
-        for k in range(4):
-            rate = 2 ** (self.y0 + (self.y1 - self.y0) * (k + 0.5) / 4)
+        for rate in _round(2**self.y0, 2**self.y1):
             y = self.at(2**self.x0, rate)[1]
             found.append(svg_text(LEFT - 10, y + 3, number(rate), "m", size=9.5, anchor="end"))
             found.append(
-                f'<path class="l" stroke-dasharray="1 4" d="M{LEFT - 6} {y:.1f}H{right}"/>'
+                f'<path class="l" stroke-dasharray="1 4" d="M{LEFT - 6} {y:.1f}H{RIGHT}"/>'
             )
         return found
+
+    def shade(self) -> list[str]:
+        """Return a shade where points lie beyond what the runs can tell of."""
+        far = [p.workers for p in self.shown.points if p.far]
+        near = [p.workers for p in self.shown.points if not p.far]
+        near += [m.workers for m in self.shown.measured]
+        near = [count for count in near if far and count < min(far)]
+        if not far:
+            return []
+        edge = math.sqrt(min(far) * max(near)) if near else 2**self.x0
+        x = self.at(edge, 2**self.y0)[0]
+        return [f'<rect fill="currentColor" fill-opacity=".07" x="{x:.1f}" y="{self.top:.1f}" '
+                f'width="{RIGHT - x:.1f}" height="{PLOT}"/>']  # fmt: skip
 
     def band(self) -> list[str]:
         """Return the interval; of a single point a stroke."""
@@ -177,14 +215,16 @@ class _Plot:
     def line(self) -> list[str]:
         """Return the medians, joined by dashes."""
         places = [self.at(p.workers, p.samples_per_s[0]) for p in self.shown.points]
-        found = [f'<path class="k-compute s" stroke-width="1.6" stroke-dasharray="5 3" '
-                 f'd="M{_path(places)}"/>'] if len(places) > 1 else []  # fmt: skip
+        found = [
+            f'<path class="k-compute s" stroke-width="1.6" stroke-dasharray="5 3" d="M{piece}"/>'
+            for piece in (_between(*ends) for ends in itertools.pairwise(places)) if piece
+        ]  # fmt: skip
         for point, (x, y) in zip(self.shown.points, places, strict=True):
             rates = " to ".join(number(v) for v in point.samples_per_s[1:])
             hint = f"{point.workers} workers: {number(point.samples_per_s[0])}, {rates}"
             found.append(
                 f'<g><title>{hint}</title><circle class="k-compute s" '
-                f'stroke-width="1.6" cx="{x:.1f}" cy="{y:.1f}" r="3"/></g>'
+                f'stroke-width="1.6" cx="{x:.1f}" cy="{y:.1f}" r="{RING}"/></g>'
             )
         return found
 
@@ -194,11 +234,33 @@ class _Plot:
         for m in self.shown.measured:
             x, y = self.at(m.workers, m.samples_per_s)
             hint = f"measured, {m.workers} workers: {number(m.samples_per_s)}"
+            faint = "" if _alike(self.shown, m) else ' fill-opacity=".45"'
             found.append(
-                f'<g><title>{hint}</title><circle class="k-weights f" cx="{x:.1f}" cy="{y:.1f}" '
-                'r="3.6"/></g>'
+                f'<g><title>{hint}</title><circle class="k-weights f"{faint} cx="{x:.1f}" '
+                f'cy="{y:.1f}" r="3"/></g>'
             )
         return found
+
+
+def _between(one: tuple[float, float], other: tuple[float, float]) -> str:
+    """Return a line from ring to ring; empty where they touch."""
+    (x, y), (to_x, to_y) = one, other
+    length = math.hypot(to_x - x, to_y - y)
+    if length <= 2 * RING:
+        return ""
+    dx, dy = RING * (to_x - x) / length, RING * (to_y - y) / length
+    return _path([(x + dx, y + dy), (to_x - dx, to_y - dy)])
+
+
+def _round(low: float, high: float) -> list[float]:
+    """Return a few round numbers between two above 0; where there are none, evenly spread ones."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
+        found = [step * 10.0**power for power in powers for step in steps]
+        found = [value for value in found if low <= value <= high]
+        if len(found) > 2:
+            return found[:: math.ceil(len(found) / 5)]
+    return [low * (high / low) ** ((k + 0.5) / 4) for k in range(4)]
 
 
 def _path(places: Sequence[tuple[float, float]]) -> str:
@@ -244,18 +306,22 @@ class RankingPicture(Picture, Ranking):
         return self.table().text()
 
     def html(self) -> str:
-        """Return the figure, and the table."""
-        return f'<div style="max-width:100%">{self.canvas().svg()}{self.table().html()}</div>'
+        """Return the figure, and the table; what both say stands there once."""
+        table = replace(self.table(), title="").html()
+        return f'<div style="max-width:100%">{self.canvas().svg()}{table}</div>'
 
     def canvas(self) -> Canvas:
         """Return each step as a bar of its causes, the best first."""
         body = [svg_text(MARGIN, 20, "What if", size=14, bold=True)]
         more, y = paragraph(MARGIN, 38, self.sentence(), WIDTH - 2 * MARGIN)
         body += more
-        rows = [("as it was", self.step_s, self.share)]
-        rows += [(v.text, v.step_s[0], v.share) for v in self.variants]
-        scale = (WIDTH - 2 * MARGIN - 62) / max(step_s for _, step_s, _ in rows)
-        for words, step_s, share in rows:
+        rows = [("as it was", self.step_s, self.share, "")]
+        rows += [
+            (v.text, v.step_s[0], v.share, f", {v.speedup[0]:.2f}x the samples/s")
+            for v in self.variants
+        ]
+        scale = (WIDTH - 2 * MARGIN - 146) / max(step_s for _, step_s, _, _ in rows)
+        for words, step_s, share, gained in rows:
             y += 6
             body.append(svg_text(MARGIN, y + 6, words, size=10))
             x = MARGIN
@@ -264,11 +330,118 @@ class RankingPicture(Picture, Ranking):
                 body.append(f'<rect class="k-{kind} f" x="{x:.1f}" y="{y + 10:.1f}" '
                             f'width="{width:.2f}" height="11"/>')  # fmt: skip
                 x += width
-            body.append(svg_text(x + 5, y + 19, _time(step_s), size=10))
+            body.append(svg_text(x + 5, y + 19, _time(step_s) + gained, size=10))
             y += 24
-        more, y = paragraph(MARGIN, y + 14, f"Bars: {', '.join(CAUSES)}.", WIDTH - 2 * MARGIN,
-                            size=9.5)  # fmt: skip
-        return Canvas(WIDTH, y + 2, [*body, *more], "What if", self.text())
+        x, y = MARGIN, y + 14
+        for cause, kind in zip(CAUSES, ("compute", "wait", "weights"), strict=True):
+            body.append(f'<rect class="k-{kind} f" x="{x:.1f}" y="{y - 8}" width="9" height="9"/>')
+            body.append(svg_text(x + 13, y, cause, "m", size=9.5))
+            x += 30 + width_of(cause, 9.5)
+        return Canvas(WIDTH, y + 12, body, "What if", self.text())
+
+
+class ChoicePicture(Picture, Choice):
+    """Strategies for a cell, fastest first; see `prediction.choose.Choice`."""
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return JSON-ready data; None for NaN."""
+        return Choice.to_wire(self)
+
+    def table(self) -> Table:
+        """Return a row per strategy, fastest first."""
+        columns = [Column("strategy", "left"), Column("workers"), Column("samples/s"),
+                   Column("interval"), Column("step"), Column("memory/worker"),
+                   Column("how it is known", "left", 60)]  # fmt: skip
+        rows = [
+            [row.candidate.name, str(row.candidate.workers), _best(row), _interval(row),
+             _time(row.step_s) if row.step_s == row.step_s else "",
+             size(row.memory_bytes) if row.memory_bytes == row.memory_bytes else "", row.why]
+            for row in self.rows
+        ]  # fmt: skip
+        strong = frozenset(k for k, row in enumerate(self.rows) if row is self.winner)
+        return Table(columns, rows, self._title(), self._notes(), strong)
+
+    def _title(self) -> str:
+        return f"Chosen: {self.reason}"
+
+    def _notes(self) -> list[str]:
+        spent = f"Short runs took {_time(self.seconds)}. " if self.seconds == self.seconds else ""
+        text = f"{spent}Intervals: 95 % of a measured rate, 90 % of predicted runs."
+        return [text, *self.notes]
+
+    def text(self) -> str:
+        """Return the table as text."""
+        return self.table().text()
+
+    def html(self) -> str:
+        """Return the figure, and the table to unfold."""
+        return (
+            f'<div style="max-width:100%">{self.canvas().svg()}<details style="font-size:12px">'
+            f"<summary>All figures</summary>{self.table().html()}</details></div>"
+        )
+
+    def canvas(self) -> Canvas:
+        """Return a line per strategy: dots of what was measured, rings of what is predicted."""
+        wide = WIDTH + 140
+        body = [svg_text(MARGIN, 20, "Which strategy?", size=14, bold=True)]
+        more, y = paragraph(MARGIN, 38, self.reason, wide - 2 * MARGIN)
+        body += more
+        shown = [row for row in self.rows if row.known != "out"]
+        out = [row for row in self.rows if row.known == "out"]
+        most = max((row.samples_per_s[2] for row in shown), default=1.0)
+        left, right = MARGIN + 176, wide - MARGIN - 58
+        scale = (right - left) / most
+        y += 4
+        for row in shown:
+            middle, low, high = (left + scale * rate for rate in row.samples_per_s)
+            y += 20
+            name = row.candidate.name
+            body.append(svg_text(left - 8, y + 4, name if len(name) < 28 else f"{name[:27]}…",
+                                 size=10.5, anchor="end", bold=row is self.winner))  # fmt: skip
+            body.append(f'<path class="l" stroke-dasharray="1 4" d="M{left} {y}H{right:.1f}"/>')
+            body.append(
+                f"<g><title>{name}: {row.why}</title>{_mark(row, middle, low, high, y)}</g>"
+            )
+            body.append(svg_text(right + 8, y + 4, _best(row), "m" * (row.known == "bounded"),
+                                 size=10))  # fmt: skip
+        y += 26
+        legend = "Samples per second. Dots: measured; rings: predicted, with the interval; bars: "
+        more, y = paragraph(MARGIN, y, f"{legend}at best.", wide - 2 * MARGIN, size=9.5)
+        body += more
+        if out:
+            said = "; ".join(f"{row.candidate.name}: {row.why}" for row in out)
+            more, y = paragraph(MARGIN, y + 3, f"Left out: {said}.", wide - 2 * MARGIN, size=9.5)
+            body += more
+        return Canvas(wide, y + 2, body, "Which strategy?", self.text())
+
+
+def _best(row: Row) -> str:
+    if row.known == "out":
+        return ""
+    if row.known == "bounded":
+        return f"≤ {number(row.samples_per_s[2])}"
+    return number(row.samples_per_s[0])
+
+
+def _interval(row: Row) -> str:
+    if row.known not in ("measured", "predicted"):
+        return ""
+    return f"{number(row.samples_per_s[1])} to {number(row.samples_per_s[2])}"
+
+
+def _mark(row: Row, middle: float, low: float, high: float, y: float) -> str:
+    """Return what stands for a rate on its line."""
+    if row.known == "bounded":
+        return (
+            f'<path class="l" stroke-width="4" d="M{low:.1f} {y}H{high:.1f}"/>'
+            f'<path class="l" stroke-width="1.4" d="M{high:.1f} {y - 5}V{y + 5}"/>'
+        )
+    line = (
+        f'<path class="k-compute s" stroke-width="5" stroke-opacity=".3" '
+        f'd="M{low:.1f} {y}H{high:.1f}"/>'
+    )
+    kind = "k-weights f" if row.known == "measured" else "k-compute s"
+    return f'{line}<circle class="{kind}" stroke-width="1.6" cx="{middle:.1f}" cy="{y}" r="3.6"/>'
 
 
 def predict(
@@ -299,5 +472,8 @@ def what_if(
     run: RunData, variants: Sequence[Mapping[str, Any]] | None, changes: Mapping[str, Any]
 ) -> RankingPicture:
     """Return what changes would make of a run; see `Run.what_if`."""
-    every = list(variants) if variants is not None else [changes]
-    return RankingPicture(**vars(changing.rank(run, every)))
+    asked = dict(changes)
+    beside = asked.pop("beside", ())
+    every = list(variants) if variants is not None else [asked]
+    others = [beside] if hasattr(beside, "history") else list(beside)
+    return RankingPicture(**vars(changing.rank(run, every, others)))

@@ -1,4 +1,5 @@
-// Runs over the numbers of workers: speed-up and efficiency, the laws, published curves, a table.
+// Runs over the numbers of workers: speed-up and efficiency, the laws, what fewer workers let expect,
+// published curves, a table.
 
 SECTIONS.push((() => {
   const HEIGHT = 270, EDGE = { left: 52, right: 16, top: 14, bottom: 34 }, LOG_FROM = 16;
@@ -10,7 +11,8 @@ SECTIONS.push((() => {
   const COLUMNS = [
     ["curve", "plan", String], ["workers", "workers", plain], ["batch", "batch", plain], ["samples_per_s", "samples/s", plain],
     ["speedup", "speed-up", (v, p) => times(v) + between(p.speedup_low, p.speedup_high, (x) => x.toFixed(2))],
-    ["efficiency", "efficiency", percent], ["step_s", "step", kit.seconds], ["compute_share", "compute", percent],
+    ["efficiency", "efficiency", percent], ["predicted_speedup", "predicted", (v, p) => times(v) + between(p.predicted_speedup_low, p.predicted_speedup_high, (x) => x.toFixed(2))],
+    ["step_s", "step", kit.seconds], ["compute_share", "compute", percent],
     ["sync_wait_share", "sync wait", percent], ["transfer_share", "transfer", percent], ["cost", "cost", (v) => (v == null ? "–" : threeDigits(v))],
     ["missing", "missing", String],
   ];
@@ -19,12 +21,17 @@ SECTIONS.push((() => {
   const label = (x, y, words, anchor, kind = "wbp-tick") => kit.svg("text", { x, y, "text-anchor": anchor, class: kind }, document.createTextNode(words));
 
   /** The axes of a chart over workers: what places a number of workers and a value. */
-  function chart(name, counts, top, width, words) {
-    const low = Math.min(...counts), high = Math.max(...counts), logarithmic = high >= LOG_FROM * low;
+  function chart(name, counts, top, width, words, run) {
+    const low = Math.min(...counts), high = Math.max(...counts), ahead = counts.filter((n) => n > Math.max(...run));
+    const logarithmic = ahead.length > 0 || high >= LOG_FROM * low;
     const scale = logarithmic ? Math.log2 : (v) => v, span = scale(high) - scale(low) || 1;
     const x = (v) => EDGE.left + 12 + ((scale(v) - scale(low)) / span) * (width - EDGE.left - EDGE.right - 24);
     const y = (v) => HEIGHT - EDGE.bottom - (v / top) * (HEIGHT - EDGE.top - EDGE.bottom);
     const svg = kit.svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, class: "wbp-chart", role: "img", "aria-label": name });
+    if (ahead.length) { // shaded where nothing was run
+      const from = (x(Math.max(...run)) + x(Math.min(...ahead))) / 2;
+      svg.append(kit.svg("rect", { x: from, y: EDGE.top, width: width - EDGE.right - from, height: HEIGHT - EDGE.top - EDGE.bottom, class: "wbp-notrun" }));
+    }
     for (const t of ticks(0, top, 5)) {
       if (t > top) continue;
       svg.append(kit.svg("line", { x1: EDGE.left, x2: width - EDGE.right, y1: y(t), y2: y(t), class: "wbp-grid" }), label(EDGE.left - 7, y(t) + 4, words(t), "end"));
@@ -36,6 +43,21 @@ SECTIONS.push((() => {
     }
     svg.append(label((width + EDGE.left) / 2, HEIGHT - 4, "workers", "middle"));
     return { svg, x, y, low, high, top, width };
+  }
+
+  /** What fewer workers let expect: rings on dashes in a band, from the run it was predicted from on. */
+  function expect(at, color, curve, field, words) {
+    const found = curve.predicted, start = curve.points.find((p) => p.workers === found?.workers);
+    if (!found?.points.length || start?.[field] == null) return;
+    const { svg, x, top } = at, y = (v) => at.y(Math.max(0, Math.min(v, top)));
+    const value = (p, end = "") => (p === start ? p[field + end] ?? p[field] : p[`speedup${end}`] * (field === "speedup" ? 1 : curve.base.workers / p.workers));
+    const points = [start, ...found.points], line = (list, end) => list.map((p) => `${x(p.workers).toFixed(1)} ${y(value(p, end)).toFixed(1)}`).join("L");
+    svg.append(kit.svg("path", { d: `M${line(points, "_low")}L${line([...points].reverse(), "_high")}Z`, fill: color, class: "wbp-band" }),
+      kit.svg("path", { d: `M${line(points, "")}`, fill: "none", stroke: color, class: "wbp-expected" }));
+    for (const p of found.points) {
+      const said = `${curve.name}, ${p.workers} workers, predicted from ${found.run}: ${words(value(p))}${between(value(p, "_low"), value(p, "_high"), words)}${p.far ? ", beyond what was seen" : ""}`;
+      svg.append(kit.svg("circle", { cx: x(p.workers), cy: y(value(p)), r: 7, stroke: color, class: "wbp-ring" }, kit.svg("title", {}, document.createTextNode(said))));
+    }
   }
 
   /** One curve: what was measured, with its intervals; a gap where something is missing. */
@@ -78,11 +100,13 @@ SECTIONS.push((() => {
 
   function speedups(app, shown, width) {
     const all = shown.curves.flatMap((c) => c.points.map((p) => p.speedup_high ?? p.speedup ?? 0)), least = shown.curves[0].base.workers;
-    const top = Math.min(Math.max(...shown.workers) / least, Math.max(1.35 * Math.max(...all), 1.4)) * 1.05;
-    const at = chart("Speed-up over workers", shown.workers, top, width, (v) => `${tickLabel(v)}x`);
+    const ahead = shown.curves.flatMap((c) => c.predicted?.points.map((p) => p.speedup) ?? []);
+    const top = Math.min(Math.max(...shown.axis) / least, Math.max(1.35 * Math.max(...all, ...ahead), 1.4)) * 1.05;
+    const at = chart("Speed-up over workers", shown.axis, top, width, (v) => `${tickLabel(v)}x`, shown.workers);
     ideal(at, at.low / least, (n) => n / least, "ideal");
     at.svg.append(kit.svg("line", { x1: EDGE.left, x2: width - EDGE.right, y1: at.y(1), y2: at.y(1), class: "wbp-one" }));
     for (const curve of shown.curves) {
+      expect(at, colorOf(app, curve), curve, "speedup", times);
       draw(at, colorOf(app, curve), curve.points, "speedup", times, curve.name);
       const known = curve.points.filter((p) => p.speedup != null);
       if (curve.law.why_not || known.length < 2) continue;
@@ -94,21 +118,40 @@ SECTIONS.push((() => {
   }
 
   function efficiencies(app, shown, published, width) {
-    const counts = [...new Set([...shown.workers, ...published.flatMap((p) => p.points.map(([n]) => n))])];
+    const others = published.flatMap((p) => p.points.map(([n]) => n)), counts = [...new Set([...shown.axis, ...others])];
     const most = Math.max(1.05, ...shown.curves.flatMap((c) => c.points.map((p) => p.efficiency_high ?? p.efficiency ?? 0)));
-    const at = chart("Efficiency over workers", counts, most * 1.04, width, (v) => `${Math.round(v * 100)} %`);
+    const at = chart("Efficiency over workers", counts, most * 1.04, width, (v) => `${Math.round(v * 100)} %`, [...shown.workers, ...others]);
     ideal(at, 1, () => 1, "ideal");
     published.forEach((one, i) => {
       const color = app.ink.runs[(shown.curves.length + 1 + i) % app.ink.runs.length], d = one.points.map(([n, v], k) => `${k ? "L" : "M"}${at.x(n).toFixed(1)} ${at.y(v).toFixed(1)}`).join("");
       at.svg.append(kit.svg("path", { d, fill: "none", stroke: color, "stroke-width": 1.2, "stroke-dasharray": "2 3", opacity: 0.85 }));
       for (const [n, v] of one.points) at.svg.append(kit.svg("rect", { x: at.x(n) - 3, y: at.y(v) - 3, width: 6, height: 6, fill: color, opacity: 0.85 }, kit.svg("title", {}, document.createTextNode(`${one.name} (${one.year}), ${n} GPUs: ${percent(v)}; ${one.source}`))));
     });
-    for (const curve of shown.curves) draw(at, colorOf(app, curve), curve.points, "efficiency", percent, curve.name);
+    for (const curve of shown.curves) {
+      expect(at, colorOf(app, curve), curve, "efficiency", percent);
+      draw(at, colorOf(app, curve), curve.points, "efficiency", percent, curve.name);
+    }
     return at.svg;
   }
 
   function key(words, color, dashed) {
     return kit.h("li", {}, kit.h("i", { class: dashed ? "wbp-dashkey" : null, style: dashed ? `border-color:${color}` : `background:${color}` }), words);
+  }
+
+  /** What rings are, and where there are none although somebody asked. */
+  function expectedKeys(shown) {
+    const made = shown.curves.filter((c) => c.predicted?.points.length), keys = [];
+    if (made.length) {
+      const counts = [...new Set(made.map((c) => c.predicted.workers))].sort((a, b) => a - b).join(" and ");
+      const picture = kit.svg("svg", { width: 36, height: 14, class: "wbp-ringkey", "aria-hidden": "true" },
+        kit.svg("rect", { width: 36, height: 14, class: "wbp-band" }), kit.svg("path", { d: "M0 7H12M24 7H36", class: "wbp-expected" }), kit.svg("circle", { cx: 18, cy: 7, r: 5.5, class: "wbp-ring" }));
+      const shaded = Math.max(...shown.axis) > Math.max(...shown.workers) ? " Shaded: not run." : "";
+      keys.push(kit.h("li", {}, picture, `Rings: predicted from the run with ${counts} workers; the band holds 90 % of runs. Dots: measured.${shaded}`));
+    }
+    const reasons = new Map(), many = shown.curves.length;
+    for (const c of shown.curves) if (c.predicted?.why_not) reasons.set(c.predicted.why_not, [...(reasons.get(c.predicted.why_not) ?? []), c.name]);
+    const none = [...reasons].map(([why, names]) => `Not predicted${names.length < many ? ` (${names.join(", ")})` : ""}: ${why[0].toLowerCase()}${why.slice(1)}`);
+    return [...keys, ...none.map((n) => kit.h("li", { class: "wbp-muted" }, n))];
   }
 
   function lawWords(law) {
@@ -131,6 +174,7 @@ SECTIONS.push((() => {
     const verdict = kit.h("p", { class: "wbp-verdict", role: "status" });
     const price = kit.field({ kind: "str", label: "Price of a worker-hour", help: "for what an epoch costs", placeholder: "2.5", onchange: (v) => app.do("scaling.price", { value: v }) });
     const beside = kit.field({ kind: "bool", label: "Published curves", onchange: (v) => app.do("scaling.published", { on: v }) });
+    const expected = kit.field({ kind: "bool", label: "Predicted curves", onchange: (v) => app.do("scaling.predicted", { on: v }) });
     const speed = kit.h("div"), share = kit.h("div"), legend = kit.h("ul", { class: "wb-legend" }), others = kit.h("ul", { class: "wb-legend" });
     const charts = kit.h("div", { class: "wbp-scalecharts" },
       kit.h("figure", { class: "wbp-loss" }, kit.h("figcaption", {}, kit.h("b", {}, "Speed-up"), kit.h("span", {}, "samples per second")), speed),
@@ -138,7 +182,7 @@ SECTIONS.push((() => {
     const table = kit.h("div", { class: "wbp-scroll", tabindex: "0", role: "region", "aria-label": "Table of the numbers of workers" });
     const saves = kit.h("div", { class: "wbp-row", role: "group", "aria-label": "Export" }, kit.h("span", { class: "wbp-muted" }, "Export"), EXPORTS.map(([kind, name]) => kit.button(name, `Save scaling as ${name}`, () => save(kind))));
     const notes = kit.h("ul", { class: "wb-notes" });
-    const whole = kit.h("div", { class: "wbp-compared" }, verdict, legend, charts, others, table, kit.h("div", { class: "wbp-row" }, price.root, beside.root), saves, notes);
+    const whole = kit.h("div", { class: "wbp-compared" }, verdict, legend, charts, others, table, kit.h("div", { class: "wbp-row" }, price.root, expected.root, beside.root), saves, notes);
     root.append(none);
 
     async function save(kind) {
@@ -154,7 +198,7 @@ SECTIONS.push((() => {
       drawn = speed.clientWidth;
       kit.text(verdict, shown.verdict);
       verdict.classList.toggle("wbp-not", shown.distribute === false);
-      legend.replaceChildren(...shown.curves.map((c) => key(`${c.name}: ${lawWords(c.law)}`, colorOf(app, c), false)));
+      legend.replaceChildren(...shown.curves.map((c) => key(`${c.name}: ${lawWords(c.law)}`, colorOf(app, c), false)), ...expectedKeys(shown));
       speed.replaceChildren(speedups(app, shown, width));
       share.replaceChildren(efficiencies(app, shown, value.published, width));
       others.replaceChildren(...value.published.map((p, i) => key(`${p.name}${p.over > 1 ? `, over ${p.over}` : ""} (${p.year})`, app.ink.runs[(shown.curves.length + 1 + i) % app.ink.runs.length], true)));
@@ -174,6 +218,8 @@ SECTIONS.push((() => {
         price.set(found.price);
         price.error(found.wrong);
         beside.set(found.beside);
+        expected.set(found.predicted);
+        kit.text(expected.root.querySelector("small"), found.owed ? "when no run goes on" : "");
         if (found.scaling) drawAll();
       },
       restyle() { if (value?.scaling) drawAll(); },

@@ -197,11 +197,11 @@ SECTIONS.push({
       const field = (name, kind, label, help, more = {}) => [name, asTyped(kit.field({ kind, label, help, ...more }), (typed) => app.do("strategies.common", { name, value: typed })), help];
       const as = { placeholder: "as it is" };
       const fields = [
-        field("workers", "int", "Workers", "", { min: 1, max: 256, placeholder: "all" }),
+        field("workers", "str", "Workers", "", { placeholder: "all, or 1,2,4" }),
         field("seeds", "int", "Seeds", "runs of each strategy", { min: 1, max: 10, placeholder: "1" }),
         field("epochs", "int", "Epochs", "", { min: 1, ...as }),
         field("steps", "int", "Steps", "instead of epochs", { min: 1, ...as }),
-        field("batch_size", "int", "Batch size", "of all workers together", { min: 1, ...as }),
+        field("batch_size", "str", "Batch size", "of all workers; several: 64,128", as),
         field("seed", "int", "Seed", "", { min: 0, ...as }),
         field("inject", "str", "Faults to begin with", "as slow=1:50ms, jitter=20ms, kill=1@100", { placeholder: "none" }),
         field("name", "str", "Name", "of the run, to find it again", { placeholder: "the strategy's" }),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ..drawing import LABEL_PT, TICK_PT, clipped
 from ..theme import MUTED, run_color
@@ -18,7 +21,7 @@ _LOG_FROM = 16
 """Where the most workers are so many times the fewest, the axis is logarithmic."""
 _MOST_TICKS = 9
 _LABEL_IN = 0.175
-_LINES = ("-", "--", "-.")
+_LINES = ("-", "-.", (0, (7, 1, 1, 1, 1, 1)))  # dashes alone are for what was predicted
 
 
 def color_of(curve: Curve) -> str:
@@ -26,15 +29,19 @@ def color_of(curve: Curve) -> str:
     return run_color(curve.color, "any")
 
 
-def line_of(curve: Curve) -> str:
+def line_of(curve: Curve) -> Any:
     """Return the style of a curve's line: beyond the seventh colours come again."""
     return _LINES[(curve.color - 1) // 7 % len(_LINES)]
 
 
-def worker_axis(axes: Axes, counts: Sequence[int]) -> None:
-    """Make the horizontal axis that of the numbers of workers."""
+def worker_axis(axes: Axes, counts: Sequence[int], *, doublings: bool = False) -> None:
+    """Make the horizontal axis that of the numbers of workers.
+
+    Args:
+        doublings: Whether it is logarithmic in any case.
+    """
     low, high = min(counts), max(counts)
-    if high >= _LOG_FROM * low:
+    if (doublings and high > low) or high >= _LOG_FROM * low:
         axes.set_xscale("log", base=2)
         pad = (high / low) ** 0.05
         axes.set_xlim(low / pad, high * pad)
@@ -90,3 +97,56 @@ def label_ends(axes: Axes, ends: Sequence[End], most_in: float, *, leaders: bool
             ha="left", fontsize=LABEL_PT, color=end.color, weight=end.weight,
             annotation_clip=False, parse_math=False,
         )  # fmt: skip
+
+
+_AROUND = ((-7, 7), (7, -7), (-7, -7), (7, 7), (-7, 17), (7, -17), (-7, -17), (7, 17))
+"""Where words may stand beside their point: points to the right of it and up."""
+_MISPLACED = 1000
+"""Words on the wrong side are worse than words over so many places of the curves."""
+
+
+def label_points(axes: Axes, ends: Sequence[End]) -> None:
+    """Write words next to their points, where they cover no others and least of the curves.
+
+    Of several at one number of workers those of the higher point stand above, so that nobody takes
+    one for the other. Words that find no place are left out; the table has them.
+    """
+    renderer = axes.figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    drawn = _drawn(axes)
+    inside = axes.get_window_extent(renderer)
+    taken = [text.get_window_extent(renderer) for text in axes.texts if text.get_text()]
+    for end in ends:
+        best = None
+        beside = [other.y for other in ends if other.x == end.x]
+        height = sum(y < end.y for y in beside) - sum(y > end.y for y in beside)
+        for right, up in _AROUND:
+            words = axes.annotate(
+                end.words, (end.x, end.y), xytext=(right, up), textcoords="offset points",
+                ha="left" if right > 0 else "right", va="bottom" if up > 0 else "top",
+                fontsize=LABEL_PT, color=end.color, weight=end.weight, parse_math=False, zorder=8,
+            )  # fmt: skip
+            box = words.get_window_extent(renderer)
+            free = not any(box.overlaps(other) for other in taken)
+            if free and inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1):
+                across = ((drawn >= box.min) & (drawn <= box.max)).all(axis=1).sum()
+                across += _MISPLACED * (height * up < 0)
+                if best is None or across < best[0]:
+                    if best is not None:
+                        best[1].remove()
+                    best = (across, words, box)
+                    continue
+            words.remove()
+        if best is not None:
+            taken.append(best[2])
+
+
+def _drawn(axes: Axes) -> Any:
+    """Return places on the curves of axes, close together, (places, 2) in pixels."""
+    found = [np.empty((0, 2))]
+    at = np.linspace(0, 1, 24)[:, None]
+    for line in axes.lines:
+        places = line.get_transform().transform(np.asarray(line.get_xydata(), float))
+        for one, other in itertools.pairwise(places):
+            found.append(one + at * (other - one))
+        found.append(places)
+    return np.concatenate(found)

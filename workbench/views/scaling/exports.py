@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .published import Published
 
 _WORDS = {"curve", "strategy", "framework", "scaling", "state", "seeds", "law", "workers", "steps",
-          "base_workers"}  # fmt: skip
+          "base_workers", "predicted_from"}  # fmt: skip
 
 
 def csv_of(scaling: Scaling) -> str:

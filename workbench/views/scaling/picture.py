@@ -1,12 +1,15 @@
 """The picture of scaling: speed-up and efficiency over workers, a step's time, and its price.
 
-Circles are what was measured, with their intervals; the dashed grey line is ideal, a dotted one the
-law that was fitted, as far as was measured. Nothing is drawn where nothing was measured.
+Dots are what was measured, with their intervals; the dashed grey line is ideal, a dotted one the
+law that was fitted, as far as was measured. Rings on dashes, in a band, are what a plan's run with
+the fewest workers let expect; where they go on alone, the paper is shaded. Nothing else is drawn
+where nothing was measured.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ import numpy as np
 
 from ...history.analysis.rows import SHARES
 from ...history.analysis.scaling.curves import efficiency, plan_of, rows_of
+from ...history.analysis.scaling.words import not_predicted
 from ..comparison.panels import SHARE_STYLES
 from ..drawing import (
     BAR,
@@ -33,7 +37,7 @@ from ..drawing import (
 from ..tables import SHARE_NAMES, times
 from ..text import milliseconds, percent
 from ..theme import GRID, HATCHED, INK, MUTED, PAPER
-from .axes import End, color_of, label_ends, line_of, worker_axis
+from .axes import End, color_of, label_ends, label_points, line_of, worker_axis
 from .beside import draw_beside
 from .table import cost_words, costs_are_of_epochs, scaling_table
 
@@ -41,19 +45,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ...history.analysis.scaling.curves import Curve, Point, Scaling
+    from ...history.analysis.scaling.curves import Curve, Point, PredictedPoint, Scaling
     from .published import Published
 
 WIDTH_IN, EDGE_IN = 9.6, 0.2
 _DPI = 110
-Value = Callable[["Curve", "Point"], tuple[float, float, float]]
+Value = Callable[["Curve", Any], tuple[float, float, float]]
 _STYLE = {"hatch.linewidth": 1.0, "svg.fonttype": "none", "svg.hashsalt": "workbench"}
 _VERDICT_PT, _KEY_PT = 11.5, 9.0
 _LEFT_IN, _GAP_IN, _CURVES_IN, _TITLE_IN, _TICKS_IN = 0.55, 0.6, 2.75, 0.34, 0.52
 _ROW_IN, _KEY_IN = 0.27, 0.24
 _LABELLED_IN = 0.42
-_ENDS_IN = 0.5
+_ENDS_IN = 0.58
 _MOST_ROWS = 14
+_BAND, _RING_PT, _PREDICTED_IN = 0.16, 10.0, 0.62
+_LOG_FROM = 8
+"""Where speed-ups are so many times the least one, their axis is logarithmic."""
 
 
 def scaling_bundle(scaling: Scaling, published: Sequence[Published] = ()) -> dict[str, Any]:
@@ -118,9 +125,9 @@ def draw(scaling: Scaling, published: Sequence[Published] = ()) -> Figure:
     head = wrapped(scaling.verdict, _VERDICT_PT, WIDTH_IN - 2 * EDGE_IN, "bold")
     rows = _rows(scaling)
     bars_in = max(len(rows), 1) * _ROW_IN
-    keys = _keys(scaling)
+    keys, words = _keys(scaling), _predicted_words(scaling)
     height_in = (
-        0.1 + 0.24 * len(head) + 0.08 + _KEY_IN * len(keys)
+        0.1 + 0.24 * len(head) + 0.08 + _KEY_IN * (len(keys) + len(words))
         + _TITLE_IN + _CURVES_IN + _TICKS_IN + _TITLE_IN + bars_in + 0.62
         + (_TITLE_IN + _CURVES_IN + _TICKS_IN + 0.1 if published else 0)
     )  # fmt: skip
@@ -132,6 +139,7 @@ def draw(scaling: Scaling, published: Sequence[Published] = ()) -> Figure:
         page.text(EDGE_IN, line, _VERDICT_PT, weight="bold")
     page.down_in += 0.08
     _draw_keys(page, keys)
+    _draw_predicted_key(page, scaling, words)
     page.down_in += _TITLE_IN
     width = (WIDTH_IN - _LEFT_IN - _GAP_IN - EDGE_IN - 2 * _ENDS_IN) / 2
     _draw_speedups(page.axes(_LEFT_IN, width, _CURVES_IN), scaling)
@@ -180,33 +188,71 @@ def _draw_keys(page: _Page, keys: Sequence[tuple[Curve, str]]) -> None:
         page.text(left_in, clipped(words, _KEY_PT, room_in), _KEY_PT, color=MUTED["any"])
 
 
+def _predicted_words(scaling: Scaling) -> list[str]:
+    """Return what the dashes are, and why some curves have none, in lines."""
+    made = [one for curve in scaling.curves if (one := curve.predicted) is not None and one.points]
+    room_in = WIDTH_IN - 2 * EDGE_IN - _PREDICTED_IN
+    found = []
+    if made:
+        counts = " and ".join(str(count) for count in sorted({one.workers for one in made}))
+        said = f"Rings: predicted from the run with {counts} workers; the band holds 90 % of runs."
+        shaded = " Shaded: not run." if max(scaling.axis) > max(scaling.workers) else ""
+        found += wrapped(f"{said} Dots: measured.{shaded}", _KEY_PT, room_in)
+    for why in not_predicted(scaling.curves):
+        found += wrapped(why, _KEY_PT, room_in)
+    return found
+
+
+def _draw_predicted_key(page: _Page, scaling: Scaling, words: Sequence[str]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Rectangle
+
+    for at, line in enumerate(words):
+        page.down_in += _KEY_IN
+        page.text(EDGE_IN + _PREDICTED_IN, line, _KEY_PT, color=MUTED["any"])
+        if at or not any(curve.ahead for curve in scaling.curves):
+            continue
+        y = 1 - (page.down_in - 0.045) / page.height_in
+        left, width = EDGE_IN / WIDTH_IN, 0.5 / WIDTH_IN
+        page.figure.add_artist(
+            Rectangle((left, y - 0.07 / page.height_in), width, 0.14 / page.height_in, lw=0,
+                      facecolor=(MUTED["any"], _BAND))
+        )  # fmt: skip
+        color = MUTED["any"]
+        for start, end in ((0.0, 0.17), (0.33, 0.5)):
+            x = [left + start / WIDTH_IN, left + end / WIDTH_IN]
+            page.figure.add_artist(Line2D(x, [y, y], color=color, lw=1.6, ls=(0, (3, 1.5))))
+        page.figure.add_artist(
+            Line2D([left + 0.25 / WIDTH_IN], [y], color=color, marker="o", ms=_RING_PT, mfc="none",
+                   mew=1.5, lw=0)
+        )  # fmt: skip
+
+
 # -- curves -----------------------------------------------------------------------------------
 
 
 def _draw_speedups(axes: Axes, scaling: Scaling) -> None:
     title = "Speed-up" if scaling.one_worker else f"Speed-up over {scaling.least} workers"
     frame(axes, title, "both")
-    counts, least = scaling.workers, scaling.least
-    worker_axis(axes, counts)
+    counts, least = scaling.axis, scaling.least
+    worker_axis(axes, counts, doublings=_has_ahead(scaling))
     if not any(len(curve.known) for curve in scaling.curves):
         empty_axes(axes)
         return
-    reached = max(
-        max((point.high if math.isfinite(point.high) else point.speedup)
-            for point in curve.known) for curve in scaling.curves if curve.known
-    )  # fmt: skip
-    logarithmic = axes.get_xscale() == "log"
-    if logarithmic:
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(tick)
-        axes.minorticks_off()
-    ideal = np.linspace(min(counts), max(counts), 50)
-    axes.plot(ideal, ideal / least, color=MUTED["any"], lw=1.2, ls=(0, (5, 3)), zorder=2)
+    lowest, reached = _reach(scaling, _speedup)
     top = max(counts) / least
     # An ideal line that is far above everything would press what was measured flat.
-    shown = top if logarithmic else min(top, max(1.35 * reached, 1.4))
-    if not logarithmic:
+    if reached >= _LOG_FROM * min(lowest, 1):
+        shown = min(top, 2 * reached)
+        axes.set_yscale("log", base=2)
+        axes.minorticks_off()
+        axes.set_ylim(min(lowest, 1) / 1.2, shown * 1.1)
+    else:
+        shown = min(top, max(1.35 * reached, 1.4))
         axes.set_ylim(0, shown * 1.06)
+    _shade(axes, scaling)
+    ideal = np.geomspace(min(counts), max(counts), 80)
+    axes.plot(ideal, ideal / least, color=MUTED["any"], lw=1.2, ls=(0, (5, 3)), zorder=2)
     at = min(shown * least, max(counts))
     axes.annotate(
         "ideal", (at, at / least), xytext=(-4, 1), textcoords="offset points", ha="right",
@@ -214,6 +260,7 @@ def _draw_speedups(axes: Axes, scaling: Scaling) -> None:
     )  # fmt: skip
     axes.axhline(1, color=MUTED["any"], lw=0.8, zorder=1)
     for curve in scaling.curves:
+        _draw_predicted(axes, curve, _speedup)
         _draw_curve(axes, curve, _speedup)
         if curve.law.fits:
             first, last = curve.known[0].workers, curve.known[-1].workers
@@ -221,33 +268,88 @@ def _draw_speedups(axes: Axes, scaling: Scaling) -> None:
             axes.plot(x, [curve.law.at(n) for n in x], color=color_of(curve), lw=1.6, ls=":",
                       zorder=3)  # fmt: skip
     axes.yaxis.set_major_formatter(lambda value, _: f"{tick(value)}x")
-    _ends(axes, scaling, _speedup, times)
     _draw_missing(axes, scaling)
+    _ends(axes, scaling, _speedup, times)
 
 
 def _draw_efficiency(axes: Axes, scaling: Scaling) -> None:
     frame(axes, "Efficiency (speed-up per worker)", "both")
-    worker_axis(axes, scaling.workers)
-    known = [efficiency(c, p) for c in scaling.curves for p in c.known]
-    if not known:
+    worker_axis(axes, scaling.axis, doublings=_has_ahead(scaling))
+    if not any(curve.known for curve in scaling.curves):
         empty_axes(axes)
         return
-    top = max(np.nanmax(one) for one in known)
+    _, top = _reach(scaling, efficiency)
     axes.axhline(1, color=MUTED["any"], lw=1.2, ls=(0, (5, 3)), zorder=2)
     axes.set_ylim(0, max(1.1, 1.06 * top))
+    _shade(axes, scaling)
     axes.annotate(
         "ideal", (axes.get_xlim()[1], 1), xytext=(-2, 5), textcoords="offset points", ha="right",
         fontsize=LABEL_PT, color=MUTED["any"],
     )  # fmt: skip
     for curve in scaling.curves:
+        _draw_predicted(axes, curve, efficiency)
         _draw_curve(axes, curve, efficiency)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value * 100:.0f} %")
-    _ends(axes, scaling, efficiency, percent)
     _draw_missing(axes, scaling)
+    _ends(axes, scaling, efficiency, percent)
 
 
-def _speedup(curve: Curve, point: Point) -> tuple[float, float, float]:
+def _has_ahead(scaling: Scaling) -> bool:
+    return any(curve.ahead for curve in scaling.curves)
+
+
+def _reach(scaling: Scaling, value: Value) -> tuple[float, float]:
+    """Return the least and the greatest value that the axis has to have.
+
+    Of what was predicted that is the medians: where little is known the interval is so wide that
+    it would press everything else flat, and is cut off instead.
+    """
+    measured = np.array([value(curve, one) for curve in scaling.curves for one in curve.known])
+    ahead = [value(curve, one)[0] for curve in scaling.curves for one in curve.ahead]
+    return (
+        float(min([np.nanmin(measured[:, 0]), *ahead])),
+        float(max([np.nanmax(measured), *ahead])),
+    )
+
+
+def _shade(axes: Axes, scaling: Scaling) -> None:
+    """Shade the axes where nothing was run."""
+    most = max(scaling.workers)
+    more = [count for count in scaling.axis if count > most]
+    if more:
+        middle = math.sqrt(most * more[0])
+        end = axes.get_xlim()[1]
+        axes.axvspan(middle, end, color=MUTED["any"], alpha=0.07, lw=0, zorder=0)
+
+
+def _speedup(curve: Curve, point: Point | PredictedPoint) -> tuple[float, float, float]:
     return point.speedup, point.low, point.high
+
+
+def _draw_predicted(axes: Axes, curve: Curve, value: Value) -> None:
+    """Draw what was predicted, from the point that it was predicted from on.
+
+    Dashes end at the rings: nothing can be laid over them on paper whose colour is not known.
+    """
+    start = next((one for one in curve.known if curve.predicted is not None
+                  and one.workers == curve.predicted.workers), None)  # fmt: skip
+    if start is None or not curve.ahead:
+        return
+    color = color_of(curve)
+    points: list[Any] = [start, *curve.ahead]
+    x = np.array([one.workers for one in points], float)
+    middle, low, high = np.array([value(curve, one) for one in points]).T
+    low, high = np.where(np.isfinite(low), low, middle), np.where(np.isfinite(high), high, middle)
+    axes.fill_between(x, low, high, color=color, alpha=_BAND, lw=0, zorder=2)
+    place, back = axes.transData, axes.transData.inverted()
+    radius = (_RING_PT + 1.5) / 2 * axes.figure.dpi / 72
+    at = place.transform(np.column_stack([x, middle]))
+    for one, other in itertools.pairwise(at):
+        length = float(np.hypot(*(other - one)))
+        cut = (other - one) * min(radius / length, 0.5)
+        ends = back.transform([one + cut, other - cut])
+        axes.plot(*ends.T, color=color, lw=1.6, ls=(0, (3, 1.5)), zorder=4)
+    axes.plot(x[1:], middle[1:], "o", ms=_RING_PT, mfc="none", mec=color, mew=1.5, zorder=6)
 
 
 def _draw_curve(axes: Axes, curve: Curve, value: Value) -> None:
@@ -267,13 +369,23 @@ def _draw_curve(axes: Axes, curve: Curve, value: Value) -> None:
 
 
 def _ends(axes: Axes, scaling: Scaling, value: Value, words: Callable[[float], str]) -> None:
-    """Write beside the axes what each curve ends with."""
-    ends = [
-        End(curve.known[-1].workers, value(curve, curve.known[-1])[0],
-            words(value(curve, curve.known[-1])[0]), color_of(curve), "bold")
-        for curve in scaling.curves if curve.known
-    ]  # fmt: skip
-    label_ends(axes, ends, _ENDS_IN)
+    """Write what each curve ends with: beside the axes what reaches their end, else at its point.
+
+    What was measured is bold; what was predicted begins with a sign that it is about so much.
+    """
+    last, beside, within = max(scaling.axis), [], []
+    for curve in scaling.curves:
+        ends: list[tuple[Any, str, str]] = [(one, "", "bold") for one in curve.known[-1:]]
+        ends += [(one, "≈", "normal") for one in curve.ahead[-1:]]
+        for point, sign, weight in ends:
+            middle = value(curve, point)[0]
+            end = End(point.workers, middle, sign + words(middle), color_of(curve), weight)
+            if point.workers == last:
+                beside.append(end)
+            elif not sign:
+                within.append(end)
+    label_ends(axes, beside, _ENDS_IN)
+    label_points(axes, within)
 
 
 def _draw_missing(axes: Axes, scaling: Scaling) -> None:

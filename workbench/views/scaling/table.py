@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...history.analysis.rows import SHARES
-from ...history.analysis.scaling.curves import efficiency, plan_of, rows_of
+from ...history.analysis.scaling.curves import efficiency, lines_of, plan_of
 from ..table import COMPARISON, Align, Column, Table
 from ..tables import SHARE_NAMES, between, times
 from ..text import UNKNOWN, milliseconds, number, percent
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...history.analysis.scaling.curves import Cost, Curve, Point, Scaling
 
 Cell = Callable[["Curve", "Point"], str]
-FOLDED = frozenset({"batch", "95 % interval", "data wait", "other", "bubble"})
+FOLDED = frozenset({"batch", "95 % interval", "90 % of runs", "data wait", "other", "bubble"})
 """Columns that notebooks show folded below the others."""
 
 
@@ -25,7 +25,7 @@ def scaling_table(scaling: Scaling) -> Table:
 
     Columns that no row has anything to say in are left out.
     """
-    pairs = rows_of(scaling)
+    pairs = lines_of(scaling)
     columns = [one for one in _columns(scaling) if any(one[2](*p) != UNKNOWN for p in pairs)]
     cells = [[cell(*pair) for _, _, cell in columns] for pair in pairs]
     speeds = [point.speedup if point.measured else -math.inf for _, point in pairs]
@@ -53,6 +53,8 @@ def _columns(scaling: Scaling) -> list[tuple[str, Align, Cell]]:
         ("from", "right", lambda curve, point: times(point.low)),
         ("to", "right", lambda curve, point: times(point.high)),
         ("efficiency", "right", lambda curve, point: percent(efficiency(curve, point)[0])),
+        ("predicted", "right", lambda curve, point: _expected(curve, point)),
+        ("90 % of runs", "right", lambda curve, point: _expected_between(curve, point)),
         ("step", "right", lambda curve, point: milliseconds(point.row.step_s * 1e3)),
     ]
     found += [(SHARE_NAMES[part], "right", _share(part)) for part in SHARES]
@@ -60,9 +62,19 @@ def _columns(scaling: Scaling) -> list[tuple[str, Align, Cell]]:
         title = "cost of an epoch" if costs_are_of_epochs(scaling) else "cost of 1M samples"
         found.append((title, "right", lambda curve, point: cost_words(point.cost)))
     if any(point.missing or point.row.state not in ("finished", "")
-           for curve in scaling.curves for point in curve.points):  # fmt: skip
+           for _, point in lines_of(scaling)):  # fmt: skip
         found.append(("state", "left", lambda curve, point: point.missing or point.row.state))
     return found
+
+
+def _expected(curve: Curve, point: Point) -> str:
+    found = curve.expected(point.workers)
+    return UNKNOWN if found is None else times(found.speedup)
+
+
+def _expected_between(curve: Curve, point: Point) -> str:
+    found = curve.expected(point.workers)
+    return UNKNOWN if found is None else f"{times(found.low)} to {times(found.high)}"
 
 
 def _whole(value: float) -> str:

@@ -167,6 +167,37 @@ def notes_of(curves: Sequence[Curve], mode: Mode, price: float | None) -> Iterab
         )
 
 
+def words_of_predictions(curves: Sequence[Curve]) -> Iterable[str]:
+    """Yield what is to be known of the curves' predictions, each thing once."""
+    made = {curve.name: curve.predicted for curve in curves if curve.predicted and curve.ahead}
+    if made:
+        runs = ", ".join(dict.fromkeys(one.run for one in made.values()))
+        yield (
+            f"Predicted from {runs}; runs with one worker only tell how work changes with its "
+            "samples. The interval holds 90 % of such runs, over the baseline as it was measured."
+        )
+    said: dict[str, list[str]] = {}
+    for name, one in made.items():
+        for note in one.notes:
+            said.setdefault(note, []).append(name)
+    for note, names in said.items():
+        yield note if len(names) == len(made) else f"{', '.join(names)}: {note}"
+    yield from not_predicted(curves)
+
+
+def not_predicted(curves: Sequence[Curve]) -> list[str]:
+    """Return why curves are not predicted, a line for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for curve in curves:
+        if curve.predicted is not None and curve.predicted.why_not:
+            reasons.setdefault(curve.predicted.why_not, []).append(curve.name)
+    found = []
+    for why, names in reasons.items():
+        which = "" if len(names) == len(curves) else f" ({', '.join(names)})"
+        found.append(f"Not predicted{which}: {why[0].lower()}{why[1:]}")
+    return found
+
+
 def _law(curve: Curve, *, several: bool) -> str:
     law, head = curve.law, f"{curve.name}: " if several else ""
     if not law.fits:

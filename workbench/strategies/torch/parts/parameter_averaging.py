@@ -54,6 +54,9 @@ class ParameterAveraging(Strategy):
     def meet(self) -> float:
         """Mix parameters; return the seconds waited, NaN to have them derived from all ranks."""
 
+    def meet_nobody(self) -> None:
+        """Do what is left of a meeting where there is one worker."""
+
     def weight(self, share: Share) -> float:
         """Return the factor on a share's mean loss: a mean over workers is one over samples."""
         return share.samples * self.world_size / share.global_samples
@@ -83,6 +86,8 @@ class ParameterAveraging(Strategy):
         self.done += 1
         self.wait_s = self.sent_bytes = 0.0
         if self.world_size == 1:
+            if self.meets():
+                self.meet_nobody()
             return
         self.equal = False
         if self.meets():
@@ -138,6 +143,9 @@ class ParameterAveraging(Strategy):
 
     def state(self) -> dict[str, Any]:
         """Return this replica's model, optimizer and scheduler."""
+        return self._replica()
+
+    def _replica(self) -> dict[str, Any]:
         return {**copied_state(self.loop or self._trainer), "done": self.done}
 
     def snapshot(self) -> dict[str, Any]:
@@ -177,17 +185,20 @@ class ParameterAveraging(Strategy):
 
     def own_state(self) -> dict[str, Any]:
         """Return this replica, which is not as the others' are."""
-        return {**self.state(), "equal": self.equal} if self.world_size > 1 else {}
+        return {**self._replica(), "equal": self.equal} if self.world_size > 1 else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave, alike on all workers."""
-        load_parts(self.loop or self._trainer, state)
-        self.done = int(state.get("done", 0))
+        self._load_replica(state)
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Be the replica that this worker had."""
-        self.load_state(state)
+        self._load_replica(state)
         self.equal = bool(state["equal"])
+
+    def _load_replica(self, state: dict[str, Any]) -> None:
+        load_parts(self.loop or self._trainer, state)
+        self.done = int(state.get("done", 0))
 
     def wrap_loop(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
         """Let a user's own loop meet after its optimizer's steps.

@@ -1,0 +1,299 @@
+"""`%%distributed auto` and `wb.choose`: short runs, a ranking, one to train under."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PlanError, RunError, WorkbenchError
+from ..execution.outcome import is_refusal, outcome_behind
+from ..execution.paused import attend, attending
+from ..execution.stop import ending
+from ..prediction.choose import Candidate, Race, candidates
+from ..shared.faults import ON_LINKS, lasting
+from ..shared.flags.several import memory_of
+from ..shared.plan import Plan, plan_of
+from ..shared.run_request import AUTO, FLAGS, UNSAID, RunRequest, from_arguments
+from ..views.blocks import ProgressLine, show
+from ..views.explain.prediction import ChoicePicture
+from .session import check_ahead, cluster_here, session
+from .sweep import recipe_of
+
+if TYPE_CHECKING:
+    from ..cookbook.recipe import Recipe
+    from ..execution.run import Run
+    from ..session.cluster import Cluster
+
+PROBE_S = 60.0
+MOST_PROBES = 3
+ENOUGH_S, ENOUGH_STEPS = 4.0, 60
+"""A short run ends after so long, with so many steps; sooner where its time is over."""
+MOST_STEPS = 2000
+_NO_ROOM = frozenset({"OutOfMemoryError", "MemoryError", "ResourceExhaustedError"})
+_OWN = ("memory_per_worker", "allow_stale", "probe_seconds")
+_NOT_BESIDE = ("to_job", "background", "seeds", "profile", "price", "ranks")
+
+
+def chooses(request: RunRequest) -> bool:
+    """Whether a line has short runs choose the strategy.
+
+    Raises:
+        PlanError: Strategies are named beside it, or what belongs to it stands without it.
+    """
+    chosen = AUTO in request.strategies
+    mine = [FLAGS[name].long for name in _OWN if getattr(request, name) != UNSAID[name]]
+    if mine and not chosen:
+        raise PlanError(
+            "This belongs to the choice of a strategy.",
+            seen=", ".join(mine),
+            next_step="%%distributed auto ...",
+            code="WB-PLAN-314",
+        )
+    besides = [FLAGS[name].long for name in _NOT_BESIDE if getattr(request, name) != UNSAID[name]]
+    besides += [f"several of {FLAGS[axis.field].long}" for axis in request.several]
+    if chosen and (len(request.strategies) > 1 or besides):
+        raise PlanError(
+            "auto chooses one strategy and trains one run under it.",
+            seen=", ".join([*request.strategies, *besides]),
+            next_step="%%distributed auto first, then these with the strategy it has chosen",
+            code="WB-PLAN-315",
+        )
+    return chosen
+
+
+def choose(
+    source: str | Callable[..., Any] | Recipe,
+    *,
+    memory_per_worker: float | str | None = None,
+    allow_stale: bool = False,
+    most_s: float = PROBE_S,
+    cluster: Cluster | None = None,
+    **settings: Any,
+) -> ChoicePicture:
+    """Measure one or two strategies, predict the others, return them ranked; train nothing more.
+
+        found = wb.choose("digits_mlp", workers=2)
+        found.winner.candidate.name, found.reason
+
+    At most three short runs are made. They train the cell from its beginning, each on its own.
+
+    Args:
+        source: Source of a cell, a function, a recipe, or the name of a run or recipe.
+        memory_per_worker: What a worker may hold of weights, gradients and optimizer state: bytes,
+            or text as `"4GiB"`.
+        allow_stale: Whether strategies compete whose weights are not those of one device.
+        most_s: What the short runs may take together, in seconds.
+        cluster: By default the notebook's, or the only one.
+        settings: As `Cluster.run` takes them: `workers`, `options`, `batch_size`, `values`, ...
+
+    Raises:
+        PlanError: What is asked for cannot be, or no strategy is left.
+        RunError: The cell fails.
+    """
+    where = cluster or cluster_here()
+    request = replace(
+        from_arguments(AUTO, settings),
+        memory_per_worker=None if memory_per_worker is None else memory_of(memory_per_worker),
+        allow_stale=allow_stale,
+    )
+    chooses(request)
+    return Chooser(where, request, recipe_of(source, request.framework), most_s).choose()
+
+
+class Chooser:
+    """Makes the short runs and the choice.
+
+    Args:
+        request: As for a run, but for its strategy.
+        most_s: What the short runs may take together.
+        number, autoreload: As `Cluster.start` takes them.
+    """
+
+    def __init__(
+        self, cluster: Cluster, request: RunRequest, recipe: Recipe, most_s: float = PROBE_S,
+        *, number: int = 1, autoreload: str = "",
+    ) -> None:  # fmt: skip
+        self._cluster, self._recipe = cluster, recipe
+        self._most_s = float(request.probe_seconds or most_s)
+        self._number, self._autoreload = number, autoreload
+        framework = request.framework or recipe.framework or cluster.framework
+        workers = request.workers or max(1, len(cluster.worker_ids))
+        if request.batch_per_worker is not None:  # the same global batch for all of them
+            batch = workers * request.batch_per_worker
+            request = replace(request, batch_size=batch, batch_per_worker=None)
+        self._request = request
+        entrants, out = candidates(
+            framework, workers, request.options, allow_stale=request.allow_stale
+        )
+        self._race = Race(entrants, out, request.memory_per_worker)
+        self._framework, self._workers = framework, workers
+        self._check()
+
+    def choose(self) -> ChoicePicture:
+        """Measure, predict, rank.
+
+        Raises:
+            PlanError: No strategy is left.
+            RunError: The cell fails, or was interrupted.
+        """
+        began, race, progress = time.monotonic(), self._race, ProgressLine()
+        ends = began + self._most_s
+        left = [one for one in race.first() if one.name not in race.refused]
+        made = 0
+        self._cluster.queue().check_free()
+        try:
+            while made < MOST_PROBES and (spare_s := ends - time.monotonic()) > 1.0:
+                one = left.pop(0) if left else race.next()
+                if one is None:
+                    break
+                progress(f"short run {made + 1} of at most {MOST_PROBES}: {one.name}")
+                made += self._measure(one, spare_s / (MOST_PROBES - made))
+        finally:
+            progress.done()
+        found = race.choose()
+        if found.winner is None:
+            raise PlanError(
+                "No strategy is left to train under.",
+                seen="; ".join(f"{row.candidate.name}: {row.why}" for row in found.rows)[:600],
+                next_step=_way_out(self._request),
+                code="WB-PLAN-316",
+            )
+        late = ("The time for short runs was spent: --probe-seconds gives more.",)
+        notes = found.notes if time.monotonic() < ends else (*found.notes, *late)
+        found = replace(found, seconds=time.monotonic() - began, workers=self._workers, notes=notes)
+        return ChoicePicture(**vars(found))
+
+    def line_of(self, one: Candidate) -> RunRequest:
+        """Return the request that trains under a candidate."""
+        alone = one.entry.max_workers == 1
+        faults = tuple(
+            f for f in self._request.faults if not (alone and f.kind in ON_LINKS)
+        )  # fmt: skip
+        return replace(
+            self._request, strategies=(one.entry.name,), options=dict(one.options),
+            workers=one.workers, faults=faults, memory_per_worker=None, allow_stale=False,
+            probe_seconds=None,
+        )  # fmt: skip
+
+    def _plan(self, one: Candidate, *, short: bool) -> Plan:
+        line = self.line_of(one)
+        if short:
+            kept = lasting(line.faults)
+            line = replace(
+                line, steps=MOST_STEPS, epochs=None, checkpoint="", checkpoint_every=0, log=(),
+                on_failure="", name=f"auto-{one.entry.name}",
+                faults=tuple(f for f in line.faults if f.text in kept),
+            )  # fmt: skip
+        return plan_of(line, self._recipe, framework=self._framework, workers=one.workers)
+
+    def _check(self) -> None:
+        """Have those refused that cannot be run as they are asked for.
+
+        Raises:
+            PlanError: None of them can.
+        """
+        errors = {one.name: self._error(one) for one in self._race.entrants}
+        found = {name: error for name, error in errors.items() if error is not None}
+        if found and len(found) == len(errors):
+            raise next(iter(found.values()))
+        self._race.refused |= {name: _brief(error) for name, error in found.items()}
+
+    def _error(self, one: Candidate) -> WorkbenchError | None:
+        try:
+            check_ahead(self._cluster, [self._plan(one, short=short) for short in (True, False)])
+        except WorkbenchError as error:
+            return error
+        return None
+
+    def _measure(self, one: Candidate, most_s: float) -> int:
+        """Make a short run; return how many were made: none where the strategy refuses.
+
+        Raises:
+            RunError: The cell fails under any strategy.
+        """
+        with attending(True), ending(self._cluster):
+            run = self._cluster.start(
+                self._plan(one, short=True), number=self._number, autoreload=self._autoreload
+            )
+            self._watch(run, most_s)
+        error = run.error
+        if error is None:
+            self._race.measured[one.name] = run
+            return 1
+        outcome = outcome_behind(error)
+        if outcome is None or not (outcome.ename in _NO_ROOM or is_refusal(error)):
+            raise error
+        self._race.refused[one.name] = (
+            "ran out of memory" if outcome.ename in _NO_ROOM else f"refused: {_brief(error)}"
+        )
+        return 0
+
+    def _watch(self, run: Run, most_s: float) -> None:
+        """Wait for a short run's end, which is asked for once enough is known."""
+        ends, first, asked = time.monotonic() + most_s, 0.0, False
+        while not run.over.wait(0.05):
+            attend()
+            now = time.monotonic()
+            step = run.snapshot().step
+            if step and not first:
+                first = now
+            enough = first and now - first > ENOUGH_S and step >= ENOUGH_STEPS
+            if not asked and (enough or now > ends):
+                asked = True
+                run.stop()
+
+
+def train_chosen(
+    request: RunRequest, recipe: Recipe, *, number: int, autoreload: str
+) -> list[Run]:  # fmt: skip
+    """Choose, show the ranking, train under the winner (`%%distributed auto`).
+
+    Where the winner refuses the cell, which a prediction cannot know, the next one is taken.
+
+    Raises:
+        PlanError: What is asked for cannot be, or no strategy is left.
+        RunError: The run failed.
+    """
+    chooser = Chooser(
+        session.need_cluster(), request, recipe, number=number, autoreload=autoreload
+    )  # fmt: skip
+    found = chooser.choose()
+    show(found)
+    assert found.winner is not None, "choose raises where none is left"
+    rest = [row for row in found.rows if row.known != "out" and row is not found.winner]
+    for row in (found.winner, *rest):
+        with contextlib.suppress(_RefusedError):
+            return _trained(chooser.line_of(row.candidate), recipe, number, autoreload)
+    raise PlanError(
+        "Every strategy refused the cell.", seen=", ".join(r.candidate.name for r in found.rows),
+        next_step="name one to see why: %%distributed mirrored", code="WB-PLAN-317",
+    )  # fmt: skip
+
+
+class _RefusedError(Exception):
+    """A strategy refused the cell before anything was trained."""
+
+
+def _trained(line: RunRequest, recipe: Recipe, number: int, autoreload: str) -> list[Run]:
+    try:
+        return session.train(line, recipe, number=number, autoreload=autoreload)
+    except RunError as error:
+        if is_refusal(error):
+            raise _RefusedError from error
+        raise
+
+
+def _brief(error: WorkbenchError) -> str:
+    """Return an error's first sentence."""
+    outcome = outcome_behind(error)
+    text = outcome.evalue if outcome is not None else str(getattr(error, "what", error))
+    return text.strip().partition("\n")[0].rstrip(".")
+
+
+def _way_out(request: RunRequest) -> str:
+    if request.memory_per_worker is not None:
+        return "more --memory-per-worker, or more workers"
+    return "name a strategy: %%distributed mirrored"

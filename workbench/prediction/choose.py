@@ -1,0 +1,442 @@
+"""Which strategy trains fastest: who competes, what is known of each, who is next, who wins.
+
+A few short runs are measured; from them every other strategy is predicted that can be. One that is
+measured has the last word: a prediction wins only where its whole interval lies above all that was
+measured. Nothing is run here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from .. import catalog
+from ..catalog import schedules
+from ..errors import PlanError, WorkbenchError
+from ..history.analysis.steady import rate_of
+from ..shared.record import PARTS
+from .case import CAUSES
+from .predict import Knows, predict, read
+from .probe import Probe
+
+if TYPE_CHECKING:
+    from ..catalog.spec import Strategy
+    from ..history.run_data import RunData
+
+NAN = float("nan")
+BASELINE = "one_device"
+KNOWN = Literal["measured", "predicted", "bounded", "out"]
+WORTH = 1.02
+"""Another short run is made only for what may be faster than the best by more than this."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy that may be chosen, with its options and workers.
+
+    Attributes:
+        options: Those that are not as by default.
+        settings: All of them.
+    """
+
+    entry: Strategy
+    options: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    workers: int
+
+    @property
+    def name(self) -> str:
+        """The strategy, with options that differ from its own."""
+        return " ".join([self.entry.name, *(f"{k}={v}" for k, v in self.options.items())])
+
+    @property
+    def most_efficient(self) -> float:
+        """Samples per second per worker over those of one device, at the very best."""
+        if not self.entry.takes_turns:
+            return 1.0
+        settings, stages = dict(self.settings), self._stages
+        if stages < 2 or "schedule" not in settings:
+            return 1.0
+        return 1.0 - schedules.ideal_bubble(
+            settings["schedule"], stages, schedules.microbatches(settings, stages),
+            schedules.stages_per_worker(settings),
+        )  # fmt: skip
+
+    @property
+    def least_rounds(self) -> int:
+        """Messages that follow each other in a step of what cannot be predicted, at the least.
+
+        A pipeline fills and empties; divided layers are added up at least once each way, which is a
+        ring's 2 (n - 1) rounds.
+        """
+        if self.entry.takes_turns:
+            return 2 * (self._stages - 1)
+        return 4 * (self.workers - 1)
+
+    @property
+    def _stages(self) -> int:
+        """Workers of one pipeline."""
+        return int(
+            self.settings.get("stages") or (2 if "stages" in self.settings else self.workers)
+        )
+
+    def held_bytes(self, whole_bytes: float, gradients_bytes: float) -> float:
+        """Return what a worker would hold between steps.
+
+        Args:
+            whole_bytes: Of weights, gradients and the optimizer's state.
+        """
+        if self.entry.keeps == "weights":
+            return min(2 * gradients_bytes, whole_bytes)
+        if self.entry.keeps == "part":
+            return whole_bytes / self._stages
+        return whole_bytes
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of a candidate.
+
+    Attributes:
+        known: `measured`, `predicted`, only `bounded` from above, or `out` of the race.
+        samples_per_s: Median (or mean), and the ends of the interval: 95 % of a measured rate, 90 %
+            of predicted runs. Of one that is bounded: what it may do with the likeliest cost of a
+            message, 0, and with the least one.
+        step_s: NaN where not known.
+        memory_bytes: What a worker holds between steps; NaN where not known.
+        why: What the figure rests on, or why there is none.
+        run: Name of the run that was measured; empty: none.
+    """
+
+    candidate: Candidate
+    known: KNOWN
+    samples_per_s: tuple[float, float, float] = (NAN, NAN, NAN)
+    step_s: float = NAN
+    memory_bytes: float = NAN
+    why: str = ""
+    run: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """All candidates, best first, and the one to train under.
+
+    Attributes:
+        winner: None where nothing is left.
+        reason: Why it is that one, in words.
+        seconds: That the short runs took.
+    """
+
+    rows: tuple[Row, ...]
+    winner: Row | None
+    reason: str
+    workers: int
+    seconds: float = NAN
+    notes: tuple[str, ...] = ()
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return JSON-ready data; None for NaN."""
+
+        def plain(value: float) -> float | None:
+            return None if value != value else value
+
+        return {
+            "winner": None if self.winner is None else self.winner.candidate.name,
+            "reason": self.reason, "workers": self.workers, "seconds": plain(self.seconds),
+            "notes": list(self.notes),
+            "rows": [
+                {"strategy": row.candidate.entry.name, "options": dict(row.candidate.options),
+                 "workers": row.candidate.workers, "known": row.known, "why": row.why,
+                 "run": row.run, "step_s": plain(row.step_s),
+                 "memory_bytes": plain(row.memory_bytes),
+                 "samples_per_s": [plain(v) for v in row.samples_per_s]}
+                for row in self.rows
+            ],
+        }  # fmt: skip
+
+
+def candidates(
+    framework: str, workers: int, options: Mapping[str, Any], *, allow_stale: bool = False
+) -> tuple[list[Candidate], list[Row]]:
+    """Return who competes, and who is left out from the start, with the reason.
+
+    Args:
+        options: Given by the user; each goes to the strategies that have it.
+        allow_stale: Whether strategies compete whose weights are not those of one device.
+
+    Raises:
+        PlanError: No strategy has such an option, or its value was not understood.
+    """
+    entries = catalog.strategies(framework)
+    for name in options:
+        if not any(option.name == name for entry in entries for option in entry.options):
+            raise PlanError(
+                "No strategy has such an option.", seen=name,
+                allowed=", ".join(sorted({o.name for e in entries for o in e.options})),
+                code="WB-PLAN-312",
+            )  # fmt: skip
+    found, out = [], []
+    for entry in entries:
+        mine = {o.name: options[o.name] for o in entry.options if o.name in options}
+        count = min(workers, entry.max_workers or workers)
+        ways = [mine]
+        if not entry.sync and entry.sync_option and entry.sync_option not in mine:
+            together = {**mine, entry.sync_option: True}
+            ways = [together, mine] if allow_stale else [together]
+        for way in ways:
+            one = _candidate(entry, way, count)
+            why = _unfit(one, workers, set(mine), allow_stale=allow_stale)
+            if why:
+                out.append(Row(one, "out", why=why))
+            else:
+                found.append(one)
+    return found, out
+
+
+def _candidate(entry: Strategy, way: Mapping[str, Any], workers: int) -> Candidate:
+    settings = entry.settings(dict(way))
+    usual = {option.name: option.default for option in entry.options}
+    changed = {name: settings[name] for name in way if settings[name] != usual[name]}
+    return Candidate(entry, changed, settings, workers)
+
+
+def _unfit(one: Candidate, workers: int, given: set[str], *, allow_stale: bool) -> str:
+    """Return why a strategy does not compete; empty where it does.
+
+    Args:
+        given: Options that the user asked for: what they change is meant.
+    """
+    entry, settings = one.entry, dict(one.settings)
+    if not entry.anywhere:
+        return "needs special devices"
+    if workers > 1 and entry.max_workers is None and entry.takes_turns and "stages" in settings:
+        stages = int(settings["stages"] or 2)
+        if workers < 2 * stages:
+            return f"needs {2 * stages} workers: with fewer it is one pipeline, model_split"
+    if workers == 1 and entry.max_workers is None:
+        return "needs 2 workers"
+    if allow_stale or entry.is_exact(settings):
+        return ""
+    if entry.exact_with and entry.is_sync(settings):
+        differs = [name for name, value in entry.exact_with if settings.get(name) != value]
+        if given.issuperset(differs):
+            return ""
+    return "trains other weights than one device does: --allow-stale lets it compete"
+
+
+@dataclass
+class Race:
+    """What is known so far: who competes, who was measured, who refused.
+
+    Attributes:
+        measured: Runs by the name of their candidate.
+        refused: Why a candidate is out, by its name.
+        most_bytes: That a worker may hold; None: any.
+    """
+
+    entrants: Sequence[Candidate]
+    out: Sequence[Row] = ()
+    most_bytes: float | None = None
+    measured: dict[str, RunData] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def first(self) -> list[Candidate]:
+        """Return what is measured before anything is predicted: replicas, and one device."""
+        by = {one.entry.name: one for one in self.entrants}
+        replicas = [one for one in self.entrants if one.entry.replicated and one.workers > 1]
+        return [*replicas[:1], *([by[BASELINE]] if BASELINE in by else [])]
+
+    def next(self) -> Candidate | None:
+        """Return who is worth another short run; None: nobody can be faster than the best.
+
+        Of what is only bounded a part of the gain is hoped for: a pipeline divides every model, at
+        its layers, tensor parallelism only some layers.
+        """
+        rows = self.rows()
+        best = max((r.samples_per_s[0] for r in rows if r.known == "measured"), default=0.0)
+
+        def gain(row: Row) -> float:
+            if not best:
+                return row.samples_per_s[2]
+            if row.known == "bounded":
+                hope = 0.5 if row.candidate.entry.takes_turns else 0.25
+                return (row.samples_per_s[0] / best - 1) * hope
+            return row.samples_per_s[2] / best - 1
+
+        open_ = [r for r in rows if r.known in ("predicted", "bounded") and gain(r) > WORTH - 1]
+        return max(open_, key=gain).candidate if open_ else None
+
+    def rows(self) -> list[Row]:
+        """Return what is known of each candidate, best first, those that are out last."""
+        found = [self._row(one) for one in self.entrants]
+        found.sort(key=_place)
+        return [*found, *self.out]
+
+    def choose(self) -> Choice:
+        """Return the ranking and the winner."""
+        rows = self.rows()
+        best = next((row for row in rows if row.known == "measured"), None)
+        surer = [
+            row for row in rows
+            if row.known == "predicted"
+            and (best is None or row.samples_per_s[1] > best.samples_per_s[0])
+        ]  # fmt: skip
+        winner = surer[0] if surer else best
+        workers = max((one.workers for one in self.entrants), default=1)
+        return Choice(tuple(rows), winner, _reason(winner, rows), workers, notes=_notes(rows, best))
+
+    def _row(self, one: Candidate) -> Row:
+        if one.name in self.refused:
+            return Row(one, "out", why=self.refused[one.name])
+        run = self.measured.get(one.name)
+        row = self._predicted(one) if run is None else self._measured(one, run)
+        if self.most_bytes is not None and row.memory_bytes > self.most_bytes:
+            return replace(row, known="out", why="holds more than --memory-per-worker allows")
+        return row
+
+    def _measured(self, one: Candidate, run: RunData) -> Row:
+        rate, held = rate_of(run.history), memory_of(run)
+        if rate is None:
+            return Row(one, "out", memory_bytes=held, why="took no step in the time it had")
+        parts = dict(zip(PARTS, rate.parts_s, strict=True))
+        lost = (parts["sync_wait_s"] + parts["transfer_s"]) / rate.step_s
+        why = f"measured, {rate.steps} steps"
+        if one.workers > 1 and lost > 0:
+            why += f": {lost:.0%} of a step is waiting and messages"
+        return Row(
+            one, "measured", (rate.mean, rate.low, rate.high), rate.step_s, held, why, run.name
+        )
+
+    def _predicted(self, one: Candidate) -> Row:
+        """Return what a candidate would do, from the runs that were measured."""
+        held = self._held(one)
+        runs = self._predictable()
+        why = "nothing was measured that it could be predicted from"
+        if runs and runs[0].plan.workers > 1:
+            try:
+                found = predict(runs, one.workers, strategy=one.entry.name,
+                                options=dict(one.options))  # fmt: skip
+            except WorkbenchError as error:
+                why = error.what.rstrip(".")
+            else:
+                point = found.points[0]
+                shares = zip(point.share, CAUSES, strict=True)
+                words = ", ".join(f"{share:.0%} {cause}" for share, cause in shares)
+                return Row(one, "predicted", point.samples_per_s, point.step_s[0], held,
+                           f"predicted: {words}")  # fmt: skip
+        return self._bounded(one, held, why)
+
+    def _bounded(self, one: Candidate, held: float, why: str) -> Row:
+        """Return what a candidate could do at best: all workers busy, but for its messages."""
+        alone = self.measured.get(BASELINE)
+        rate = None if alone is None else rate_of(alone.history)
+        if rate is None or not rate.mean > 0:
+            return Row(one, "bounded", memory_bytes=held, why=why)
+        samples = rate.mean * rate.step_s
+        own_s = rate.step_s / (one.workers * one.most_efficient)
+        likely_s, least_s = (own_s + one.least_rounds * each_s for each_s in self._message_s())
+        return Row(one, "bounded", (samples / likely_s, 0.0, samples / least_s), NAN, held,
+                   f"at best so fast; {why}")  # fmt: skip
+
+    def _message_s(self) -> tuple[float, float]:
+        """Return what a message costs besides its bytes: what is likeliest, and at the least."""
+        runs = self._predictable()
+        if not runs or runs[0].plan.workers < 2:
+            return 0.0, 0.0
+        base, probes = read(runs)
+        fitted = Knows.of(base, probes, None, None, needed=False).fitted
+        if fitted is None:
+            return 0.0, 0.0
+        cost_s = fitted.cost(None).message_s
+        return float(np.median(cost_s)), float(np.quantile(cost_s, 0.05))
+
+    def _predictable(self) -> list[RunData]:
+        """Return the runs that others can be predicted from, replicas first."""
+        found = []
+        for name in self._order():
+            run = self.measured.get(name)
+            if run is not None and run.plan.entry.data_parallel:
+                with contextlib.suppress(WorkbenchError):
+                    Probe.of(run)
+                    found.append(run)
+        return sorted(found, key=lambda run: run.plan.workers == 1)
+
+    def _order(self) -> list[str]:
+        """Return names of candidates: replicas first, from which others are predicted best."""
+        return [c.name for c in sorted(self.entrants, key=lambda c: not c.entry.replicated)]
+
+    def _held(self, one: Candidate) -> float:
+        """Return what a worker would hold, from a run in which one held everything."""
+        for name in self._order():
+            run = self.measured.get(name)
+            if run is None or run.plan.entry.keeps != "all":
+                continue
+            return one.held_bytes(memory_of(run), self._gradients_bytes())
+        return NAN
+
+    def _gradients_bytes(self) -> float:
+        for run in self.measured.values():
+            if run.plan.entry.replicated:
+                try:
+                    return Probe.of(run).message_bytes
+                except WorkbenchError:
+                    return NAN
+        return NAN
+
+
+def _place(row: Row) -> tuple[int, float]:
+    """Return what rows are sorted by: what is known of them, then their rate."""
+    group, which = {"measured": (0, 0), "predicted": (0, 0), "bounded": (1, 2), "out": (2, 0)}[
+        row.known
+    ]
+    rate = row.samples_per_s[which]
+    return group, -rate if rate == rate else 0.0
+
+
+def memory_of(run: RunData) -> float:
+    """Return the most that a worker of a run holds between steps; NaN where not measured."""
+    held = [value for value in run.history.story.memory_bytes.values() if value == value]
+    return max(held, default=NAN)
+
+
+def _reason(winner: Row | None, rows: Sequence[Row]) -> str:
+    if winner is None:
+        return "No strategy is left."
+    name, rate = winner.candidate.name, winner.samples_per_s[0]
+    if winner.known == "bounded":
+        return f"{name} is the only one left; nothing is known of its speed."
+    words = f"{name} on {winner.candidate.workers} worker" + "s" * (winner.candidate.workers > 1)
+    words += f": {_rate(rate)} samples/s, {winner.known}"
+    alone = next((r for r in rows if r.candidate.entry.name == BASELINE), None)
+    if alone is not None and alone is not winner and alone.samples_per_s[0] > 0:
+        words += f", {rate / alone.samples_per_s[0]:.2f} times one device"
+    second = next((r for r in rows if r is not winner and r.known in ("measured", "predicted")),
+                  None)  # fmt: skip
+    if second is None:
+        return f"{words}."
+    return (
+        f"{words}. Next: {second.candidate.name}, {_rate(second.samples_per_s[0])} ({second.why})."
+    )
+
+
+def _notes(rows: Sequence[Row], best: Row | None) -> tuple[str, ...]:
+    found = []
+    if best is not None:
+        for row in rows:
+            _, low, high = row.samples_per_s
+            if row.known == "predicted" and low <= best.samples_per_s[0] < high:
+                found.append(
+                    f"{row.candidate.name} may be as fast ({_rate(low)} to {_rate(high)} predicted)"
+                    ", but was not measured."
+                )
+    if any(row.known == "bounded" for row in rows):
+        found.append("Of some only an upper bound is known: all workers busy all the time.")
+    return tuple(found)
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
