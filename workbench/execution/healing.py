@@ -119,6 +119,13 @@ class Healer:
         self._change.lost.append(engine)
         self._change.how[engine] = how
 
+    def settle(self) -> None:
+        """Let nobody in any more; return when no engine is being started."""
+        with self._lock:
+            self._over = True
+        with self._starting:
+            pass
+
     def hear(self, engine: int, event: Standing | Regrouped) -> None:
         """Take in where an engine stands, or that it goes on with the others."""
         ready = isinstance(event, Standing) and event.phase == "ready"
@@ -255,13 +262,7 @@ class Healer:
             run.history.event(
                 Joined(ranks=ranks, step=event.step, seconds=seconds, workers=workers)
             )
-            who = " and ".join(run.called(one) for one in change.fresh)
-            one = len(change.fresh) == 1
-            run.note(
-                f"{who} take{'s' if one else ''} part again from step {event.step} on, "
-                f"{'a fresh engine' if one else 'fresh engines'}; the others stood still for "
-                f"{1e3 * seconds:.0f} ms."
-            )
+            run.note(joined_words([run.called(i) for i in change.fresh], event.step, seconds))
             for one in change.fresh:
                 self._coming.pop(one, None)
                 self._tries.pop(one, None)
@@ -337,4 +338,13 @@ def healed_words(done: Recovery) -> str:
     return (
         f"{done.how}. {done.workers} worker{' goes' if one else 's go'} on from step {done.step}, "
         f"after {1e3 * done.seconds:.0f} ms; no step is lost."
+    )
+
+
+def joined_words(who: Sequence[str], step: int, seconds: float) -> str:
+    """Tell the user who takes part again."""
+    one = len(who) == 1
+    return (
+        f"{' and '.join(who)}: {'a fresh engine takes' if one else 'fresh engines take'} part from "
+        f"step {step} on; the others stood still for {1e3 * seconds:.0f} ms."
     )

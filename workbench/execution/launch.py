@@ -83,6 +83,7 @@ class RunExecution:
         self._token = ""  # of the unfinished checkpoints of its last submission
         self._specs: Specs = {}
         self._key = secrets.token_hex(32)
+        self._healer: Healer | None = None
 
     @functools.cached_property
     def files(self) -> FarFiles:
@@ -112,8 +113,8 @@ class RunExecution:
         specs = pool.specs(ids, self.plan, self.leases, prefix, framework, group)
         specs = self._specs = with_original_ranks(specs, run.engines)
         far = self.files.settings(again=run.task is not None)
-        heals = self.plan.on_failure == "heal"
-        key = self._key if heals else ""
+        self._healer = Healer(self, self._lend()) if self.plan.on_failure == "heal" else None
+        key = "" if self._healer is None else self._key
         asked = run_requests(run, specs, self.number, self.autoreload, self.plan, far, key)
         about = {"number": self.number, "autoreload": self.autoreload}
         about |= {"run": run.number, "servers": list(self.servers)}
@@ -128,10 +129,15 @@ class RunExecution:
             spare=self._spare(),
             least=1 if run.plan.entry.remote_workers else 0,
             on_loss=run.note,
-            mender=Healer(self, self._lend()) if heals else None,
+            mender=self._healer,
         )
         run.begin(task)
         hangs.watch(task, pool.engines.router.questions.ask, lambda: run.held)
+
+    def settle_healing(self) -> None:
+        """Let nobody in any more: the cell is over, and what comes next starts engines itself."""
+        if self._healer is not None:
+            self._healer.settle()
 
     def meets(self, prefix: str) -> None:
         """Take note under which name its workers meet from now on."""
@@ -302,8 +308,12 @@ class Recoverer:
     def begin(self, task: Task) -> bool:
         """Return whether the run goes on; if so, it is begun again in the background."""
         launch, began = self._launch, time.perf_counter()
-        run, dead = launch.run, [i for i in lost(task) if i not in task.spared]
-        if not dead or launch.plan.on_failure == "stop" or run.state == "stopping":
+        run, dead = launch.run, lost(task)
+        if (
+            not set(dead) - task.spared
+            or launch.plan.on_failure == "stop"
+            or run.state == "stopping"
+        ):
             return False
         self._why_not = self._hopeless(dead)
         if self._why_not:
@@ -373,7 +383,8 @@ class Recoverer:
 
     def _go_once(self, dead: Sequence[int], how: str, began: float) -> None:
         launch, run = self._launch, self._launch.run
-        members = run.members
+        launch.settle_healing()
+        members, known = run.members, launch.pool.engines.engines
         launch.plan = without_kills(launch.plan, [run.engines.index(i) for i in dead
                                                   if i in run.engines])  # fmt: skip
         start = self._start()
@@ -383,7 +394,8 @@ class Recoverer:
             launch.narrow(members)
         run.go_on(launch.renumber(run), members, start.path if start else "", step)
         if launch.plan.on_failure in ANEW:
-            launch.pool.engines.restart(dead, launch.plan.framework)
+            gone = [i for i in dead if i in known and known[i].state == "dead"]
+            launch.pool.engines.restart(gone or dead, launch.plan.framework)
             self._lend(dead)
         ranks = [rank for rank, i in enumerate(run.engines) if i in members]
         for stale in run.folder.glob("weights*"):  # what the survivors had when they gave up

@@ -179,10 +179,9 @@ class Run:
     def agree_among(self, ranks: Collection[int]) -> None:
         """Agree on steps with these workers from now on; the others have gone, or come later."""
         with self._lock:
-            asking = self._halting.asking
-            self._halting.close()
-            self._halting = self._make_halting(ranks)
-            if asking is not None:
+            before, self._halting = self._halting, self._make_halting(ranks)
+            before.close()
+            if (asking := before.asking) is not None:
                 self._halting.halt(asking)
 
     def halt_again(self) -> None:
@@ -249,8 +248,7 @@ class Run:
         self.began = float(meta.get("began", self.began))
         self._clock_bound_s = list(meta.get("clock_bound_s") or self._clock_bound_s)
         state = meta.get("state", "failed")
-        # A run whose notebook died has no end on record.
-        self._state = state if state in events.OVER else "failed"
+        self._state = state if state in events.OVER else "failed"  # its notebook may have died
         if meta.get("error"):
             self.error = RunError(str(meta["error"]), code="WB-RUN-085")
         self.over.set()
@@ -340,7 +338,7 @@ class Run:
     @property
     def events(self) -> list[dict[str, Any]]:
         """One mapping each time that workers went or came: event, ranks, step, seconds, workers."""
-        return [dict(one) for one in self.history.story.changes]
+        return self.history.changes
 
     @property
     def evals(self) -> list[dict[str, Any]]:

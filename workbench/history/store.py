@@ -158,6 +158,12 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             return {name: self.story.unmeasured.get(name) or unknown for name in empty}
 
     @property
+    def changes(self) -> list[dict[str, Any]]:
+        """One mapping each time that workers went or came."""
+        with self._lock:
+            return [dict(one) for one in self.story.changes]
+
+    @property
     def evals(self) -> list[dict[str, Any]]:
         """One mapping per evaluation: step, epoch, then the metrics."""
         with self._lock:
