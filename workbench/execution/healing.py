@@ -6,7 +6,8 @@
 
 What the workers do is in `engine/training/regrouping.py`. Here is decided who takes part: each
 change makes a generation, and the newest counts, so a death in the middle of a change is just one
-more. Nothing is timed: the kernel knows who has died from those who reap it.
+more. Nothing is timed: the kernel knows who has died from those who reap it, and looks at the processes
+itself where somebody was cut off.
 
 Where the others cannot go on by themselves (some have not begun to train, or nobody is left) the
 cell fails for the death after all, and the run goes on as `launch.Recoverer` can.
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("workbench.session")
 BORROW = "workbench.engine.entry:borrow"
 BORROW_S = 120.0
+LOOK_S = 0.05
 TRIES = 3
 """Fresh engines in one worker's place that never come to take part, one after the other."""
 
@@ -228,6 +230,19 @@ class Healer:
         )
         for engine in self.members:
             pool.engines.router.send(engine, message)
+        self._watch(self.generation)
+
+    def _watch(self, generation: int) -> None:
+        """Look for dead members until all have come together: who waits for one cannot notice."""
+        with self._lock:
+            together = set(self._change.heard) >= set(self.members)
+            if generation != self.generation or together or self._over:
+                return
+            self._look_for_dead()
+            if generation == self.generation:
+                timer = threading.Timer(LOOK_S, self._watch, (generation,))
+                timer.daemon = True
+                timer.start()
 
     def _regrouped(self, engine: int, event: Regrouped) -> None:
         change, run = self._change, self._run
