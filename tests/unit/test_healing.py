@@ -30,6 +30,8 @@ def test_steps_are_complete_with_the_rows_of_those_who_took_them() -> None:
     for rank in (0, 2):  # rank 1 is missing from step 10 to step 19
         history.append(rows[:10, rank])
     history.append(rows[:8, 1])  # and its last two rows went with it
+    history.hold()
+    history.append(rows[10:11, 1])  # it had taken a step that the others took anew
     for rank in (0, 2):
         history.append(rows[10:20, rank])
     assert history.totals.steps == 8

@@ -6,8 +6,8 @@
 
 What the workers do is in `engine/training/regrouping.py`. Here is decided who takes part: each
 change makes a generation, and the newest counts, so a death in the middle of a change is just one
-more. Nothing is timed: the kernel knows who has died from those who reap it, and looks at the processes
-itself where somebody was cut off.
+more. Nothing is timed: the kernel knows who has died from those who reap it, and looks at the
+processes itself where somebody was cut off.
 
 Where the others cannot go on by themselves (some have not begun to train, or nobody is left) the
 cell fails for the death after all, and the run goes on as `launch.Recoverer` can.
@@ -71,6 +71,7 @@ class Healer:
         self._launch, self._run, self._lent = launch, launch.run, lent
         self.generation = 0
         self.members = list(launch.run.members)
+        self._met = 0  # the newest generation whose members are together
         self._past: set[int] = set()  # have trained to the end
         self._coming: dict[int, CellOutcome] = {}  # run the cell, in the place of one that so ended
         self._tries: dict[int, int] = {}
@@ -121,6 +122,11 @@ class Healer:
         self._change.lost.append(engine)
         self._change.how[engine] = how
 
+    def expects(self, engine: int) -> bool:
+        """Whether an engine has yet to come to take part: the others do without it."""
+        with self._lock:
+            return engine in self._coming
+
     def settle(self) -> None:
         """Let nobody in any more; return when no engine is being started."""
         with self._lock:
@@ -141,12 +147,11 @@ class Healer:
                     self._let_in(engine)
                 case Standing(phase="cut") if event.generation == self.generation:
                     self._look_for_dead()
-                case Standing(phase="past"):
+                case Standing(phase="past") if engine in self.members:
                     self._past.add(engine)
-                    if engine in self.members:
-                        self.members.remove(engine)
-                        self._announce()
-                        self._send_home()
+                    self.members.remove(engine)
+                    self._announce()
+                    self._send_home()
                     if not self.members and self._run.members[0] in self._change.lost:
                         self._give_up()  # the weights went with it
                 case Standing(phase="before") if engine in self.members:
@@ -161,7 +166,6 @@ class Healer:
             return
         self.members = self._in_order([*self.members, engine])
         self._change.fresh.append(engine)
-        self._run.history.hold()  # its rows may come last
         self._announce()
 
     def _look_for_dead(self) -> None:
@@ -219,6 +223,7 @@ class Healer:
         run.agree_among(places)
         prefix = pool.new_prefix(f"run-{run.number}-regrouped")
         self._launch.meets(prefix)
+        run.history.hold()  # whoever comes may send its rows last; who went had done a step alone
         message = Regroup(
             run=run.number,
             generation=self.generation,
@@ -235,8 +240,7 @@ class Healer:
     def _watch(self, generation: int) -> None:
         """Look for dead members until all have come together: who waits for one cannot notice."""
         with self._lock:
-            together = set(self._change.heard) >= set(self.members)
-            if generation != self.generation or together or self._over:
+            if generation != self.generation or self._met == generation or self._over:
                 return
             self._look_for_dead()
             if generation == self.generation:
@@ -251,12 +255,14 @@ class Healer:
         if not change.heard:
             run.history.regroup(event.step, [run.engines.index(one) for one in self.members])
         change.heard[engine] = event
+        if set(change.heard) >= set(self.members):
+            self._met = self.generation
         self._conclude()
 
     def _conclude(self) -> None:
         """Say what the change has brought, once all members have told and all deaths are known."""
         change, run = self._change, self._run
-        if not (set(change.heard) >= set(self.members) and all(change.how.values())):
+        if self._met != self.generation or not all(change.how.values()):
             return
         event = next(iter(change.heard.values()))
         # Each tells after its rows: what is missing of earlier steps went with the dead.

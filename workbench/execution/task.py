@@ -49,6 +49,9 @@ class Mender(Protocol):
     def spares(self, engine: int, outcome: CellOutcome) -> CellOutcome | None:
         """Take note of an engine's end; None: the cell's, else what counts as the engine's."""
 
+    def expects(self, engine: int) -> bool:
+        """Whether an engine has yet to come to take part: the others do without it."""
+
     def hear(self, engine: int, event: Standing | Regrouped) -> None:
         """Take in what an engine says of that."""
 
@@ -311,6 +314,8 @@ class Task:
             but: The engine that failed: it clears away, an interrupt would hide its error.
         """
         if but is not None:
+            if self._mender is not None and self._mender.expects(but):
+                return
             self._leaving.add(but)
         self._later(grace_s, self._interrupt_rest)
         self._later(grace_s + self._kill_s, self._kill_rest)

@@ -128,7 +128,7 @@ class Reducer:
         """Go on with fewer workers: those that had these ranks, which their rows still name."""
         self.settle()
         self._ranks = np.asarray(ranks)
-        self._joiner.narrow(len(ranks))
+        self._joiner.narrow(ranks)
 
     def hold(self) -> None:
         """Take no step as complete until it is known which workers have taken it (`regroup`)."""
@@ -141,7 +141,7 @@ class Reducer:
 
     def regroup(self, step: int, ranks: Sequence[int]) -> None:
         """Go on with other workers from a step on, while rows of all steps come in."""
-        self._joiner.regroup(step, len(ranks))
+        self._joiner.regroup(step, ranks)
         self._ranks = np.asarray(ranks)
         self.add(np.empty(0, RECORD))  # what waited may be complete
 
@@ -160,6 +160,7 @@ class Reducer:
 
     def finish(self) -> None:
         """Take the rows of steps that some rank never reported."""
+        self.release()
         self._take_alone(self._joiner.finish(), lost=True)
 
     def origin_s(self) -> NDArray[np.float64]:
@@ -255,7 +256,8 @@ class Joiner:
     """Holds rows until every rank has sent its row of the step.
 
     How many ranks take a step may change with the steps (`regroup`). While that is about to happen
-    (`held`) no step is complete: whoever comes may have sent its rows last.
+    (`held`) no step is complete: whoever comes may have sent its rows last. Rows that name a rank
+    which did not take their step are left out: who died had done it, and it was taken anew.
 
     Args:
         ranks: Number of workers.
@@ -265,21 +267,28 @@ class Joiner:
 
     def __init__(self, ranks: int, limit: int = PENDING_ROWS) -> None:
         self._ranks = ranks
-        self.narrow(ranks)
+        self.narrow(range(ranks))
         self._limit = max(limit, 4 * ranks)
 
-    def narrow(self, expected: int) -> None:
-        """Expect rows of so many ranks from now on; give up those that wait."""
-        self._first, self._expected = np.zeros(1, np.int64), np.full(1, expected)
+    def narrow(self, ranks: Sequence[int]) -> None:
+        """Expect rows of these ranks from now on; give up those that wait."""
+        self._first, self._takes = np.zeros(1, np.int64), self._row_of(ranks)
         self._waiting: JoinedRows = np.empty(0, RECORD)
         self.held = False
 
-    def regroup(self, step: int, expected: int) -> None:
-        """Expect rows of so many ranks from this step on."""
+    def regroup(self, step: int, ranks: Sequence[int]) -> None:
+        """Expect rows of these ranks from this step on."""
         kept = self._first < step
         self._first = np.append(self._first[kept], step)
-        self._expected = np.append(self._expected[kept], expected)
+        self._takes = np.concatenate([self._takes[kept], self._row_of(ranks)])
         self.held = False
+
+    def _row_of(self, ranks: Sequence[int]) -> NDArray[np.bool_]:
+        """Return (1, ranks), for each rank whether it is one of these."""
+        return np.isin(np.arange(self._ranks), np.asarray(ranks))[None]
+
+    def _phase(self, steps: NDArray[Any]) -> NDArray[np.intp]:
+        return np.searchsorted(self._first, steps, side="right") - 1
 
     def give_up(self, step: int) -> JoinedRows:
         """Stop waiting for rows of steps before this one: return those that there are."""
@@ -299,13 +308,16 @@ class Joiner:
             shape (rows,).
         """
         rows, keys = self._sorted(np.concatenate([self._waiting, rows]))
+        if not self.held:
+            takes = self._takes[self._phase(rows["step"].astype(np.int64)), rows["rank"]]
+            rows, keys = rows[takes], keys[takes]
         steps, count = np.unique(keys // self._ranks, return_counts=True)
-        phase = np.searchsorted(self._first, steps, side="right") - 1
-        is_whole = (count == self._expected[phase]) & (not self.held)
+        phase, expected = self._phase(steps), self._takes.sum(axis=1)
+        is_whole = (count == expected[phase]) & (not self.held)
         whole = np.repeat(is_whole, count)
         phase = np.repeat(phase, count)
         complete = [
-            rows[whole & (phase == one)].reshape(-1, self._expected[one])
+            rows[whole & (phase == one)].reshape(-1, expected[one])
             for one in np.unique(phase[whole])
         ]
         waiting = rows[~whole]

@@ -90,11 +90,13 @@ def test_a_dead_worker_is_done_without_and_another_joins(cluster, undisturbed, p
     run = heal(paced(), rank, inject=[f"kill={rank}@20"])
     assert difference(run.weights(), undisturbed) <= EXACT
     healed, joined = run.events
-    assert (healed["ranks"], healed["step"], healed["workers"]) == ([rank], 20, 2)
+    assert (healed["ranks"], healed["workers"]) == ([rank], 2)
+    assert healed["step"] in (19, 20)  # its last messages may have gone with it
     assert (joined["ranks"], joined["workers"]) == ([rank], 3)
     assert 20 <= joined["step"] < STEPS
     (done,) = run.recoveries
-    assert (done.engines, done.step, done.lost_steps, done.workers) == ((rank,), 20, 0, 2)
+    assert (done.engines, done.lost_steps, done.workers) == ((rank,), 0, 2)
+    assert done.step == healed["step"]
     assert "SIGKILL" in done.how
     assert {i for i, pid in pids(cluster).items() if pid != before[i]} == {rank}
     counts_once(run)

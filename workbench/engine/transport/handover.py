@@ -113,7 +113,12 @@ def take(
     except OSError as error:
         raise connection.closed(peer) from error
     with sock:
-        prove_worker(sock, key, rank)
+        try:
+            prove_worker(sock, key, rank)
+        except LinkError as error:
+            if isinstance(error.__cause__, OSError):  # it went in the middle of it
+                raise connection.closed(peer) from error
+            raise
         message = connection.receive(sock, peer)
         parts = room_for(message.meta)
         connection.check_size(message, connection.size_of(parts), peer)
