@@ -59,7 +59,11 @@ def heal(cluster, tmp_path):
         changed = lambda event: sorted(  # noqa: E731
             rank for one in run.events if one["event"] == event for rank in one["ranks"]
         )
-        assert soon(lambda: run.is_over or changed("joined") == sorted(ranks)), (run, run.events)
+        assert soon(lambda: run.is_over or changed("joined") == sorted(ranks)), (
+            run,
+            run.events,
+            run.history.story.notes,
+        )
         (tmp_path / "hurry").touch()
         run.wait(3 * WAIT_S)
         assert changed("healed") == changed("joined") == sorted(ranks)

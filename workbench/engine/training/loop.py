@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import FitError
@@ -181,17 +182,18 @@ class Training:
                 end = clock()
                 if not self.regrouping.can_follow(error):
                     raise
-                self.regrouping.go_on()
+                result = replace(strategy.contributed(share), compute_s=end - fed)
+                recorded = partial(self._record, step, result, start, end, fed - asked)
+                self.regrouping.go_on(recorded)
                 if context.trained == step:  # nobody has completed it: all take it anew
                     start, paused_s = clock(), gate.paused_s
                     continue
-                result = replace(strategy.contributed(share), compute_s=end - fed)
             else:
                 end = clock()
+                start += result.set_up_s + result.aside_s
+                self.aside_s += result.aside_s
+                self._record(step, result, start, end, fed - asked)
                 context.trained += 1
-            start += result.set_up_s + result.aside_s
-            self.aside_s += result.aside_s
-            self._record(step, result, start, end, fed - asked)
             start = end
             done = step - self.base + 1
             if after:

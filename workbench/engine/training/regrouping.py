@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -138,12 +138,16 @@ class Regrouping:
 
     # -- with others -------------------------------------------------------------------------------
 
-    def go_on(self) -> None:
+    def go_on(self, completed: Callable[[], object] = lambda: None) -> None:
         """Wait for who is to take part from now on, and be one of them.
 
         What a worker feels of another one's end meanwhile leads to the next generation.
+
+        Args:
+            completed: Called where the step that had failed here was completed by others, before
+                the kernel hears that it is behind all of them.
         """
-        membership, began = self._membership, clock()
+        membership, began, before = self._membership, clock(), self.context.trained
         strategy: Strategy = self.context.strategy
         while True:
             membership.waiting()
@@ -156,6 +160,8 @@ class Regrouping:
             except Exception as error:
                 if not self.can_follow(error):
                     raise
+        if self.context.trained != before and not membership.waits:
+            completed()
         membership.waits = False
         self.context.emit(
             events.Regrouped(
