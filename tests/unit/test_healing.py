@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from history_rows import make_rows
+from notebook_shell import soon
 
 from workbench.engine.telemetry.membership import Membership
 from workbench.engine.transport import handover
@@ -127,14 +128,16 @@ def test_who_waits_says_for_what() -> None:
 
 
 def test_a_wait_ends_with_the_word() -> None:
-    membership, _ = watched()
+    membership, seen = watched()
     membership.begin()
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(membership.await_next().generation))
     thread.start()
+    assert soon(lambda: membership._listens)
     membership.announce(regroup(4, 1))
     thread.join(10)
     assert found == [4]
+    assert seen == []  # it was in nothing that it had to be broken out of
 
 
 # -- from one worker to another --------------------------------------------------------------------

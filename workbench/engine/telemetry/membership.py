@@ -52,6 +52,9 @@ class Membership:
         self.break_out: Callable[[], object] = _nothing
         self._changed = threading.Condition(threading.RLock())
         self._latest: Regroup | None = None
+        self._listens = (
+            False  # whether the training thread waits for the next word, in nothing else
+        )
         self._phase: Literal["before", "in", "past"] = "before"
 
     @property
@@ -78,10 +81,10 @@ class Membership:
                 return
             self._latest, self.stale = message, True
             self._changed.notify_all()
-            if self.trains:
-                self.break_out()
-            else:
+            if not self.trains:
                 self._answer()
+            elif not self._listens:
+                self.break_out()
 
     def remind(self) -> None:
         """Break the training thread out again, if it has not come to where it learns of others.
@@ -90,7 +93,7 @@ class Membership:
         had been in. Called from time to time while `stale`.
         """
         with self._changed:
-            if self.stale and self.trains:
+            if self.stale and self.trains and not self._listens:
                 self.break_out()
 
     def _answer(self) -> None:
@@ -110,8 +113,12 @@ class Membership:
         nobody but it can go on, the kernel ends its cell.
         """
         with self._changed:
-            while not self.stale:
-                self._changed.wait(0.5)
+            self._listens = True
+            try:
+                while not self.stale:
+                    self._changed.wait(0.5)
+            finally:
+                self._listens = False
             assert self._latest is not None, "what is stale has a successor"
             self.generation, self.stale = self._latest.generation, False
             return self._latest

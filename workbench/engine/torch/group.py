@@ -390,7 +390,8 @@ def shutdown_group_sockets(*, store: bool = False) -> int:
             copy = os.dup(fd)
             with socket.socket(fileno=copy) as connection:
                 wanted = _is_groups(connection) if inode not in _kept else False
-                wanted = wanted or (store and _peer_port(connection) == _store_port)
+                to_store = _store_port and _peer_port(connection) == _store_port
+                wanted = wanted or bool(store and to_store)
                 if os.fstat(copy).st_ino == inode and wanted:
                     connection.shutdown(socket.SHUT_RDWR)
                     shut += 1
