@@ -148,6 +148,18 @@ def test_workers_that_are_all_on_one_host_talk_on_its_loopback(two_hosts: RunSpe
     assert "TP_SOCKET_IFNAME" not in found
 
 
+def test_a_worker_that_knows_no_store_breaks_none_of_its_own_sockets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group, "_store_port", 0)
+    monkeypatch.setattr(group, "_kept", {inode for _, inode in group._sockets()})
+    one, other = socket.socketpair()
+    with one, other:
+        assert group.shutdown_group_sockets(store=True) == 0
+        one.sendall(b"?")
+        assert other.recv(1) == b"?"
+
+
 @pytest.mark.parametrize("peers", [frozenset(), frozenset({"127.0.0.9"})])
 def test_only_connections_to_the_groups_hosts_are_broken(
     peers: frozenset[str], monkeypatch: pytest.MonkeyPatch

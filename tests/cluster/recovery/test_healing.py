@@ -1,5 +1,8 @@
 """Who is left trains on, nothing is done again, and a fresh engine joins them."""
 
+import random
+import time
+
 import numpy as np
 import pytest
 from needs import need
@@ -255,3 +258,28 @@ def test_the_pause_is_short(cluster, undisturbed, paced, heal):
     print(f"pauses {gaps[-2:]} s; told {healed['seconds']:.3f} and {joined['seconds']:.3f} s; "
           f"rank 1 was missing for {missing_s:.2f} s")  # fmt: skip
     assert joined["seconds"] < missing_s / 2
+
+
+def test_deaths_at_random_moments(cluster, undisturbed, tmp_path, paced):
+    """Whoever it is and wherever it was: in a step, in an all-reduce, while others are let in."""
+    draw = random.Random(7)
+    run = cluster.run(
+        paced(more=", eval_data=(x, y), eval_every=5"), strategy="mirrored", on_failure="heal"
+    )
+    assert soon(lambda: run.is_over or run.history.snapshot().step >= 20)
+
+    def is_whole(deaths):
+        whole = not run.events or run.events[-1]["workers"] == 3
+        return run.is_over or (len(run.recoveries) >= deaths and whole)
+
+    for deaths in range(6):
+        assert soon(lambda deaths=deaths: is_whole(deaths)), (run, run.events)
+        time.sleep(draw.uniform(0, 0.15))  # some moment
+        kill(cluster, draw.randrange(3))
+    assert soon(lambda: is_whole(6)), (run, run.events, run.history.story.notes)
+    (tmp_path / "hurry").touch()
+    run.wait(3 * WAIT_S)
+    assert difference(run.weights(), undisturbed) <= EXACT
+    assert not any(done.again for done in run.recoveries)
+    assert [one["step"] for one in run.evals] == list(range(4, STEPS, 5))
+    counts_once(run)

@@ -148,6 +148,14 @@ class Training:
         self.result.evals[:] = place["evals"]
         self.logs.update(place["logs"])
 
+    def _catch_up(self, strategy: Strategy) -> None:
+        """Evaluate with the others where they are about to, after the step that was done last."""
+        done = self.context.trained - self.base
+        every = self.eval_every or self.job.steps_per_epoch
+        pending = self.evaluated != self.context.trained - 1
+        if self.eval_source is not None and done and done % every == 0 and pending:
+            self.evaluate(strategy, (done - 1) // self.job.steps_per_epoch)
+
     def _steps(self, strategy: Strategy) -> StepResult | None:
         context = self.context
         gate, faults, membership = context.gate, context.faults, context.membership
@@ -161,6 +169,7 @@ class Training:
         while (step := context.trained) < end_step:
             if membership.stale or membership.waits:
                 self.regrouping.go_on()
+                self._catch_up(strategy)
                 start, paused_s = clock(), gate.paused_s
                 continue
             if not gate.enter(step):
@@ -288,7 +297,7 @@ class Training:
 
     def evaluate(self, strategy: Strategy, epoch: int) -> None:
         """Evaluate, where there is data for it; its time is no part of a step."""
-        context, spec = self.context, self.context.spec
+        context = self.context
         context.settle()  # steps that the device has yet to do are no part of it
         began = clock()
         found = self.regrouping.evaluate(strategy, self.eval_source)
@@ -303,7 +312,7 @@ class Training:
             return
         self.result.evals.append({"step": context.step, "epoch": epoch, **values})
         self.logs.update({f"eval_{name}": value for name, value in values.items()})
-        if spec.rank == 0:  # equal on all ranks
+        if context.spec.rank == 0:  # equal on all ranks
             self._evaluation_s = seconds
             self.tell_evaluation()
 
