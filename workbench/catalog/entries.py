@@ -54,6 +54,7 @@ TORCH: tuple[Strategy, ...] = (
         source="Li et al., PyTorch Distributed, VLDB 2020, section 3",
         aliases=("ddp", "data_parallel", "dp", "distributed_data_parallel", "horovod"),
         replicated=True,
+        heals=True,
         exact_with=(("compress", "none"),),
         loses="the steps since the last checkpoint; with another number of workers also the error "
         "that compression has not sent yet",

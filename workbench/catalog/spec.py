@@ -152,6 +152,8 @@ class Strategy:
         remote_workers: Whether that engine only hands out work: each worker is a further engine.
         replicated: Whether each worker holds all of the model and of the optimizer's state between
             steps, so that a run goes on from what a survivor has.
+        heals: Whether a training of `wb.fit` goes on without a restart when a worker dies, with
+            nothing lost and nothing done again, and with a fresh worker as soon as there is one.
         spares_workers: Whether the others go on without a pause when a worker dies, as long as they
             wait for nobody and it is not rank 0, which evaluates and saves. The rest of its share
             of the steps is lost.
@@ -199,6 +201,7 @@ class Strategy:
     one_engine: bool = False
     remote_workers: bool = False
     replicated: bool = False
+    heals: bool = False
     spares_workers: bool = False
     whole: bool = True
     keeps: Literal["all", "weights", "part"] = "all"

@@ -21,6 +21,7 @@ from .. import catalog
 from ..errors import ClusterError, RunError
 from ..shared import events
 from .debugging.marks import BOARD, waits_in
+from .telemetry.membership import Membership
 
 if TYPE_CHECKING:
     from ..shared.protocol import RunSpec
@@ -86,7 +87,7 @@ class RunContext:
     """One run on one engine.
 
     Attributes:
-        spec: What the kernel sent.
+        spec: What the kernel sent; its rank and world size are those of the present members.
         recorder: Rows of the run.
         gate: Asked before each step.
         faults: Injected delays.
@@ -110,6 +111,7 @@ class RunContext:
         hub: On a server: its links to the workers.
         remote_devices: Of workers for which this engine hands out work, the devices as shown.
         board: What the engines of the run had to say to each other, by way of the kernel.
+        membership: Who takes part, where that may change while the training goes on.
         checkpoints: What writes and reads this cell's checkpoints; made when first needed.
         train_s, eval_s: Wall time of training without evaluation and pauses; of evaluation.
         weights: Called at the end of the run for the final weights; None when nothing was trained.
@@ -143,6 +145,7 @@ class RunContext:
     hub: Hub | None = None
     remote_devices: tuple[str, ...] = ()
     board: Rendezvous = field(default_factory=Rendezvous)
+    membership: Membership = field(default_factory=Membership)
     checkpoints: Any = None
 
     def post(self, topic: str, value: Any = True) -> None:

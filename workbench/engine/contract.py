@@ -118,6 +118,7 @@ class Strategy(ABC):
             `wb.fit` and `wb.prepare` of a cell gets one of its own.
         injects_data_delay: Whether it spends the delays that are injected into `data` by itself.
         state_is_collective: Whether `state` is a collective call.
+        regroups: Whether its workers can go on with others (`leave_group`, `enter_group`).
         owns_loop: Whether it takes all steps of a `wb.fit` by itself (`run_loop`), as its workers
             take them from one engine, each at its own pace.
     """
@@ -125,6 +126,7 @@ class Strategy(ABC):
     per_cell = False
     injects_data_delay = False
     owns_loop = False
+    regroups = False
     state_is_collective = False
 
     def __init__(self, context: RunContext) -> None:
@@ -223,6 +225,34 @@ class Strategy(ABC):
         Only for strategies that say so (`owns_loop`).
         """
         raise NotImplementedError(type(self).__name__)  # pragma: no cover - `owns_loop` forbids it
+
+    # -- with others (`training/regrouping.py`), only for strategies that say so (`regroups`) ------
+
+    def leave_group(self) -> None:
+        """Let go of all that hangs on the process group; what was trained stays.
+
+        A step that has failed leaves no trace but in gradients: it may be taken anew.
+        """
+        raise NotImplementedError(type(self).__name__)  # pragma: no cover - `regroups` forbids it
+
+    def enter_group(self, agreed: dict[str, Any]) -> None:
+        """Go on in the group that is there now, under the context's new rank and world size.
+
+        Args:
+            agreed: What one worker that was there before said (`agreed`); the same for all.
+        """
+        raise NotImplementedError(type(self).__name__)  # pragma: no cover - `regroups` forbids it
+
+    def agreed(self) -> dict[str, Any]:
+        """Return what the workers have agreed on so far, plain data for those who come."""
+        return {}
+
+    def break_off(self) -> None:  # noqa: B027 - most have no connections of their own
+        """End what blocks the training thread on connections of its own; from another thread."""
+
+    def contributed(self, share: Share) -> StepResult:
+        """Return what is known of a step that others completed with this worker's gradients."""
+        raise NotImplementedError(type(self).__name__)  # pragma: no cover - `regroups` forbids it
 
     def finish(self) -> None:  # noqa: B027 - most strategies have nothing to settle
         """Settle what is left after the last step; called on all ranks, also after a Stop."""

@@ -37,6 +37,7 @@ from .debugging import marks, postmortem
 from .debugging.marks import begins_cell, doing, machinery
 from .debugging.tracebacks import advice, plain
 from .telemetry import profiler
+from .telemetry.membership import Membership
 from .telemetry.recorder import Recorder
 from .telemetry.step_gate import FaultInjector, Gate
 from .training import fit_arguments
@@ -183,7 +184,8 @@ def _train(
     kept = memory_snapshot.watch(run, framework)
     try:
         framework.setup(spec)
-        _ensure_group(engine, spec, framework)
+        if not spec.joins:  # who is let in later meets the others then
+            _ensure_group(engine, spec, framework)
         open_links(run, framework)
         with framework.around(run) as names:
             shell.namespace.update(names)
@@ -227,9 +229,14 @@ def _new_run(engine: Engine, spec: RunSpec) -> RunContext:
         faults=FaultInjector(spec.row_rank, spec.faults, spec.replicas),
         emit=engine.link.emit,
         started_s=time.perf_counter(),
+        membership=Membership(spec.rank, joins=spec.joins),
     )
-    run.gate.on_pause = lambda step: engine.link.emit(events.Paused(rank=spec.rank, step=step))
-    run.gate.on_resume = lambda step: engine.link.emit(events.Resumed(rank=spec.rank, step=step))
+    place = run.membership.place
+    run.membership.tell = lambda phase, generation: engine.link.emit(
+        events.Standing(rank=place, generation=generation, phase=phase)
+    )
+    run.gate.on_pause = lambda step: engine.link.emit(events.Paused(rank=place, step=step))
+    run.gate.on_resume = lambda step: engine.link.emit(events.Resumed(rank=place, step=step))
     return run
 
 
@@ -240,7 +247,7 @@ def _cell_ended(
     run.failed = not outcome.is_well
     if run.gate.stopping or outcome.status == "interrupted":
         engine.watch.begin_clearing(whole=not run.failed)
-    run.emit(events.CellLeft(rank=run.spec.rank, status=outcome.status))
+    run.emit(events.CellLeft(rank=run.membership.place, status=outcome.status))
     if run.failed and run.checkpoints is not None and kept is not None:
         outcome = replace(outcome, kept_step=kept.keep(run.checkpoints))
     if run.checkpoints is not None:
@@ -270,7 +277,7 @@ def _tell_end(run: RunContext, framework: Any, outcome: CellOutcome) -> CellOutc
     )
     run.emit(
         events.RunFinished(
-            rank=run.spec.rank,
+            rank=run.membership.place,
             t_s=time.perf_counter(),
             steps=run.trained,
             stopped=run.gate.stopping,

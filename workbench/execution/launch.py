@@ -17,21 +17,24 @@ from __future__ import annotations
 
 import functools
 import logging
+import secrets
 import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ClusterError, PlanError, RunError, WorkbenchError
 from ..history import disk
 from ..shared import checkpoints
 from ..shared.checkpoints import Checkpoint, at, faults, found, refusal
+from ..shared.faults import parse_fault
 from ..shared.plan import Plan, check_fewer
 from . import hangs, outcome
 from .allocator import EngineAllocator, replacement_words, spent
+from .healing import Healer
 from .outcome import Recovery, outcome_error, outcome_notes
 from .requests import (
     ARGS,
@@ -50,6 +53,7 @@ from .task import Task
 if TYPE_CHECKING:
     from ..devices.leases import Leases
     from ..shared.messages import Outcomes
+    from .requests import Specs
     from .run import Run
 
 log = logging.getLogger("workbench.session")
@@ -77,6 +81,9 @@ class RunExecution:
         self.plan = self.run.plan  # under which it runs now; a run may go on with fewer workers
         self._recoverer = Recoverer(self)
         self._token = ""  # of the unfinished checkpoints of its last submission
+        self._specs: Specs = {}
+        self._key = secrets.token_hex(32)
+        self._healer: Healer | None = None
 
     @functools.cached_property
     def files(self) -> FarFiles:
@@ -97,16 +104,18 @@ class RunExecution:
         if run.plan.recipe.function:
             pool.engines.call(run.members, PUSH, ({ARGS: run.plan.recipe.args},))
         prefix = pool.new_prefix(f"run-{run.number}")
-        self._token = checkpoints.token(prefix)
+        self.meets(prefix)
         framework = run.plan.framework
         before, self.leases = self.leases, pool.fitted(self.leases, ids, self.plan)
         if self.leases is not before and self.leases.warning:
             run.note(self.leases.warning)
         group = pool.run_group(ids[: self.plan.workers], self.leases, framework)
         specs = pool.specs(ids, self.plan, self.leases, prefix, framework, group)
-        specs = with_original_ranks(specs, run.engines)
+        specs = self._specs = with_original_ranks(specs, run.engines)
         far = self.files.settings(again=run.task is not None)
-        asked = run_requests(run, specs, self.number, self.autoreload, self.plan, far)
+        self._healer = Healer(self, self._lend()) if self.plan.on_failure == "heal" else None
+        key = "" if self._healer is None else self._key
+        asked = run_requests(run, specs, self.number, self.autoreload, self.plan, far, key)
         about = {"number": self.number, "autoreload": self.autoreload}
         about |= {"run": run.number, "servers": list(self.servers)}
         members = members_of(specs, hosts=pool.hosts())
@@ -120,9 +129,41 @@ class RunExecution:
             spare=self._spare(),
             least=1 if run.plan.entry.remote_workers else 0,
             on_loss=run.note,
+            mender=self._healer,
         )
         run.begin(task)
         hangs.watch(task, pool.engines.router.questions.ask, lambda: run.held)
+
+    def settle_healing(self) -> None:
+        """Let nobody in any more: the cell is over, and what comes next starts engines itself."""
+        if self._healer is not None:
+            self._healer.settle()
+
+    def meets(self, prefix: str) -> None:
+        """Take note under which name its workers meet from now on."""
+        self._token = checkpoints.token(prefix)
+
+    def _lend(self) -> dict[str, bytes]:
+        """Return what the cell needs of earlier cells' variables, for engines that come later.
+
+        It is asked for now: once the cell runs, no engine has time to answer.
+        """
+        first = self.run.members[:1]
+        lent = self.pool.engines.call(first, LEND, (self.plan.recipe.source,), LOAN_TIMEOUT_S)
+        return dict(lent[first[0]])
+
+    def request_to_join(self, engine: int) -> dict[str, Any]:
+        """Return what an engine is asked that comes while the run goes on, in another's place."""
+        run, engines = self.run, self.pool.engines
+        mine = self._specs[engine]
+        hosts = tuple(engines.engines[one].place for one in mine.ranks)
+        # Those that hold now; a kill happens once.
+        plan = replace(self.plan, faults=tuple(parse_fault(text) for text in run.faults))
+        far = self.files.settings(again=True)
+        spec = {engine: replace(mine, hosts=hosts)}
+        asked = run_requests(run, spec, self.number, self.autoreload, plan, far, self._key)[engine]
+        asked["spec"] |= {"joins": True, "resume": "", "init_from": ""}
+        return asked
 
     def _spare(self) -> Sequence[int]:
         """Return the engines whose death the others survive without a pause."""
@@ -233,6 +274,8 @@ def _unexpected(error: Exception) -> RunError:
     return RunError(f"Workbench itself failed: {type(error).__name__}: {error}", code="WB-RUN-071")
 
 
+ANEW = ("replace", "heal")
+"""What has fresh engines run the cell again; to heal does so where nothing else is left."""
 MOST = 3
 """Recoveries of one run: what dies again and again dies for a reason."""
 LEND, BORROW = "workbench.engine.entry:lend", "workbench.engine.entry:borrow"
@@ -266,7 +309,11 @@ class Recoverer:
         """Return whether the run goes on; if so, it is begun again in the background."""
         launch, began = self._launch, time.perf_counter()
         run, dead = launch.run, lost(task)
-        if not dead or launch.plan.on_failure == "stop" or run.state == "stopping":
+        if (
+            not set(dead) - task.spared
+            or launch.plan.on_failure == "stop"
+            or run.state == "stopping"
+        ):
             return False
         self._why_not = self._hopeless(dead)
         if self._why_not:
@@ -293,9 +340,9 @@ class Recoverer:
     def _hopeless(self, dead: Sequence[int]) -> str:
         """Return why the run cannot go on without these engines; empty where it can."""
         launch = self._launch
-        if len(launch.run.recoveries) >= MOST:
+        if sum(one.again for one in launch.run.recoveries) >= MOST:
             return f"The run had gone on after {MOST} deaths already, which is the most."
-        if launch.plan.on_failure == "replace":
+        if launch.plan.on_failure in ANEW:
             return ""
         left = [i for i in launch.run.members if i not in dead]
         try:
@@ -336,7 +383,8 @@ class Recoverer:
 
     def _go_once(self, dead: Sequence[int], how: str, began: float) -> None:
         launch, run = self._launch, self._launch.run
-        members = run.members
+        launch.settle_healing()
+        members, known = run.members, launch.pool.engines.engines
         launch.plan = without_kills(launch.plan, [run.engines.index(i) for i in dead
                                                   if i in run.engines])  # fmt: skip
         start = self._start()
@@ -345,8 +393,9 @@ class Recoverer:
             members = tuple(i for i in members if i not in dead)
             launch.narrow(members)
         run.go_on(launch.renumber(run), members, start.path if start else "", step)
-        if launch.plan.on_failure == "replace":
-            launch.pool.engines.restart(dead, launch.plan.framework)
+        if launch.plan.on_failure in ANEW:
+            gone = [i for i in dead if i in known and known[i].state == "dead"]
+            launch.pool.engines.restart(gone or dead, launch.plan.framework)
             self._lend(dead)
         ranks = [rank for rank, i in enumerate(run.engines) if i in members]
         for stale in run.folder.glob("weights*"):  # what the survivors had when they gave up
@@ -379,6 +428,13 @@ class Recoverer:
             return rescued
         if own:
             return own
+        if self._launch.plan.on_failure == "heal" and self._launch.run.history.totals.steps:
+            raise RunError(
+                "Nobody is left who has what was trained, and no checkpoint holds it.",
+                allowed="one worker at least that lives on, or --checkpoint DIR",
+                next_step="--checkpoint DIR keeps what is trained beyond the last worker",
+                code="WB-RUN-142",
+            )
         if not self._origin:
             return None
         origin = at(self._origin)
@@ -394,7 +450,7 @@ class Recoverer:
         for one in reversed(found(plan.checkpoint)):
             if one.about and one.about.get("run") != run.folder.name:
                 continue
-            damaged = faults(one, own=plan.on_failure == "replace")
+            damaged = faults(one, own=plan.on_failure in ANEW)
             if not damaged:
                 return one
             run.note(

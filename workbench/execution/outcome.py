@@ -347,7 +347,8 @@ class Recovery:
         step: The step that the run went on from.
         lost_steps: Steps that had been done and were done again.
         workers: How many go on.
-        seconds: From the death's notice until the cell was begun again.
+        seconds: From the death's notice until the cell was begun again; where it was not (`again`),
+            how long the others stood still.
     """
 
     engines: tuple[int, ...]
@@ -356,6 +357,7 @@ class Recovery:
     lost_steps: int
     workers: int
     seconds: float
+    again: bool = True
 
 
 def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:

@@ -146,11 +146,13 @@ def run_requests(
     autoreload: str,
     plan: Plan | None = None,
     far: Mapping[int, Mapping[str, str]] | None = None,
+    key: str = "",
 ) -> dict[int, dict[str, Any]]:
     """Return each engine's request for a training run.
 
     Args:
         plan: Under which it runs now, where it has fewer workers or faults than it began with.
+        key: What its engines prove themselves with to each other; by default a fresh one.
         far: What is told to engines on other machines in place of that: paths there.
     """
     plan = plan or run.plan
@@ -171,9 +173,10 @@ def run_requests(
         "init_from": run.init_from,
         "resume": run.resume_from,
         "rows_from": run.rows_from,
-        "rescue": plan.on_failure == "continue" and plan.entry.replicated,
+        "rescue": plan.on_failure in ("continue", "heal") and plan.entry.replicated,
+        "heals": plan.on_failure == "heal",
         "servers": plan.servers,
-        "key": secrets.token_hex(32) if plan.servers else "",
+        "key": key or (secrets.token_hex(32) if plan.servers else ""),
     }
     found = {}
     for engine, spec in specs.items():

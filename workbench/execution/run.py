@@ -7,7 +7,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,12 +101,12 @@ class Run:
         self._lock, self.over = threading.RLock(), threading.Event()
         self._paused_ranks: set[int] = set()
         self._everyone: tuple[int, ...] = ()
-        self._deliver: Callable[[int, Down], None] = _to_nobody
+        self._deliver: Callable[[int, Down], object] = lambda engine, message: None
         self.began = time.time() if began is None else began
 
-    def _make_halting(self) -> StopCoordinator:
-        about = (self.number, self.plan.sync, len(self.members))
-        return StopCoordinator(*about, self._send, self.interrupt, self._pace_s)
+    def _make_halting(self, ranks: Collection[int] = ()) -> StopCoordinator:
+        about = (self.number, self.plan.sync, ranks or len(self.members), self._send)
+        return StopCoordinator(*about, self.interrupt, self._pace_s)
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -176,6 +176,14 @@ class Run:
             self._paused_ranks.clear()
             self._halting = self._make_halting()
 
+    def agree_among(self, ranks: Collection[int]) -> None:
+        """Agree on steps with these workers from now on; the others have gone, or come later."""
+        with self._lock:
+            before, self._halting = self._halting, self._make_halting(ranks)
+            before.close()
+            if (asking := before.asking) is not None:
+                self._halting.halt(asking)
+
     def halt_again(self) -> None:
         """Stop, if that was asked for while no engine could hear it."""
         if self._state == "stopping":
@@ -197,7 +205,9 @@ class Run:
                 except Exception:  # noqa: PERF203 - one that fails keeps no other back
                     log.exception("The end of run %r went wrong", self.name)
         finally:
-            self._deliver = _to_nobody  # else the run would keep its cluster's client for good
+            self._deliver = lambda engine, message: (
+                None
+            )  # else the run would keep its cluster's client for good
             self.over.set()
 
     def _conclude(self, error: RunError | None) -> None:
@@ -238,8 +248,7 @@ class Run:
         self.began = float(meta.get("began", self.began))
         self._clock_bound_s = list(meta.get("clock_bound_s") or self._clock_bound_s)
         state = meta.get("state", "failed")
-        # A run whose notebook died has no end on record.
-        self._state = state if state in events.OVER else "failed"
+        self._state = state if state in events.OVER else "failed"  # its notebook may have died
         if meta.get("error"):
             self.error = RunError(str(meta["error"]), code="WB-RUN-085")
         self.over.set()
@@ -327,6 +336,11 @@ class Run:
         self.history.event(events.Noted(text=text, deaths=list(deaths)))
 
     @property
+    def events(self) -> list[dict[str, Any]]:
+        """One mapping each time that workers went or came: event, ranks, step, seconds, workers."""
+        return self.history.changes
+
+    @property
     def evals(self) -> list[dict[str, Any]]:
         """One mapping per evaluation: step, epoch, loss and metrics."""
         return self.history.evals
@@ -410,27 +424,19 @@ class Run:
         """What `run.json` says about the run."""
         plan = self.plan
         return {
-            "name": self.name,
-            "number": self.number,
-            "strategy": plan.strategy,
-            "framework": plan.framework,
+            "name": self.name, "number": self.number,
+            "strategy": plan.strategy, "framework": plan.framework,
             "options": {**plan.options, **plan.values},
             "faults": [fault.text for fault in plan.faults],
             **{name: plan.overrides.get(name) for name in ("seed", "batch_size")},
-            "recipe": plan.recipe.digest,
-            "plan": plan.to_wire(),
-            "ranks": list(self.engines),
-            "joined": plan.sync,
-            "data_parallel": plan.entry.data_parallel,
-            "phases": self.history.phases,
-            "devices": list(self.devices),
-            "state": self.state,
-            "trained_before": self.trained_before,
-            "began": self.began,
+            "recipe": plan.recipe.digest, "plan": plan.to_wire(),
+            "ranks": list(self.engines), "devices": list(self.devices),
+            "joined": plan.sync, "data_parallel": plan.entry.data_parallel,
+            "phases": self.history.phases, "state": self.state,
+            "trained_before": self.trained_before, "began": self.began,
             "error": None if self.error is None else str(self.error),
-            "clock_bound_s": self.clock_bound_s,
-            disk.FILES: self._files,
-        }
+            "clock_bound_s": self.clock_bound_s, disk.FILES: self._files,
+        }  # fmt: skip
 
     @property
     def clock_bound_s(self) -> list[float | None]:
@@ -599,8 +605,6 @@ class Run:
             self.history.wake()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    # -- elsewhere ---------------------------------------------------------------------------------
-
     def begin_logs(self) -> None:
         """Begin to write the run to the places that its plan names; they were checked."""
         if self.plan.log:
@@ -624,7 +628,3 @@ class Run:
         if self.is_over:
             await_all(self.logs, self.note)
         return log
-
-
-def _to_nobody(engine: int, message: Down) -> None:
-    """Deliver nothing."""

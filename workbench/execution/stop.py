@@ -11,7 +11,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 from ..errors import RunError
@@ -28,6 +28,7 @@ class StopCoordinator:
     Args:
         run: The run's number, which messages name.
         sync: Whether the workers take each step together; others stop where they are.
+        workers: The ranks of those that must agree, or how many there are.
         interrupt: Ends the cell on all its engines.
         pace_s: Seconds that a step takes, as far as is known (NaN: not).
     """
@@ -36,12 +37,13 @@ class StopCoordinator:
         self,
         run: int,
         sync: bool,
-        workers: int,
+        workers: int | Collection[int],
         send: Send,
         interrupt: Callable[[], None],
         pace_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._run, self._sync, self._workers = run, sync, workers
+        self._run, self._sync = run, sync
+        self._workers = set(range(workers) if isinstance(workers, int) else workers)
         self._send, self._interrupt, self._pace_s = send, interrupt, pace_s
         self._agreement: Agreement | None = None
         self._arrived: set[int] = set()
@@ -59,6 +61,12 @@ class StopCoordinator:
             self._send(Halt(run=self._run, purpose=purpose))
             if purpose == "stop":
                 self._later(ANSWER_S, self._interrupt_unless_agreed)
+
+    @property
+    def asking(self) -> Purpose | None:
+        """What workers are being asked to agree on; None while nothing is."""
+        agreement = self._agreement
+        return agreement.purpose if agreement is not None and agreement.silent else None
 
     def resume(self) -> None:
         """Let the workers go on after a pause."""
@@ -79,7 +87,7 @@ class StopCoordinator:
         """Take note that a worker's cell is through; what it still clears away takes its time."""
         with self._lock:
             self._arrived.add(worker)
-            if len(self._arrived) == self._workers and self._timers:
+            if self._arrived >= self._workers and self._timers:
                 self.close()
                 self._later(CLEAR_S, self._interrupt)
 
@@ -89,7 +97,7 @@ class StopCoordinator:
             timer.cancel()
 
     def _expect_end(self, purpose: Purpose) -> None:
-        if purpose == "stop" and len(self._arrived) < self._workers:
+        if purpose == "stop" and not self._arrived >= self._workers:
             self._later(reach_s(self._pace_s()), self._interrupt)
 
     def _interrupt_unless_agreed(self) -> None:
@@ -116,9 +124,9 @@ class Agreement:
     to it, so that is the common step.
     """
 
-    def __init__(self, purpose: Purpose, ranks: int) -> None:
+    def __init__(self, purpose: Purpose, ranks: int | Collection[int]) -> None:
         self.purpose = purpose
-        self._waiting = set(range(ranks))
+        self._waiting = set(range(ranks) if isinstance(ranks, int) else ranks)
         self._highest = -1
 
     def answer(self, rank: int, step: int) -> int | None:

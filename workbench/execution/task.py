@@ -12,11 +12,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..cluster.calls import Call
 from ..errors import ClusterError, RunError
-from ..shared.events import AGAIN_S, GRACE_S, HEARD_S, KILL_ON_DEVICE_S, KILL_S, RunStarted
+from ..shared.events import (
+    AGAIN_S,
+    GRACE_S,
+    HEARD_S,
+    KILL_ON_DEVICE_S,
+    KILL_S,
+    Regrouped,
+    RunStarted,
+    Standing,
+)
 from ..shared.messages import BadMessageError, CellOutcome, Happened, Position, Records
 from ..views.output import OutputBoard
 from . import outcome as gone
@@ -34,6 +43,16 @@ OnLoss = Callable[[str, Sequence[int]], None]
 """`on_loss(text, engines)`: what is to be said of the death of engines that were spared."""
 
 
+class Mender(Protocol):
+    """Who sees to it that a cell goes on without some of its engines, or with others."""
+
+    def spares(self, engine: int, outcome: CellOutcome) -> CellOutcome | None:
+        """Take note of an engine's end; None: the cell's, else what counts as the engine's."""
+
+    def hear(self, engine: int, event: Standing | Regrouped) -> None:
+        """Take in what an engine says of that."""
+
+
 class Task:
     """A cell under way.
 
@@ -42,6 +61,7 @@ class Task:
         members: Which part each engine takes.
         on_done: Called once, on a background thread, when every engine is done.
         spare: Engines that may die while `least` others of them live; `on_loss` hears of it.
+        mender: Decides the same where it depends on more; `on_loss` hears nothing of it.
 
     Attributes:
         when_long: To be called by whoever waits for the cell, once it has lasted for a while.
@@ -56,6 +76,7 @@ class Task:
         spare: Iterable[int] = (),
         on_loss: OnLoss = lambda text, engines: None,
         least: int = 1,
+        mender: Mender | None = None,
     ) -> None:
         self.engines = engines
         self.ids = list(requests)
@@ -74,6 +95,8 @@ class Task:
         self._on_done = on_done
         self._spare, self._least, self._on_loss = set(spare), least, on_loss
         self._lost: set[int] = set()  # of those
+        self._mender = mender
+        self._condemned: set[int] = set()
         self._errors: list[tuple[int, Mapping[str, Any]]] = []
         self._ended: set[int] = set()  # killed by us: they did not answer an interrupt
         self._leaving: set[int] = set()  # failed, and clearing away
@@ -117,7 +140,11 @@ class Task:
         if isinstance(message, Position):
             return message
         self.moved()
-        if not isinstance(message, Happened) or not isinstance(message.event, RunStarted):
+        if not isinstance(message, Happened):
+            return message
+        if isinstance(message.event, (Standing, Regrouped)) and self._mender is not None:
+            self._mender.hear(engine, message.event)
+        if not isinstance(message.event, RunStarted):
             return message
         host = self.member(engine).host if engine in self.ids else ""
         return replace(message, event=replace(message.event, host=host)) if host else message
@@ -152,11 +179,15 @@ class Task:
             advice = gone.left_behind(outcome, host) or outcome.advice
             outcome = replace(outcome, advice=advice)
         self.moved()
+        counts = None if self._mender is None else self._mender.spares(call.engine, outcome)
         with self._lock:
-            self.outcomes[call.engine] = outcome
+            counts = None if call.engine in self._condemned else counts
+            self.outcomes[call.engine] = outcome = counts or outcome
+            if counts is not None:
+                self._lost.add(call.engine)
             spared = outcome.status == "died" and self._can_spare(call.engine)
             bad = outcome.status in ("error", "died") and not spared
-            bad = bad and not outcome.ended
+            bad = bad and not outcome.ended and counts is None
             first = bad and self.first_failed is None
             if first:
                 self.first_failed = call.engine
@@ -168,8 +199,36 @@ class Task:
             _guarded(self._on_loss, text, [call.engine])
         if complete:
             self._end()
-        elif first or outcome.status == "interrupted":
+        elif first or (outcome.status == "interrupted" and counts is None):
             self.end_soon()
+
+    def rejoin(self, engine: int, request: Mapping[str, Any]) -> bool:
+        """Have a fresh engine run the cell in the place of one that was spared.
+
+        Returns:
+            Whether it does; it does not where the cell is over.
+        """
+        with self._lock:
+            if len(self.outcomes) == len(self.ids):
+                return False
+            del self.outcomes[engine]
+            self._lost.discard(engine)
+        self._submit(engine, request).when_done(self._settled)
+        return True
+
+    def condemn(self, engine: int) -> None:
+        """Let the cell end for the death of an engine that had been spared."""
+        with self._lock:
+            self._lost.discard(engine)
+            self._condemned.add(engine)
+            if self.first_failed is None:
+                self.first_failed = engine
+        self.end_soon(grace_s=0.0)
+
+    @property
+    def spared(self) -> frozenset[int]:
+        """Engines that have died, and whose death the others survive."""
+        return frozenset(self._lost)
 
     def _shown_by(self, engine: int) -> str:
         """Return the error of its own that an engine has shown; empty where it has none."""

@@ -25,6 +25,7 @@ from ..shared.events import (
     EpochBegan,
     Evaluated,
     Event,
+    Healed,
     Injected,
     Noted,
     Paused,
@@ -50,8 +51,8 @@ class Moment:
 
     Attributes:
         t_s: When, on the clock of events.
-        kind: `eval`, `note`, `warning`, `checkpoint`, `death`, `inject`, `paused` or
-            `resumed`.
+        kind: `eval`, `note`, `warning`, `checkpoint`, `death`, `healed`, `joined`, `inject`,
+            `paused` or `resumed`.
         rank: Whom it happened to; None: the run.
     """
 
@@ -82,6 +83,7 @@ class Story:
         epoch: Latest epoch that began.
         pauses: When each pause ended, on the clock of events, and how many seconds it took.
         moments: What happened when, in the order in which it was heard of.
+        changes: Fields of `healed` and `joined`, with the name as `event`.
         rewinds: The step from which the run went on, each time that it was set back.
     """
 
@@ -95,6 +97,7 @@ class Story:
         self.facts: dict[Topic, Any] = {}
         self.moments: list[Moment] = []
         self.rewinds: list[int] = []
+        self.changes: list[dict[str, Any]] = []
         self.checkpoints = 0
         self._last_checkpoint = ""
         self._deaths: dict[int, str] = {}
@@ -139,6 +142,9 @@ class Story:
                     self.pauses.append((t_s, max(t_s - self._paused_at, 0.0)))
                 self._paused_at = None
                 self._moment(t_s, event.name, "resumed")
+            case Healed():  # workers that join are told of so, too
+                self.changes.append({"event": event.name, **event.to_wire()})
+                self._moment(t_s, event.name, _change_words(event))
             case RunFinished():
                 self.finished[int(event.rank)] = event.to_wire()
             case ServerHolds():
@@ -227,6 +233,16 @@ class Story:
         else:
             reason = event.reason or "this strategy cannot measure it"
             self.unmeasured.update(dict.fromkeys(map(str, columns), reason))
+
+
+def _change_words(event: Healed) -> str:
+    """Say in short who went or came: `healed without rank 1 at step 60, 3 -> 2 workers`."""
+    who = ", ".join(map(str, event.ranks))
+    did = "without" if event.name == Healed.name else "by"
+    return (
+        f"{event.name} {did} rank{'s' if len(event.ranks) > 1 else ''} {who} at step {event.step}: "
+        f"{event.workers} workers, after {1e3 * event.seconds:.0f} ms"
+    )
 
 
 _CHUNK_ROWS = 4096

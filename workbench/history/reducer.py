@@ -77,7 +77,8 @@ class Reducer:
         rows = self._on_one_clock(rows)
         if self._joined:
             complete, lost = self._joiner.add(rows)
-            self._take_steps(complete)
+            for steps in complete:
+                self._take_steps(steps)
             self._take_alone(lost, lost=True)
         else:
             self._take_alone(rows[np.argsort(rows["step"], kind="stable")], lost=False)
@@ -129,10 +130,32 @@ class Reducer:
         self._ranks = np.asarray(ranks)
         self._joiner.narrow(len(ranks))
 
-    def _blame(self, columns: Derived) -> Blame:
+    def hold(self) -> None:
+        """Take no step as complete until it is known which workers have taken it (`regroup`)."""
+        self._joiner.held = True
+
+    def release(self) -> None:
+        """Take steps as complete again, by the workers that there were."""
+        self._joiner.held = False
+        self.add(np.empty(0, RECORD))  # what waited may be complete
+
+    def regroup(self, step: int, ranks: Sequence[int]) -> None:
+        """Go on with other workers from a step on, while rows of all steps come in."""
+        self._joiner.regroup(step, len(ranks))
+        self._ranks = np.asarray(ranks)
+        self.add(np.empty(0, RECORD))  # what waited may be complete
+
+    def settle_before(self, step: int) -> None:
+        """Count steps before this one as done, whoever's rows they wait for: none will come."""
+        rows = self._joiner.give_up(step)
+        self._take_alone(rows, lost=True)
+        self.totals.steps += len(np.unique(rows["step"]))
+
+    def _blame(self, columns: Derived, ranks: NDArray[Any] | None = None) -> Blame:
         """Return who is to blame, by rank in the history; workers count themselves anew."""
-        known = (columns.blamed_rank >= 0) & (columns.blamed_rank < len(self._ranks))
-        named = np.where(known, self._ranks[np.where(known, columns.blamed_rank, 0)], -1)
+        ranks = self._ranks if ranks is None else ranks
+        known = (columns.blamed_rank >= 0) & (columns.blamed_rank < len(ranks))
+        named = np.where(known, ranks[np.where(known, columns.blamed_rank, 0)], -1)
         return Blame(named.astype(np.int32), columns.blamed_s)
 
     def finish(self) -> None:
@@ -149,8 +172,8 @@ class Reducer:
         """Take complete steps: RECORD rows of shape (steps, ranks)."""
         if not len(rows):
             return
-        columns = derive(rows)
-        parts_s, blame = parts_of(columns), self._blame(columns)
+        columns, ranks = derive(rows), rows["rank"][0].astype(np.int64)
+        parts_s, blame = parts_of(columns), self._blame(columns, ranks)
         step, start, end = rows["step"][:, 0], rows["start_s"], rows["end_s"]
         flat = rows.reshape(-1)
         samples = rows["samples"].sum(axis=1)
@@ -159,7 +182,7 @@ class Reducer:
         self.totals.steps += len(rows)
         self.totals.samples += int(samples.sum())
         self._count(flat, parts_s.reshape(-1, len(PARTS)), blame.flat())
-        for at, rank in enumerate(self._ranks):
+        for at, rank in enumerate(ranks):
             self.recent.add(int(rank), rows[:, at], parts_s[:, at], blame[:, at])
         first, last = start.min(1), end.max(1)
         self.recent.tick(first, last, samples)
@@ -171,7 +194,7 @@ class Reducer:
         if int(step[-1]) >= self.last[0]:
             self.last = (int(step[-1]), float(columns.loss[-1]))
         self._store(flat, parts_s.reshape(-1, len(PARTS)), blame.rank.reshape(-1),
-                    np.repeat(columns.loss, len(self._ranks)))  # fmt: skip
+                    np.repeat(columns.loss, len(ranks)))  # fmt: skip
 
     def _take_alone(self, rows: Rows, *, lost: bool) -> None:
         """Take RECORD rows (rows,) that stand alone, or whose step's other rows are lost."""
@@ -231,6 +254,9 @@ PENDING_ROWS = 1 << 16
 class Joiner:
     """Holds rows until every rank has sent its row of the step.
 
+    How many ranks take a step may change with the steps (`regroup`). While that is about to happen
+    (`held`) no step is complete: whoever comes may have sent its rows last.
+
     Args:
         ranks: Number of workers.
         limit: Most rows that may wait (88 bytes each). Beyond it the oldest steps are given up:
@@ -238,29 +264,50 @@ class Joiner:
     """
 
     def __init__(self, ranks: int, limit: int = PENDING_ROWS) -> None:
-        self._ranks = self._expected = ranks
+        self._ranks = ranks
+        self.narrow(ranks)
         self._limit = max(limit, 4 * ranks)
-        self._waiting: JoinedRows = np.empty(0, RECORD)
 
     def narrow(self, expected: int) -> None:
         """Expect rows of so many ranks from now on; give up those that wait."""
-        self._expected = expected
-        self._waiting = self._waiting[:0]
+        self._first, self._expected = np.zeros(1, np.int64), np.full(1, expected)
+        self._waiting: JoinedRows = np.empty(0, RECORD)
+        self.held = False
 
-    def add(self, rows: JoinedRows) -> tuple[JoinedRows, JoinedRows]:
+    def regroup(self, step: int, expected: int) -> None:
+        """Expect rows of so many ranks from this step on."""
+        kept = self._first < step
+        self._first = np.append(self._first[kept], step)
+        self._expected = np.append(self._expected[kept], expected)
+        self.held = False
+
+    def give_up(self, step: int) -> JoinedRows:
+        """Stop waiting for rows of steps before this one: return those that there are."""
+        early = self._waiting["step"] < step
+        rows, self._waiting = self._waiting[early], self._waiting[~early]
+        return rows
+
+    def add(self, rows: JoinedRows) -> tuple[list[JoinedRows], JoinedRows]:
         """Take rows in; return what can be used now.
 
         Args:
             rows: (rows,) RECORD rows.
 
         Returns:
-            Complete steps as RECORD rows of shape (steps, ranks), in the order of steps; and the
-            rows of steps that are given up, of shape (rows,).
+            Complete steps in the order of steps, as RECORD rows of shape (steps, ranks), an array
+            for each time that the ranks were others; and the rows of steps that are given up, of
+            shape (rows,).
         """
         rows, keys = self._sorted(np.concatenate([self._waiting, rows]))
-        count = np.unique(keys // self._ranks, return_counts=True)[1]
-        whole = np.repeat(count == self._expected, count)
-        complete = rows[whole].reshape(-1, self._expected)
+        steps, count = np.unique(keys // self._ranks, return_counts=True)
+        phase = np.searchsorted(self._first, steps, side="right") - 1
+        is_whole = (count == self._expected[phase]) & (not self.held)
+        whole = np.repeat(is_whole, count)
+        phase = np.repeat(phase, count)
+        complete = [
+            rows[whole & (phase == one)].reshape(-1, self._expected[one])
+            for one in np.unique(phase[whole])
+        ]
         waiting = rows[~whole]
         excess = len(waiting) - self._limit
         if excess > 0:

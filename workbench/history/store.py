@@ -158,6 +158,12 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             return {name: self.story.unmeasured.get(name) or unknown for name in empty}
 
     @property
+    def changes(self) -> list[dict[str, Any]]:
+        """One mapping each time that workers went or came."""
+        with self._lock:
+            return [dict(one) for one in self.story.changes]
+
+    @property
     def evals(self) -> list[dict[str, Any]]:
         """One mapping per evaluation: step, epoch, then the metrics."""
         with self._lock:
@@ -405,6 +411,32 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             if ranks is not None:
                 self._narrow(step, ranks)
             return lost_steps
+
+    def hold(self) -> None:
+        """Wait with what comes until it is known which workers take part (`regroup`)."""
+        with self._lock:
+            if self.joined and self._live is not None:
+                self._fold()
+                self._live.hold()
+
+    def release(self) -> None:
+        """Wait no longer: nobody else takes part."""
+        with self._lock:
+            if self._live is not None:
+                self._live.release()
+
+    def regroup(self, step: int, ranks: Sequence[int]) -> None:
+        """Expect rows of these ranks alone from `step` on; rows of earlier steps still come in."""
+        with self._lock:
+            self._phases = [*history_events.phases_before(self._phases, step), (step, tuple(ranks))]
+            self._fold()
+            self._reduced.regroup(step, ranks)
+
+    def settle_before(self, step: int) -> None:
+        """Take steps before this one as they are: the rows that they lack will not come."""
+        with self._lock:
+            self._fold()
+            self._reduced.settle_before(step)
 
     # --- inside, under the lock ---------------------------------------------------------------
 

@@ -30,7 +30,7 @@ SEVERAL = ("workers", "batch_size")
 """Counts of which several can be typed, as on the line: `1,2,4`; each is a run."""
 TEXTS = ("name", "checkpoint", "checkpoint_every", "on_failure", "log")
 """Flags of the line that the panel has a field for, beside the counts."""
-ON_FAILURE = ("stop", "continue", "replace")
+ON_FAILURE = ("stop", "continue", "replace", "heal")
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ KEEP = 2
 """Whole checkpoints that are kept in a folder."""
 MANIFEST, RUN = "checkpoint.json", "run.json"
 VERSION = 1
-ON_FAILURE = ("stop", "continue", "replace")
+ON_FAILURE = ("stop", "continue", "replace", "heal")
 _NEEDED = ("version", "step", "training", "base", "world_size", "strategy")
 _SHARED = "state/"
 _MOST_FAULTS = 3  # named in an error

@@ -282,6 +282,66 @@ class Posted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Standing(Event):
+    """Where a worker stands in its training, which decides whether it can be regrouped.
+
+    Attributes:
+        rank: Its rank in the run's tables.
+        generation: Of the `Regroup` that this answers; 0: of none.
+        phase: `ready` for a worker that waits to be let in, `cut` for one that was cut off from
+            another one, and waits to be told from whom.
+    """
+
+    name: ClassVar[str] = "standing"
+    rank: int = 0
+    generation: int = 0
+    phase: Literal["before", "ready", "cut", "past"] = "before"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regrouped(Event):
+    """A worker goes on with the members of a generation.
+
+    Attributes:
+        rank: Its rank in the run's tables.
+        step: The first that they take together.
+        seconds: How long this worker stood still.
+    """
+
+    name: ClassVar[str] = "regrouped"
+    rank: int = 0
+    generation: int = 0
+    step: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Healed(Event):
+    """The others go on without workers that died, or left; nothing was lost with them.
+
+    Attributes:
+        ranks: Of those.
+        step: The first without them.
+        seconds: How long the others stood still, at most.
+        workers: How many go on.
+    """
+
+    name: ClassVar[str] = "healed"
+    of_kernel: ClassVar[bool] = True
+    ranks: Sequence[int] = ()
+    step: int = 0
+    seconds: float = 0.0
+    workers: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined(Healed):
+    """Workers take part from a step on; those who were there stood still for so many seconds."""
+
+    name: ClassVar[str] = "joined"
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineDied(Event):
     """An engine of the run is gone; `rank` is None where it held none."""
 

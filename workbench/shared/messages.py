@@ -414,6 +414,26 @@ class Told(OfRun):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Regroup(OfRun):
+    """From the step under way on others take part (`engine/telemetry/membership.py`).
+
+    Attributes:
+        places, ranks, hosts: Of each member, by its rank from now on: the rank that it has in the
+            run's tables, its engine, that engine's host.
+        past: Places of workers that have trained to the end.
+        prefix: Where the members meet in the store.
+    """
+
+    kind: ClassVar[str] = "regroup"
+    generation: int
+    places: tuple[int, ...]
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    past: tuple[int, ...]
+    prefix: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Hold(ToUser):
     """Wait for the user; `announce`: tell them, since no cell of the notebook blocks."""
 
@@ -490,23 +510,9 @@ Up = (
     | WhereAnswer | StacksAnswer | ClockAnswer | CellEnded | AskedToEnd
 )  # fmt: skip
 Down = (
-    Welcome
-    | Halt
-    | HaltAt
-    | Resume
-    | Advance
-    | Inject
-    | Told
-    | Hold
-    | GoOn
-    | Typed
-    | Repeat
-    | Serve
-    | AskWhere
-    | AskStacks
-    | AskClock
-    | Interrupt
-)
+    Welcome | Halt | HaltAt | Resume | Advance | Inject | Told | Regroup | Hold | GoOn | Typed
+    | Repeat | Serve | AskWhere | AskStacks | AskClock | Interrupt
+)  # fmt: skip
 
 
 # -- what a cell came to -----------------------------------------------------------------------

@@ -368,6 +368,15 @@ def check_fewer(plan: Plan, workers: int) -> None:
 
 
 def _check_on_failure(entry: catalog.Strategy, on_failure: str, count: int) -> None:
+    if on_failure == "heal" and not entry.heals:
+        able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.framework == "torch")
+        raise PlanError(
+            f"{entry.name} cannot go on without a restart when a worker dies.",
+            seen="--on-failure heal",
+            allowed=f"heal under {able}; stop, continue, or replace with --checkpoint DIR",
+            next_step="--checkpoint DIR --on-failure replace",
+            code="WB-PLAN-340",
+        )
     if on_failure != "continue":
         return
     one = "one engine holds all its replicas" if entry.one_engine else ""

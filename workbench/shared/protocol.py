@@ -179,6 +179,8 @@ class RunSpec(RunSettings):
             fewer workers and ranks were given anew; -1: its own.
         rows_from: Rows of earlier steps are not recorded: the run's history has them already.
         rescue: Whether to keep what this worker holds if the cell fails: the run may go on from it.
+        heals: Whether training goes on with others when a worker dies; `joins`: this engine takes
+            part once it has been let in, and has what the others know from one of them.
         replicas: How many replicas this engine holds: those of `rank` and the following ranks.
         devices: Device of each replica held here, in the order of their ranks; where this engine
             only hands out work (`device` is the CPU), of those it hands it to. `cuda:k` is the
@@ -203,7 +205,8 @@ class RunSpec(RunSettings):
             Its rank is world_size + its index among the engines that run no cell.
         part: What an engine that runs no cell is called: `server s0`, `worker 1`.
         servers: How many servers the run has.
-        key: What proves to the run's servers that a worker is one of theirs, and back (hex).
+        key: What proves to the run's servers, and to other workers, that a worker is one of theirs,
+            and back (hex).
     """
 
     mode: Literal["run", "spmd"]
@@ -232,6 +235,8 @@ class RunSpec(RunSettings):
     original_rank: int = -1
     rows_from: int = 0
     rescue: bool = False
+    heals: bool = False
+    joins: bool = False
     replicas: int = 1
     devices: tuple[str, ...] = ()
     part: str = ""

@@ -64,7 +64,7 @@ class RunSettings:
             folder); empty: none.
         checkpoint: Folder that checkpoints are written to; empty: none are.
         checkpoint_every: Steps between two checkpoints; 0 without, and where nobody said.
-        on_failure: What the death of an engine does: `stop`, `continue` or `replace`; empty where
+        on_failure: What the death of an engine does: one of `checkpoints.ON_FAILURE`; empty where
             nobody said.
         profile: First step to profile, and the step before which it ends.
         traceback: How errors of the cell are shown: `short`, or `full` with every frame.
@@ -124,7 +124,8 @@ class RunSettings:
         metavar="WHAT",
         trains=True,
         argument="on_failure",
-        help="when an engine dies: stop, continue with fewer, or replace it (with --checkpoint)",
+        help="when an engine dies: stop, continue with fewer, replace it (with --checkpoint), or "
+        "heal: the others train on, and a fresh one joins them",
         without="`replace` with `--checkpoint`, else `stop`",
         example="%%distributed mirrored --on-failure continue",
     )

@@ -60,13 +60,14 @@ class Checkpoints:
         self._kept: tuple[Any, ...] = ()
         self._saved = -1
         self._ends_with_cell = False
-        self._writer = Writer(context, Path(spec.checkpoint)) if spec.checkpoint else None
+        # Who is let in later writes with the others from then on (`regrouped`).
+        writes = spec.checkpoint and not context.membership.waits
+        self._writer = Writer(context, Path(spec.checkpoint)) if writes else None
 
     @functools.cached_property
     def _format(self) -> Any:
         """The framework's own module; imported only by runs that need it."""
-        framework = self.context.spec.framework
-        return importlib.import_module(f"workbench.engine.{framework}.checkpoints")
+        return format_of(self.context)
 
     # -- going on ----------------------------------------------------------------------------------
 
@@ -180,6 +181,23 @@ class Checkpoints:
             what = f"{folder.name} cannot be read ({type(error).__name__}: {error})"
             raise checkpoints.refusal(self.start, [what]) from error
 
+    def regrouped(self, saved: int) -> None:
+        """Write with the members that there are now; a write under way is given up.
+
+        Args:
+            saved: The step that was saved last, on all of them.
+        """
+        self._saved = saved
+        if self.context.spec.checkpoint:
+            if self._writer is not None:
+                self._writer.give_up()
+            self._writer = Writer(self.context, Path(self.context.spec.checkpoint))
+
+    @property
+    def saved(self) -> int:
+        """The step that was saved last."""
+        return self._saved
+
     # -- saving ------------------------------------------------------------------------------------
 
     def is_due(self, done: int | None = None) -> bool:
@@ -269,6 +287,11 @@ class Checkpoints:
             if writer is not None:
                 writer.conclude()
         self._strategy, self._kept, self._position = None, (), dict
+
+
+def format_of(context: RunContext) -> Any:
+    """Return the module that knows how the run's framework holds a state."""
+    return importlib.import_module(f"workbench.engine.{context.spec.framework}.checkpoints")
 
 
 def checkpoints_of(context: RunContext) -> Checkpoints:
@@ -372,6 +395,10 @@ class Writer:
             self._warn(f"{self._how_many()} could not be written; {self._stands()}.")
         self._missed.clear()
         self._told.clear()
+
+    def give_up(self) -> None:
+        """Let a write under way end without waiting for the others' parts; waits for nobody."""
+        self._leaving.set()
 
     def leave(self) -> None:
         """End of a cell that failed: a write under way has `LEAVE_S`, and waits for nobody."""

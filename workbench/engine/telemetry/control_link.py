@@ -43,6 +43,7 @@ from ...shared.messages import (
     Position,
     Records,
     Refused,
+    Regroup,
     Resume,
     Told,
     Up,
@@ -215,6 +216,8 @@ class ControlLink:
             self._wakeup.close()
 
     def _turn(self, socket: Any, *, heard: bool, late: bool) -> None:
+        if self._run is not None and self._run.membership.stale:
+            self._run.membership.remind()
         if heard:
             self._receive(socket)
         if self._early and self._run is not None:
@@ -392,7 +395,7 @@ class ControlLink:
         match message:
             case Halt():
                 step = run.gate.halt()
-                self._send(Position(run=run.spec.run, rank=run.spec.rank, step=step))
+                self._send(Position(run=run.spec.run, rank=run.membership.place, step=step))
             case HaltAt():
                 run.gate.halt_at(message.purpose, message.step)
             case Resume():
@@ -401,6 +404,8 @@ class ControlLink:
                 run.gate.advance(message.steps)
             case Told():
                 run.board.hear(message.topic, message.rank, message.value)
+            case Regroup():
+                run.membership.announce(message)
             case Inject():
                 run.faults.set(message.faults)
 

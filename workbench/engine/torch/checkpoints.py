@@ -15,7 +15,7 @@ import contextlib
 import json
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import EnumMeta
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,44 @@ def read_state(folder: Path) -> Any:
     for name in arrays_in(skeleton):
         leaves[name] = leaves[name].numpy()
     return decode(skeleton, leaves)
+
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def packed(state: Any) -> tuple[dict[str, Any], list[Bytes]]:
+    """Return a state as JSON-ready data and the bytes of its tensors, one behind the other.
+
+    Raises:
+        FitError: Something in it is neither a number, a text, a tensor nor a container of these.
+    """
+    skeleton, leaves = encode(state, lambda value: isinstance(value, torch.Tensor))
+    tensors = {
+        name: (torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf).detach().cpu()
+        for name, leaf in leaves.items()
+    }
+    kinds = {name: [str(t.dtype).removeprefix("torch."), *t.shape] for name, t in tensors.items()}
+    return {"skeleton": skeleton, "tensors": kinds}, [_bytes(t) for t in tensors.values()]
+
+
+def room_for(about: Mapping[str, Any]) -> tuple[list[Bytes], Callable[[], Any]]:
+    """Return where the bytes of a packed state go, and what then makes the state of them."""
+    tensors = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype))
+        for name, (dtype, *shape) in about["tensors"].items()
+    }
+
+    def unpacked() -> Any:
+        arrays = {name: tensors[name].numpy() for name in arrays_in(about["skeleton"])}
+        return decode(about["skeleton"], {**tensors, **arrays})
+
+    return [_bytes(tensor) for tensor in tensors.values()], unpacked
+
+
+def _bytes(tensor: torch.Tensor) -> Bytes:
+    """Return the bytes of a tensor on the CPU, where they lie if they lie in one piece."""
+    found: Bytes = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return found
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ import gc
 import inspect
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -48,6 +49,7 @@ from ...errors import ClusterError, EngineSpentError
 from ...shared.events import GROUP_GONE_S
 from ..debugging.marks import GROUP, doing, waits_in
 from ..transport import address
+from ..transport.connection import LinkError
 from . import accelerator
 
 if TYPE_CHECKING:
@@ -221,6 +223,27 @@ def data_wire(group: Any, device: torch.device) -> torch.device:
     (https://docs.pytorch.org/docs/stable/distributed.html#backends).
     """
     return torch.device("cpu") if backend_of(group, device) in ("gloo", "") else device
+
+
+_CUT = re.compile(
+    r"gloo|Connection (closed by peer|reset)|Broken pipe|Socket (closed|is closed)|NCCL", re.I
+)
+
+
+def was_cut(error: BaseException) -> bool:
+    """Whether an error is what a worker feels of another one's end: in a collective, in the store.
+
+    Torch raises gloo's as plain RuntimeErrors, of which the words alone tell.
+    """
+    if isinstance(error, LinkError):
+        return bool(error.felt)
+    if isinstance(error, ClusterError):
+        return error.code == "WB-CLUSTER-054"
+    kinds: Any = dist
+    network = getattr(kinds, "DistError", ())
+    return isinstance(error, network) or (
+        isinstance(error, RuntimeError) and _CUT.search(str(error)) is not None
+    )
 
 
 def has_group() -> bool:

@@ -59,6 +59,7 @@ from .group import let_cells_join, verify
 from .group import open_store as open_store
 from .group import rest_group as rest_group
 from .group import shutdown_group_sockets as shutdown_group_sockets
+from .group import was_cut as was_cut
 from .horovod import finder as horovod_finder
 from .horovod.gradients import refuse_averaged
 

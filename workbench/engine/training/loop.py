@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ...errors import FitError
@@ -13,6 +13,7 @@ from ..checkpoints.checkpoints import checkpoints_of
 from ..context import RunContext, current
 from . import fit_arguments
 from .notes import announce
+from .regrouping import Regrouping
 
 if TYPE_CHECKING:
     from ..contract import Job, Share, Strategy
@@ -69,9 +70,13 @@ class Training:
         self.base = context.trained  # steps of an earlier fit in the same cell
         self.logs = Logs()
         self.evaluated = -1
+        self._evaluation_s = 0.0
         self.weighing_s = self.saving_s = self.aside_s = 0.0
         self.checkpoints = checkpoints_of(context)
         self.first = self.base  # the step to begin with
+        self.regrouping = Regrouping(self)
+        self._dealt: Iterator[Share] = iter(())
+        self._deal: Callable[[int], Iterator[Share]] = lambda first: iter(())
 
     def run(self, epochs: int | None) -> FitResult:
         """Train to the end, or until Stop."""
@@ -85,9 +90,11 @@ class Training:
             for each in (source, self.eval_source):
                 if hasattr(each, "stay_on"):
                     each.stay_on(spec.device)
-        shares = self._begin(strategy, source)
+        self._deal = lambda first: self._shares(strategy, source, first)
+        self._dealt = self._begin(strategy)
         if spec.rank == 0 or not context.entry.whole:
             context.weights = strategy.weights  # replicas are equal: rank 0's stand for all
+        self.regrouping.begin(strategy)
         announce(
             context,
             fit_arguments.support(spec.framework).parameter_count(self.job.model),
@@ -100,7 +107,7 @@ class Training:
         if strategy.owns_loop:
             last = strategy.run_loop(self)
         else:
-            last = self._steps(strategy, shares)
+            last = self._steps(strategy)
             context.settle()  # what the device has yet to do is training too
             idle_s = context.gate.paused_s - paused_s + context.eval_s - eval_s
             idle_s += self.weighing_s + self.saving_s + self.aside_s
@@ -112,23 +119,49 @@ class Training:
             self.evaluate(strategy, self.job.total_steps // self.job.steps_per_epoch)
         if context.sync:
             self.checkpoints.save()
-        strategy.finish()  # workers that meet nowhere have all pushed only now
+        self.regrouping.finish(strategy)  # workers that meet nowhere have pushed only now
         if not strategy.owns_loop:
             self.checkpoints.save()
         for hook in self.hooks.train_end:
             hook({**self.logs, "loss": result.loss})
         return result
 
-    def _steps(self, strategy: Strategy, shares: Iterator[Share]) -> StepResult | None:
+    def deal(self) -> None:
+        """Go on in the data where training stands, with the shares that there are now."""
+        self._dealt = self._deal(self.context.trained - self.base)
+
+    def place(self) -> dict[str, Any]:
+        """Return how far this training is, for a worker that takes over from here."""
+        logs = {name: value for name, value in self.logs.items() if name.startswith("eval_")}
+        return {
+            "trained": self.context.trained,
+            "evaluated": self.evaluated,
+            "evals": self.result.evals,
+            "logs": logs,
+        }
+
+    def take_place(self, place: Mapping[str, Any]) -> None:
+        """Be as far as another worker that has said so."""
+        self.context.trained, self.evaluated = place["trained"], place["evaluated"]
+        self.context.step = self.context.trained - 1
+        self.result.evals[:] = place["evals"]
+        self.logs.update(place["logs"])
+
+    def _steps(self, strategy: Strategy) -> StepResult | None:
         context = self.context
-        gate, faults = context.gate, context.faults
+        gate, faults, membership = context.gate, context.faults, context.membership
         per_epoch = self.job.steps_per_epoch
         after = self.hooks.step_end or self.eval_source is not None or self.hooks.epoch_end
         left = self.base + self.job.total_steps - self.first
         remembered = self.first + min(2, left)  # when optimizers have their state
         result: StepResult | None = None
         start, paused_s = clock(), gate.paused_s
-        for step in range(self.first, self.base + self.job.total_steps):
+        end_step = self.base + self.job.total_steps
+        while (step := context.trained) < end_step:
+            if membership.stale or membership.waits:
+                self.regrouping.go_on()
+                start, paused_s = clock(), gate.paused_s
+                continue
             if not gate.enter(step):
                 self.result.stopped = True
                 break
@@ -137,17 +170,28 @@ class Training:
             faults.before_step(step)
             context.step = step
             asked = clock()
-            share = next(shares)
+            share = next(self._dealt)
             if faults.active and not strategy.injects_data_delay:
                 faults.spend("data")
             fed = clock()
             context.fetch_s = fed - asked
-            result = strategy.step(share)
-            end = clock()
+            try:
+                result = strategy.step(share)
+            except Exception as error:
+                end = clock()
+                if not self.regrouping.can_follow(error):
+                    raise
+                self.regrouping.go_on()
+                if context.trained == step:  # nobody has completed it: all take it anew
+                    start, paused_s = clock(), gate.paused_s
+                    continue
+                result = replace(strategy.contributed(share), compute_s=end - fed)
+            else:
+                end = clock()
+                context.trained += 1
             start += result.set_up_s + result.aside_s
             self.aside_s += result.aside_s
             self._record(step, result, start, end, fed - asked)
-            context.trained += 1
             start = end
             done = step - self.base + 1
             if after:
@@ -164,11 +208,11 @@ class Training:
         self, step: int, result: StepResult, start_s: float, end_s: float, data_wait_s: float
     ) -> None:
         """Write a row for each replica that took part in the step."""
-        add = self.context.recorder.add_step
-        for rank, one in enumerate(result.replicas or (result,), self.context.spec.rank):
+        add, place = self.context.recorder.add_step, self.context.membership.place
+        for rank, one in enumerate(result.replicas or (result,), place):
             add(step, one, start_s, end_s, data_wait_s=data_wait_s, rank=rank)
 
-    def _begin(self, strategy: Strategy, source: Any) -> Iterator[Share]:
+    def _begin(self, strategy: Strategy) -> Iterator[Share]:
         """Go on from the checkpoint, where there is one of this training; return the shares."""
         job = self.job
         batches = {
@@ -178,7 +222,7 @@ class Training:
         }
         about = self.checkpoints.enter(strategy, lambda: batches)
         if about is None:
-            return self._shares(strategy, source, 0)
+            return self._deal(0)
         for name in ("batch_size", "per_epoch"):
             if about[name] != batches[name]:
                 raise FitError(
@@ -190,7 +234,7 @@ class Training:
                     code="WB-FIT-067",
                 )
         self.first = int(about["step"])
-        shares = self._shares(strategy, source, self.first - self.base)
+        shares = self._deal(self.first - self.base)
         self.checkpoints.restore()
         self.context.trained = self.first
         self.context.step = self.evaluated = self.first - 1
@@ -245,7 +289,10 @@ class Training:
         context, spec = self.context, self.context.spec
         context.settle()  # steps that the device has yet to do are no part of it
         began = clock()
-        values = strategy.evaluate(self.eval_source.epoch(0, *strategy.eval_shard))
+        found = self.regrouping.evaluate(strategy, self.eval_source)
+        if found is None:  # another worker had the values, and this one has them from it
+            return
+        values = found
         context.settle()
         seconds = clock() - began
         context.eval_s += seconds
@@ -255,8 +302,17 @@ class Training:
         self.result.evals.append({"step": context.step, "epoch": epoch, **values})
         self.logs.update({f"eval_{name}": value for name, value in values.items()})
         if spec.rank == 0:  # equal on all ranks
-            context.emit(
-                events.Evaluated(step=context.step, epoch=epoch, values=values, seconds=seconds)
+            self._evaluation_s = seconds
+            self.tell_evaluation()
+
+    def tell_evaluation(self) -> None:
+        """Tell the kernel of the latest evaluation; it counts once, whoever tells it."""
+        if self.result.evals:
+            values = dict(self.result.evals[-1])
+            step, epoch = int(values.pop("step")), int(values.pop("epoch"))
+            seconds = self._evaluation_s
+            self.context.emit(
+                events.Evaluated(step=step, epoch=epoch, values=values, seconds=seconds)
             )
 
 

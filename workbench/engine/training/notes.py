@@ -26,7 +26,8 @@ def log(**values: Any) -> None:
     """
     context = require("wb.log")
     numbers = {name: _number(name, value) for name, value in values.items()}
-    for rank in context.spec.held:
+    place = context.membership.place
+    for rank in range(place, place + context.spec.replicas):
         context.emit(events.Logged(rank=rank, step=context.step, values=numbers))
 
 

@@ -22,6 +22,7 @@ it until each has said that it holds a copy (`release`), or sends its next push.
     server      how does a server answer all its links
     worker      how does a worker talk to one server
     peers       how do workers of one host talk to each other
+    handover    how does one worker hand others all that it knows
 """
 
 from .connection import LinkError, Message

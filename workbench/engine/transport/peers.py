@@ -186,6 +186,12 @@ class Peers:
         except KeyError:
             raise ended(f"worker {rank}") from None
 
+    def break_off(self) -> None:
+        """End what blocks the thread that uses the links; callable from any other one."""
+        for sock in list(self._sockets.values()):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close all links; what others wait for here ends at once."""
         while self._sockets:

@@ -69,8 +69,13 @@ def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -
 
 
 class Mirrored(Strategy):
-    """Data parallelism with all-reduced gradients."""
+    """Data parallelism with all-reduced gradients.
 
+    Between steps every worker holds all there is, so the workers may be others from one step to
+    the next: a step is completed on all of them or taken anew (`engine/training/regrouping.py`).
+    """
+
+    regroups = True
     trainer: Trainer | None = None
     averaging: Averaging | None = None
     reductions: Reductions | None = None
@@ -79,6 +84,9 @@ class Mirrored(Strategy):
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
+        self._chosen: str | None = None  # the all-reduce, by which later groups go on
+        self._unsent: dict[str, Any] = {}
+        self._in_step = False  # whether a step has begun that is not completed here
         self._others = contextlib.ExitStack()  # what the cell's further models leave to be undone
 
     def prepare(self, job: Job) -> None:
@@ -87,22 +95,30 @@ class Mirrored(Strategy):
         self.sync_batchnorm = SyncedBatchNorm(trainer.model, self.options, trainer.device)
         if not job.compile:  # a compiled step has no Python between its kernels
             self.sync_batchnorm.time(trainer.timer)
-        reduction = self._average(trainer.model)
+        if not self.context.membership.waits:  # who is let in later meets the others then
+            self._reduce()
+
+    def _reduce(self, chosen: str | None = None, *, equal: bool = False) -> None:
+        """Hook the all-reduce into backward; all workers together."""
+        trainer, job = self._trainer, self._trainer.job
+        reduction = self._average(trainer.model, chosen, equal=equal)
         trainer.wrap(trainer.model)
         if job.compile and job.step_fn is None and reduction.ddp is not None:
             # The compiler cuts the backward where DistributedDataParallel's buckets end.
             reduction.rewrapped = lambda: trainer.wrap(reduction.ddp or trainer.model)
             reduction.rewrapped()
 
-    def _average(self, model: torch.nn.Module) -> Reduction:
+    def _average(
+        self, model: torch.nn.Module, chosen: str | None = None, *, equal: bool = False
+    ) -> Reduction:
         """Begin to average a model's gradients; the cell's first one decides how."""
         if self.averaging is None or self.reductions is None:
-            self.averaging = Averaging(self.context, model)
+            self.averaging = Averaging(self.context, model, chosen)
             # Nothing can differ before the second backward.
             guard = Guard(self.context, first=2, at_end=True)
             self.reductions = Reductions(self.context, self.averaging, guard)
         self._tell_of_batchnorm(model)
-        return self.reductions.add(model)
+        return self.reductions.add(model, equal=equal)
 
     def _tell_of_batchnorm(self, model: torch.nn.Module) -> None:
         if self.rank or self.world_size == 1:
@@ -119,9 +135,50 @@ class Mirrored(Strategy):
         trainer, averaging = self._trainer, self.averaging
         assert averaging is not None
         weight = share.samples * self.world_size / share.global_samples
+        if self.context.membership.trains:
+            trainer.keep_buffers()
+        self._in_step = True
         trainer.gradients(share, weight=weight, reductions=self.reductions)
         trainer.update()
+        self._in_step = False
         return trainer.measured(share, averaging.sent_bytes())
+
+    # -- with others -------------------------------------------------------------------------------
+
+    def leave_group(self) -> None:
+        """Let go of wrappers and links; what compression has not sent yet stays."""
+        if self.averaging is not None:
+            self._unsent = self.averaging.own_state()
+            self._chosen = self._chosen or self.averaging.all_reduce.name
+        self._close_reductions()
+        if self._in_step:
+            self._trainer.restore_buffers()
+            self._in_step = False
+
+    def enter_group(self, agreed: dict[str, Any]) -> None:
+        """Average among the workers that are there now, the way that was chosen at first."""
+        spec = self.context.spec
+        self.rank, self.world_size = spec.rank, spec.world_size
+        self._trainer.be_one_of(spec.world_size)
+        self._chosen = agreed["allreduce"]
+        self._reduce(self._chosen if spec.world_size > 1 else None, equal=True)
+        assert self.averaging is not None
+        if self._unsent:
+            self.averaging.load_own_state(self._unsent)
+
+    def agreed(self) -> dict[str, Any]:
+        """Return which all-reduce was chosen."""
+        return {"allreduce": self._chosen}
+
+    def break_off(self) -> None:
+        """Break the links of our own; from another thread."""
+        averaging = self.averaging
+        if averaging is not None:
+            averaging.break_off()
+
+    def contributed(self, share: Share) -> StepResult:
+        """Return the loss of this worker's share."""
+        return self._trainer.contributed(share)
 
     def evaluate(self, shares: Any) -> dict[str, float]:
         """Return loss and metrics; each worker scores its share, the sums are all-reduced."""
@@ -203,15 +260,19 @@ class Mirrored(Strategy):
         """Give the user's module back as it was; wrappers must go before the process group."""
         if self.loop is not None:
             self.loop.close()
+        self._close_reductions()
+        self._others.close()
+        if self.sync_batchnorm is not None:
+            self.sync_batchnorm.undo()
+        self.trainer = self.loop = None
+        gc.collect()
+
+    def _close_reductions(self) -> None:
         if self.reductions is not None:
             self.reductions.close()
         if self.averaging is not None:
             self.averaging.close()
-        self._others.close()
-        if self.sync_batchnorm is not None:
-            self.sync_batchnorm.undo()
-        self.trainer = self.loop = self.reductions = self.averaging = None
-        gc.collect()
+        self.reductions = self.averaging = None
 
     @property
     def _trainer(self) -> Trainer:

@@ -207,7 +207,7 @@ SECTIONS.push({
         field("name", "str", "Name", "of the run, to find it again", { placeholder: "the strategy's" }),
         field("checkpoint", "str", "Checkpoint folder", "what is needed to go on is written there", { placeholder: "none" }),
         field("checkpoint_every", "int", "Checkpoint every", "steps", { min: 1, placeholder: "100" }),
-        field("on_failure", "str", "When an engine dies", "stop, continue or replace", { placeholder: "stop" }),
+        field("on_failure", "str", "When an engine dies", "stop, continue, replace or heal", { placeholder: "stop" }),
         field("log", "str", "Log to", "as tensorboard:FOLDER, mlflow:URI, wandb:PROJECT, trackio:PROJECT", { placeholder: "nowhere else" }),
       ];
       const element = kit.h("div", { class: "wbp-common", role: "group", "aria-label": "For all runs" }, kit.h("div", { class: "wbp-group-title" }, "For all runs"), kit.h("div", { class: "wbp-common-fields" }, fields.map(([name, one]) => { one.root.classList.add(`wbp-of-${name}`); return one.root; })));

@@ -45,6 +45,7 @@ class Averaging:
 
     Args:
         model: The module, on its device.
+        chosen: The algorithm that the same workers, or some of them, have chosen before.
 
     Attributes:
         overlapped: Whether DistributedDataParallel does it.
@@ -56,7 +57,9 @@ class Averaging:
     """
 
     @waits_in(ALL_REDUCE)
-    def __init__(self, context: RunContext, model: torch.nn.Module) -> None:
+    def __init__(
+        self, context: RunContext, model: torch.nn.Module, chosen: str | None = None
+    ) -> None:
         options, spec = context.spec.options, context.spec
         self._compress = str(options.get("compress", "none"))
         self.bucket_mb = float(options.get("bucket_mb", 25.0))
@@ -77,7 +80,7 @@ class Averaging:
         self._aside = Aside()
         try:
             check_alike(model)
-            name = self._decide(model, asked, simulated)
+            name = chosen or self._decide(model, asked, simulated)
         except BaseException:  # nobody will be there to close this
             self.close()
             raise
@@ -141,6 +144,11 @@ class Averaging:
         if compression is not None:
             self._compressions.append(compression)
         return self._beside(compression or self.all_reduce.mean)
+
+    def break_off(self) -> None:
+        """End what blocks the training thread on the links of our own; from another thread."""
+        if self.links.peers is not None:
+            self.links.peers.break_off()
 
     def forget(self) -> None:
         """Let go of what compression has kept: the gradients are laid out anew."""

@@ -81,11 +81,16 @@ class Reductions:
     def _note_growth(self, *unused: Any) -> None:
         self._grown = True
 
-    def add(self, model: torch.nn.Module) -> Reduction:
-        """Average this model's gradients from now on; all workers begin with rank 0's."""
+    def add(self, model: torch.nn.Module, *, equal: bool = False) -> Reduction:
+        """Average this model's gradients from now on; all workers begin with rank 0's.
+
+        Args:
+            equal: Whether they are equal already.
+        """
         if self._each:  # the first one was compared when the all-reduce was chosen
             check_alike(model)
-        broadcast_model(model)
+        if not equal:
+            broadcast_model(model)
         reduction = Reduction(self._averaging, model, self._context.spec.hosts, self._reached)
         self._each.append(reduction)
         self.guard.add(model)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ....engine.contract import NAN, Job, Share, check_weights
+from ....engine.telemetry.recorder import StepResult
 from ....engine.torch import accelerator
 from ....engine.torch.data import map_batch, slice_batch
 from ....engine.torch.support import check_closure, evaluating
@@ -31,7 +32,6 @@ from .timing import make_timer
 
 if TYPE_CHECKING:
     from ....engine.context import RunContext
-    from ....engine.telemetry.recorder import StepResult
     from .reduction import Reductions
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -81,8 +81,33 @@ class Trainer:
             self.scaler = kind(self.device.type)
         self._clipped = [p for p in self.model.parameters() if p.requires_grad]
         self._loss: torch.Tensor = torch.tensor(NAN)
+        self._buffers = [b for b in self.model.buffers() if b.numel()]
+        self._buffers_before: list[torch.Tensor] = []
         several = self._workers > 1 and job.step_fn is not None
         self._around_step_fn: Any = _NoBackward() if several else _NOTHING
+
+    def be_one_of(self, workers: int) -> None:
+        """Be one of so many workers from now on."""
+        self._workers = workers
+
+    def keep_buffers(self) -> None:
+        """Take a copy of the buffers, which forward may change, for a step that may fail."""
+        if self._buffers:
+            with torch.no_grad():
+                if not self._buffers_before:
+                    self._buffers_before = [buffer.clone() for buffer in self._buffers]
+                torch._foreach_copy_(self._buffers_before, self._buffers)
+
+    def restore_buffers(self) -> None:
+        """Put the buffers back as they were before the step."""
+        if self._buffers_before:
+            with torch.no_grad():
+                torch._foreach_copy_(self._buffers, self._buffers_before)
+
+    def contributed(self, share: Share) -> StepResult:
+        """Return what is known of a step of which this worker computed its share alone."""
+        loss = float(self._loss)
+        return StepResult(share.samples, loss, compute_s=NAN, has_loss=True)
 
     def wrap(self, forward: Any) -> None:
         """Let batches go through `forward` (DDP around the model), compiled if asked for."""
@@ -115,8 +140,9 @@ class Trainer:
             total = _add(total, loss.detach(), fraction)
         data, fraction = parts[-1]
         loss = self.loss(data)
-        self._backward(loss, weight * fraction, last=True, reductions=reductions)
+        # Before backward, which fails where another worker is gone.
         self._loss = _add(total, loss.detach(), fraction)
+        self._backward(loss, weight * fraction, last=True, reductions=reductions)
 
     def loss(self, batch: Any) -> torch.Tensor:
         """Return the mean loss of a collated batch."""

@@ -1,0 +1,389 @@
+"""Who takes part in a run that goes on with others: what kernel, engine and history make of it."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from history_rows import make_rows
+
+from workbench.engine.telemetry.membership import Membership
+from workbench.engine.transport import handover
+from workbench.engine.transport.connection import LinkError
+from workbench.execution import healing
+from workbench.execution.healing import Healer
+from workbench.history.store import RunHistory
+from workbench.shared.events import Regrouped, Standing
+from workbench.shared.messages import CellOutcome, Regroup
+
+DIED = CellOutcome(status="died", how="killed by SIGKILL", recoverable=True)
+WELL = CellOutcome(status="ok")
+
+
+# -- the history -----------------------------------------------------------------------------------
+
+
+def test_steps_are_complete_with_the_rows_of_those_who_took_them() -> None:
+    history, rows = RunHistory(range(3)), make_rows(30, 3)
+    for rank in (0, 2):  # rank 1 is missing from step 10 to step 19
+        history.append(rows[:10, rank])
+    history.append(rows[:8, 1])  # and its last two rows went with it
+    for rank in (0, 2):
+        history.append(rows[10:20, rank])
+    assert history.totals.steps == 8
+    history.regroup(10, [0, 2])
+    assert history.totals.steps == 18
+    history.settle_before(10)
+    assert history.totals.steps == 20
+    history.hold()
+    for rank in (0, 2, 1):
+        history.append(rows[20:, rank])
+        assert history.totals.steps == 20  # nobody knows yet whether rank 1 takes part
+    history.regroup(20, [0, 1, 2])
+    assert history.totals.steps == 30
+    assert history.totals.rows.tolist() == [30, 18, 30]
+    blamed = history["blamed_rank"][history["step"] == 15]
+    assert set(blamed.tolist()) <= {-1, 0, 2}
+    loss = history["loss"]
+    assert np.isnan(loss[np.isin(history["step"], (8, 9))]).all()
+    assert not np.isnan(loss[~np.isin(history["step"], (8, 9))]).any()
+    assert history.phases == [(10, (0, 2)), (20, (0, 1, 2))]
+
+
+def test_a_change_that_never_came_about_leaves_no_trace() -> None:
+    history, rows = RunHistory(range(3)), make_rows(12, 3)
+    history.regroup(5, [0, 1])
+    history.regroup(5, [0])  # another one died before they took a step
+    history.append(rows[:5].reshape(-1))
+    history.append(rows[5:, 0])
+    assert history.totals.steps == 12
+    assert history.phases == [(5, (0,))]
+
+
+# -- the engine ------------------------------------------------------------------------------------
+
+
+def regroup(generation: int, *places: int) -> Regroup:
+    return Regroup(
+        run=1, generation=generation, places=places, ranks=places, hosts=("h",) * len(places),
+        past=(), prefix=f"g{generation}",
+    )  # fmt: skip
+
+
+def watched(**about: bool) -> tuple[Membership, list[object]]:
+    seen: list[object] = []
+    membership = Membership(1, **about)
+    membership.tell = lambda phase, generation: seen.append((phase, generation))
+    membership.break_out = lambda: seen.append("broken out")
+    return membership, seen
+
+
+def test_who_trains_is_broken_out_and_learns_with_whom_to_go_on() -> None:
+    membership, seen = watched()
+    membership.begin()
+    membership.announce(regroup(1, 0, 1))
+    assert (seen, membership.stale, membership.generation) == (["broken out"], True, 0)
+    membership.remind()  # it may have been about to connect
+    assert seen == ["broken out"] * 2
+    assert membership.await_next().generation == 1
+    assert (membership.stale, membership.generation) == (False, 1)
+    membership.remind()
+    membership.announce(regroup(1, 0, 1))  # told twice
+    assert seen == ["broken out"] * 2
+
+
+def test_the_newest_word_counts() -> None:
+    membership, _ = watched()
+    membership.begin()
+    for generation in (1, 3, 2):
+        membership.announce(regroup(generation, 0, 1))
+    assert membership.await_next().generation == 3
+
+
+def test_who_is_in_no_training_says_so() -> None:
+    membership, seen = watched()
+    membership.announce(regroup(1, 0, 1))
+    assert seen == [("before", 1)]
+    membership.begin()
+    membership.end()
+    assert seen == [("before", 1), ("past", 1)]
+    membership.announce(regroup(2, 0, 1))
+    assert seen[2:] == [("past", 2)]
+
+
+def test_who_waits_says_for_what() -> None:
+    membership, seen = watched(joins=True)
+    membership.begin()
+    membership.waiting()
+    membership.waits = False
+    membership.waiting()
+    membership.announce(regroup(1, 0, 1))
+    membership.waiting()  # it has been told already
+    assert seen == [("ready", 0), ("cut", 0), "broken out"]
+
+
+def test_a_wait_ends_with_the_word() -> None:
+    membership, _ = watched()
+    membership.begin()
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(membership.await_next().generation))
+    thread.start()
+    membership.announce(regroup(4, 1))
+    thread.join(10)
+    assert found == [4]
+
+
+# -- from one worker to another --------------------------------------------------------------------
+
+
+class Store:
+    """What engines find each other in."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+
+def hand_over(key: bytes, over=lambda: False, receiver_key: bytes | None = None) -> np.ndarray:
+    store, into, errors = Store(), np.zeros(100_000, np.uint8), []
+    donor = handover.Donor(store, key, "127.0.0.1")
+
+    def take() -> None:
+        try:
+            handover.take(store, receiver_key or key, 1, lambda about: [into[: about["size"]]])
+        except LinkError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    try:
+        sent = np.arange(100_000, dtype=np.uint32).view(np.uint8)[:100_000]
+        donor.give([1], {"size": sent.size}, [sent], over)
+    finally:
+        donor.close()
+        thread.join(20)
+    assert not errors, errors
+    assert np.array_equal(into, sent)
+    return into
+
+
+def test_what_one_worker_has_comes_to_another() -> None:
+    hand_over(b"k" * 32)
+
+
+def test_a_stranger_is_given_nothing() -> None:
+    tries = iter([False] * 5)
+    with pytest.raises(LinkError, match="WB-RUN-140"):
+        hand_over(b"k" * 32, lambda: next(tries, None) is not False, b"x" * 32)
+
+
+def test_a_receiver_that_never_comes_is_not_waited_for() -> None:
+    donor = handover.Donor(Store(), b"k" * 32, "127.0.0.1")
+    try:
+        with pytest.raises(LinkError, match="WB-RUN-140"):
+            donor.give([1], {}, [], lambda: True)
+    finally:
+        donor.close()
+
+
+# -- the kernel ------------------------------------------------------------------------------------
+
+
+class Run:
+    """As much of a run as is asked for."""
+
+    def __init__(self, engines: range) -> None:
+        self.engines = self.members = tuple(engines)
+        self.number, self.state, self.task = 7, "running", None
+        self.history = RunHistory(engines)
+        self.recoveries: list[object] = []
+        self.notes: list[str] = []
+        self.agreeing: tuple[int, ...] = ()
+
+    def called(self, engine: int) -> str:
+        return f"Rank {engine}"
+
+    def note(self, text: str, deaths: object = ()) -> None:
+        self.notes.append(text)
+
+    def agree_among(self, ranks: tuple[int, ...]) -> None:
+        self.agreeing = ranks
+
+
+class Launch:
+    """As much of an execution."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.sent, self.interrupted = run, [], []
+        known = {i: SimpleNamespace(place="h", is_here=True, pid=i) for i in run.engines}
+        engines = SimpleNamespace(
+            engines=known,
+            router=SimpleNamespace(
+                send=lambda engine, message: self.sent.append((engine, message))
+            ),
+            interrupt=self.interrupted.extend,
+        )
+        self.pool = SimpleNamespace(engines=engines, new_prefix=lambda what: what)
+
+    def meets(self, prefix: str) -> None:
+        pass
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Return a healer of three engines, its run, and what it asks of others."""
+    run = Run(range(3))
+    launch = Launch(run)
+    healer = Healer(launch, {})
+    launch.replaced = []
+    monkeypatch.setattr(
+        Healer, "_begin_replacing", lambda self, engine: launch.replaced.append(engine)
+    )
+    monkeypatch.setattr(healing, "lives", lambda pid: pid != launch.dead)
+    launch.dead = -1
+    run.task = SimpleNamespace(
+        condemned=[], condemn=lambda engine: run.task.condemned.append(engine)
+    )
+    return healer, run, launch
+
+
+def told(launch: Launch) -> dict[int, tuple[int, ...]]:
+    """Return the newest members that each engine was told."""
+    return {engine: message.places for engine, message in launch.sent}
+
+
+def regrouped(healer: Healer, step: int) -> None:
+    for engine in list(healer.members):
+        healer.hear(
+            engine, Regrouped(rank=engine, generation=healer.generation, step=step, seconds=0.1)
+        )
+
+
+def joined(healer: Healer, engine: int, step: int) -> None:
+    healer._coming[engine] = DIED
+    healer.hear(engine, Standing(rank=engine, phase="ready"))
+    regrouped(healer, step)
+
+
+def test_a_death_is_done_without_and_another_joins(made) -> None:
+    healer, run, launch = made
+    assert healer.spares(1, DIED) is DIED
+    assert told(launch) == {0: (0, 2), 2: (0, 2)}
+    assert run.agreeing == (0, 2)
+    assert launch.replaced == [1]
+    regrouped(healer, 20)
+    (done,) = run.recoveries
+    assert (done.engines, done.step, done.lost_steps, done.workers) == ((1,), 20, 0, 2)
+    joined(healer, 1, 30)
+    assert told(launch) == dict.fromkeys(range(3), (0, 1, 2))
+    assert [(one["event"], one["step"]) for one in run.history.story.changes] == [
+        ("healed", 20), ("joined", 30),
+    ]  # fmt: skip
+    assert healer.spares(1, WELL) is None  # it is one like the others now
+
+
+def test_others_notice_a_death_before_it_is_told(made) -> None:
+    healer, run, launch = made
+    launch.dead = 2
+    healer.hear(0, Standing(rank=0, phase="cut"))
+    assert told(launch) == {0: (0, 1), 1: (0, 1)}
+    healer.hear(1, Standing(rank=1, phase="cut"))  # of the same generation: nothing new
+    regrouped(healer, 5)
+    assert not run.recoveries  # how it died is yet to be told
+    assert healer.spares(2, DIED) is DIED
+    assert "SIGKILL" in run.recoveries[0].how
+    assert launch.replaced == [2]
+
+
+def test_who_was_cut_off_from_the_living_waits(made) -> None:
+    healer, _, launch = made
+    healer.hear(0, Standing(rank=0, phase="cut"))
+    assert launch.sent == []
+
+
+def test_a_second_death_makes_another_generation(made) -> None:
+    healer, run, launch = made
+    healer.spares(1, DIED)
+    healer.spares(0, DIED)
+    assert told(launch)[2] == (2,)
+    healer.hear(2, Regrouped(rank=2, generation=1, step=9))  # of one that has been overtaken
+    assert not run.recoveries
+    regrouped(healer, 10)
+    assert run.recoveries[0].engines == (1, 0)
+
+
+def test_the_last_one_and_those_who_only_came_cannot_go_on(made) -> None:
+    healer, _, _ = made
+    healer.spares(1, DIED)
+    healer.spares(0, DIED)
+    healer._coming[0] = DIED
+    healer.hear(0, Standing(rank=0, phase="ready"))
+    assert healer.spares(2, DIED) is None
+
+
+def test_who_has_not_begun_to_train_cannot_be_regrouped(made) -> None:
+    healer, run, _ = made
+    healer.spares(1, DIED)
+    healer.hear(0, Standing(rank=0, generation=1, phase="before"))
+    assert run.task.condemned == [1]
+
+
+def test_who_is_through_is_not_waited_for(made) -> None:
+    healer, run, launch = made
+    healer.spares(1, DIED)
+    healer.hear(0, Standing(rank=0, generation=1, phase="past"))
+    assert told(launch)[2] == (2,)
+    assert launch.sent[-1][1].past == (0,)
+    healer.hear(2, Standing(rank=2, generation=2, phase="past"))
+    assert run.task.condemned == []
+    healer._coming[1] = DIED
+    healer.hear(1, Standing(rank=1, phase="ready"))
+    assert launch.interrupted == [1]  # nobody trains any more
+
+
+def test_without_who_keeps_the_weights_the_run_cannot_end(made) -> None:
+    healer, run, _ = made
+    healer.spares(0, DIED)
+    for engine in (1, 2):
+        healer.hear(engine, Standing(rank=engine, generation=healer.generation, phase="past"))
+    assert run.task.condemned == [0]
+
+
+def test_a_fresh_engine_that_fails_harms_nobody(made) -> None:
+    healer, run, launch = made
+    healer.spares(1, DIED)
+    regrouped(healer, 5)
+    healer._coming[1] = DIED
+    failed = CellOutcome(status="error", ename="NameError", evalue="name 'x' is not defined")
+    assert healer.spares(1, failed) is DIED
+    assert "NameError" in run.notes[-1]
+    healer._coming[1] = DIED
+    healer.hear(1, Standing(rank=1, phase="ready"))
+    assert healer.spares(1, failed) is DIED  # in the middle of being let in
+    assert told(launch)[0] == (0, 2)
+    assert launch.replaced == [1]  # an error comes again; only a death is tried anew
+
+
+def test_an_error_of_the_cell_ends_it(made) -> None:
+    healer, _, launch = made
+    assert healer.spares(0, CellOutcome(status="error", ename="ValueError")) is None
+    assert healer.spares(1, DIED) is None
+    assert launch.sent == []
+
+
+def test_nobody_is_let_in_to_a_run_that_stops(made) -> None:
+    healer, run, launch = made
+    healer.spares(1, DIED)
+    regrouped(healer, 5)
+    run.state = "stopping"
+    healer._coming[1] = DIED
+    healer.hear(1, Standing(rank=1, phase="ready"))
+    assert launch.interrupted == [1]
+    assert healer.spares(2, DIED) is None

@@ -1,0 +1,121 @@
+"""Who takes part in a training that goes on, and from when on others do.
+
+A worker dies, one comes, one goes: each time the kernel announces a generation, an ordered list of
+workers under a new number. Whoever is in a collective of the one before is broken out of it, since
+some worker it waits for may never come; whoever computes learns of it before the next step. All
+then meet under the new name (`training/regrouping.py`).
+
+    control thread   announce(g) --> break collectives of g - 1 --> tell where this worker stands
+    training thread  step ... error, or `stale` --> await_next --> g is this worker's generation
+
+What is broken belongs to a generation that the training thread has not left yet: leaving it and
+breaking it exclude each other, so no connection of the new one is ever cut by what was meant for
+the old.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from ..debugging.marks import GROUP, waits_in
+
+if TYPE_CHECKING:
+    from ...shared.messages import Regroup
+
+Phase = Literal["before", "ready", "cut", "past"]
+"""Where a worker stands: before or past a training; or in one, cut off from the others; or at its
+door."""
+
+
+class Membership:
+    """Shared by the training thread and the control thread (`announce`).
+
+    Args:
+        place: This worker's rank in the run's tables, which it keeps whatever its rank is.
+        joins: Whether it is let in to a training that goes on.
+
+    Attributes:
+        generation: Of the members it trains with; 0: those that the run began with.
+        waits: Whether it has yet to be let in.
+        stale: Whether others than those are to take part from the next step on.
+        tell: Tells the kernel where this worker stands.
+        break_out: Ends what blocks the training thread in a collective; callable from any thread.
+    """
+
+    def __init__(self, place: int = 0, *, joins: bool = False) -> None:
+        self.place, self.waits = place, joins
+        self.generation = 0
+        self.stale = False
+        self.tell: Callable[[Phase, int], object] = _nothing
+        self.break_out: Callable[[], object] = _nothing
+        self._changed = threading.Condition(threading.RLock())
+        self._latest: Regroup | None = None
+        self._phase: Literal["before", "in", "past"] = "before"
+
+    @property
+    def trains(self) -> bool:
+        """Whether this worker is in a training that can go on with others."""
+        return self._phase == "in"
+
+    def begin(self) -> None:
+        """Be in a training that can go on with others, from here to `end`."""
+        with self._changed:
+            self._phase = "in"
+
+    def end(self) -> None:
+        """Be through with it: nobody waits for this worker any more."""
+        with self._changed:
+            if self._phase == "in":
+                self._phase = "past"
+                self._answer()
+
+    def announce(self, message: Regroup) -> None:
+        """Take in who is to take part from now on; the newest word counts."""
+        with self._changed:
+            if self._latest is not None and message.generation <= self._latest.generation:
+                return
+            self._latest, self.stale = message, True
+            self._changed.notify_all()
+            if self.trains:
+                self.break_out()
+            else:
+                self._answer()
+
+    def remind(self) -> None:
+        """Break the training thread out again, if it has not come to where it learns of others.
+
+        It may have been about to connect to members of before when it was broken out of what it
+        had been in. Called from time to time while `stale`.
+        """
+        with self._changed:
+            if self.stale and self.trains:
+                self.break_out()
+
+    def _answer(self) -> None:
+        if self._latest is not None and self.stale and self._phase != "in":
+            self.tell(self._phase, self._latest.generation)
+
+    def waiting(self) -> None:
+        """Say that this worker waits: to be let in, or to hear who goes on with it."""
+        if self.waits or not self.stale:
+            self.tell("ready" if self.waits else "cut", self.generation)
+
+    @waits_in(GROUP)
+    def await_next(self) -> Regroup:
+        """Wait for a generation that this worker is not in yet; be in it, and return who is.
+
+        There is no limit to the wait: where nobody is to take part in this worker's place, and
+        nobody but it can go on, the kernel ends its cell.
+        """
+        with self._changed:
+            while not self.stale:
+                self._changed.wait(0.5)
+            assert self._latest is not None, "what is stale has a successor"
+            self.generation, self.stale = self._latest.generation, False
+            return self._latest
+
+
+def _nothing(*unused: object) -> None:
+    """Do nothing; until somebody says what is to be done."""

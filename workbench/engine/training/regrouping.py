@@ -1,0 +1,246 @@
+"""A training goes on with other workers: one died and is done without, one comes, one goes.
+
+The kernel announces a generation (`telemetry/membership.py`), and all its members come here, from
+wherever they were: between two steps, or out of a collective that failed.
+
+    leave    wrappers, links and the process group of before
+    meet     in a group of the new members, under the generation's name
+    compare  how far is each: (steps completed, step evaluated last); the furthest are right
+    catch up who is behind takes over, from one of the furthest, model, optimizer, scheduler,
+             evaluations and place in the data (`transport/handover.py`); who has just come also
+             random states
+    go on    each with its share of the same global batches in the same order
+
+A step is thus completed by all or by none. Nobody can be ahead by more than one: the next step
+needs everybody. Where some worker has completed the step that others failed in, all their gradients
+were in its sum, so its result is that of an undisturbed run, and they take it over. Where nobody
+has, all take the step anew, with the shares of the members that there are now. A step that failed
+has changed gradients only, and buffers, which the strategy puts back.
+
+What is not as in an undisturbed run: random numbers that a step drew before it failed (dropout) are
+drawn anew, and which all-reduce is the fastest is not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ...errors import FitError, RunError
+from ...shared import events
+from ..checkpoints.checkpoints import format_of
+from ..transport import address, handover
+from . import fit_arguments
+
+if TYPE_CHECKING:
+    from ...shared.messages import Regroup
+    from ...shared.protocol import RunSpec
+    from ..contract import Strategy
+    from .loop import Training
+
+clock = time.perf_counter
+NOWHERE = (-1, -1)
+"""Where a worker stands that has just come."""
+
+
+class Regrouping:
+    """What one `wb.fit` does when others are to take part."""
+
+    def __init__(self, training: Training) -> None:
+        self._training, self.context = training, training.context
+        self._membership = self.context.membership
+        self._framework: Any = fit_arguments.support(self.context.spec.framework)
+
+    # -- from where to where it can be done --------------------------------------------------------
+
+    def begin(self, strategy: Strategy) -> None:
+        """Be ready for others from now on, where this training can go on with them.
+
+        Raises:
+            RunError: This worker was to be let in, and cannot be.
+        """
+        context, membership = self.context, self._membership
+        why_not = self._why_not(strategy)
+        if not (context.spec.heals and not why_not):
+            if membership.waits:
+                raise RunError(
+                    "A worker cannot be let in to this training.", seen=why_not, code="WB-RUN-141"
+                )
+            if context.spec.heals and context.spec.rank == 0:
+                text = f"If a worker dies this training cannot go on without a restart: {why_not}."
+                context.emit(events.Noted(rank=0, text=text))
+            return
+        membership.break_out = lambda: self._break_out(strategy)
+        context.closers.append(self._end)
+        membership.begin()
+
+    def _why_not(self, strategy: Strategy) -> str:
+        training = self._training
+        if not strategy.regroups:
+            return f"{self.context.spec.strategy} keeps more than copies"
+        if self.context.spec.backend != "gloo":
+            return "its workers meet on their GPUs"
+        if training.base:
+            return "it is not the first of its cell"
+        if training.source.samples is None:
+            return "its data is a stream, in which nobody can go back"
+        try:
+            format_of(self.context).packed(strategy.state())
+        except FitError as error:
+            return f"its state cannot be handed over ({error.seen})"
+        return ""
+
+    def _break_out(self, strategy: Strategy) -> None:
+        strategy.break_off()
+        self._framework.break_collectives(store=True)
+
+    def _end(self) -> None:
+        self._membership.end()
+        self._membership.break_out = lambda: None
+        if self._membership.generation or self.context.spec.joins:
+            self._framework.destroy_group()
+
+    def can_follow(self, error: Exception) -> bool:
+        """Whether an error is only what this worker felt of another one's end."""
+        felt = self._membership.trains and bool(self._framework.was_cut(error))
+        if felt:
+            error.__traceback__ = None  # its frames hold the wrappers that are to go
+        return felt
+
+    # -- what may have to be done anew -------------------------------------------------------------
+
+    def evaluate(self, strategy: Strategy, source: Any) -> dict[str, float] | None:
+        """Evaluate, anew where others take part by then; None where another one had done it."""
+        while True:
+            try:
+                return strategy.evaluate(source.epoch(0, *strategy.eval_shard))
+            except Exception as error:  # noqa: PERF203 - it ends with the first that succeeds
+                if not self.can_follow(error):
+                    raise
+                self.go_on()
+                if self._training.evaluated == self.context.step:
+                    return None
+
+    def finish(self, strategy: Strategy) -> None:
+        """Settle what is left after the last step; from then on nobody waits for this worker."""
+        while True:
+            try:
+                strategy.finish()
+                break
+            except Exception as error:
+                if not self.can_follow(error):
+                    raise
+                self.go_on()
+        self._membership.end()
+
+    # -- with others -------------------------------------------------------------------------------
+
+    def go_on(self) -> None:
+        """Wait for who is to take part from now on, and be one of them.
+
+        What a worker feels of another one's end meanwhile leads to the next generation.
+        """
+        membership, began = self._membership, clock()
+        strategy: Strategy = self.context.strategy
+        while True:
+            membership.waiting()
+            strategy.leave_group()
+            self._framework.destroy_group()
+            message = membership.await_next()
+            try:
+                self._meet(strategy, message)
+                break
+            except Exception as error:
+                if not self.can_follow(error):
+                    raise
+        membership.waits = False
+        self.context.emit(
+            events.Regrouped(
+                rank=membership.place, generation=message.generation, step=self.context.trained,
+                seconds=clock() - began,
+            )
+        )  # fmt: skip
+
+    def _meet(self, strategy: Strategy, message: Regroup) -> None:
+        context, training, membership = self.context, self._training, self._membership
+        spec = spec_of(context.spec, message, membership.place)
+        self._framework.ensure_group(spec)
+        context.spec = spec
+        store = self._framework.open_store(spec)
+        about = self._compare(store, spec, strategy)
+        at = [tuple(one["at"]) for one in about]
+        if max(at) == NOWHERE:
+            raise RunError("Nobody is there who has what was trained.", code="WB-RUN-143")
+        donor = at.index(max(at))
+        behind = [rank for rank, one in enumerate(at) if one != at[donor]]
+        random = None
+        if behind and spec.rank == donor:
+            self._hand_over(store, strategy, behind)
+        elif spec.rank in behind:
+            random = self._take_over(store, strategy)
+        strategy.enter_group(about[donor]["agreed"])
+        if context.entry.whole:
+            lead = min((*message.places, *message.past))
+            context.weights = strategy.weights if membership.place == lead else None
+        training.checkpoints.regrouped(int(about[donor]["saved"]))
+        training.deal()
+        if spec.rank == 0:
+            training.tell_evaluation()
+        if random is not None and membership.waits:
+            format_of(context).set_random_state(random, spec.device)
+
+    def _compare(self, store: Any, spec: RunSpec, strategy: Strategy) -> list[dict[str, Any]]:
+        """Return where each member stands, and what it knows of what was agreed on."""
+        training = self._training
+        at = NOWHERE if self._membership.waits else (self.context.trained, training.evaluated)
+        mine = {"at": at, "agreed": strategy.agreed(), "saved": training.checkpoints.saved}
+        store.set(f"at/{spec.rank}", json.dumps(mine))
+        return [json.loads(store.get(f"at/{rank}")) for rank in range(spec.world_size)]
+
+    def _hand_over(self, store: Any, strategy: Strategy, behind: list[int]) -> None:
+        spec, membership = self.context.spec, self._membership
+        key = bytes.fromhex(spec.key)
+        donor = handover.Donor(store, key, address.address_in(spec), spec.ports)
+        try:
+            state = {
+                "strategy": strategy.state(),
+                "random": format_of(self.context).random_state(spec.device),
+                "training": self._training.place(),
+            }
+            about, parts = format_of(self.context).packed(state)
+            donor.give(behind, about, parts, lambda: membership.stale)
+        finally:
+            donor.close()
+
+    def _take_over(self, store: Any, strategy: Strategy) -> Any:
+        """Be where the donor is; return its random states."""
+        spec = self.context.spec
+        made: list[Any] = []
+
+        def room_for(about: Mapping[str, Any]) -> Any:
+            parts, unpacked = format_of(self.context).room_for(about)
+            made.append(unpacked)
+            return parts
+
+        handover.take(store, bytes.fromhex(spec.key), spec.rank, room_for)
+        state = made[0]()
+        strategy.load_state(state["strategy"])
+        self._training.take_place(state["training"])
+        return state["random"]
+
+
+def spec_of(spec: RunSpec, message: Regroup, place: int) -> RunSpec:
+    """Return what a worker is told of its part among the members of a generation."""
+    return replace(
+        spec,
+        rank=message.places.index(place),
+        world_size=len(message.places),
+        ranks=message.ranks,
+        hosts=message.hosts,
+        prefix=message.prefix,
+        group="",
+        original_rank=spec.row_rank,
+    )

@@ -1,0 +1,120 @@
+"""One worker hands others all that it knows, on connections of their own.
+
+    donor                                            receiver r
+    listens, writes its address to the store ------> looks it up, connects
+    both prove that they know the run's key (`connection.py`)
+    state: JSON, then every tensor's bytes --------> into tensors of the sizes that the JSON names
+
+Nothing is unpickled. A donor that waits for a receiver looks whether others are to take part by
+now: one that died will never come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from ..debugging.marks import ANSWER, waits_in
+from . import connection
+from .address import Listeners, Store, dial
+from .connection import Bytes, LinkError, Message, prove_server, prove_worker
+
+WHERE = "handover"
+LOOK_S = 0.05
+"""How often a donor that waits looks whether it still should."""
+
+
+def called_off() -> LinkError:
+    """Return the error of a donor whose receivers will not all come."""
+    felt = "Connection closed by peer"
+    return LinkError(
+        f"{felt}: a worker that was to take over is gone.", felt=felt, code="WB-RUN-140"
+    )
+
+
+class Donor:
+    """Where receivers connect; they may begin before the state is packed.
+
+    Args:
+        host, ports: As `Listeners` takes them.
+        key: The same for all workers of the run.
+    """
+
+    def __init__(
+        self, store: Store, key: bytes, host: str, ports: tuple[int, int] | None = None
+    ) -> None:
+        self._key, self._listeners = key, Listeners(host, ports)
+        store.set(WHERE, json.dumps(self._listeners.about))
+
+    @waits_in(ANSWER)
+    def give(
+        self,
+        ranks: Collection[int],
+        about: Mapping[str, Any],
+        parts: Sequence[Bytes],
+        over: Callable[[], bool],
+    ) -> None:
+        """Send the state to each of these ranks.
+
+        Args:
+            over: Whether nobody is to wait for them any more.
+
+        Raises:
+            LinkError: One of them is gone.
+        """
+        left = set(ranks)
+        message = Message("state", about, connection.size_of(parts))
+        while left:
+            ready, _, _ = select.select(self._listeners.sockets, [], [], LOOK_S)
+            if over():
+                raise called_off()
+            for listening in ready:
+                with contextlib.suppress(BlockingIOError), _accepted(listening) as sock:
+                    rank = prove_server(sock, self._key)
+                    if rank in left:
+                        connection.send(sock, message, parts, f"worker {rank}")
+                        left.discard(rank)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._listeners.close()
+
+
+@contextlib.contextmanager
+def _accepted(listening: socket.socket) -> Any:
+    sock, _ = listening.accept()
+    with sock:
+        sock.setblocking(True)
+        yield sock
+
+
+@waits_in(ANSWER)
+def take(
+    store: Store,
+    key: bytes,
+    rank: int,
+    room_for: Callable[[Mapping[str, Any]], Sequence[Bytes]],
+) -> None:
+    """Take the donor's state over.
+
+    Args:
+        room_for: Given what the state is, returns where its bytes go, one behind the other.
+
+    Raises:
+        LinkError: The donor is gone, does not know the key, or sends another size.
+    """
+    peer = "the worker that hands over"
+    try:
+        sock = dial(json.loads(store.get(WHERE)), "auto")
+    except OSError as error:
+        raise connection.closed(peer) from error
+    with sock:
+        prove_worker(sock, key, rank)
+        message = connection.receive(sock, peer)
+        parts = room_for(message.meta)
+        connection.check_size(message, connection.size_of(parts), peer)
+        connection.receive_into(sock, parts, peer)
