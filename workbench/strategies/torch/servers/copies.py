@@ -35,10 +35,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....engine.transport import LinkClosedError
-from .shard_server import Holder, Policy, serve
 
 if TYPE_CHECKING:
-    from ....engine.transport import Hub, Link, Message
+    from ....engine.transport import Link
     from .rows import Parted
     from .shards import Shard
 
@@ -108,68 +107,3 @@ class Successor:
     def close(self) -> None:
         """Leave it: from here on it would be asked in this server's place."""
         self._link.close()
-
-
-class Copy:
-    """The copy of a part: follows the server that answers for it, and takes its place.
-
-    Args:
-        hub: Its links: of every worker, and of that server, as the one after the last worker.
-        sender: Its number there.
-        servers: Among which the parameters are divided.
-    """
-
-    def __init__(
-        self, hub: Hub, sender: int, servers: int, make_policy: Callable[[Holder], Policy]
-    ) -> None:
-        self._hub, self._sender, self._servers = hub, sender, servers
-        self._make_policy = make_policy
-        self._holder: Holder | None = None
-
-    def keep(self) -> None:
-        """Follow until there is nobody to be followed, then answer the workers."""
-        waiting: list[tuple[int, Message]] = []
-        while True:
-            item = self._hub.next()
-            if item is None:
-                return
-            rank, message = item
-            if rank != self._sender:
-                if message.kind in ("close", "gone") and self._holder is not None:
-                    self._holder.handle(rank, message)
-                if message.kind != "close":
-                    waiting.append(item)  # until it is certain that the other one counts no more
-            elif message.kind == "gone":
-                break
-            else:
-                self._follow(message)
-        taken, self._holder = self._holder, None
-        if taken is not None:
-            taken.take_over(self._sender)
-        serve(self._hub, self._servers, self._make_policy, taken=taken, waiting=waiting)
-
-    def _follow(self, message: Message) -> None:
-        """Change as the server did, and say so."""
-        meta, kind, hub = message.meta, message.kind, self._hub
-        if kind == "open":
-            if self._holder is not None:
-                self._holder = None
-                hub.close_session()
-            opened = dict.fromkeys(meta["ranks"], meta)
-            self._holder = Holder(hub, opened, self._servers, self._make_policy, follows=True)
-            self._holder.make_mailbox(self._sender, shared=bool(meta["shared"]))
-            hub.reply(self._sender, "opened")
-            hub.hand_over(self._sender)
-            return
-        assert self._holder is not None, "a session is opened first"
-        holder = self._holder
-        if kind == "update":
-            holder.follow(self._sender, {**meta, "size_bytes": message.size_bytes})
-        elif kind == "init":
-            holder.take_values(self._sender, meta)
-        elif kind == "left":
-            holder.leave(int(meta["rank"]))
-        else:
-            holder.handle(self._sender, message)
-        told = {"holds": holder.held_bytes()} if kind != "update" or holder.version <= 2 else {}
-        hub.reply(self._sender, "ack", told)

@@ -19,7 +19,6 @@ the user's optimizer on the worker; a scheduler there changes them, and they tra
 
 from __future__ import annotations
 
-import importlib
 import io
 from abc import ABC, abstractmethod
 from collections import deque
@@ -32,7 +31,7 @@ from numpy.typing import NDArray
 
 from ..parts.replica import bytes_of
 from .rows import Changes, Parted, counts_of, norm_of, rows_of, sparse_of, summed
-from .shards import Shard, as_bytes, restored
+from .shards import Shard, as_bytes, build_optimizer, restored
 
 if TYPE_CHECKING:
     from ....engine.transport import Hub, Message
@@ -474,29 +473,6 @@ class Holder:
         self.version += 1
 
 
-def build_optimizer(
-    about: Meta, shard: Shard, parameters: Sequence[torch.nn.Parameter]
-) -> torch.optim.Optimizer:
-    """Make an optimizer of the user's class over this server's parameters.
-
-    It is made as unpickling makes one, from its class, defaults and groups: constructors differ,
-    and would ask for arguments that nobody knows any more.
-    """
-    module, _, name = str(about["optimizer"]).partition(":")
-    cls: Any = importlib.import_module(module)
-    for part in name.split("."):
-        cls = getattr(cls, part)
-    mine = {piece.index: p for piece, p in zip(shard.pieces, parameters, strict=True)}
-    groups = [
-        {**restored(values), "params": [mine[i] for i in indices if i in mine]}
-        for values, indices in zip(about["hyper"], about["groups"], strict=True)
-    ]
-    optimizer: torch.optim.Optimizer = cls.__new__(cls)
-    torch.optim.Optimizer.__init__(optimizer, groups, restored(about["defaults"]))
-    optimizer.__setstate__({})
-    return optimizer
-
-
 def serve(
     hub: Hub,
     servers: int,
@@ -568,3 +544,68 @@ def _session(
         elif rank in holder.open:
             holder.handle(rank, message)
     return True
+
+
+class Copy:
+    """The copy of a part: follows the server that answers for it, and takes its place.
+
+    Args:
+        hub: Its links: of every worker, and of that server, as the one after the last worker.
+        sender: Its number there.
+        servers: Among which the parameters are divided.
+    """
+
+    def __init__(
+        self, hub: Hub, sender: int, servers: int, make_policy: Callable[[Holder], Policy]
+    ) -> None:
+        self._hub, self._sender, self._servers = hub, sender, servers
+        self._make_policy = make_policy
+        self._holder: Holder | None = None
+
+    def keep(self) -> None:
+        """Follow until there is nobody to be followed, then answer the workers."""
+        waiting: list[tuple[int, Message]] = []
+        while True:
+            item = self._hub.next()
+            if item is None:
+                return
+            rank, message = item
+            if rank != self._sender:
+                if message.kind in ("close", "gone") and self._holder is not None:
+                    self._holder.handle(rank, message)
+                if message.kind != "close":
+                    waiting.append(item)  # until it is certain that the other one counts no more
+            elif message.kind == "gone":
+                break
+            else:
+                self._follow(message)
+        taken, self._holder = self._holder, None
+        if taken is not None:
+            taken.take_over(self._sender)
+        serve(self._hub, self._servers, self._make_policy, taken=taken, waiting=waiting)
+
+    def _follow(self, message: Message) -> None:
+        """Change as the server did, and say so."""
+        meta, kind, hub = message.meta, message.kind, self._hub
+        if kind == "open":
+            if self._holder is not None:
+                self._holder = None
+                hub.close_session()
+            opened = dict.fromkeys(meta["ranks"], meta)
+            self._holder = Holder(hub, opened, self._servers, self._make_policy, follows=True)
+            self._holder.make_mailbox(self._sender, shared=bool(meta["shared"]))
+            hub.reply(self._sender, "opened")
+            hub.hand_over(self._sender)
+            return
+        assert self._holder is not None, "a session is opened first"
+        holder = self._holder
+        if kind == "update":
+            holder.follow(self._sender, {**meta, "size_bytes": message.size_bytes})
+        elif kind == "init":
+            holder.take_values(self._sender, meta)
+        elif kind == "left":
+            holder.leave(int(meta["rank"]))
+        else:
+            holder.handle(self._sender, message)
+        told = {"holds": holder.held_bytes()} if kind != "update" or holder.version <= 2 else {}
+        hub.reply(self._sender, "ack", told)

@@ -33,10 +33,10 @@ from ....shared.faults import ON_LINKS
 from ..parts.guard import Guard, broadcast_buffers
 from ..parts.replica import Trainer, bytes_of, copied_state, to_numpy
 from ..parts.user_loop import OwnLoop
-from .copies import Copy, Successor
+from .copies import Successor
 from .links import ShardLinks
 from .rows import check_row_wise, tables_of
-from .shard_server import Holder, Policy, serve
+from .shard_server import Copy, Holder, Policy, serve
 from .shards import Shard, hyper_of, importable, plain
 
 if TYPE_CHECKING:
