@@ -403,9 +403,13 @@ class Inject(OfRun):
     faults: tuple[str, ...] = ()
 
 
+SERVER_GONE = "server gone"
+"""Topic on which the kernel says that a server has died, by its number, while others go on."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Told(OfRun):
-    """What another engine of the run has posted (`events.Posted`)."""
+    """What another engine of the run has posted (`events.Posted`), or what the kernel tells."""
 
     kind: ClassVar[str] = "told"
     rank: int

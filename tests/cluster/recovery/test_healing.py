@@ -109,8 +109,8 @@ def test_by_any_all_reduce_with_evaluations_and_checkpoints(
     undisturbed, tmp_path, paced, heal, allreduce
 ):
     run = heal(
-        paced(more=", eval_data=(x, y), eval_every=20"), 1, options={"allreduce": allreduce}, inject=["kill=1@27"], checkpoint=str(tmp_path / "c"),
-        checkpoint_every=25,
+        paced(more=", eval_data=(x, y), eval_every=20"), 1, options={"allreduce": allreduce},
+        inject=["kill=1@27"], checkpoint=str(tmp_path / "c"), checkpoint_every=25,
     )  # fmt: skip
     assert difference(run.weights(), undisturbed) <= EXACT
     assert [one["step"] for one in run.evals] == list(range(19, STEPS, 20))
@@ -210,7 +210,7 @@ def test_the_last_survivor_dies(cluster, paced):
         paced(), strategy="mirrored", on_failure="heal",
         inject=["kill=0@30", "kill=1@30", "kill=2@30"],
     )  # fmt: skip
-    with pytest.raises(RunError, match="WB-RUN-142"):
+    with pytest.raises(RunError, match="WB-RUN-138"):
         run.wait(WAIT_S)
 
 

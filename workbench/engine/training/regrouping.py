@@ -67,7 +67,7 @@ class Regrouping:
         if not (context.spec.heals and not why_not):
             if membership.waits:
                 raise RunError(
-                    "A worker cannot be let in to this training.", seen=why_not, code="WB-RUN-141"
+                    "A worker cannot be let in to this training.", seen=why_not, code="WB-RUN-137"
                 )
             if context.spec.heals and context.spec.rank == 0:
                 text = f"If a worker dies this training cannot go on without a restart: {why_not}."
@@ -173,7 +173,7 @@ class Regrouping:
         about = self._compare(store, spec, strategy)
         at = [tuple(one["at"]) for one in about]
         if max(at) == NOWHERE:
-            raise RunError("Nobody is there who has what was trained.", code="WB-RUN-143")
+            raise RunError("Nobody is there who has what was trained.", code="WB-RUN-139")
         donor = at.index(max(at))
         behind = [rank for rank, one in enumerate(at) if one != at[donor]]
         random = None
