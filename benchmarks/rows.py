@@ -44,6 +44,7 @@ COMMANDS = (
     "bench_central_storage.py",
     "bench_allreduce.py",
     "bench_pipeline.py",
+    "bench_auto.py",
     "bench_predict.py --minutes 25",
     "bench_predict.py --what-if",
     "bench_predict.py --real",

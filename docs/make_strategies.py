@@ -154,6 +154,8 @@ def facts(entry) -> str:
         lines.append(f"- servers: as many as option `{entry.servers_option}` says")
     elif entry.servers:
         lines.append(f"- servers: {entry.servers}, started by itself")
+    if entry.copies_option:
+        lines[-1] += f"; `{entry.copies_option}=2` keeps what each holds on another one too"
     if entry.max_workers != 1 and entry.anywhere:
         able = "can share a GPU (`--devices cuda`)" if entry.shares_gpu else "need a GPU each"
         who = "replicas" if entry.one_engine and not entry.remote_workers else "workers"

@@ -114,6 +114,11 @@ ON_WORKERS = {
         "--mb 1 --workers 2 --steps 5 --turns 1",
         {"ratio": RATIO, "steps_per_s": RATE, "rival_steps_per_s": RATE},
     ),
+    "bench_replicas.py": Short(
+        "--quick",
+        {"ratio": RATIO, "steps_per_s": RATE, "longest_step_at_a_death_ms": MS},
+        results=2,
+    ),
     "bench_parameter_server.py": Short(
         "--mb 1 --rounds 2 --turns 1",
         {"ratio_rpc": RATIO, "ratio_gloo": RATIO, "tcp_ratio_gloo": RATIO, "unix_gb_per_s": RATE},

@@ -17,6 +17,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -153,12 +154,14 @@ class Workers:
         by_turns: bool = False,
         keywords: dict[str, Any] | None = None,
         init_from: str = "",
+        doomed: Collection[int] = (),
         **told: Any,
     ) -> list[Report]:
         """Run `function(*args, **keywords)` as a cell on the first `workers` processes.
 
         Args:
             by_turns: Whether faults are there in every other five steps only, for `more_ms`.
+            doomed: Servers whose death is no error of the run.
         """
         from workbench.cookbook.recipe import Recipe
         from workbench.shared.protocol import RunSpec
@@ -184,8 +187,11 @@ class Workers:
             )  # fmt: skip
             job = spec.to_wire(), recipe.source, function.__name__, args, keywords or {}, by_turns
             self.pipes[rank].send(job)
-        reports = self._answers(workers + servers)
-        for server in reports[workers:]:  # what goes wrong on a server is told by the first worker
+        reports = self._answers(workers + servers, {workers + number for number in doomed})
+        for number, server in enumerate(reports[workers:]):
+            if server.error == "died" and number in doomed:
+                continue
+            # What goes wrong on a server is told by the first worker.
             reports[0].error = server.error or reports[0].error
             reports[0].left += server.left
         shutil.rmtree(folder, ignore_errors=True)
@@ -203,7 +209,7 @@ class Workers:
     def _stacks_of(self, rank: int) -> str:
         return os.path.join(self._folder.name, f"stacks{rank}")
 
-    def _answers(self, count: int) -> list[Report]:
+    def _answers(self, count: int, doomed: Collection[int] = ()) -> list[Report]:
         """Return what each process reports; those that wait for a failed one are interrupted.
 
         Raises:
@@ -225,7 +231,7 @@ class Workers:
                         reports[rank] = self.pipes[rank].recv()
                     except EOFError:
                         reports[rank] = Report(error="died")
-            if not ready and any(report.error for report in reports.values()):
+            if not ready and any(reports[rank].error for rank in reports if rank not in doomed):
                 failed_s = failed_s or time.monotonic()
                 if time.monotonic() - failed_s > ALONE_S:
                     failed_s = time.monotonic()

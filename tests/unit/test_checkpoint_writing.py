@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import metadata  # noqa: E402
 
 from workbench.cookbook.recipe import Recipe  # noqa: E402
 from workbench.engine.checkpoints.checkpoints import Checkpoints  # noqa: E402  # noqa: E402
+from workbench.engine.telemetry.membership import Membership  # noqa: E402
 from workbench.engine.torch import checkpoints as torch_checkpoints  # noqa: E402  # noqa: E402
 from workbench.errors import RunError  # noqa: E402
 from workbench.execution.launch import Recoverer  # noqa: E402  # noqa: E402
@@ -56,6 +57,7 @@ def begun(folder, numbers=1000, rank=0, workers=1, prefix="run-1", resume=""):
     told = []
     context = SimpleNamespace(
         spec=spec,
+        membership=Membership(rank),
         sync=True,
         trained=0,
         emit=lambda event: told.append((event.name, event.to_wire())),

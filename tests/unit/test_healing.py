@@ -185,14 +185,14 @@ def test_what_one_worker_has_comes_to_another() -> None:
 
 def test_a_stranger_is_given_nothing() -> None:
     tries = iter([False] * 5)
-    with pytest.raises(LinkError, match="WB-RUN-140"):
+    with pytest.raises(LinkError, match="WB-RUN-136"):
         hand_over(b"k" * 32, lambda: next(tries, None) is not False, b"x" * 32)
 
 
 def test_a_receiver_that_never_comes_is_not_waited_for() -> None:
     donor = handover.Donor(Store(), b"k" * 32, "127.0.0.1")
     try:
-        with pytest.raises(LinkError, match="WB-RUN-140"):
+        with pytest.raises(LinkError, match="WB-RUN-136"):
             donor.give([1], {}, [], lambda: True)
     finally:
         donor.close()

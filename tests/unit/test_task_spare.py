@@ -78,3 +78,47 @@ def test_a_server_may_not(task, lost):
     ends(task, 0, 1, 2)
     assert not lost
     assert "Server s0 is gone" in str(task.failure())
+
+
+def chained(going=lambda: True, lost=None):
+    """Engine 0 and 1 are workers, 2 to 5 are servers on a ring, each with a copy of the one before.
+
+    Of a server's part another server holds a copy, so that neighbours must not both die.
+    """
+    members = {engine: Member.of_ranks(engine, 1, "cpu") for engine in (0, 1)}
+    members |= {engine: Member.helper(f"server s{engine - 2}") for engine in range(2, 6)}
+    chains = [(2, 3), (3, 4), (4, 5), (5, 2)]
+    return Task(
+        Engines(), {engine: {} for engine in range(6)}, members, chains=chains, going=going,
+        on_loss=lambda *said: None if lost is None else lost.append(said),
+    )  # fmt: skip
+
+
+def test_of_each_two_servers_that_hold_the_same_one_may_die(lost):
+    task = chained(lost=lost)
+    dies(task, 2)
+    dies(task, 4)
+    ends(task, 0, 1, 3, 5)
+    assert task.is_over
+    assert task.failure() is None
+    assert [engines for _, engines in lost] == [[2], [4]]
+    assert task.lost == 0  # no worker
+
+
+def test_of_two_servers_that_hold_the_same_both_may_not(lost):
+    task = chained(lost=lost)
+    dies(task, 5)
+    dies(task, 2)
+    ends(task, 0, 1, 3, 4)
+    assert len(lost) == 1
+    told = str(task.failure())
+    assert told.startswith("Server s0 is gone")
+    assert "gone too: Server s3" in told
+
+
+def test_no_server_may_die_before_all_have_met(lost):
+    task = chained(going=lambda: False, lost=lost)
+    dies(task, 3)
+    ends(task, 0, 1, 2, 4, 5)
+    assert not lost
+    assert "Server s1 is gone" in str(task.failure())

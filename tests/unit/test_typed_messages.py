@@ -22,7 +22,9 @@ SAID: dict[str, Any] = {
     "purpose": "stop", "faults": ("slow=1:50ms",), "topic": "up", "value": {"at": [1, None]},
     "reason": "nobody is there", "pid": 12, "host": "here", "python": "3.12", "before": True,
     "missing": "no debugpy", "taken": "in use", "announce": False, "clock": "a1 time:[1]",
-    "at_s": 74007.5, "why": "SIGTERM", "outcome": CellOutcome(status="ok", trained=3),
+    "generation": 2, "places": (0, 2), "ranks": (0, 2), "hosts": ("a", "a"), "past": (1,),
+    "prefix": "run-1-regrouped", "at_s": 74007.5, "why": "SIGTERM",
+    "outcome": CellOutcome(status="ok", trained=3),
 }  # fmt: skip
 DECODE = {**dict.fromkeys(get_args(Up), decode_up), **dict.fromkeys(get_args(Down), decode_down)}
 EVERY = pytest.mark.parametrize("kind", DECODE, ids=lambda kind: kind.__name__)

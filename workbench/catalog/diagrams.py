@@ -200,6 +200,32 @@ def exchange_with_server(
     return Phase(title, text, arrows=arrows, formula=f"{sizes[0].text} each")
 
 
+def copies(
+    layout: Layout, chains: Sequence[Sequence[int]], unit: str, *, together: bool
+) -> tuple[Phase, ...]:
+    """Return what servers send on to those that hold a copy of their part; none without copies.
+
+    Args:
+        chains: Of each part, the servers that hold it.
+        together: Whether one sum is sent on for all workers, else each one's push.
+    """
+    one = len(chains) == 1
+    arrows = tuple(
+        Arrow(
+            f"s{source}", f"s{target}", "gradients",
+            whole(unit) if one else Size(1.0, f"{unit}{part}", f"{unit}/S"), counted_with=worker,
+        )
+        for worker in layout.ids[: 1 if together else None]
+        for part, chain in enumerate(chains)
+        for source, target in itertools.pairwise(chain)
+    )  # fmt: skip
+    if not arrows:
+        return ()
+    what = "the sum of all gradients" if together else "each push"
+    text = f"Before it answers, a server sends {what} on to the one that holds its copy."
+    return (Phase("Copy", text, arrows=arrows, formula=unit if one else f"{unit}/S each"),)
+
+
 def server_units(unit: str, servers: int) -> dict[str, str]:
     """Return what the unknowns of several servers mean; of one there are none."""
     if servers < 2:
@@ -293,6 +319,7 @@ class Arrow:
         size: Of each message.
         times: How many such messages follow each other within the phase.
         order: When within the phase the first one leaves: 0 with the phase.
+        counted_with: Id of the worker with whose bytes it is counted, where that is not `source`.
     """
 
     source: str
@@ -301,6 +328,12 @@ class Arrow:
     size: Size
     times: int = 1
     order: int = 0
+    counted_with: str = ""
+
+    @property
+    def payer(self) -> str:
+        """Id of the node whose `sent_bytes` has these messages."""
+        return self.counted_with or self.source
 
     @property
     def factor(self) -> float:
@@ -390,7 +423,7 @@ class Diagram:
         return next(node for node in self.nodes if node.rank == rank)
 
     def sent_bytes(self, name: str, units: Mapping[str, float], step: int) -> float:
-        """Return what a node sends in a step, by the formulas.
+        """Return what a node sends in a step, or has others send, by the formulas.
 
         Args:
             name: The node's id.
@@ -406,7 +439,7 @@ class Diagram:
                 for phase in self.phases
                 if phase.happens(step)
                 for arrow in phase.arrows
-                if arrow.source == name and arrow.factor
+                if arrow.payer == name and arrow.factor
             )
         )
 

@@ -98,8 +98,13 @@ TORCH: tuple[Strategy, ...] = (
         source="Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
         aliases=("central",),
         servers=1,
+        copies_option="replicas",
         links=True,
         options=(
+            Option(
+                "replicas", "int", 1, minimum=1, maximum=2,
+                help="servers that hold each part; 2: one of them may die, and no step is lost",
+            ),
             Option(
                 "link", "choice", "auto", choices=("auto", "shared_memory", "unix", "tcp"),
                 help="what parameters and gradients travel through; auto takes the fastest",
@@ -122,12 +127,14 @@ TORCH: tuple[Strategy, ...] = (
         aliases=("ps", "pserver", "kvstore"),
         sync=False,
         servers_option="servers",
+        copies_option="replicas",
         sync_option="sync",
         loses="the steps since the last checkpoint, pushes under way when it was taken, and the "
         "steps by which other workers were ahead of worker 0; with sync=true only the first",
         links=True,
         excludes=(
             ("sync", "max_staleness"), ("sync", "staleness_aware_lr"), ("sync", "pull_every"),
+            ("replicas", "consistency"),
         ),
         spares_workers=True,
         options=(
@@ -154,6 +161,10 @@ TORCH: tuple[Strategy, ...] = (
             Option(
                 "sync", "bool", False,
                 help="all workers' gradients make one step (BSP); equal to one device",
+            ),
+            Option(
+                "replicas", "int", 1, minimum=1, maximum=2,
+                help="servers that hold each part; 2: one of them may die, and no step is lost",
             ),
             Option(
                 "link", "choice", "auto", choices=("auto", "shared_memory", "unix", "tcp"),

@@ -128,6 +128,18 @@ class Option:
         return text + (" or none" if self.optional else "")
 
 
+def chained(parts: int, copies: int) -> tuple[tuple[int, ...], ...]:
+    """Return which servers hold each part, on a ring of as many servers as that takes.
+
+    Part 0 is on s0 and s1, part 1 on s1 and s2, the last one on its own server and s0. Where there
+    are fewer parts than copies, further servers hold copies alone.
+    """
+    count = max(parts, copies)
+    return tuple(
+        tuple((part + further) % count for further in range(copies)) for part in range(parts)
+    )
+
+
 @dataclass(frozen=True)
 class Strategy:
     """How the work and the parameters are laid out.
@@ -145,6 +157,7 @@ class Strategy:
         max_workers: Most workers it can use; None where there is no limit.
         servers: Servers it always needs.
         servers_option: Name of the option that says how many servers it needs instead.
+        copies_option: Name of the option that says how many servers hold each part.
         sync_option: Name of the option that makes an asynchronous strategy synchronous.
         excludes: Pairs of options of which only one may differ from its default.
         links: Whether it has links of its own, on which bandwidth and latency can be simulated.
@@ -195,6 +208,7 @@ class Strategy:
     max_workers: int | None = None
     servers: int = 0
     servers_option: str | None = None
+    copies_option: str | None = None
     sync_option: str | None = None
     excludes: tuple[tuple[str, str], ...] = ()
     links: bool = False
@@ -226,9 +240,21 @@ class Strategy:
             return False
         return all(options.get(name) == value for name, value in self.exact_with)
 
-    def server_count(self, options: dict[str, Any]) -> int:
-        """Return how many servers a run needs, under these options."""
+    def part_count(self, options: dict[str, Any]) -> int:
+        """Return in how many parts servers hold the parameters, under these options."""
         return int(options[self.servers_option]) if self.servers_option else self.servers
+
+    def server_count(self, options: dict[str, Any]) -> int:
+        """Return how many servers a run needs: one a part, and no two copies on one."""
+        parts = self.part_count(options)
+        return max(parts, self._copies(options)) if parts else 0
+
+    def chains(self, options: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+        """Return which servers hold each part: its own first, then those with copies."""
+        return chained(self.part_count(options), self._copies(options))
+
+    def _copies(self, options: dict[str, Any]) -> int:
+        return int(options.get(self.copies_option, 1)) if self.copies_option else 1
 
     def helpers(self, options: dict[str, Any], workers: int) -> tuple[str, ...]:
         """Return what the engines are called that a run needs besides those that run the cell."""

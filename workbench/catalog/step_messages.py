@@ -10,6 +10,7 @@ from functools import partial
 
 from . import diagrams, schedules
 from .diagrams import Arrow, Layout, Node, Parts, Phase, Size
+from .spec import chained
 
 M = {"M": "bytes of the gradients, as large as the trained parameters"}
 N = {"N": "number of workers"}
@@ -77,12 +78,29 @@ def _gathered(layout: Layout) -> tuple[Phase, ...]:
 
 def _with_servers(layout: Layout, holds: str, phases: tuple[Phase, ...], source: str,
                   notes: tuple[str, ...] = ()) -> Parts:  # fmt: skip
+    chains = _chains(layout)
     servers = tuple(
-        Node(f"s{i}", "server", f"server {i}", holds) for i in range(layout.servers)
-    )  # fmt: skip
+        Node(f"s{i}", "server", f"server {i}", _held_by(i, chains, holds))
+        for i in range(layout.servers)
+    )
     nodes = diagrams.around(diagrams.workers(layout, "a copy of the parameters"), servers)
-    units = {**M, **diagrams.server_units("M", layout.servers)}
+    units = {**M, **diagrams.server_units("M", len(chains))}
+    if len(chains[0]) > 1:
+        source += "; van Renesse and Schneider, Chain Replication, OSDI 2004"
     return Parts(nodes, phases, units, source, notes)
+
+
+def _chains(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Return which servers hold each part."""
+    options = layout.options
+    return chained(int(options.get("servers", 1)), int(options.get("replicas", 1)))
+
+
+def _held_by(server: int, chains: tuple[tuple[int, ...], ...], holds: str) -> str:
+    own = [holds] if server < len(chains) else []
+    followed = [f"s{chain[0]}" for chain in chains if server in chain[1:]]
+    copy = [f"a copy of what {followed[0]} holds"] if followed else []
+    return "; ".join(own + copy)
 
 
 def central_storage(layout: Layout) -> Parts:
@@ -95,15 +113,16 @@ def central_storage(layout: Layout) -> Parts:
         layout, ids, "M", "weights", "Pull", "Each worker gets the new parameters.", up=False
     )
     step = Phase("Optimizer", "The server adds up all gradients and takes one step.", ids)
+    copy = diagrams.copies(layout, _chains(layout), "M", together=True)
     return _with_servers(
-        layout, _WHOLE, (_work(layout), push, step, pull),
+        layout, _WHOLE, (_work(layout), push, step, *copy, pull),
         "Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
     )  # fmt: skip
 
 
 def parameter_server(layout: Layout) -> Parts:
     """Push and pull with every server, together or at each worker's own pace."""
-    ids = tuple(f"s{index}" for index in range(layout.servers))
+    ids = tuple(f"s{index}" for index in range(int(layout.options.get("servers", 1))))
     every, bound = int(layout.options["pull_every"]), layout.options["max_staleness"]
     together = bool(layout.options["sync"])
     push = diagrams.exchange_with_server(
@@ -121,8 +140,9 @@ def parameter_server(layout: Layout) -> Parts:
     notes = [] if together else ["Nobody waits: each worker goes through this at its own pace."]
     if bound is not None:
         notes = [f"A worker more than {bound} steps ahead of the slowest is held back."]
+    copy = diagrams.copies(layout, _chains(layout), "M", together=together)
     return _with_servers(
-        layout, "its part of parameters and optimizer", (_work(layout), push, step, pull),
+        layout, "its part of parameters and optimizer", (_work(layout), push, step, *copy, pull),
         "Li et al., Parameter Server, OSDI 2014; Ho et al., SSP, NIPS 2013", tuple(notes),
     )  # fmt: skip
 

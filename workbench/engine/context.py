@@ -109,6 +109,8 @@ class RunContext:
         fetch_s: How long the batch under way took to fetch, for timers that read clocks later.
         links: To each server of the run, where the strategy has servers.
         hub: On a server: its links to the workers.
+        copy_hub: On a server that holds a copy of another's part: the links for that.
+        successor: On a server whose part is held twice: its link to the copy.
         remote_devices: Of workers for which this engine hands out work, the devices as shown.
         board: What the engines of the run had to say to each other, by way of the kernel.
         membership: Who takes part, where that may change while the training goes on.
@@ -143,6 +145,8 @@ class RunContext:
     eval_s: float = 0.0
     links: list[Link] = field(default_factory=list)
     hub: Hub | None = None
+    copy_hub: Hub | None = None
+    successor: Link | None = None
     remote_devices: tuple[str, ...] = ()
     board: Rendezvous = field(default_factory=Rendezvous)
     membership: Membership = field(default_factory=Membership)
@@ -157,6 +161,17 @@ class RunContext:
         if held_bytes == held_bytes:
             values = {"memory_bytes": float(held_bytes)}
             self.emit(events.Logged(rank=self.spec.row_rank, step=self.step, values=values))
+
+    def server_gone(self, server: int) -> None:
+        """Let waits for a server end, also where its host is silent; its copy takes over."""
+        for link in self.links:
+            link.cut(server)
+        if self.successor is not None:
+            self.successor.cut(server)
+        chains = self.entry.chains(self.spec.options)
+        follows = server < len(chains) and self.spec.rank - self.spec.world_size in chains[server]
+        if self.copy_hub is not None and follows:
+            self.copy_hub.cut(self.spec.world_size)
 
     @property
     def sync(self) -> bool:

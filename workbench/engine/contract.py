@@ -261,6 +261,10 @@ class Strategy(ABC):
         """Hold parameters until the workers are done; only for strategies with servers."""
         raise NotImplementedError(type(self).__name__)  # pragma: no cover - the catalog forbids it
 
+    def keep_copy(self) -> None:
+        """Hold a copy of another server's part; only where the catalog's entry has copies."""
+        raise NotImplementedError(type(self).__name__)  # pragma: no cover - the catalog forbids it
+
     def memory_bytes(self) -> float:
         """Return what this worker holds of model, gradients and optimizer; NaN where unknown."""
         return NAN

@@ -41,7 +41,7 @@ from .telemetry.membership import Membership
 from .telemetry.recorder import Recorder
 from .telemetry.step_gate import FaultInjector, Gate
 from .training import fit_arguments
-from .transport import Hub, address, connect
+from .transport import ServerLinks, address, connect_chains
 from .transport.connection import LinkError
 
 if TYPE_CHECKING:
@@ -478,7 +478,8 @@ def open_links(run: RunContext, framework: Any) -> None:
         return
     way = str(spec.options.get("link", "auto"))
     store = framework.open_store(spec)
-    run.links = connect(store, spec.servers, spec.rank, bytes.fromhex(spec.key), way)
+    chains = run.entry.chains(spec.options)
+    run.links = connect_chains(store, chains, spec.rank, bytes.fromhex(spec.key), way)
     run.closers += [link.close for link in run.links]
 
 
@@ -493,12 +494,18 @@ def serve(run: RunContext, framework: Any) -> None:
     if not run.entry.links:  # the framework's own servers know how to meet
         strategy.serve()
         return
-    run.hub = hub = Hub(spec.world_size, bytes.fromhex(spec.key))
+    store, host = framework.open_store(spec), address.address_in(spec)
+    server, way = spec.rank - spec.world_size, str(spec.options.get("link", "auto"))
+    links = ServerLinks(
+        run.entry.chains(spec.options), server, spec.world_size, bytes.fromhex(spec.key), way
+    )
+    run.hub, run.copy_hub = links.hub, links.copy_hub
     try:
-        store, host = framework.open_store(spec), address.address_in(spec)
-        hub.admit(store, spec.rank - spec.world_size, host, spec.ports)
+        links.open(store, host, spec.ports, strategy.keep_copy)
+        run.successor = links.successor
         strategy.serve()
+        links.settle()
     finally:
         strategy.close()
-        hub.close()
-        run.hub = None
+        links.close()
+        run.hub = run.copy_hub = run.successor = None

@@ -14,4 +14,5 @@ In reading order:
     registry    which runs and clusters does this process know
     logging_to  how is a run followed for TensorBoard and MLflow
     sinks/      where is it written to
+    healing      who takes part when a worker has died and a fresh one comes
 """

@@ -19,7 +19,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..cluster.processes import lives
 from ..errors import WorkbenchError
@@ -29,7 +29,9 @@ from .outcome import Recovery
 from .requests import ARGS, PUSH
 
 if TYPE_CHECKING:
-    from .launch import RunExecution
+    from ..shared.plan import Plan
+    from .allocator import EngineAllocator
+    from .run import Run
     from .task import Task
 
 log = logging.getLogger("workbench.session")
@@ -38,6 +40,20 @@ BORROW_S = 120.0
 LOOK_S = 0.05
 TRIES = 3
 """Fresh engines in one worker's place that never come to take part, one after the other."""
+
+
+class Execution(Protocol):
+    """What is needed of a run on its engines (`launch.RunExecution`)."""
+
+    pool: EngineAllocator
+    run: Run
+    plan: Plan
+
+    def meets(self, prefix: str) -> None:
+        """Take note under which name its workers meet from now on."""
+
+    def request_to_join(self, engine: int) -> dict[str, Any]:
+        """Return what an engine is asked that comes while the run goes on."""
 
 
 @dataclass
@@ -67,7 +83,7 @@ class Healer:
         members: Engines that take part, in the order of the run's ranks.
     """
 
-    def __init__(self, launch: RunExecution, lent: Mapping[str, bytes]) -> None:
+    def __init__(self, launch: Execution, lent: Mapping[str, bytes]) -> None:
         self._launch, self._run, self._lent = launch, launch.run, lent
         self.generation = 0
         self.members = list(launch.run.members)

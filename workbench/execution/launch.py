@@ -31,6 +31,7 @@ from ..history import disk
 from ..shared import checkpoints
 from ..shared.checkpoints import Checkpoint, at, faults, found, refusal
 from ..shared.faults import parse_fault
+from ..shared.messages import SERVER_GONE, Told
 from ..shared.plan import Plan, check_fewer
 from . import hangs, outcome
 from .allocator import EngineAllocator, replacement_words, spent
@@ -128,8 +129,10 @@ class RunExecution:
             self.settled,
             spare=self._spare(),
             least=1 if run.plan.entry.remote_workers else 0,
-            on_loss=run.note,
             mender=self._healer,
+            on_loss=self.lose,
+            chains=self.chains(),
+            going=lambda: run.state not in ("starting", "recovering"),
         )
         run.begin(task)
         hangs.watch(task, pool.engines.router.questions.ask, lambda: run.held)
@@ -173,6 +176,21 @@ class RunExecution:
         if entry.spares_workers and not self.plan.sync:
             return self.run.members[1:]
         return ()
+
+    def chains(self) -> list[list[int]]:
+        """Return, for each part of the parameters that is held twice, which engines hold it."""
+        plan = self.plan
+        chains = plan.entry.chains(plan.options)
+        return [[self.servers[one] for one in chain] for chain in chains if len(chain) > 1]
+
+    def lose(self, text: str, engines: Sequence[int]) -> None:
+        """Take note of engines that the others do without; who waits for a server hears of it."""
+        self.run.note(text, engines)
+        for engine in set(engines).intersection(self.servers):
+            server = self.servers.index(engine)
+            told = Told(run=self.run.number, rank=-1, topic=SERVER_GONE, value=server)
+            for one in {*self.run.members, *self.servers}.difference(engines):
+                self.pool.engines.router.send(one, told)
 
     def settled(self, task: Task) -> None:
         """Settle the run; on the thread that hears the engines, so it may not wait for them."""
@@ -289,6 +307,8 @@ def lost(task: Task) -> list[int]:
     """Return the engines for whose death alone the cell failed; none where it failed otherwise."""
     outcomes = task.outcomes
     dead = [i for i in outcome.dead_engines(outcomes) if not outcomes[i].ended]
+    if task.first_failed is None:  # the others could do without them
+        return []
     if task.interrupted or not any(outcomes[i].recoverable for i in dead):
         return []
     errors = [o for o in outcomes.values() if o.status == "error"]
@@ -433,7 +453,7 @@ class Recoverer:
                 "Nobody is left who has what was trained, and no checkpoint holds it.",
                 allowed="one worker at least that lives on, or --checkpoint DIR",
                 next_step="--checkpoint DIR keeps what is trained beyond the last worker",
-                code="WB-RUN-142",
+                code="WB-RUN-138",
             )
         if not self._origin:
             return None

@@ -65,6 +65,7 @@ class Task:
         on_done: Called once, on a background thread, when every engine is done.
         spare: Engines that may die while `least` others of them live; `on_loss` hears of it.
         mender: Decides the same where it depends on more; `on_loss` hears nothing of it.
+        chains: Groups of engines that may die, too, while one of each group lives and `going`.
 
     Attributes:
         when_long: To be called by whoever waits for the cell, once it has lasted for a while.
@@ -80,6 +81,8 @@ class Task:
         on_loss: OnLoss = lambda text, engines: None,
         least: int = 1,
         mender: Mender | None = None,
+        chains: Iterable[Iterable[int]] = (),
+        going: Callable[[], bool] = lambda: True,
     ) -> None:
         self.engines = engines
         self.ids = list(requests)
@@ -97,6 +100,7 @@ class Task:
         self._lock = threading.Lock()
         self._on_done = on_done
         self._spare, self._least, self._on_loss = set(spare), least, on_loss
+        self._chains, self._going = [frozenset(chain) for chain in chains], going
         self._lost: set[int] = set()  # of those
         self._mender = mender
         self._condemned: set[int] = set()
@@ -242,6 +246,13 @@ class Task:
 
     def _can_spare(self, engine: int) -> bool:
         """Take note of an engine's death; return whether the others can do without it."""
+        chains = [chain for chain in self._chains if engine in chain]
+        if chains:
+            gone = self._lost | {engine}
+            if not self._going() or any(chain <= gone for chain in chains):
+                return False
+            self._lost.add(engine)
+            return True
         living = self._spare - self._lost - {engine}
         last = len(living) < self._least or (self._least and len(self.outcomes) == len(self.ids))
         if engine not in self._spare or last:
@@ -251,8 +262,8 @@ class Task:
 
     @property
     def lost(self) -> int:
-        """How many engines have died that the others could do without."""
-        return len(self._lost)
+        """How many workers have died that the others could do without."""
+        return len(self._lost.difference(*self._chains))
 
     def _end(self) -> None:
         self.seconds = time.perf_counter() - self.began

@@ -82,7 +82,7 @@ class Setting:
 
     def share_of(self, unit: str) -> float:
         """Return how much of the gradients' bytes an unknown of the messages stands for."""
-        servers = self.entry.server_count(dict(self.options))
+        servers = self.entry.part_count(dict(self.options))
         return 1.0 if not unit[1:].isdigit() or not servers else 1.0 / servers
 
 
@@ -253,9 +253,9 @@ def _message_bytes(history: Any, setting: Setting) -> float:
         happens = steps % phase.every == phase.offset
         counts = np.bincount(ranks[happens], minlength=setting.workers)
         for arrow in phase.arrows:
-            if arrow.source in ids:
+            if arrow.payer in ids:
                 each = arrow.factor * setting.share_of(arrow.size.unit)
-                factors += each * counts[ids[arrow.source]]
+                factors += each * counts[ids[arrow.payer]]
     return sent / factors if factors else float("nan")
 
 

@@ -159,8 +159,9 @@ def _follow_run(
     follower = Follower(pool.engines.folder(), task, pool.engines)
     spare = servers[: plan.workers] if plan.entry.remote_workers else ()
     followed = FollowedTask(
-        pool.engines, follower.calls, _members(task), launch.settled, spare, run.note
-    )
+        pool.engines, follower.calls, _members(task), launch.settled, spare, launch.lose,
+        launch.chains(),
+    )  # fmt: skip
     run.begin(followed)
     hangs.watch(followed, pool.engines.router.questions.ask, lambda: run.held)
     follower.follow(followed, run)
@@ -243,9 +244,11 @@ class FollowedTask(Task):
         on_done: Callable[[Task], None] = lambda task: None,
         spare: Iterable[int] = (),
         on_loss: OnLoss = lambda text, engines: None,
+        chains: Iterable[Iterable[int]] = (),
     ) -> None:
         self._calls = calls
-        super().__init__(engines, {i: {} for i in calls}, members, on_done, spare, on_loss)
+        none: dict[int, dict[str, Any]] = {i: {} for i in calls}
+        super().__init__(engines, none, members, on_done, spare, on_loss, chains=chains)
 
     def _submit(self, engine: int, request: Mapping[str, Any]) -> Call:
         return self._calls[engine]

@@ -185,6 +185,7 @@ class ServerHolds(Event):
     """What a server holds.
 
     Attributes:
+        copies_bytes: Of all that it holds a copy of, for another server.
         gradients: Where the workers' pushes arrive.
     """
 
@@ -194,6 +195,7 @@ class ServerHolds(Event):
     parameters_bytes: float = 0.0
     optimizer_bytes: float = 0.0
     gradients_bytes: float = 0.0
+    copies_bytes: float = 0.0
     gradients: str = ""
 
 

@@ -403,9 +403,13 @@ class Inject(OfRun):
     faults: tuple[str, ...] = ()
 
 
+SERVER_GONE = "server gone"
+"""Topic on which the kernel says that a server has died, by its number, while others go on."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Told(OfRun):
-    """What another engine of the run has posted (`events.Posted`)."""
+    """What another engine of the run has posted (`events.Posted`), or what the kernel tells."""
 
     kind: ClassVar[str] = "told"
     rank: int
@@ -415,13 +419,9 @@ class Told(OfRun):
 
 @dataclass(frozen=True, kw_only=True)
 class Regroup(OfRun):
-    """From the step under way on others take part (`engine/telemetry/membership.py`).
+    """From the step under way on others take part, and meet in the store under `prefix`.
 
-    Attributes:
-        places, ranks, hosts: Of each member, by its rank from now on: the rank that it has in the
-            run's tables, its engine, that engine's host.
-        past: Places of workers that have trained to the end.
-        prefix: Where the members meet in the store.
+    Of each its rank in the run's tables (`places`), engine, host; who is `past` has trained all.
     """
 
     kind: ClassVar[str] = "regroup"

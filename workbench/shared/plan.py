@@ -375,7 +375,7 @@ def _check_on_failure(entry: catalog.Strategy, on_failure: str, count: int) -> N
             seen="--on-failure heal",
             allowed=f"heal under {able}; stop, continue, or replace with --checkpoint DIR",
             next_step="--checkpoint DIR --on-failure replace",
-            code="WB-PLAN-340",
+            code="WB-PLAN-320",
         )
     if on_failure != "continue":
         return

@@ -370,13 +370,19 @@ def _sent(run: RunSummary) -> str:
 
 def _held_bytes(held: Mapping[str, Any]) -> float:
     """Return what a server holds in all."""
-    return float(sum(held[f"{kind}_bytes"] for kind in ("parameters", "optimizer", "gradients")))
+    kinds = ("parameters", "optimizer", "gradients", "copies")
+    return float(sum(held.get(f"{kind}_bytes", 0) for kind in kinds))
 
 
 def _server(held: Mapping[str, Any]) -> str:
     parts = [f"{kind} {size(held[f'{kind}_bytes'])}" for kind in ("parameters", "optimizer")]
     mailboxes = size(held["gradients_bytes"])
-    return f"Server s{held['server']} holds {', '.join(parts)}, arriving gradients {mailboxes}."
+    copies = held.get("copies_bytes", 0)  # an older run tells of none
+    further = f", copies for another server {size(copies)}" if copies else ""
+    return (
+        f"Server s{held['server']} holds {', '.join(parts)}, arriving gradients {mailboxes}"
+        f"{further}."
+    )
 
 
 def _evals(run: RunSummary) -> str:

@@ -221,7 +221,7 @@ def test_the_last_survivor_dies(cluster, paced):
         paced(), strategy="mirrored", on_failure="heal",
         inject=["kill=0@30", "kill=1@30", "kill=2@30"],
     )  # fmt: skip
-    with pytest.raises(RunError, match="WB-RUN-142"):
+    with pytest.raises(RunError, match="WB-RUN-138"):
         run.wait(WAIT_S)
 
 

@@ -3,7 +3,7 @@
 import pytest
 from needs import need
 from notebook_shell import WAIT_S, soon
-from recovering import STEPS, cell, difference, going, kill
+from recovering import STEPS, cell, difference, every_step_counts_once, going, kill
 
 from workbench.errors import RunError
 
@@ -83,3 +83,69 @@ def test_nobody_can_be_a_server_in_a_dead_ones_place_without_a_checkpoint(cluste
     kill(cluster, server)
     with pytest.raises(RunError, match="only workers can be done without"):
         run.wait(WAIT_S)
+
+
+def servers(cluster):
+    return [i for i in cluster.ids if i not in cluster.worker_ids]
+
+
+@pytest.mark.parametrize("dead", [0, 1], ids=["s0", "s1"])
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("parameter_server", {"sync": True, "servers": 2}), ("central_storage", {})],
+)
+def test_what_two_servers_hold_outlives_one_and_no_step_is_done_again(
+    cluster, undisturbed, strategy, options, dead
+):
+    run = cluster.run(cell(more=SLOW), strategy=strategy, options={**options, "replicas": 2})
+    going(run, 20)
+    server = servers(cluster)[dead]
+    kill(cluster, server)
+    run.wait(WAIT_S)
+    assert run.state == "finished"
+    assert run.recoveries == []
+    every_step_counts_once(run)
+    assert difference(run.weights(), undisturbed) <= 1e-10
+    notes = [note for note in run.history.story.notes if f"s{dead}" in note]
+    assert any("the others go on" in note and "SIGKILL" in note for note in notes)
+    took_over = dead == 0 or strategy == "parameter_server"
+    assert any("took over" in note for note in notes) == took_over
+
+
+def test_workers_at_their_own_pace_go_on_when_a_server_dies_and_stop_when_told_to(cluster):
+    run = cluster.run(
+        cell(steps=10**6, more=SLOW), strategy="parameter_server", options={"replicas": 2}
+    )
+    going(run, 20)
+    kill(cluster, servers(cluster)[0])
+    at = run.history.totals.rows.copy()
+    assert soon(lambda: run.is_over or (run.history.totals.rows > at + 20).all())
+    run.pause()
+    assert soon(lambda: run.state == "paused")
+    run.resume()
+    run.stop()
+    run.wait(WAIT_S)
+    assert run.state == "stopped"
+    assert run.recoveries == []
+
+
+@pytest.mark.parametrize("saved_to", ["disk", ""])
+def test_the_second_death_is_the_runs_or_it_goes_on_from_its_checkpoint(
+    cluster, undisturbed, tmp_path, saved_to
+):
+    checkpoint = {"checkpoint": str(tmp_path), "checkpoint_every": 25} if saved_to else {}
+    run = cluster.run(
+        cell(more=SLOW), strategy="central_storage", options={"replicas": 2}, **checkpoint
+    )
+    saved(run)
+    first, second = servers(cluster)[:2]
+    kill(cluster, first)
+    assert soon(lambda: any("took over" in note for note in run.history.story.notes))
+    kill(cluster, second)
+    if not saved_to:
+        with pytest.raises(RunError, match=r"Server s1 is gone[\s\S]*gone too: Server s0"):
+            run.wait(WAIT_S)
+        return
+    run.wait(WAIT_S)
+    assert [set(done.engines) for done in run.recoveries] == [{first, second}]
+    assert difference(run.weights(), undisturbed) <= 1e-10

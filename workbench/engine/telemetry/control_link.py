@@ -26,6 +26,7 @@ from ...history import disk
 from ...shared import events
 from ...shared.cluster_env import Wakeup
 from ...shared.messages import (
+    SERVER_GONE,
     Advance,
     AskClock,
     AskStacks,
@@ -402,6 +403,8 @@ class ControlLink:
                 run.gate.resume()
             case Advance():
                 run.gate.advance(message.steps)
+            case Told(topic=topic) if topic == SERVER_GONE:
+                run.server_gone(int(message.value))
             case Told():
                 run.board.hear(message.topic, message.rank, message.value)
             case Regroup():

@@ -27,7 +27,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...errors import FitError, RunError
 from ...shared import events
@@ -38,12 +38,41 @@ from . import fit_arguments
 if TYPE_CHECKING:
     from ...shared.messages import Regroup
     from ...shared.protocol import RunSpec
+    from ..checkpoints.checkpoints import Checkpoints
+    from ..context import RunContext
     from ..contract import Strategy
-    from .loop import Training
 
 clock = time.perf_counter
 NOWHERE = (-1, -1)
 """Where a worker stands that has just come."""
+
+
+class Training(Protocol):
+    """What is needed of a training (`loop.Training`).
+
+    Attributes:
+        base: Steps of earlier trainings of its cell.
+        source: Its data.
+        evaluated: The step that was evaluated last.
+    """
+
+    context: RunContext
+    base: int
+    source: Any
+    evaluated: int
+    checkpoints: Checkpoints
+
+    def place(self) -> dict[str, Any]:
+        """Return how far it is, for a worker that takes over from here."""
+
+    def take_place(self, place: Mapping[str, Any]) -> None:
+        """Be as far as another worker that has said so."""
+
+    def deal(self) -> None:
+        """Go on in the data where training stands, with the shares that there are now."""
+
+    def tell_evaluation(self) -> None:
+        """Tell the kernel of the latest evaluation; it counts once, whoever tells it."""
 
 
 class Regrouping:
@@ -63,13 +92,14 @@ class Regrouping:
             RunError: This worker was to be let in, and cannot be.
         """
         context, membership = self.context, self._membership
-        why_not = self._why_not(strategy)
-        if not (context.spec.heals and not why_not):
+        if not context.spec.heals:
+            return
+        if why_not := self._why_not(strategy):
             if membership.waits:
                 raise RunError(
-                    "A worker cannot be let in to this training.", seen=why_not, code="WB-RUN-141"
+                    "A worker cannot be let in to this training.", seen=why_not, code="WB-RUN-137"
                 )
-            if context.spec.heals and context.spec.rank == 0:
+            if context.spec.rank == 0:
                 text = f"If a worker dies this training cannot go on without a restart: {why_not}."
                 context.emit(events.Noted(rank=0, text=text))
             return
@@ -179,7 +209,7 @@ class Regrouping:
         about = self._compare(store, spec, strategy)
         at = [tuple(one["at"]) for one in about]
         if max(at) == NOWHERE:
-            raise RunError("Nobody is there who has what was trained.", code="WB-RUN-143")
+            raise RunError("Nobody is there who has what was trained.", code="WB-RUN-139")
         donor = at.index(max(at))
         behind = [rank for rank, one in enumerate(at) if one != at[donor]]
         random = None

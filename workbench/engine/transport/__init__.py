@@ -21,12 +21,19 @@ it until each has said that it holds a copy (`release`), or sends its next push.
     address     where is a server found
     server      how does a server answer all its links
     worker      how does a worker talk to one server
+    chained     how does it talk to two that hold the same
+    ring        which links does a server have, where its part is held twice
     peers       how do workers of one host talk to each other
     handover    how does one worker hand others all that it knows
 """
 
-from .connection import LinkError, Message
+from .chained import connect_chains
+from .connection import LinkClosedError, LinkError, Message
+from .ring import ServerLinks
 from .server import Gone, Hub
-from .worker import Link, connect
+from .worker import Link, connect, dial_server
 
-__all__ = ["Gone", "Hub", "Link", "LinkError", "Message", "connect"]
+__all__ = [
+    "Gone", "Hub", "Link", "LinkClosedError", "LinkError", "Message", "ServerLinks", "connect",
+    "connect_chains", "dial_server",
+]  # fmt: skip

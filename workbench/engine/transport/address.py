@@ -136,20 +136,23 @@ def _bound_buffers(sock: socket.socket, host: str) -> None:
             sock.setsockopt(socket.SOL_SOCKET, which, LOOPBACK_BUFFER_BYTES)
 
 
-def publish(store: Store, server: int, about: Mapping[str, Any]) -> None:
+def publish(store: Store, server: int, about: Mapping[str, Any], role: str = "link") -> None:
     """Write a server's addresses where its workers look."""
-    store.set(f"link/{server}", json.dumps(dict(about)))
+    store.set(f"{role}/{server}", json.dumps(dict(about)))
 
 
 @waits_in(ANSWER)
-def look_up(store: Store, server: int) -> dict[str, Any]:
+def look_up(store: Store, server: int, role: str = "link") -> dict[str, Any]:
     """Wait for a server's addresses and return them.
+
+    Args:
+        role: `link`, where it answers for its own part; `copy`, for the part it holds a copy of.
 
     Raises:
         LinkError: The server did not come up.
     """
     try:
-        return json.loads(store.get(f"link/{server}"))  # type: ignore[no-any-return]
+        return json.loads(store.get(f"{role}/{server}"))  # type: ignore[no-any-return]
     except RuntimeError as error:  # torch's stores raise subclasses of it
         raise LinkError(
             f"Server s{server} did not come up.", seen=str(error).splitlines()[0], code="WB-RUN-012"

@@ -56,6 +56,10 @@ class LinkError(RunError):
         self.felt = felt
 
 
+class LinkClosedError(LinkError):
+    """The other end of a link is gone."""
+
+
 @dataclass
 class Message:
     """One message.
@@ -71,10 +75,10 @@ class Message:
     size_bytes: int = 0
 
 
-def closed(peer: str) -> LinkError:
+def closed(peer: str) -> LinkClosedError:
     """Return the error for a link whose other end is gone."""
     felt = "Connection closed by peer"
-    return LinkError(
+    return LinkClosedError(
         f"{felt}: {peer} is gone.",
         felt=felt,
         next_step="its own error says why; %cluster logs shows what it wrote",

@@ -32,7 +32,7 @@ def called_off() -> LinkError:
     """Return the error of a donor whose receivers will not all come."""
     felt = "Connection closed by peer"
     return LinkError(
-        f"{felt}: a worker that was to take over is gone.", felt=felt, code="WB-RUN-140"
+        f"{felt}: a worker that was to take over is gone.", felt=felt, code="WB-RUN-136"
     )
 
 

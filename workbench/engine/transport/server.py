@@ -16,8 +16,10 @@ from . import connection
 from .address import Listeners, Store, keep_alive, publish
 from .connection import Bytes, LinkError, Message, Region, hand_over, prove_server
 
-PUSHES = ("init", "push")
+PUSHES = ("init", "push", "update")
 """Kinds of messages that fill a worker's mailbox."""
+LOOK_S = 0.5
+"""How often a hub that waits for workers looks whether it still should."""
 
 
 class Gone(Message):
@@ -45,28 +47,43 @@ class Hub:
         self._selector = selectors.DefaultSelector()
         self._ready: deque[tuple[int, Message]] = deque()
         self._board: Region | None = None
+        self._listeners: Listeners | None = None
+        self._hung_up = False
         self.strangers = 0
 
-    @waits_in(ANSWER)
-    def admit(
-        self, store: Store, server: int, host: str, ports: tuple[int, int] | None = None
-    ) -> None:
-        """Publish this server's addresses and wait until every worker has come.
+    def listen(
+        self, store: Store, server: int, host: str, ports: tuple[int, int] | None = None,
+        role: str = "link",
+    ) -> None:  # fmt: skip
+        """Listen, and publish this server's addresses.
 
         Args:
             host, ports: Where it listens (`Listeners`).
+            role: As what it answers there (`look_up`).
         """
-        listeners = Listeners(host, ports)
+        self._listeners = Listeners(host, ports)
+        publish(store, server, self._listeners.about, role)
+
+    def admit(
+        self, store: Store, server: int, host: str, ports: tuple[int, int] | None = None
+    ) -> None:
+        """Publish this server's addresses and wait until every worker has come (`listen`)."""
+        self.listen(store, server, host, ports)
+        self.gather()
+
+    @waits_in(ANSWER)
+    def gather(self) -> None:
+        """Wait until every worker has come, or `hang_up` says that none will."""
+        assert self._listeners is not None, "listen comes first"
         try:
             with selectors.DefaultSelector() as selector:
-                for sock in listeners.sockets:
+                for sock in self._listeners.sockets:
                     selector.register(sock, selectors.EVENT_READ)
-                publish(store, server, listeners.about)
-                while len(self._peers) < self._workers:
-                    for key, _ in selector.select():
+                while len(self._peers) < self._workers and not self._hung_up:
+                    for key, _ in selector.select(LOOK_S):
                         self._let_in(key.fileobj)
         finally:
-            listeners.close()
+            self._listeners.close()
 
     def _let_in(self, listener: Any) -> None:
         sock, _ = listener.accept()
@@ -173,6 +190,20 @@ class Hub:
             self._selector.unregister(peer.sock)
             peer.close()
             self._ready.append((rank, Gone()))
+
+    def hang_up(self) -> None:
+        """Have the thread that waits in `gather` or `next` come to an end; called by another."""
+        self._hung_up = True
+        for peer in list(self._peers.values()):
+            with contextlib.suppress(OSError):
+                peer.sock.shutdown(socket.SHUT_RDWR)
+
+    def cut(self, rank: int) -> None:
+        """Let go of a peer that is gone, though its link does not show it; from any thread."""
+        peer = self._peers.get(rank)
+        if peer is not None:
+            with contextlib.suppress(OSError):
+                peer.sock.shutdown(socket.SHUT_RDWR)
 
     def close_session(self) -> None:
         """Let go of the memory of a session."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,11 @@ class Link:
     Attributes:
         server: Index of the server.
         way: What buffers travel through: `shared_memory`, `unix` or `tcp`.
+        taken_over: Called with (server that is gone, server that took over, seconds that took),
+            where two hold the same (`chained`).
     """
+
+    taken_over: Callable[[int, int, float], None]
 
     def __init__(self, sock: socket.socket, server: int, way: str) -> None:
         self._sock, self.server, self.way = sock, server, way
@@ -118,6 +122,40 @@ class Link:
         )
         connection.copy_out(self._board.data, parts)
 
+    def take(self, where: Callable[[Message], Sequence[Bytes]]) -> Message:
+        """Wait for the server's next message and copy what it sends to where that goes.
+
+        Args:
+            where: Returns the parts that an answer fills.
+
+        Raises:
+            LinkError: As of `receive` and `read`.
+        """
+        answer = self.receive()
+        self.read(answer, where(answer))
+        return answer
+
+    def take_bytes(self) -> bytes:
+        """Wait for the server's next message and return its payload.
+
+        Raises:
+            LinkError: As of `receive` and `read_bytes`.
+        """
+        return self.read_bytes(self.receive())
+
+    def complete(self, kind: str, meta: Mapping[str, Any]) -> None:
+        """Send what the server still needs for the last push."""
+        self.send(kind, meta)
+
+    def expect(self) -> None:
+        """Wait for what another worker brings about; nothing needs to be said for it."""
+
+    def cut(self, server: int) -> None:
+        """Let a wait for this server end: it is gone; from any thread."""
+        if server == self.server:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
     def release(self, message: Message) -> None:
         """Let the server change what it sent with this message."""
         if message.meta.get("held"):
@@ -164,14 +202,29 @@ def connect(store: Store, servers: int, rank: int, key: bytes, way: str = "auto"
     links: list[Link] = []
     try:
         for server in range(servers):
-            sock = dial(look_up(store, server), way)
-            prove_worker(sock, key, rank)
-            near = "unix" if sock.family != socket.AF_INET else "tcp"
-            if near == "unix" and way in ("auto", "shared_memory"):
-                near = "shared_memory"
-            links.append(Link(sock, server, near))
+            links.append(dial_server(store, server, rank, key, way))  # noqa: PERF401 - closed below
     except BaseException:
         for link in links:
             link.close()
         raise
     return links
+
+
+def dial_server(
+    store: Store, server: int, rank: int, key: bytes, way: str, *, of_copy: int | None = None
+) -> Link:
+    """Connect to one server.
+
+    Args:
+        of_copy: The part of which it holds a copy, where that is what the link is for.
+
+    Raises:
+        LinkError: It did not come up or does not know the key.
+    """
+    about = look_up(store, server) if of_copy is None else look_up(store, of_copy, "copy")
+    sock = dial(about, way)
+    prove_worker(sock, key, rank)
+    near = "unix" if sock.family != socket.AF_INET else "tcp"
+    if near == "unix" and way in ("auto", "shared_memory"):
+        near = "shared_memory"
+    return Link(sock, server, near)

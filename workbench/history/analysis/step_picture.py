@@ -167,7 +167,7 @@ def share_out(
         if phase.happens(step):
             for a, arrow in enumerate(phase.arrows):
                 found[p, a] = math.nan
-                own.setdefault(diagram.node(arrow.source).rank, []).append(((p, a), arrow))
+                own.setdefault(diagram.node(arrow.payer).rank, []).append(((p, a), arrow))
     for rank, arrows in own.items():
         total = math.nan if rank is None else sent.get(rank, math.nan)
         if math.isfinite(total):
@@ -207,7 +207,10 @@ def handed_bytes(split: Split | None) -> dict[str, float]:
 
 def part_bytes(servers: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
     """Return how much of the parameters each of several servers holds, as they said."""
-    return {f"M{number}": float(held["parameters_bytes"]) for number, held in servers.items()}
+    return {
+        f"M{number}": float(held["parameters_bytes"])
+        for number, held in servers.items() if held["parameters_bytes"]
+    }  # fmt: skip
 
 
 def chosen_algorithm(story: Story) -> str | None:

@@ -23,6 +23,9 @@ Sync wait of worker r: the last worker's gradient was ready so much later than i
 server then does (sum, clip, step) and the way there and back count as transfer. Between hosts,
 whose clocks differ, the server tells: the last push came so much later than worker r's.
 
+With `replicas=2` a second server holds a copy of all that: the sum of the gradients goes on to it
+before anybody is answered, and when the first server dies it takes over (`servers/copies.py`).
+
 MXNet's KVStore `dist_sync` is this strategy: `push(key, gradient)` of all workers, then
 `pull(key)`, with the optimizer set on the store.
 """
@@ -74,10 +77,8 @@ class Rounds(Policy):
 
     def __init__(self, holder: Holder, options: Any) -> None:
         super().__init__(holder, options)
-        flats = {rank: holder.flats(rank) for rank in holder.mailboxes}
-        self._ranks = sorted(flats)
-        self._sum = flats[self._ranks[0]]  # the first worker's mailbox becomes the sum
-        self._flats = flats
+        self._ranks = sorted(holder.training)
+        self._flats: dict[int, list[Tensor]] = {}
         self._arrived: dict[int, Meta] = {}
         self._came_s: dict[int, float] = {}  # when, on this server's clock
         self._added = 0
@@ -93,9 +94,20 @@ class Rounds(Policy):
         else:
             self._check_complete()
 
+    def _flat(self, rank: int) -> list[Tensor]:
+        """Return what a worker has pushed; its mailbox may be younger than this."""
+        if rank not in self._flats:
+            self._flats[rank] = self.holder.flats(rank)
+        return self._flats[rank]
+
+    @property
+    def _sum(self) -> list[Tensor]:
+        """The first worker's mailbox becomes the sum."""
+        return self._flat(self._ranks[0])
+
     def _add(self, rank: int) -> None:
         if rank != self._ranks[0]:
-            for total, part in zip(self._sum, self._flats[rank], strict=True):
+            for total, part in zip(self._sum, self._flat(rank), strict=True):
                 total.add_(part)
 
     def _all_in(self) -> None:
@@ -107,6 +119,8 @@ class Rounds(Policy):
         elif holder.servers == 1:
             norm = holder.norm(self._present(gradients))
             self.scaled(min(1.0, holder.clip_norm / (norm + 1e-6)))
+        elif (factor := self._arrived[self._ranks[0]].get("factor")) is not None:
+            self.scaled(float(factor))  # rank 0 knew it before this server took over
         else:  # every server knows its part of the norm; rank 0 adds them up
             norm = holder.norm(self._present(gradients))
             holder.send(self._ranks[0], "norm", norm=norm, clip_norm=holder.clip_norm)
@@ -120,7 +134,7 @@ class Rounds(Policy):
 
     def _step(self) -> None:
         holder, first = self.holder, self._ranks[0]
-        holder.update(holder.gradients[first], first, absent=self._absent)
+        holder.update(holder.gradients[first], first, of=self._ranks, absent=self._absent)
         self._arrived.clear()
         self._added = 0
         last = max(self._ranks, key=self._came_s.__getitem__)

@@ -26,6 +26,8 @@ take n steps where one device takes one; clipping looks at the single push.
                           its place in line; the other servers keep to it, and while a worker reads
                           from server 0 no further place is given, so that the others arrive at
                           exactly that version. With `latest` each server sends the newest it has.
+    replicas=2            each part of the parameters is held by two servers, so that one may die
+                          (`servers/copies.py`)
     sync=true             a step takes the gradients of all workers (bulk synchronous): central
                           storage with several servers, equal to one device
 
@@ -98,6 +100,7 @@ class Asynchronous(Policy):
         self._queue: deque[tuple[int, Meta]] = deque()
         self._held_back: dict[int, tuple[float, int, Meta]] = {}
         self._asked: dict[int, int] = {}
+        self._told: dict[int, int] = {}  # on a copy: the staleness of the last push that counts
 
     def pushed(self, rank: int, meta: Meta) -> None:
         """Queue the push; it is taken when nobody reads the parameters."""
@@ -119,6 +122,17 @@ class Asynchronous(Policy):
         self._asked.pop(rank, None)
         self._answer_held_back(rank)
         self._go_on()
+
+    def followed(self, rank: int, meta: Meta) -> None:
+        """Count the push here too: bounds hold when this copy takes over."""
+        if rank in self._steps:
+            self._steps[rank] += 1
+        self._told[rank] = int(meta["staleness"])
+
+    def repeated(self, rank: int, meta: Meta) -> None:
+        """Answer a push that counts already, unless its worker is too far ahead."""
+        self._held_back[rank] = (clock(), self._told.get(rank, 0), meta)
+        self._answer_held_back(rank)
 
     def asked(self, rank: int, meta: Meta) -> None:
         """Send the parameters: as they are, or once they are of the version asked for."""
@@ -144,12 +158,14 @@ class Asynchronous(Policy):
 
     def _take(self, rank: int, meta: Meta) -> None:
         holder = self.holder
-        staleness = holder.version - self._pulled[rank]
+        pulled = meta.get("pulled")  # a copy has not seen what was pulled from the one before it
+        staleness = holder.version - (self._pulled[rank] if pulled is None else int(pulled))
         holder.update(
             holder.gradients[rank],
             rank,
             absent=frozenset(meta.get("absent", ())),
             lr_factor=1 / max(1, staleness) if self._aware else 1.0,
+            staleness=staleness,
         )
         if rank in self._steps:
             self._steps[rank] += 1

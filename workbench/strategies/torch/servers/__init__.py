@@ -7,4 +7,5 @@ In reading order:
     shards        which server holds which parameters
     rows          what travels of a table of which a step uses a few rows
     shard_server  what does a server hold, and how does it answer
+    copies        how is a part held by two servers, and what if one of them dies
 """

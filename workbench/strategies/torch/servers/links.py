@@ -69,6 +69,9 @@ class ShardLinks:
         self._tables = frozenset(tables)
         self._staging = Staging(parameters, self._tables)
         self.sent_bytes = 0
+        self._held: dict[int, Mapping[str, Any]] = {}  # what servers have told of their memory
+        for link in self._links:
+            link.taken_over = self._taken_over
 
     def open(self, about: Mapping[str, Any]) -> None:
         """Tell every server which tensors it holds and what it does with them."""
@@ -85,6 +88,9 @@ class ShardLinks:
             values = self._staging.gather([p.detach() for p in self._parameters])
             for link, shard in self._each():
                 link.push("init", {}, _parts(values, shard))
+        else:
+            for link in self._links:
+                link.expect()
         self._take()
 
     def _each(self) -> Iterator[tuple[Link, Shard]]:
@@ -104,6 +110,7 @@ class ShardLinks:
         answers = push(pushes, meta, wanted)
         if wanted:
             faults.travel(self._came_bytes)
+        self.sent_bytes += sum(answer.meta.get("copied_bytes", 0) for answer in answers)
         return answers
 
     def _pushes(self, gradients: Sequence[torch.Tensor | None]) -> list[Push]:
@@ -134,7 +141,7 @@ class ShardLinks:
         norm = math.sqrt(sum(meta["norm"] ** 2 for meta in told))
         factor = min(1.0, told[0]["clip_norm"] / (norm + 1e-6))
         for link in self._links:
-            link.send("scale", {"factor": factor})
+            link.complete("scale", {"factor": factor})
 
     def _push_in_turn(
         self, pushes: Sequence[Push], meta: Mapping[str, Any], wanted: bool
@@ -175,8 +182,7 @@ class ShardLinks:
         landing, came = self._landing()
         answers: list[Message] = []
         for at, link in enumerate(self._links):
-            answer = link.receive()
-            self._read(at, answer, landing, came)
+            answer = self._take_from(at, landing, came)
             link.release(answer)
             self._hear(answer, at)
             answers.append(answer)
@@ -188,19 +194,27 @@ class ShardLinks:
         self._came_bytes = 0
         return self._staging.landing(), {}
 
-    def _read(
-        self, server: int, answer: Message, landing: Sequence[Bytes], came: dict[int, Rows]
-    ) -> None:
-        """Read what a server sends of its shard."""
+    def _take_from(
+        self, server: int, landing: Sequence[Bytes], came: dict[int, Rows]
+    ) -> Message:  # fmt: skip
+        """Read what a server sends of its shard; return its answer."""
         parted = self._parted[server]
-        if not parted.tables:
-            parts = _parts(landing, self._shards[server])
-        else:
-            rows = parted.room(answer.meta["rows"])
-            came.update(zip((piece.index for piece in parted.tables), rows, strict=True))
-            parts = parted.parts(_parts(landing, parted.whole), rows)
-        self._came_bytes += sum(part.size for part in parts)
-        self._links[server].read(answer, parts)
+        size_bytes = 0
+
+        def where(answer: Message) -> list[Bytes]:
+            nonlocal size_bytes
+            if not parted.tables:
+                parts = _parts(landing, self._shards[server])
+            else:
+                rows = parted.room(answer.meta["rows"])
+                came.update(zip((piece.index for piece in parted.tables), rows, strict=True))
+                parts = parted.parts(_parts(landing, parted.whole), rows)
+            size_bytes = sum(part.size for part in parts)
+            return parts
+
+        answer = self._links[server].take(where)
+        self._came_bytes += size_bytes
+        return answer
 
     def _arrived(self, came: Mapping[int, Rows]) -> None:
         """Bring what arrived to where the parameters are."""
@@ -214,13 +228,11 @@ class ShardLinks:
         It gives no further tickets meanwhile, so the others reach that version and stop there.
         """
         landing, came = self._landing()
-        first = self._links[0].receive()
-        self._read(0, first, landing, came)
+        first = self._take_from(0, landing, came)
         for link in self._links[1:]:
             link.send("pull", {"at": first.meta["version"]})
         for at, link in enumerate(self._links[1:], start=1):
-            answer = link.receive()
-            self._read(at, answer, landing, came)
+            answer = self._take_from(at, landing, came)
             link.release(answer)
             self._hear(answer, at)
         self._links[0].release(first)
@@ -229,9 +241,33 @@ class ShardLinks:
         return first
 
     def _hear(self, answer: Message, server: int) -> None:
-        """Hand on what a server tells once about its memory; only rank 0 is told."""
-        if "holds" in answer.meta:
-            self._context.emit(events.ServerHolds(rank=0, server=server, **answer.meta["holds"]))
+        """Hand on what servers tell once about their memory; only rank 0 is told."""
+        if "holds" in answer.meta and server not in self._held:
+            self._held[server] = answer.meta
+            if len(self._held) == len(self._links):
+                self._tell_memory()
+
+    def _tell_memory(self) -> None:
+        """Tell what each server holds: its own part, and a copy of another one's."""
+        context = self._context
+        chains = context.entry.chains(context.spec.options)
+        for server in range(context.entry.server_count(context.spec.options)):
+            own = self._held[server]["holds"] if server in self._held else {}
+            copies_bytes = sum(
+                sum((self._held[part].get("copy_holds") or {}).values())
+                for part, chain in enumerate(chains) if server in chain[1:]
+            )  # fmt: skip
+            context.emit(
+                events.ServerHolds(rank=0, server=server, copies_bytes=copies_bytes, **own)
+            )
+
+    def _taken_over(self, gone: int, server: int, seconds: float) -> None:
+        if self._rank0:
+            text = (
+                f"Server s{server} took over the part of server s{gone}, which is gone, within "
+                f"{seconds:.2f} s; no step is lost. There is no second copy of that part any more."
+            )
+            self._context.emit(events.Noted(rank=0, text=text))
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -239,7 +275,7 @@ class ShardLinks:
         """Yield what each server's optimizer keeps, as the server wrote it."""
         for link in self._links:
             link.send("state")
-            yield link.read_bytes(link.receive())
+            yield link.take_bytes()
 
     def load(self, written: Callable[[Shard], bytes]) -> None:
         """Rank 0 gives each server what its optimizer is to keep."""

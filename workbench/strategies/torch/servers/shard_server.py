@@ -11,16 +11,18 @@
            <-------  params, once nobody pushes any more
     close  ------->  the session is over; another wb.fit of the cell may open the next
 
+Where a part is held twice, every change goes to its copy before anybody is answered (`copies.py`).
+
 What is done to the optimizer is what one device does: clip, step. Its hyper-parameters are those of
 the user's optimizer on the worker; a scheduler there changes them, and they travel with each push.
 """
 
 from __future__ import annotations
 
-import importlib
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,11 +30,12 @@ import torch
 from numpy.typing import NDArray
 
 from ..parts.replica import bytes_of
-from .rows import Changes, Parted, counts_of, norm_of, sparse_of, summed
-from .shards import Shard, as_bytes, restored
+from .rows import Changes, Parted, counts_of, norm_of, rows_of, sparse_of, summed
+from .shards import Shard, as_bytes, build_optimizer, restored
 
 if TYPE_CHECKING:
     from ....engine.transport import Hub, Message
+    from .copies import Successor
 
 Meta = Mapping[str, Any]
 
@@ -68,6 +71,13 @@ class Policy(ABC):
     def scaled(self, factor: float) -> None:  # noqa: B027 - only where servers clip together
         """Rank 0 says by how much clipping shortens the gradient."""
 
+    def repeated(self, rank: int, meta: Meta) -> None:
+        """A push that counts already is sent again: its answer was lost with a server."""
+        self.holder.send_parameters(rank, staleness=0, blocked_s=0.0, blamed=-1)
+
+    def followed(self, rank: int, meta: Meta) -> None:  # noqa: B027 - only where pushes are counted
+        """On a copy: an update that the worker's push has made elsewhere was made here too."""
+
 
 class Holder:
     """What one server holds in one session.
@@ -80,6 +90,8 @@ class Holder:
         reading: Ranks that may be reading the board.
         parted: Which of the tensors travel as rows.
         gradients: What each worker has pushed last, in the order of the shard.
+        session: Its number, where the part is held twice.
+        counted: The number of each worker's last push that counts.
     """
 
     def __init__(
@@ -88,9 +100,27 @@ class Holder:
         opened: Mapping[int, Meta],
         servers: int,
         make_policy: Callable[[Holder], Policy],
+        *,
+        successor: Successor | None = None,
+        follows: bool = False,
     ) -> None:
+        """Open a session.
+
+        Args:
+            opened: What each worker says of it.
+            successor: Who holds a copy of it all.
+            follows: Whether this is that copy: workers come when it has taken over (`admit`).
+        """
         self.hub, self.servers = hub, servers
         first = opened[min(opened)]
+        self.session = int(first.get("session", 0))
+        self._successor, self._follows = successor, follows
+        self.counted = dict.fromkeys(opened, 0)
+        self._came = dict.fromkeys(opened, 0)
+        self._begins = 0
+        self._awaiting: dict[int, int] = {}  # who waits for which of them
+        self._copied: dict[int, int] = {}  # bytes sent on for a worker's push
+        self._hyper_sent: dict[int, Any] = {}
         self.shard = Shard.from_wire(first["shard"])
         self.clip_norm: float | None = first["clip_norm"]
         self._about = first
@@ -109,20 +139,40 @@ class Holder:
         ]  # fmt: skip
         self._changes = Changes(self.parted, opened)
         self._filled_bytes = dict.fromkeys(opened, 0)
-        size_bytes = self.shard.size_bytes
-        most_bytes = self.parted.most_bytes if self._tables else None
-        self.board = hub.board(size_bytes)
-        self.mailboxes = {
-            rank: hub.mailbox(rank, size_bytes, shared=bool(meta["shared"]), most_bytes=most_bytes)
-            for rank, meta in opened.items()
-        }
+        self.board = hub.board(self.shard.size_bytes)
+        self.mailboxes: dict[int, NDArray[np.uint8]] = {}
+        self.gradients: dict[int, list[torch.Tensor]] = {}
+        for rank, meta in () if follows else opened.items():
+            self.make_mailbox(rank, shared=bool(meta["shared"]))
         self.parameters = [torch.nn.Parameter(view) for view in self.shard.views(self.board)]
-        self.gradients = {r: self._views(mailbox) for r, mailbox in self.mailboxes.items()}
         self.hyper: dict[int, list[dict[str, Any]]] = {}
         self.policy = make_policy(self)
-        for rank in opened:
-            hub.reply(rank, "opened")
-            hub.hand_over(rank)
+        if successor is not None:
+            successor.begin(self.shard, self.parted, first, sorted(opened))
+        for rank in self.mailboxes:
+            self._welcome(rank)
+
+    def make_mailbox(self, rank: int, *, shared: bool) -> None:
+        """Make the memory to which somebody's pushes go."""
+        most_bytes = self.parted.most_bytes if self._tables else None
+        size_bytes = self.shard.size_bytes
+        mailbox = self.hub.mailbox(rank, size_bytes, shared=shared, most_bytes=most_bytes)
+        self.mailboxes[rank], self.gradients[rank] = mailbox, self._views(mailbox)
+
+    def _welcome(self, rank: int) -> None:
+        self.hub.reply(rank, "opened")
+        self.hub.hand_over(rank)
+
+    def lacks(self, rank: int, meta: Meta) -> bool:
+        """Whether a worker that opens a session comes from another server into this one."""
+        same = self._follows and rank in self.open and meta.get("session") == self.session
+        return same and rank not in self.mailboxes and rank in self.hub.living
+
+    def admit(self, rank: int, meta: Meta) -> None:
+        """Let in a worker whose server is gone; what it knows of tables is not known here."""
+        self.make_mailbox(rank, shared=bool(meta["shared"]))
+        self._changes.everything()
+        self._welcome(rank)
 
     def _views(self, mailbox: NDArray[np.uint8]) -> list[torch.Tensor]:
         """Return what a mailbox holds of each tensor; of tables nothing, until a push has come."""
@@ -142,6 +192,10 @@ class Holder:
             if meta.get("hyper") is not None:
                 self.hyper[rank] = meta["hyper"]
             self.reading.discard(rank)  # who pushes has finished reading
+            self._came[rank] = int(meta.get("seq", 0))
+            if 0 < self._came[rank] <= self.counted[rank]:
+                self.policy.repeated(rank, meta)
+                return
             if self._tables:
                 self._filled_bytes[rank] = max(self._filled_bytes[rank], message.size_bytes)
                 try:
@@ -158,16 +212,24 @@ class Holder:
         elif message.kind == "scale":
             self.policy.scaled(float(meta["factor"]))
         elif message.kind == "init":
-            self._begin(rank, meta.get("payload"))
+            self._begin(rank, meta)
+        elif message.kind == "await":
+            if self._follows:  # elsewhere all are sent the values when they are there
+                self._awaiting[rank] = int(meta["nth"])
+                self._answer_awaiting()
         elif message.kind == "end":
             self._waiting_for_end.add(rank)
-            self._leave(rank)
+            self.leave(rank)
         elif message.kind in ("close", "gone"):
+            if meta.get("session", self.session) != self.session:
+                return  # it left another one
             self.open.discard(rank)
             self._waiting_for_end.discard(rank)
-            self._leave(rank)
+            self.leave(rank)
         elif message.kind == "load":
             self._saved = meta["payload"]
+            if self._successor is not None:
+                self._successor.load(meta["payload"])
         elif message.kind == "state":
             self._send_state(rank)
 
@@ -177,12 +239,36 @@ class Holder:
         for (place, _), rows in zip(self._tables, found, strict=True):
             self.gradients[rank][place] = sparse_of(rows, self.parameters[place])
 
-    def _begin(self, rank: int, payload: memoryview | None) -> None:
-        """Take the values to begin with (again, where a saved state is loaded).
+    def _begin(self, rank: int, meta: Meta) -> None:
+        """Take the values to begin with (again, where a saved state is loaded)."""
+        if 0 < int(meta.get("nth", 0)) <= self._begins:  # asked again: the answer was lost
+            self._saved = None
+            self.send_parameters(rank)
+            return
+        self.take_values(rank, meta)
+        if self._successor is not None:
+            self._successor.change("init", {}, [self.board])
+        if self._follows:  # it answers who asks
+            self.send_parameters(rank)
+            self._answer_awaiting()
+            return
+        for member in sorted(self.open):
+            self.send_parameters(member)
+
+    def _answer_awaiting(self) -> None:
+        for rank, nth in list(self._awaiting.items()):
+            if nth <= self._begins:
+                del self._awaiting[rank]
+                self.send_parameters(rank)
+
+    def take_values(self, rank: int, meta: Meta) -> None:
+        """Take the values, and what was kept of the optimizer's state.
 
         Args:
-            payload: They, where they are no push in the worker's mailbox.
+            meta: With the values as `payload`, where they are no push in the sender's mailbox.
         """
+        self._begins += 1
+        payload = meta.get("payload")
         self.board[:] = self.mailboxes[rank] if payload is None else payload
         self._changes.everything()
         self.optimizer = build_optimizer(self._about, self.shard, self.parameters)
@@ -192,11 +278,16 @@ class Holder:
                 if piece.index in saved:
                     self.optimizer.state[parameter] = saved[piece.index]
             self._saved = None
-        for member in sorted(self.open):
-            self.send_parameters(member)
 
-    def _leave(self, rank: int) -> None:
+    def take_over(self, sender: int) -> None:
+        """On a copy: the server that was followed is gone, and with it where its updates came."""
+        del self.mailboxes[sender], self.gradients[sender]
+
+    def leave(self, rank: int) -> None:
+        """Wait for a worker no more: it has ended, or is gone."""
         if rank in self.training:
+            if self._successor is not None:
+                self._successor.change("left", {"rank": rank})
             self.training.discard(rank)
             self.reading.discard(rank)
             self.policy.left(rank)
@@ -240,9 +331,12 @@ class Holder:
         if held:
             self.reading.add(rank)
         about = {"version": self.version, "held": held, **meta}
+        if copied := self._copied.pop(rank, 0):
+            about["copied_bytes"] = copied
         if rank == 0 and not self._told and (self.version >= 2 or not self.training):
             self._told = True  # by now an optimizer has its state
             about["holds"] = self.held_bytes()
+            about["copy_holds"] = None if self._successor is None else self._successor.holds
         if not self._tables:
             self.hub.reply(rank, "params", about, board=True)
             return
@@ -269,7 +363,10 @@ class Holder:
 
     def send(self, rank: int, kind: str, **meta: Any) -> None:
         """Send a worker a message."""
-        self.hub.reply(rank, kind, {"version": self.version, **meta})
+        about = {"version": self.version, **meta}
+        if kind == "ack" and (copied := self._copied.pop(rank, 0)):
+            about["copied_bytes"] = copied
+        self.hub.reply(rank, kind, about)
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> float:
         """Return the norm of this server's part of a gradient."""
@@ -295,18 +392,69 @@ class Holder:
         gradients: Sequence[torch.Tensor],
         rank: int,
         *,
+        of: Collection[int] = (),
         absent: frozenset[int] = frozenset(),
         lr_factor: float = 1.0,
+        staleness: int = 0,
     ) -> None:
-        """Step the optimizer along a gradient.
+        """Step the optimizer along a gradient; when this returns, the copy has done so too.
 
         Args:
             gradients: In the order of the shard.
             rank: Whose hyper-parameters hold.
+            of: Ranks whose pushes count with it; by default that one's.
             absent: Indices of parameters that took no part in the loss: they are left alone, as
                 one device leaves them.
             lr_factor: Factor on the learning rates of this step alone.
+            staleness: Of the push, for a copy that has to say it again.
         """
+        for member in of or (rank,):
+            self.counted[member] = self._came[member]
+        if self._successor is not None:
+            hyper = self.hyper[rank]
+            about: dict[str, Any] = {"rank": rank, "staleness": staleness}
+            about["counted"] = [[member, self.counted[member]] for member in of or (rank,)]
+            if self._hyper_sent.get(rank) is not hyper:
+                about["hyper"] = self._hyper_sent[rank] = hyper
+            if absent:
+                about["absent"] = sorted(absent)
+            if lr_factor != 1.0:
+                about["lr_factor"] = lr_factor
+            parts, rows = self._sent_on(gradients, rank)
+            # It takes the step while this server does.
+            self._copied[rank] = self._successor.send("update", about | rows, parts)
+        self._step(gradients, rank, absent, lr_factor)
+        if self._successor is not None:
+            self._successor.wait()
+
+    def follow(self, sender: int, meta: Meta) -> None:
+        """On a copy: take the step that was taken elsewhere."""
+        rank = int(meta["rank"])
+        if "hyper" in meta:
+            self.hyper[rank] = meta["hyper"]
+        if self._tables:
+            self._filled_bytes[rank] = max(self._filled_bytes[rank], int(meta["size_bytes"]))
+            self._read_rows(sender, meta)
+        absent = frozenset(meta.get("absent", ()))
+        self._step(self.gradients[sender], rank, absent, float(meta.get("lr_factor", 1.0)))
+        for member, number in meta["counted"]:
+            self.counted[member] = number
+        self.policy.followed(rank, meta)
+
+    def _sent_on(
+        self, gradients: Sequence[torch.Tensor], rank: int
+    ) -> tuple[list[NDArray[np.uint8]], dict[str, Any]]:
+        """Return what a copy is sent of a gradient, and how many rows of tables there are."""
+        if not self._tables:  # they lie in the worker's mailbox, one behind the other
+            return [self.mailboxes[rank]], {}
+        tables = {place for place, _ in self._tables}
+        whole = [as_bytes(g) for place, g in enumerate(gradients) if place not in tables]
+        rows = [rows_of(gradients[place], self.parameters[place]) for place, _ in self._tables]
+        return self.parted.parts(whole, rows), {"rows": counts_of(rows)}
+
+    def _step(
+        self, gradients: Sequence[torch.Tensor], rank: int, absent: frozenset[int], lr_factor: float
+    ) -> None:
         optimizer = self.optimizer
         assert optimizer is not None
         for group, values in zip(optimizer.param_groups, self.hyper[rank], strict=True):
@@ -325,36 +473,40 @@ class Holder:
         self.version += 1
 
 
-def build_optimizer(
-    about: Meta, shard: Shard, parameters: Sequence[torch.nn.Parameter]
-) -> torch.optim.Optimizer:
-    """Make an optimizer of the user's class over this server's parameters.
+def serve(
+    hub: Hub,
+    servers: int,
+    make_policy: Callable[[Holder], Policy],
+    successor: Successor | None = None,
+    *,
+    taken: Holder | None = None,
+    waiting: Sequence[tuple[int, Message]] = (),
+) -> None:
+    """Answer the workers, one session (one `wb.fit`, one `wb.prepare`) after the other.
 
-    It is made as unpickling makes one, from its class, defaults and groups: constructors differ,
-    and would ask for arguments that nobody knows any more.
+    Args:
+        servers: Among which the parameters are divided.
+        successor: Who holds a copy of what this server holds.
+        taken: The session in which this one takes the place of a server that is gone.
+        waiting: What workers have said to it before it could.
     """
-    module, _, name = str(about["optimizer"]).partition(":")
-    cls: Any = importlib.import_module(module)
-    for part in name.split("."):
-        cls = getattr(cls, part)
-    mine = {piece.index: p for piece, p in zip(shard.pieces, parameters, strict=True)}
-    groups = [
-        {**restored(values), "params": [mine[i] for i in indices if i in mine]}
-        for values, indices in zip(about["hyper"], about["groups"], strict=True)
-    ]
-    optimizer: torch.optim.Optimizer = cls.__new__(cls)
-    torch.optim.Optimizer.__init__(optimizer, groups, restored(about["defaults"]))
-    optimizer.__setstate__({})
-    return optimizer
-
-
-def serve(hub: Hub, servers: int, make_policy: Callable[[Holder], Policy]) -> None:
-    """Answer the workers, one session (one `wb.fit`, one `wb.prepare`) after the other."""
     early: dict[int, Meta] = {}
+    queue = deque(waiting)
+
+    def heard() -> tuple[int, Message] | None:
+        return queue.popleft() if queue else hub.next()
+
+    holder = taken
+    del taken
     while True:
+        if holder is not None:
+            if not _session(holder, heard, early):
+                return
+            holder = None
+            hub.close_session()
         opened, early = early, {}
         while set(opened) != set(hub.living) or not opened:
-            item = hub.next()
+            item = heard()
             if item is None:
                 return
             rank, message = item
@@ -368,15 +520,92 @@ def serve(hub: Hub, servers: int, make_policy: Callable[[Holder], Policy]) -> No
                 text = "the workers' models differ in the shapes or types of their parameters"
                 hub.reply(rank, "error", {"text": text})
             continue
-        holder = Holder(hub, opened, servers, make_policy)
-        while holder.open:
-            item = hub.next()
+        holder = Holder(hub, opened, servers, make_policy, successor=successor)
+
+
+def _session(
+    holder: Holder, heard: Callable[[], tuple[int, Message] | None], early: dict[int, Meta]
+) -> bool:
+    """Go through a session; return whether workers are left.
+
+    Args:
+        early: Takes what workers say that are in the next one already.
+    """
+    while holder.open:
+        item = heard()
+        if item is None:
+            return False
+        rank, message = item
+        if message.kind == "open":
+            if holder.lacks(rank, message.meta):
+                holder.admit(rank, message.meta)
+            else:
+                early[rank] = message.meta
+        elif rank in holder.open:
+            holder.handle(rank, message)
+    return True
+
+
+class Copy:
+    """The copy of a part: follows the server that answers for it, and takes its place.
+
+    Args:
+        hub: Its links: of every worker, and of that server, as the one after the last worker.
+        sender: Its number there.
+        servers: Among which the parameters are divided.
+    """
+
+    def __init__(
+        self, hub: Hub, sender: int, servers: int, make_policy: Callable[[Holder], Policy]
+    ) -> None:
+        self._hub, self._sender, self._servers = hub, sender, servers
+        self._make_policy = make_policy
+        self._holder: Holder | None = None
+
+    def keep(self) -> None:
+        """Follow until there is nobody to be followed, then answer the workers."""
+        waiting: list[tuple[int, Message]] = []
+        while True:
+            item = self._hub.next()
             if item is None:
                 return
             rank, message = item
-            if message.kind == "open":
-                early[rank] = message.meta
-            elif rank in holder.open:
-                holder.handle(rank, message)
-        del holder
-        hub.close_session()
+            if rank != self._sender:
+                if message.kind in ("close", "gone") and self._holder is not None:
+                    self._holder.handle(rank, message)
+                if message.kind != "close":
+                    waiting.append(item)  # until it is certain that the other one counts no more
+            elif message.kind == "gone":
+                break
+            else:
+                self._follow(message)
+        taken, self._holder = self._holder, None
+        if taken is not None:
+            taken.take_over(self._sender)
+        serve(self._hub, self._servers, self._make_policy, taken=taken, waiting=waiting)
+
+    def _follow(self, message: Message) -> None:
+        """Change as the server did, and say so."""
+        meta, kind, hub = message.meta, message.kind, self._hub
+        if kind == "open":
+            if self._holder is not None:
+                self._holder = None
+                hub.close_session()
+            opened = dict.fromkeys(meta["ranks"], meta)
+            self._holder = Holder(hub, opened, self._servers, self._make_policy, follows=True)
+            self._holder.make_mailbox(self._sender, shared=bool(meta["shared"]))
+            hub.reply(self._sender, "opened")
+            hub.hand_over(self._sender)
+            return
+        assert self._holder is not None, "a session is opened first"
+        holder = self._holder
+        if kind == "update":
+            holder.follow(self._sender, {**meta, "size_bytes": message.size_bytes})
+        elif kind == "init":
+            holder.take_values(self._sender, meta)
+        elif kind == "left":
+            holder.leave(int(meta["rank"]))
+        else:
+            holder.handle(self._sender, message)
+        told = {"holds": holder.held_bytes()} if kind != "update" or holder.version <= 2 else {}
+        hub.reply(self._sender, "ack", told)

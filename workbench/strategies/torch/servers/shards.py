@@ -15,6 +15,7 @@ An optimizer's class and hyper-parameters travel to a server too.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -215,3 +216,26 @@ def restored(values: Mapping[str, Any]) -> dict[str, Any]:
     if found.get("capturable"):
         found["capturable"] = False  # CUDA graphs are the worker's matter
     return found
+
+
+def build_optimizer(
+    about: Mapping[str, Any], shard: Shard, parameters: Sequence[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Make an optimizer of the user's class over this server's parameters.
+
+    It is made as unpickling makes one, from its class, defaults and groups: constructors differ,
+    and would ask for arguments that nobody knows any more.
+    """
+    module, _, name = str(about["optimizer"]).partition(":")
+    cls: Any = importlib.import_module(module)
+    for part in name.split("."):
+        cls = getattr(cls, part)
+    mine = {piece.index: p for piece, p in zip(shard.pieces, parameters, strict=True)}
+    groups = [
+        {**restored(values), "params": [mine[i] for i in indices if i in mine]}
+        for values, indices in zip(about["hyper"], about["groups"], strict=True)
+    ]
+    optimizer: torch.optim.Optimizer = cls.__new__(cls)
+    torch.optim.Optimizer.__init__(optimizer, groups, restored(about["defaults"]))
+    optimizer.__setstate__({})
+    return optimizer

@@ -33,9 +33,10 @@ from ....shared.faults import ON_LINKS
 from ..parts.guard import Guard, broadcast_buffers
 from ..parts.replica import Trainer, bytes_of, copied_state, to_numpy
 from ..parts.user_loop import OwnLoop
+from .copies import Successor
 from .links import ShardLinks
 from .rows import check_row_wise, tables_of
-from .shard_server import Holder, Policy, serve
+from .shard_server import Copy, Holder, Policy, serve
 from .shards import Shard, hyper_of, importable, plain
 
 if TYPE_CHECKING:
@@ -301,9 +302,22 @@ class Served(Strategy):
 
     def serve(self) -> None:
         """Hold parameters until the workers are done."""
-        hub = self.context.hub
-        assert hub is not None, "the runtime opens the links first"
-        serve(hub, self.context.spec.servers, self.make_policy)
+        context = self.context
+        if context.hub is None:  # it holds a copy and nothing else
+            return
+        successor = None if context.successor is None else Successor(context.successor)
+        serve(context.hub, self._parts, self.make_policy, successor)
+
+    def keep_copy(self) -> None:
+        """Hold a copy of another server's part, and take its place when it is gone."""
+        context = self.context
+        assert context.copy_hub is not None, "the runtime opens the links first"
+        Copy(context.copy_hub, context.spec.world_size, self._parts, self.make_policy).keep()
+
+    @property
+    def _parts(self) -> int:
+        """In how many parts servers hold the parameters."""
+        return self.context.entry.part_count(self.context.spec.options)
 
     # -- on a worker -------------------------------------------------------------------------------
 

@@ -1,0 +1,256 @@
+"""A worker's end of the links to a part of the parameters that two servers hold.
+
+    worker r  -- push, pull -->  server s      (the part's own)
+                                    | every update, before it is answered
+              ..............>    server s+1    (its copy; silent while s lives)
+
+Source: van Renesse and Schneider, Chain Replication for Supporting High Throughput and
+Availability, OSDI 2004: an update is answered when the last of the chain has it, so whatever was
+answered outlives any one of them. What was asked and not answered yet is asked again at the copy,
+under the same number: the copy knows the number of each worker's last push that counted.
+
+Both links are open from the beginning. That a server is gone shows by the end of its link, which
+the system closes with the process; where a whole host is silent, the kernel's word does it
+(`cut`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .connection import Bytes, LinkClosedError, LinkError, Message
+from .worker import Link, dial_server
+
+if TYPE_CHECKING:
+    from .address import Store
+
+Ask = Callable[[Link], None]
+Heard = TypeVar("Heard")
+
+
+class ChainedLink(Link):
+    """Two links used as one: the second takes over when the other end of the first is gone.
+
+    Attributes:
+        taken_over: Called with (server that is gone, server that took over, seconds that took).
+    """
+
+    def __init__(self, own: Link, copy: Link) -> None:
+        self._link = own
+        self._copy: Link | None = copy
+        self._asked: list[Ask] = []  # since the last answer: what a copy would be asked again
+        self._answered = True
+        self._opening: tuple[int, Mapping[str, Any], int | None] | None = None
+        self._session = self._pushes = self._begins = 0
+        self._version: int | None = None
+        self._again: Callable[[Mapping[str, Any]], Ask]
+        self.taken_over: Callable[[int, int, float], None] = lambda gone, server, seconds: None
+
+    @property
+    def server(self) -> int:  # type: ignore[override]
+        """Index of the server that answers."""
+        return self._link.server
+
+    @property
+    def way(self) -> str:  # type: ignore[override]
+        """What buffers travel through."""
+        return self._link.way
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """Of the server that answers."""
+        return self._link.name
+
+    def begin(
+        self, size_bytes: int, meta: Mapping[str, Any], most_bytes: int | None = None
+    ) -> None:
+        """As of a link."""
+        self._session += 1
+        self._pushes = self._begins = 0
+        self._version = None
+        self._opening = (size_bytes, {**meta, "session": self._session}, most_bytes)
+        self._asked.clear()
+        self._answered = True
+        with self._unless_closed():
+            self._link.begin(*self._opening)
+
+    def opened(self) -> Message:
+        """As of a link."""
+        try:
+            return self._link.opened()
+        except LinkClosedError as error:
+            return self._go_over(error)
+
+    def send(self, kind: str, meta: Mapping[str, Any] | None = None) -> None:
+        """As of a link."""
+        self._ask(lambda link: link.send(kind, meta))
+
+    def send_bytes(self, kind: str, payload: bytes) -> None:
+        """As of a link."""
+        self._ask(lambda link: link.send_bytes(kind, payload))
+
+    def push(self, kind: str, meta: Mapping[str, Any], parts: Sequence[Bytes]) -> None:
+        """As of a link; the push is numbered, and says which version it was computed on."""
+        if kind == "init":
+            self._begins += 1
+            meta = {**meta, "nth": self._begins}
+        else:
+            self._pushes += 1
+            meta = {**meta, "seq": self._pushes, "pulled": self._version}
+
+        def again(more: Mapping[str, Any]) -> Ask:
+            return lambda link: link.push(kind, {**meta, **more}, parts)
+
+        self._again = again
+        self._ask(again({}))
+
+    def complete(self, kind: str, meta: Mapping[str, Any]) -> None:
+        """As of a link; a copy would be told at once with the push."""
+        self._asked[-1] = self._again(meta)
+        self._answered = False
+        with self._unless_closed():
+            self._link.complete(kind, meta)
+
+    def expect(self) -> None:
+        """As of a link; a copy has to be asked."""
+        self._begins += 1
+        nth = self._begins
+        # A server that has taken over does not know who has got what: it answers who asks.
+        self._ask(lambda link: link.send("await", {"nth": nth}), sends=self._copy is None)
+
+    def _ask(self, ask: Ask, *, sends: bool = True) -> None:
+        if self._answered:
+            self._asked.clear()
+        self._asked.append(ask)
+        self._answered = False
+        if sends:
+            with self._unless_closed():
+                ask(self._link)
+
+    def receive(self) -> Message:
+        """As of a link; for answers without a payload."""
+        return self._answer(lambda link: link.receive())
+
+    def take(self, where: Callable[[Message], Sequence[Bytes]]) -> Message:
+        """As of a link; an answer that breaks off is asked for again."""
+        answer = self._answer(lambda link: link.take(where))
+        self._version = answer.meta.get("version", self._version)
+        return answer
+
+    def take_bytes(self) -> bytes:
+        """As of a link."""
+        return self._answer(lambda link: link.take_bytes())
+
+    def _answer(self, hear: Callable[[Link], Heard]) -> Heard:
+        while True:
+            try:
+                heard = hear(self._link)
+            except LinkClosedError as error:  # noqa: PERF203 - it ends with the second server
+                self._go_over(error)
+            else:
+                self._answered = True
+                return heard
+
+    def release(self, message: Message) -> None:
+        """As of a link."""
+        with self._unless_closed():
+            self._link.release(message)
+
+    def _go_over(self, error: LinkClosedError) -> Message:
+        """Turn to the copy, open the session there, and ask it again what is not answered.
+
+        Raises:
+            LinkError: There is none, or it is gone as well.
+        """
+        began, gone, copy = time.perf_counter(), self._link, self._copy
+        if copy is None:
+            raise LinkError(
+                f"{error.felt}: both servers that held a part of the parameters are gone, "
+                f"{gone.name} last.",
+                felt=error.felt,
+                next_step="%cluster restart, and run the cell again; with --checkpoint the run "
+                "goes on from its last checkpoint by itself",
+                code="WB-RUN-140",
+            ) from error
+        self._link, self._copy = copy, None
+        gone.close()
+        opened = Message("opened")
+        try:
+            if self._opening is not None:
+                copy.begin(*self._opening)
+                opened = copy.opened()
+            for ask in self._asked:
+                ask(copy)
+        except LinkClosedError as further:
+            self._go_over(further)  # raises
+        self.taken_over(gone.server, copy.server, time.perf_counter() - began)
+        return opened
+
+    @contextlib.contextmanager
+    def _unless_closed(self) -> Any:
+        """What is sent in vain is no error yet: the answer's absence shows, and is seen to."""
+        try:
+            yield
+        except LinkClosedError:
+            if self._copy is None:
+                raise
+
+    def cut(self, server: int) -> None:
+        """As of a link; a copy that is gone is not turned to in vain."""
+        self._link.cut(server)
+        if (copy := self._copy) is not None:
+            copy.cut(server)
+
+    def end_session(self) -> None:
+        """As of a link; the copy too hears that nobody is left to be waited for."""
+        self._link.end_session()
+        if self._opening is not None and self._copy is not None:
+            with contextlib.suppress(LinkError):
+                self._copy.send("close", {"session": self._session})
+        self._opening = None
+
+    def close(self) -> None:
+        """Leave both servers."""
+        self._link.close()
+        if self._copy is not None:
+            self._copy.close()
+
+
+def connect_chains(
+    store: Store, chains: Sequence[Sequence[int]], rank: int, key: bytes, way: str = "auto"
+) -> list[Link]:
+    """Connect this worker to the servers of each part of the parameters.
+
+    Args:
+        chains: Of each part, the server that answers for it, and then that with its copy, if any.
+
+    Raises:
+        LinkError: A server did not come up or does not know the key.
+    """
+    made: list[Link] = []
+    try:
+        owns = [_made(made, store, part, rank, key, way) for part in range(len(chains))]
+        links: list[Link] = []
+        for part, (own, chain) in enumerate(zip(owns, chains, strict=True)):
+            if len(chain) == 1:
+                links.append(own)
+                continue
+            copy = dial_server(store, chain[1], rank, key, way, of_copy=part)
+            made.append(copy)
+            links.append(ChainedLink(own, copy))
+    except BaseException:
+        for link in made:
+            link.close()
+        raise
+    return links
+
+
+def _made(
+    made: list[Link], store: Store, server: int, rank: int, key: bytes, way: str
+) -> Link:  # fmt: skip
+    link = dial_server(store, server, rank, key, way)
+    made.append(link)
+    return link

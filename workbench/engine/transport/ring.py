@@ -1,0 +1,114 @@
+"""All links of one server: to the workers, to its successor on the ring, and from its predecessor.
+
+    workers --> server s      its own part                       `hub`
+                   |          every change of it                 `successor`
+                   v
+                server s+1    the copy, on a thread of its own   `copy_hub` (workers, and server s)
+
+A thread holds the copy, since every server waits for its successor: on a ring of servers that
+answered with the thread that waits, all would wait for each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from .server import Hub
+from .worker import Link, dial_server
+
+if TYPE_CHECKING:
+    from .address import Store
+
+COPY_THREAD = "workbench-copy"
+
+
+class ServerLinks:
+    """The links of one server.
+
+    Args:
+        chains: Of each part, the server that answers for it, and then that with its copy, if any.
+        server: This one.
+        workers: How many there are.
+
+    Attributes:
+        hub: To the workers, for its own part; None: it has none.
+        copy_hub: To the workers and to the server whose part it holds a copy of, if any.
+        successor: To the copy of its own part, if any.
+    """
+
+    def __init__(
+        self, chains: Sequence[Sequence[int]], server: int, workers: int, key: bytes, way: str
+    ) -> None:
+        self._server, self._workers, self._key, self._way = server, workers, key, way
+        self._chain = chains[server] if server < len(chains) else ()
+        followed = [part for part, chain in enumerate(chains) if server in chain[1:]]
+        self._followed = followed[0] if followed else None
+        self.hub = Hub(workers, key) if self._chain else None
+        self.copy_hub = Hub(workers + 1, key) if followed else None
+        self.successor: Link | None = None
+        self._thread: threading.Thread | None = None
+        self._failed: BaseException | None = None
+
+    def open(
+        self, store: Store, host: str, ports: tuple[int, int] | None, keep: Callable[[], object]
+    ) -> None:
+        """Wait for everybody; the copy is kept from here on.
+
+        Args:
+            host, ports: Where it listens.
+            keep: Keeps the copy, once all are there, for as long as they are.
+
+        Raises:
+            LinkError: The successor did not come up.
+        """
+        if self.copy_hub is not None and self._followed is not None:
+            self.copy_hub.listen(store, self._followed, host, ports, "copy")
+            self._thread = threading.Thread(
+                target=self._keep, args=(self.copy_hub, keep), name=COPY_THREAD, daemon=True
+            )
+            self._thread.start()
+        if self.hub is None:
+            return
+        self.hub.admit(store, self._server, host, ports)
+        if len(self._chain) > 1:
+            successor, rank = self._chain[1], self._workers
+            self.successor = dial_server(
+                store, successor, rank, self._key, self._way, of_copy=self._server
+            )
+
+    def _keep(self, hub: Hub, keep: Callable[[], object]) -> None:
+        try:
+            hub.gather()
+            keep()
+        except BaseException as error:
+            self._failed = error
+            if self.hub is not None:  # whoever waits for the workers hears of it
+                self.hub.hang_up()
+        finally:
+            hub.close()
+
+    def settle(self) -> None:
+        """Leave the successor, and wait until nobody needs the copy any more.
+
+        Raises:
+            Exception: What went wrong with the copy.
+        """
+        if self.successor is not None:
+            self.successor.close()
+        if self._thread is not None:
+            self._thread.join()
+        if self._failed is not None:
+            raise self._failed
+
+    def close(self) -> None:
+        """Close every link, whoever is still there."""
+        if self.successor is not None:
+            self.successor.close()
+        if self.copy_hub is not None:
+            self.copy_hub.hang_up()
+        if self._thread is not None:
+            self._thread.join()
+        if self.hub is not None:
+            self.hub.close()
