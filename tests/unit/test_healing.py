@@ -294,6 +294,16 @@ def test_a_death_is_done_without_and_another_joins(made) -> None:
     assert healer.spares(1, WELL) is None  # it is one like the others now
 
 
+@pytest.mark.parametrize("state", ["starting", "recovering"])
+def test_a_death_may_be_heard_before_the_news_that_training_has_begun(made, state) -> None:
+    healer, run, launch = made
+    run.state = state
+    assert healer.spares(1, DIED) is DIED
+    assert told(launch) == {0: (0, 2), 2: (0, 2)}
+    regrouped(healer, 20)
+    assert run.recoveries[0].engines == (1,)
+
+
 def test_others_notice_a_death_before_it_is_told(made) -> None:
     healer, run, launch = made
     launch.dead = 2

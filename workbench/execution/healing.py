@@ -38,6 +38,9 @@ log = logging.getLogger("workbench.session")
 BORROW = "workbench.engine.entry:borrow"
 BORROW_S = 120.0
 LOOK_S = 0.05
+TRAINS = ("starting", "recovering", "running", "paused")
+"""States of a run whose members may be training: a death can be heard before the news that they
+have begun. Whoever has not says so, and the run fails for the death after all."""
 TRIES = 3
 """Fresh engines in one worker's place that never come to take part, one after the other."""
 
@@ -127,7 +130,7 @@ class Healer:
 
     @property
     def _goes_on(self) -> bool:
-        return not self._over and self._run.state in ("running", "paused")
+        return not self._over and self._run.state in TRAINS
 
     def _words(self, engine: int, outcome: CellOutcome) -> str:
         return f"{self._run.called(engine)} died: {outcome.how or 'how is not known'}"

@@ -93,8 +93,10 @@ class Training:
                     each.stay_on(spec.device)
         self._deal = lambda first: self._shares(strategy, source, first)
         self._dealt = self._begin(strategy)
-        if spec.rank == 0 or not context.entry.whole:
-            context.weights = strategy.weights  # replicas are equal: rank 0's stand for all
+        # Replicas are equal: rank 0's stand for all. Who is yet to be let in has nothing to leave.
+        leaves = spec.rank == 0 or not context.entry.whole
+        if leaves and not context.membership.waits:
+            context.weights = strategy.weights
         self.regrouping.begin(strategy)
         announce(
             context,

@@ -45,7 +45,7 @@ class ChainedLink(Link):
         self._answered = True
         self._opening: tuple[int, Mapping[str, Any], int | None] | None = None
         self._session = self._pushes = self._begins = 0
-        self._version: int | None = None
+        self._pulled_version: int | None = None
         self._again: Callable[[Mapping[str, Any]], Ask]
         self.taken_over: Callable[[int, int, float], None] = lambda gone, server, seconds: None
 
@@ -70,7 +70,7 @@ class ChainedLink(Link):
         """As of a link."""
         self._session += 1
         self._pushes = self._begins = 0
-        self._version = None
+        self._pulled_version = None
         self._opening = (size_bytes, {**meta, "session": self._session}, most_bytes)
         self._asked.clear()
         self._answered = True
@@ -99,7 +99,7 @@ class ChainedLink(Link):
             meta = {**meta, "nth": self._begins}
         else:
             self._pushes += 1
-            meta = {**meta, "seq": self._pushes, "pulled": self._version}
+            meta = {**meta, "seq": self._pushes, "pulled": self._pulled_version}
 
         def again(more: Mapping[str, Any]) -> Ask:
             return lambda link: link.push(kind, {**meta, **more}, parts)
@@ -137,7 +137,7 @@ class ChainedLink(Link):
     def take(self, where: Callable[[Message], Sequence[Bytes]]) -> Message:
         """As of a link; an answer that breaks off is asked for again."""
         answer = self._answer(lambda link: link.take(where))
-        self._version = answer.meta.get("version", self._version)
+        self._pulled_version = answer.meta.get("version", self._pulled_version)
         return answer
 
     def take_bytes(self) -> bytes:
