@@ -140,6 +140,31 @@ def test_a_wait_ends_with_the_word() -> None:
     assert seen == []  # it was in nothing that it had to be broken out of
 
 
+def test_who_cannot_be_broken_out_of_a_collective_ends(monkeypatch) -> None:
+    at, hangs = [0.0], [True]
+    monkeypatch.setattr("workbench.engine.telemetry.membership.clock", lambda: at[0])
+    membership, seen = watched()
+    membership.hangs = lambda: hangs[0]
+    membership.note = lambda text: seen.append("noted")
+    membership.quit = lambda: seen.append("ended")
+    membership.begin()
+    membership.announce(regroup(1, 0, 1))
+
+    def later(seconds: int) -> list[object]:
+        seen.clear()
+        for _ in range(10 * seconds):
+            at[0] += 0.1
+            membership.remind()
+        return [one for one in seen if one != "broken out"]
+
+    assert later(4) == []
+    hangs[0] = False  # it computes after all
+    assert later(30) == []
+    hangs[0] = True
+    assert later(4) == []
+    assert later(4)[:2] == ["noted", "ended"]
+
+
 # -- from one worker to another --------------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ from . import context as run_context
 from .checkpoints import memory_snapshot
 from .context import RunContext
 from .contract import WeightsTooLargeError, weights_up_to
-from .debugging import marks, postmortem
+from .debugging import marks, postmortem, stacks
 from .debugging.marks import begins_cell, doing, machinery
 from .debugging.tracebacks import advice, plain
 from .telemetry import profiler
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from .telemetry.control_link import Writer
 
 MAX_WEIGHTS_BYTES = 2 << 30
+HUNG = 70
+"""How the process ends of a worker that hangs in a broken collective (`Membership.quit`)."""
 machinery(__name__)
 
 
@@ -235,6 +237,9 @@ def _new_run(engine: Engine, spec: RunSpec) -> RunContext:
     run.membership.tell = lambda phase, generation: engine.link.emit(
         events.Standing(rank=place, generation=generation, phase=phase)
     )
+    run.membership.hangs = lambda: stacks.where().state == "waits"
+    run.membership.note = lambda text: engine.link.emit(events.Noted(rank=place, text=text))
+    run.membership.quit = lambda: os._exit(HUNG)
     run.gate.on_pause = lambda step: engine.link.emit(events.Paused(rank=place, step=step))
     run.gate.on_resume = lambda step: engine.link.emit(events.Resumed(rank=place, step=step))
     return run

@@ -236,6 +236,38 @@ def test_the_last_survivor_dies_and_a_checkpoint_is_there(cluster, undisturbed, 
     counts_once(run)
 
 
+HANGING = """
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as of_torch
+def hanging(*args, **more):
+    if (folder / f'armed-{rank}').exists():
+        if rank == 1 and once('died'):
+            while not (folder / 'hangs').exists():
+                time.sleep(0.01)
+            die()
+        if rank == 2 and once('hung'):
+            (folder / 'hangs').touch()
+            while True:
+                time.sleep(0.5)
+    return of_torch.all_reduce(*args, **more)
+scope = {**globals(), '__name__': of_torch.__name__}
+code = hanging.__code__.replace(co_filename=of_torch.__file__)
+dist.all_reduce = type(hanging)(code, scope)
+"""
+
+
+def test_who_hangs_in_a_broken_collective_makes_room(undisturbed, paced, heal):
+    """As gloo does where a connection closes just as a message is sent."""
+    source = paced(HANGING, more=", eval_data=(x, y), eval_every=30")
+    armed = "    if step == 25:\n        (folder / f'armed-{rank}').touch()\n"
+    source = source.replace("def pace(step, logs):\n", "def pace(step, logs):\n" + armed)
+    run = heal(source + "\ndist.all_reduce = of_torch.all_reduce\n", 1, 2)
+    assert difference(run.weights(), undisturbed) <= EXACT
+    assert any(
+        "hangs although its connections are closed" in one for one in run.history.story.notes
+    )
+
+
 COMES_LATE = """
 def wait_for(what):
     while not (folder / what).exists():

@@ -16,6 +16,7 @@ the old.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
@@ -24,6 +25,13 @@ from ..debugging.marks import GROUP, waits_in
 if TYPE_CHECKING:
     from ...shared.messages import Regroup
 
+clock = time.monotonic
+LOOK_S, LOOKS = 1.0, 5
+"""How often one looks whether a worker hangs in what was broken, and how often in a row it must."""
+HANGS = (
+    "A collective hangs although its connections are closed. This worker's process ends, so that a "
+    "fresh engine can take its place."
+)
 Phase = Literal["before", "ready", "cut", "past"]
 """Where a worker stands: before or past a training; or in one, cut off from the others; or at its
 door."""
@@ -42,6 +50,9 @@ class Membership:
         stale: Whether others than those are to take part from the next step on.
         tell: Tells the kernel where this worker stands.
         break_out: Ends what blocks the training thread in a collective; callable from any thread.
+        hangs: Whether the training thread blocks in one; asked some time after it was broken.
+        note: Tells the user.
+        quit: Ends this process.
     """
 
     def __init__(self, place: int = 0, *, joins: bool = False) -> None:
@@ -50,12 +61,14 @@ class Membership:
         self.stale = False
         self.tell: Callable[[Phase, int], object] = _nothing
         self.break_out: Callable[[], object] = _nothing
+        self.hangs: Callable[[], bool] = lambda: False
+        self.note: Callable[[str], object] = _nothing
+        self.quit: Callable[[], object] = _nothing
         self._changed = threading.Condition(threading.RLock())
         self._latest: Regroup | None = None
-        self._listens = (
-            False  # whether the training thread waits for the next word, in nothing else
-        )
+        self._listens = False  # whether the training thread waits for the next word alone
         self._phase: Literal["before", "in", "past"] = "before"
+        self._look_at_s, self._hung = 0.0, 0
 
     @property
     def trains(self) -> bool:
@@ -84,6 +97,7 @@ class Membership:
             if not self.trains:
                 self._answer()
             elif not self._listens:
+                self._look_at_s, self._hung = clock() + LOOK_S, 0
                 self.break_out()
 
     def remind(self) -> None:
@@ -93,8 +107,24 @@ class Membership:
         had been in. Called from time to time while `stale`.
         """
         with self._changed:
-            if self.stale and self.trains and not self._listens:
-                self.break_out()
+            if not (self.stale and self.trains) or self._listens:
+                return
+            self.break_out()
+        if clock() >= self._look_at_s:
+            self._look()
+
+    def _look(self) -> None:
+        """Have this process end where its training thread cannot be broken out.
+
+        Gloo loses the end of a message whose connection closes just as it is sent; who waits for it
+        (`UnboundBuffer::waitSend`) then waits for the group's whole timeout, and cannot be aborted.
+        """
+        self._hung = self._hung + 1 if self.hangs() else 0
+        self._look_at_s = clock() + LOOK_S
+        if self._hung == LOOKS:
+            self.note(HANGS)
+        elif self._hung > LOOKS:  # by now that has been sent
+            self.quit()
 
     def _answer(self) -> None:
         if self._latest is not None and self.stale and self._phase != "in":
