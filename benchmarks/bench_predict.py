@@ -489,8 +489,8 @@ def main() -> None:
             settle(given.calm)
             try:
                 _, measured = sleeping(cluster, name, case, workers,
-                                       steps_of(workers, given.steps), jitter=jitter,
-                                       seed=seed, traces=given.traces)  # fmt: skip
+                                       steps_of(workers, given.steps), jitter=jitter, seed=seed,
+                                       traces=given.traces, inject=not given.hosts)  # fmt: skip
             except wb.WorkbenchError as error:
                 print(f"failed: {name} {case} {workers}: {error}", flush=True)
                 continue

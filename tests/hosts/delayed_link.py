@@ -1,6 +1,6 @@
 """A slow link: frames between a host's cable and the bridge are held, and sent at a bounded rate.
 
-    delayed_link.py NAME CABLE BRIDGE DELAY_MS MBIT
+    delayed_link.py CABLE BRIDGE DELAY_MS MBIT
 
 Two TAP devices of this process stand between the cable and the bridge: netem, which would do it in
 the kernel, is not part of every kernel. Ends with SIGTERM, and puts the cable back.
@@ -57,10 +57,10 @@ def carry(one: int, other: int, delay_s: float, mbit: float) -> None:
                 os.write(out, frame)
 
 
-def main(name: str, cable: str, bridge: str, delay_ms: float, mbit: float) -> None:
+def main(cable: str, bridge: str, delay_ms: float, mbit: float) -> None:
     """Stand between a cable and a bridge until SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    near, far, own = f"{name}tb", f"{name}tn", f"{name}w"
+    near, far, own = f"{cable}t", f"{cable}n", f"{cable}w"
     one, other = tap(near), tap(far)
     ip("link", "add", own, "type", "bridge")
     try:
@@ -76,4 +76,4 @@ def main(name: str, cable: str, bridge: str, delay_ms: float, mbit: float) -> No
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], *map(float, sys.argv[4:6]))
+    main(*sys.argv[1:3], *map(float, sys.argv[3:5]))

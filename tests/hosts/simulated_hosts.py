@@ -225,7 +225,7 @@ class SimulatedHosts:
     def delayed(self, host: str, delay_ms: float, mbit: float = 1000.0) -> Iterator[None]:
         """Hold what goes to and from a host for a time, and bound how much of it there is."""
         script = Path(__file__).with_name("delayed_link.py")
-        arguments = [NAME, _cable(host), _bridge(), str(delay_ms), str(mbit)]
+        arguments = [_cable(host), _bridge(), str(delay_ms), str(mbit)]
         with subprocess.Popen(
             [sys.executable, str(script), *arguments],
             stdout=subprocess.PIPE,
