@@ -48,6 +48,7 @@ COMMANDS = (
     "bench_predict.py --minutes 25",
     "bench_predict.py --what-if",
     "bench_predict.py --real",
+    "bench_predict.py --hosts 8 --mbit 24",
     "bench_async.py --epochs 8 --seeds 2 --no-goals",
     "bench_diloco.py",
     "bench_tensorflow_parameter_server.py",

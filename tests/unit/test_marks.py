@@ -244,7 +244,7 @@ BLOCK = {
         ["send", "receive_into", "prove_worker", "prove_server", "take_over", "hand_over"],
     ),
     "workbench.engine.transport.address": (ANSWER, ["look_up", "dial"]),
-    "workbench.engine.transport.server": (ANSWER, ["Hub.admit", "Hub.next"]),
+    "workbench.engine.transport.server": (ANSWER, ["Hub.gather", "Hub.next"]),
     f"{TORCH}.parts.guard": (MESSAGE, ["TrainedSets._on_the_board", "TrainedSets._at_the_store"]),
     f"{TORCH}.allreduce": (ALL_REDUCE, ["AllReduce.__call__", "_backend"]),
     f"{TORCH}.parts.averaging": (ALL_REDUCE, ["Averaging.__init__", "FlatGradients.average"]),
