@@ -46,7 +46,7 @@ COMMANDS = (
     "bench_pipeline.py",
     "bench_auto.py",
     "bench_predict.py --minutes 25",
-    "bench_predict.py --what-if",
+    "bench_predict.py --what-if --steps 80",
     "bench_predict.py --real",
     "bench_predict.py --hosts 8 --mbit 24",
     "bench_async.py --epochs 8 --seeds 2 --no-goals",
