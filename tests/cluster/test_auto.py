@@ -49,7 +49,7 @@ def test_a_dear_link_leaves_it_to_one_device() -> None:
                           most_s=20)  # fmt: skip
     assert found.winner.candidate.name == "one_device"
     central = next(r for r in found.rows if r.candidate.name == "central_storage")
-    assert central.known in ("predicted", "measured", "bounded")  # the time was up before its run
+    assert central.known in ("predicted", "measured")  # the replicas' short run was long enough
     assert central.samples_per_s[0] < found.winner.samples_per_s[0]
     assert found.seconds < 60
 

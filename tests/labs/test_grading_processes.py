@@ -76,7 +76,7 @@ def test_processes_are_found_by_their_mark_wherever_they_are():
 def test_memory_that_processes_share_is_counted_once():
     block = 200_000_000
     code = f"import os, time\nbig = bytearray(b'x') * {block}\nfor _ in range(2):\n" \
-        "    if os.fork() == 0: break\nprint('up', flush=True)\ntime.sleep(600)"  # fmt: skip
+        "    if os.fork() == 0: break\nos.write(1, b'up\\n')\ntime.sleep(600)"  # fmt: skip
     made = start(code)
     try:
         family = psutil.Process(made.pid).children(recursive=True)

@@ -13,6 +13,7 @@ from ..execution.outcome import is_refusal, outcome_behind
 from ..execution.paused import attend, attending
 from ..execution.stop import ending
 from ..prediction.choose import Candidate, Race, candidates
+from ..prediction.probe import LEAST_STEPS
 from ..shared.faults import ON_LINKS, lasting
 from ..shared.flags.several import memory_of
 from ..shared.plan import Plan, plan_of
@@ -31,6 +32,8 @@ PROBE_S = 60.0
 MOST_PROBES = 3
 ENOUGH_S, ENOUGH_STEPS = 4.0, 60
 """A short run ends after so long, with so many steps; sooner where its time is over."""
+TELLS_STEPS = LEAST_STEPS + 6
+"""With its warm-up, what others can be predicted from."""
 MOST_STEPS = 2000
 _NO_ROOM = frozenset({"OutOfMemoryError", "MemoryError", "ResourceExhaustedError"})
 _OWN = ("memory_per_worker", "allow_stale", "probe_seconds")
@@ -150,7 +153,7 @@ class Chooser:
                 if one is None:
                     break
                 progress(f"short run {made + 1} of at most {MOST_PROBES}: {one.name}")
-                made += self._measure(one, spare_s / (MOST_PROBES - made))
+                made += self._measure(one, spare_s / (MOST_PROBES - made), spare_s)
         finally:
             progress.done()
         found = race.choose()
@@ -208,8 +211,12 @@ class Chooser:
             return error
         return None
 
-    def _measure(self, one: Candidate, most_s: float) -> int:
+    def _measure(self, one: Candidate, share_s: float, most_s: float) -> int:
         """Make a short run; return how many were made: none where the strategy refuses.
+
+        Args:
+            share_s: Its share of the time.
+            most_s: What it may take instead where others are to be predicted from it.
 
         Raises:
             RunError: The cell fails under any strategy.
@@ -218,7 +225,7 @@ class Chooser:
             run = self._cluster.start(
                 self._plan(one, short=True), number=self._number, autoreload=self._autoreload
             )
-            self._watch(run, most_s)
+            self._watch(run, share_s, most_s if one.entry.replicated else share_s)
         error = run.error
         if error is None:
             self._race.measured[one.name] = run
@@ -231,9 +238,9 @@ class Chooser:
         )
         return 0
 
-    def _watch(self, run: Run, most_s: float) -> None:
+    def _watch(self, run: Run, share_s: float, most_s: float) -> None:
         """Wait for a short run's end, which is asked for once enough is known."""
-        ends, first, asked = time.monotonic() + most_s, 0.0, False
+        began, first, asked = time.monotonic(), 0.0, False
         while not run.over.wait(0.05):
             attend()
             now = time.monotonic()
@@ -241,7 +248,8 @@ class Chooser:
             if step and not first:
                 first = now
             enough = first and now - first > ENOUGH_S and step >= ENOUGH_STEPS
-            if not asked and (enough or now > ends):
+            late = now - began > (share_s if step >= TELLS_STEPS else most_s)
+            if not asked and (enough or late):
                 asked = True
                 run.stop()
 
