@@ -9,7 +9,7 @@ import pytest
 
 from workbench.engine.debugging import stacks, stdin_bridge
 from workbench.engine.debugging.stacks import Place, waiting_in
-from workbench.execution.hangs import diagnose, patience_s
+from workbench.execution.workers.hangs import diagnose, patience_s
 from workbench.shared.members import Member
 from workbench.shared.messages import AskStacks, AskWhere, StacksAnswer, Whereabouts, WhereAnswer
 

@@ -14,7 +14,7 @@ from workbench.engine.telemetry.membership import Membership
 from workbench.engine.transport import handover
 from workbench.engine.transport.connection import LinkError
 from workbench.execution import healing
-from workbench.execution.healing import Healer
+from workbench.execution.workers.healing import Healer
 from workbench.history.store import RunHistory
 from workbench.shared.events import Regrouped, Standing
 from workbench.shared.messages import CellOutcome, Regroup

@@ -10,11 +10,11 @@ from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
 from workbench.session.cluster import Cluster
 from workbench.shared.faults import parse_fault
+from workbench.shared.flags.settings import SETTINGS
 from workbench.shared.plan import Plan, plan_of
 from workbench.shared.protocol import RunSpec
 from workbench.shared.run_request import (
     FLAGS,
-    SETTINGS,
     RunRequest,
     from_arguments,
     parse_cell_line,

@@ -9,10 +9,9 @@ In reading order:
     task        one cell on several engines: what came back, and when is it over
     stop        how do workers stop after the same step, and what if one does not
     paused      a rank waits for its user: who asks, where does the prompt open
-    hangs       who waits for whom, and for how long already
     outcome     which rank's error is the reason, and what is said of the others
     registry    which runs and clusters does this process know
     logging_to  how is a run followed for TensorBoard and MLflow
     sinks/      where is it written to
-    healing      who takes part when a worker has died and a fresh one comes
+    workers/    who takes part, when does that change, who waits for whom
 """

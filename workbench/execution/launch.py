@@ -33,9 +33,8 @@ from ..shared.checkpoints import Checkpoint, at, faults, found, refusal
 from ..shared.faults import parse_fault
 from ..shared.messages import SERVER_GONE, Told
 from ..shared.plan import Plan, check_fewer
-from . import hangs, outcome
+from . import outcome
 from .allocator import EngineAllocator, replacement_words, spent
-from .healing import Healer
 from .outcome import Recovery, outcome_error, outcome_notes
 from .requests import (
     ARGS,
@@ -50,6 +49,8 @@ from .requests import (
     with_original_ranks,
 )
 from .task import Task
+from .workers import hangs
+from .workers.healing import Healer
 
 if TYPE_CHECKING:
     from ..devices.leases import Leases

@@ -39,12 +39,12 @@ from ..cookbook.recipe import Recipe
 from ..devices import leases as device_pool
 from ..devices.discovery import Device, Survey
 from ..errors import RunError, WorkbenchError
-from ..execution import hangs
 from ..execution.logging_to import await_all
 from ..execution.outcome import outcome_error, outcome_notes
 from ..execution.requests import make_specs, members_of, run_requests
 from ..execution.run import Run
 from ..execution.task import Task
+from ..execution.workers import hangs
 from ..history import disk
 from ..session import checkpoints
 from ..shared import cluster_env, events

@@ -20,11 +20,12 @@ from ..cluster import folders
 from ..cluster.engines import Engines, Listeners
 from ..devices.leases import Lease, Leases
 from ..errors import ClusterError, RunError, WorkbenchError
-from ..execution import hangs, registry
+from ..execution import registry
 from ..execution.launch import RunExecution
 from ..execution.registry import load
 from ..execution.run import Run
 from ..execution.task import OnLoss, Task, unreadable
+from ..execution.workers import hangs
 from ..history import disk
 from ..history.disk import Tail
 from ..shared import events

@@ -18,7 +18,7 @@ from ..cluster.hosts.settings import LOCAL, LaunchSettings
 from ..cluster.progress import Report, quiet
 from ..cookbook.recipe import Recipe
 from ..errors import RunError
-from ..execution import hangs, logging_to, registry
+from ..execution import logging_to, registry
 from ..execution.allocator import EngineAllocator, default_framework, spent
 from ..execution.launch import RunExecution
 from ..execution.outcome import short_handed
@@ -43,6 +43,7 @@ from ..execution.requests import (
 from ..execution.run import Run
 from ..execution.stop import deferred
 from ..execution.task import Task
+from ..execution.workers import hangs
 from ..shared.messages import Answered, Happened, Left, Position, Records, Served, Stopped, Up
 from ..shared.plan import Plan, plan_of
 from ..shared.run_request import from_arguments, takes_flags
@@ -349,8 +350,7 @@ class Cluster:
             ids: Engines that run it; world size and process group stay those of all workers.
             workers: Changes the world size to the first so many engines.
             traceback: How errors are shown: `short`, or `full` with every frame.
-            viewed: Whether a view waits for the cell, which says when it lasts (`when_long`): a
-                short cell needs no thread that looks for hangs.
+            viewed: Whether a view waits for the cell and says when it lasts (`when_long`).
         """
         self.claim()
         if framework is not None:  # the cluster's own was looked for when it was started

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..execution.hangs import ANSWER_S, place_words
+from ..execution.workers.hangs import ANSWER_S, place_words
 from ..shared.messages import AskStacks, Whereabouts
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ from ..cookbook.recipe import Recipe
 from ..errors import PlanError
 from . import checkpoints, log_targets
 from .faults import ON_LINKS
+from .flags.settings import RunSettings, settings_from_wire
 from .flags.several import Axis, check_runs
 from .flags.several import values as check_values
 from .magic_args import check_window
@@ -34,9 +35,7 @@ from .run_request import (
     OVERRIDES,
     UNSAID,
     RunRequest,
-    RunSettings,
     parse_cell_line,
-    settings_from_wire,
 )
 
 MOST_NAME = 100

@@ -36,9 +36,9 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
+from .flags.settings import RunSettings, settings_from_wire
 from .messages import BadMessageError, Down, Message, Records, Up
 from .record import RECORD
-from .run_request import RunSettings, settings_from_wire
 
 VERSION = 2
 

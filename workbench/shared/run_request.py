@@ -1,10 +1,10 @@
 """What is asked of a run: one field per flag, and everything that knows flags is made from them.
 
 A field's `Flag` says how it stands on the line above a cell, in `cluster.run(...)`, in the plan,
-on the wire, in a cell that is written back, and in docs/magics.md. `RunSettings` are what a plan
-and the engines know of a request as it is; `RunRequest` has the rest too.
+on the wire, in a cell that is written back, and in docs/magics.md. What a plan and the engines
+know of a request as it is stands in `flags/settings.py`; `RunRequest` has the rest too.
 
-To add a flag: a field here, and the place where it does something.
+To add a flag: a field there or here, and the place where it does something.
 
 The line above a `%%distributed` cell is parsed here: words and flags, nothing is touched. Of
 `--profile`, `10:15` are the five steps from step 10 on.
@@ -19,199 +19,26 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .. import catalog
 from ..errors import PlanError
-from .faults import Fault, parse_fault
 from .flags import several
-from .flags.flag import Flag, Read
+from .flags.flag import Flag
 from .flags.flag import said as _said
+from .flags.settings import SETTINGS, RunSettings, number
 from .flags.several import Axis
-from .log_targets import parse_targets
 from .magic_args import (
     Parser,
-    Window,
     parse_ranks,
-    parse_window,
     tokens,
-    whole_number,
 )
 
 AUTO = "auto"
 """In place of a strategy: short runs choose one."""
 PLOTS = ("auto", "widget", "svg", "text", "off")
-TRACEBACKS = ("short", "full")
-
-
-def _number(name: str, least: int = 1) -> Read:
-    return lambda text: whole_number(name, text, least)
-
-
-def _faults(texts: Iterable[str]) -> tuple[Fault, ...]:
-    return tuple(parse_fault(text) for text in texts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """What a line, its plan and the engines all know, in the order of a cell written back.
-
-    Attributes:
-        faults: Faults that the run begins with.
-        init_from: Name of the run whose final weights the model starts from (on engines its
-            folder); empty: none.
-        checkpoint: Folder that checkpoints are written to; empty: none are.
-        checkpoint_every: Steps between two checkpoints; 0 without, and where nobody said.
-        on_failure: What the death of an engine does: one of `checkpoints.ON_FAILURE`; empty where
-            nobody said.
-        profile: First step to profile, and the step before which it ends.
-        traceback: How errors of the cell are shown: `short`, or `full` with every frame.
-        values: What `--set` gives the cell, by name: numbers, truth values, texts.
-        log: Where the run is written to besides its folder, as `log_targets.Target.text`.
-        name: Name of the run; empty for one made from the strategy.
-    """
-
-    faults: tuple[Fault, ...] = _said(
-        "--inject",
-        (),
-        metavar="FAULT",
-        repeated=True,
-        trains=True,
-        argument="inject",
-        is_text=True,
-        read=_faults,
-        write=lambda fault: fault.text,
-        help="slow=1:50ms, jitter=20ms, kill=2@100",
-        without="no faults",
-        example="%%distributed mirrored --inject slow=1:50ms --inject jitter=5ms",
-    )
-    init_from: str = _said(
-        "--init-from",
-        "",
-        metavar="RUN",
-        trains=True,
-        argument="init_from",
-        help="start from the weights a run ended with",
-        without="the cell's own initial weights",
-        example="%%distributed mirrored --init-from base",
-    )
-    checkpoint: str = _said(
-        "--checkpoint",
-        "",
-        metavar="DIR",
-        trains=True,
-        argument="checkpoint",
-        help="write checkpoints into this folder",
-        without="no checkpoints",
-        example="%%distributed mirrored --checkpoint kept",
-    )
-    checkpoint_every: int = _said(
-        "--checkpoint-every",
-        0,
-        metavar="N",
-        trains=True,
-        argument="checkpoint_every",
-        read=_number("--checkpoint-every"),
-        help="steps between two checkpoints (100)",
-        without="100, with `--checkpoint`",
-        example="%%distributed mirrored --checkpoint kept --checkpoint-every 50",
-    )
-    on_failure: str = _said(
-        "--on-failure",
-        "",
-        metavar="WHAT",
-        trains=True,
-        argument="on_failure",
-        help="when an engine dies: stop, continue with fewer, replace it (with --checkpoint), or "
-        "heal: the others train on, and a fresh one joins them",
-        without="`replace` with `--checkpoint`, else `stop`",
-        example="%%distributed mirrored --on-failure continue",
-    )
-    profile: Window | None = _said(  # noqa: RUF009 - it returns a field
-        "--profile",
-        metavar="A:B",
-        trains=True,
-        argument="profile",
-        is_text=True,
-        read=lambda text: parse_window(text) if text else None,
-        write=lambda window: f"{window[0]}:{window[1]}",
-        help="profile steps A to B-1 on every rank",
-        without="nothing is profiled",
-        example="%%distributed mirrored --profile 10:15",
-    )
-    traceback: str = _said(
-        "--traceback",
-        "short",
-        choices=TRACEBACKS,
-        argument="traceback",
-        help="show your own lines of an error, or every frame",
-        without="`short`: your own lines; `full`: every frame",
-        example="%%distributed --traceback full",
-    )
-    values: dict[str, Any] = _said(  # noqa: RUF009 - it returns a field
-        "--set",
-        {},
-        metavar="NAME=VALUE",
-        repeated=True,
-        trains=True,
-        argument="values",
-        read=several.values,
-        write=several.written,
-        help="a value that the cell reads as wb.options.NAME",
-        without="what the cell has as default",
-        example="%%distributed mirrored --set lr=0.1,0.01",
-    )
-    log: tuple[str, ...] = _said(
-        "--log",
-        (),
-        metavar="KIND:PLACE",
-        repeated=True,
-        trains=True,
-        argument="log",
-        is_text=True,
-        read=parse_targets,
-        help="also write the run to tensorboard:DIR, mlflow:URI, wandb:PROJECT, trackio:PROJECT",
-        without="nowhere else",
-        example="%%distributed mirrored --log tensorboard:runs",
-    )
-    name: str = _said(
-        "--name",
-        "",
-        metavar="NAME",
-        argument="name",
-        help="name of the run in wb.runs",
-        without="the strategy's name",
-        example="%%distributed mirrored --name base",
-    )
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """All of these by name, as `RunSettings(**...)` takes them."""
-        return {name: getattr(self, name) for name in SETTINGS}
-
-    def settings_to_wire(self) -> dict[str, Any]:
-        """Return the same as JSON-ready data."""
-        return self.settings | {
-            "faults": [fault.text for fault in self.faults],
-            "values": dict(self.values),
-        }
-
-
-def settings_from_wire(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `settings_to_wire` gave, by name; older versions may have left some out."""
-    found = {name: data[name] for name in SETTINGS if name in data}
-    if "faults" in found:
-        found["faults"] = _faults(found["faults"])
-    if "profile" in found:
-        found["profile"] = tuple(found["profile"]) if found["profile"] else None
-    if "log" in found:
-        found["log"] = tuple(found["log"] or ())
-    return found
-
-
-SETTINGS = tuple(field.name for field in dataclasses.fields(RunSettings))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +79,7 @@ class RunRequest(RunSettings):
         "-n --workers",
         metavar="N",
         argument="workers",
-        read=_number("--workers"),
+        read=number("--workers"),
         several=True,
         help="number of workers (replicas)",
         without="all engines",
@@ -292,7 +119,7 @@ class RunRequest(RunSettings):
         trains=True,
         overrides=True,
         argument="epochs",
-        read=_number("--epochs"),
+        read=number("--epochs"),
         several=True,
         help="overrides the cell's epochs",
         without="what `wb.fit` is passed, else 1",
@@ -304,7 +131,7 @@ class RunRequest(RunSettings):
         trains=True,
         overrides=True,
         argument="steps",
-        read=_number("--steps"),
+        read=number("--steps"),
         several=True,
         help="overrides the cell's optimizer steps, instead of epochs",
         without="what `wb.fit` is passed",
@@ -316,7 +143,7 @@ class RunRequest(RunSettings):
         trains=True,
         overrides=True,
         argument="batch_size",
-        read=_number("--batch-size"),
+        read=number("--batch-size"),
         several=True,
         help="overrides the cell's global batch size",
         without="what `wb.fit` is passed",
@@ -327,7 +154,7 @@ class RunRequest(RunSettings):
         metavar="N",
         trains=True,
         argument="batch_per_worker",
-        read=_number("--batch-per-worker"),
+        read=number("--batch-per-worker"),
         several=True,
         help="overrides the batch with N samples for each worker (weak scaling)",
         without="the global batch stays, whatever the number of workers (strong scaling)",
@@ -339,7 +166,7 @@ class RunRequest(RunSettings):
         trains=True,
         overrides=True,
         argument="seed",
-        read=_number("--seed", least=0),
+        read=number("--seed", least=0),
         several=True,
         help="overrides the cell's seed",
         without="what `wb.fit` is passed, else 0",
@@ -349,7 +176,7 @@ class RunRequest(RunSettings):
         "--seeds",
         metavar="K",
         trains=True,
-        read=_number("--seeds"),
+        read=number("--seeds"),
         help="run each strategy with seeds 0..K-1",
         without="one run, with one seed",
         example="%%distributed mirrored --seeds 3",
@@ -428,7 +255,7 @@ class RunRequest(RunSettings):
         "--probe-seconds",
         metavar="S",
         trains=True,
-        read=_number("--probe-seconds", least=5),
+        read=number("--probe-seconds", least=5),
         help="with auto: what its short runs may take together",
         without="60",
         example="%%distributed auto --probe-seconds 120",

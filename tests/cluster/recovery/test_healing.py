@@ -10,7 +10,7 @@ from notebook_shell import WAIT_S, soon
 from recovering import cell, difference, kill, pids
 
 from workbench.errors import RunError
-from workbench.execution.healing import Healer
+from workbench.execution.workers.healing import Healer
 from workbench.shared import checkpoints
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]

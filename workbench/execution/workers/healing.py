@@ -21,18 +21,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..cluster.processes import lives
-from ..errors import WorkbenchError
-from ..shared.events import Healed, Joined, Regrouped, Standing
-from ..shared.messages import CellOutcome, Regroup
-from .outcome import Recovery
-from .requests import ARGS, PUSH
+from ...cluster.processes import lives
+from ...errors import WorkbenchError
+from ...shared.events import Healed, Joined, Regrouped, Standing
+from ...shared.messages import CellOutcome, Regroup
+from ..outcome import Recovery
+from ..requests import ARGS, PUSH
 
 if TYPE_CHECKING:
-    from ..shared.plan import Plan
-    from .allocator import EngineAllocator
-    from .run import Run
-    from .task import Task
+    from ...shared.plan import Plan
+    from ..allocator import EngineAllocator
+    from ..run import Run
+    from ..task import Task
 
 log = logging.getLogger("workbench.session")
 BORROW = "workbench.engine.entry:borrow"

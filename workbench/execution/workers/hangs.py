@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ..shared.members import Member, called
-from ..shared.messages import AskWhere, Whereabouts, WhereAnswer
+from ...shared.members import Member, called
+from ...shared.messages import AskWhere, Whereabouts, WhereAnswer
 
 if TYPE_CHECKING:
-    from .task import Task
+    from ..task import Task
 
 HANG_S = 5.0
 ASK_EVERY_S = 1.0

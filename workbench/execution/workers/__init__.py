@@ -1,0 +1,7 @@
+"""The workers of a run that goes on: who takes part, and who holds it up.
+
+In reading order:
+
+    healing  who takes part when a worker has died and a fresh one comes
+    hangs    who waits for whom, and for how long already
+"""

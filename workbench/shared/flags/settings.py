@@ -1,0 +1,185 @@
+"""What a line, its plan and the engines all know of a run: a field for each, with its flag."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..faults import Fault, parse_fault
+from ..log_targets import parse_targets
+from ..magic_args import Window, parse_window, whole_number
+from . import several
+from .flag import Read
+from .flag import said as _said
+
+TRACEBACKS = ("short", "full")
+
+
+def number(name: str, least: int = 1) -> Read:
+    return lambda text: whole_number(name, text, least)
+
+
+def read_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
+    return tuple(parse_fault(text) for text in texts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What a line, its plan and the engines all know, in the order of a cell written back.
+
+    Attributes:
+        faults: Faults that the run begins with.
+        init_from: Name of the run whose final weights the model starts from (on engines its
+            folder); empty: none.
+        checkpoint: Folder that checkpoints are written to; empty: none are.
+        checkpoint_every: Steps between two checkpoints; 0 without, and where nobody said.
+        on_failure: What the death of an engine does: one of `checkpoints.ON_FAILURE`; empty where
+            nobody said.
+        profile: First step to profile, and the step before which it ends.
+        traceback: How errors of the cell are shown: `short`, or `full` with every frame.
+        values: What `--set` gives the cell, by name: numbers, truth values, texts.
+        log: Where the run is written to besides its folder, as `log_targets.Target.text`.
+        name: Name of the run; empty for one made from the strategy.
+    """
+
+    faults: tuple[Fault, ...] = _said(
+        "--inject",
+        (),
+        metavar="FAULT",
+        repeated=True,
+        trains=True,
+        argument="inject",
+        is_text=True,
+        read=read_faults,
+        write=lambda fault: fault.text,
+        help="slow=1:50ms, jitter=20ms, kill=2@100",
+        without="no faults",
+        example="%%distributed mirrored --inject slow=1:50ms --inject jitter=5ms",
+    )
+    init_from: str = _said(
+        "--init-from",
+        "",
+        metavar="RUN",
+        trains=True,
+        argument="init_from",
+        help="start from the weights a run ended with",
+        without="the cell's own initial weights",
+        example="%%distributed mirrored --init-from base",
+    )
+    checkpoint: str = _said(
+        "--checkpoint",
+        "",
+        metavar="DIR",
+        trains=True,
+        argument="checkpoint",
+        help="write checkpoints into this folder",
+        without="no checkpoints",
+        example="%%distributed mirrored --checkpoint kept",
+    )
+    checkpoint_every: int = _said(
+        "--checkpoint-every",
+        0,
+        metavar="N",
+        trains=True,
+        argument="checkpoint_every",
+        read=number("--checkpoint-every"),
+        help="steps between two checkpoints (100)",
+        without="100, with `--checkpoint`",
+        example="%%distributed mirrored --checkpoint kept --checkpoint-every 50",
+    )
+    on_failure: str = _said(
+        "--on-failure",
+        "",
+        metavar="WHAT",
+        trains=True,
+        argument="on_failure",
+        help="when an engine dies: stop, continue with fewer, replace it (with --checkpoint), or "
+        "heal: the others train on, and a fresh one joins them",
+        without="`replace` with `--checkpoint`, else `stop`",
+        example="%%distributed mirrored --on-failure continue",
+    )
+    profile: Window | None = _said(  # noqa: RUF009 - it returns a field
+        "--profile",
+        metavar="A:B",
+        trains=True,
+        argument="profile",
+        is_text=True,
+        read=lambda text: parse_window(text) if text else None,
+        write=lambda window: f"{window[0]}:{window[1]}",
+        help="profile steps A to B-1 on every rank",
+        without="nothing is profiled",
+        example="%%distributed mirrored --profile 10:15",
+    )
+    traceback: str = _said(
+        "--traceback",
+        "short",
+        choices=TRACEBACKS,
+        argument="traceback",
+        help="show your own lines of an error, or every frame",
+        without="`short`: your own lines; `full`: every frame",
+        example="%%distributed --traceback full",
+    )
+    values: dict[str, Any] = _said(  # noqa: RUF009 - it returns a field
+        "--set",
+        {},
+        metavar="NAME=VALUE",
+        repeated=True,
+        trains=True,
+        argument="values",
+        read=several.values,
+        write=several.written,
+        help="a value that the cell reads as wb.options.NAME",
+        without="what the cell has as default",
+        example="%%distributed mirrored --set lr=0.1,0.01",
+    )
+    log: tuple[str, ...] = _said(
+        "--log",
+        (),
+        metavar="KIND:PLACE",
+        repeated=True,
+        trains=True,
+        argument="log",
+        is_text=True,
+        read=parse_targets,
+        help="also write the run to tensorboard:DIR, mlflow:URI, wandb:PROJECT, trackio:PROJECT",
+        without="nowhere else",
+        example="%%distributed mirrored --log tensorboard:runs",
+    )
+    name: str = _said(
+        "--name",
+        "",
+        metavar="NAME",
+        argument="name",
+        help="name of the run in wb.runs",
+        without="the strategy's name",
+        example="%%distributed mirrored --name base",
+    )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All of these by name, as `RunSettings(**...)` takes them."""
+        return {name: getattr(self, name) for name in SETTINGS}
+
+    def settings_to_wire(self) -> dict[str, Any]:
+        """Return the same as JSON-ready data."""
+        return self.settings | {
+            "faults": [fault.text for fault in self.faults],
+            "values": dict(self.values),
+        }
+
+
+def settings_from_wire(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `settings_to_wire` gave, by name; older versions may have left some out."""
+    found = {name: data[name] for name in SETTINGS if name in data}
+    if "faults" in found:
+        found["faults"] = read_faults(found["faults"])
+    if "profile" in found:
+        found["profile"] = tuple(found["profile"]) if found["profile"] else None
+    if "log" in found:
+        found["log"] = tuple(found["log"] or ())
+    return found
+
+
+SETTINGS = tuple(field.name for field in dataclasses.fields(RunSettings))
