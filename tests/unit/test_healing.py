@@ -13,7 +13,7 @@ from notebook_shell import soon
 from workbench.engine.telemetry.membership import Membership
 from workbench.engine.transport import handover
 from workbench.engine.transport.connection import LinkError
-from workbench.execution import healing
+from workbench.execution.workers import healing
 from workbench.execution.workers.healing import Healer
 from workbench.history.store import RunHistory
 from workbench.shared.events import Regrouped, Standing
