@@ -243,6 +243,9 @@ class Strategy(ABC):
         """
         raise NotImplementedError(type(self).__name__)  # pragma: no cover - `regroups` forbids it
 
+    def heal_loop(self, kept: tuple[Any, ...]) -> None:  # noqa: B027 - most can only be restarted
+        """Let the user's own loop go on with other workers; `kept` is what its `keep=` names."""
+
     def agreed(self) -> dict[str, Any]:
         """Return what the workers have agreed on so far, plain data for those who come."""
         return {}

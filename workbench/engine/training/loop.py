@@ -57,6 +57,8 @@ class FitResult:
 class Training:
     """The step loop of one `wb.fit`; what runs in each step is kept short."""
 
+    arrives_later = False
+
     def __init__(
         self,
         context: RunContext,
@@ -132,6 +134,10 @@ class Training:
     def deal(self) -> None:
         """Go on in the data where training stands, with the shares that there are now."""
         self._dealt = self._deal(self.context.trained - self.base)
+
+    def why_not(self) -> str:
+        """Return why it cannot go on with others: it always can."""
+        return ""
 
     def place(self) -> dict[str, Any]:
         """Return how far this training is, for a worker that takes over from here."""

@@ -81,28 +81,13 @@ class Trainer:
             self.scaler = kind(self.device.type)
         self._clipped = [p for p in self.model.parameters() if p.requires_grad]
         self._loss: torch.Tensor = torch.tensor(NAN)
-        self._buffers = [b for b in self.model.buffers() if b.numel()]
-        self._buffers_before: list[torch.Tensor] = []
+        self.buffers = KeptBuffers(self.model.buffers())
         several = self._workers > 1 and job.step_fn is not None
         self._around_step_fn: Any = _NoBackward() if several else _NOTHING
 
     def be_one_of(self, workers: int) -> None:
         """Be one of so many workers from now on."""
         self._workers = workers
-
-    def keep_buffers(self) -> None:
-        """Take a copy of the buffers, which forward may change, for a step that may fail."""
-        if self._buffers:
-            with torch.no_grad():
-                if not self._buffers_before:
-                    self._buffers_before = [buffer.clone() for buffer in self._buffers]
-                torch._foreach_copy_(self._buffers_before, self._buffers)
-
-    def restore_buffers(self) -> None:
-        """Put the buffers back as they were before the step."""
-        if self._buffers_before:
-            with torch.no_grad():
-                torch._foreach_copy_(self._buffers, self._buffers_before)
 
     def contributed(self, share: Share) -> StepResult:
         """Return what is known of a step of which this worker computed its share alone."""
@@ -411,6 +396,28 @@ def parts_state(parts: Parts) -> dict[str, Any]:
     state = {name: part.state_dict() for name, part in every.items() if part is not None}
     state["model"] = parts.model.state_dict()
     return state
+
+
+class KeptBuffers:
+    """Buffers, which forward may change, of models in a step that may fail."""
+
+    def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
+        self._buffers = [buffer for buffer in buffers if buffer.numel()]
+        self._before: list[torch.Tensor] = []
+
+    def keep(self) -> None:
+        """Take a copy of them before the step."""
+        if self._buffers:
+            with torch.no_grad():
+                if not self._before:
+                    self._before = [buffer.clone() for buffer in self._buffers]
+                torch._foreach_copy_(self._before, self._buffers)
+
+    def restore(self) -> None:
+        """Put them back as they were before the step."""
+        if self._before:
+            with torch.no_grad():
+                torch._foreach_copy_(self._buffers, self._before)
 
 
 def copied_state(parts: Parts) -> dict[str, Any]:
