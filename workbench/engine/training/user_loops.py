@@ -17,6 +17,7 @@ from ..context import RunContext, require
 from . import fit_arguments
 from .initial import initialise
 from .notes import announce as announce_run
+from .regrouping import Regrouping
 
 
 def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[Any] = ()) -> Any:
@@ -114,7 +115,7 @@ def go_on(context: RunContext, strategy: Any, kept: tuple[Any, ...]) -> None:
         checkpoints.restore()
         checkpoints.tell()
     if context.spec.heals:
-        strategy.heal_loop(kept)
+        strategy.heal_loop(kept, Regrouping)
 
 
 def check_kept(keep: Sequence[Any]) -> tuple[Any, ...]:

@@ -47,6 +47,8 @@ from .parts.replica import Trainer, copied_state, held_bytes, load_parts
 from .parts.user_loop import OwnLoop
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ...engine.telemetry.recorder import StepResult
 
 NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -172,10 +174,10 @@ class Mirrored(Strategy):
         if self._unsent:
             self.averaging.load_own_state(self._unsent)
 
-    def heal_loop(self, kept: tuple[Any, ...]) -> None:
+    def heal_loop(self, kept: tuple[Any, ...], regrouping: Callable[[Any], Any]) -> None:
         """Let the user's own loop go on with other workers."""
         assert self.loop is not None
-        self.loop.heal(self, kept)
+        self.loop.heal(self, kept, regrouping)
 
     def agreed(self) -> dict[str, Any]:
         """Return which all-reduce was chosen."""

@@ -30,14 +30,14 @@ import torch.distributed as dist
 
 from ....engine.checkpoints.checkpoints import format_of
 from ....engine.telemetry.recorder import StepResult
-from ....engine.training.regrouping import Regrouping
+from .guard import KeptBuffers
 from .loader import become, subclass
-from .replica import KeptBuffers
 
 if TYPE_CHECKING:
     from ....engine.checkpoints.checkpoints import Checkpoints
     from ....engine.context import RunContext
     from ....engine.contract import Strategy
+    from ....engine.training.regrouping import Regrouping
     from ....engine.training.shares import Source
     from .loader import Standing
 
@@ -93,13 +93,14 @@ class LoopHealing:
         source: Source | None,
         checkpoints: Checkpoints,
         kept: tuple[Any, ...],
+        regrouping: Callable[[LoopHealing], Regrouping],
     ) -> None:
         self.context, self.checkpoints, self.source = loop.context, checkpoints, source
         self.evaluated = 0
         self.emptied = False
         self._loop, self._strategy, self._kept = loop, strategy, kept
         self._standing = loop.standing
-        self._regrouping = Regrouping(self)
+        self._regrouping = regrouping(self)
         self._buffers = KeptBuffers(())
         self._begun = False
         self._place: Mapping[str, Any] = {}  # where one who comes is to go

@@ -28,6 +28,7 @@ from ....engine.torch import accelerator
 from ....engine.torch.data import map_batch, slice_batch
 from ....engine.torch.support import check_closure, evaluating
 from ....errors import FitError
+from .guard import KeptBuffers
 from .timing import make_timer
 
 if TYPE_CHECKING:
@@ -396,28 +397,6 @@ def parts_state(parts: Parts) -> dict[str, Any]:
     state = {name: part.state_dict() for name, part in every.items() if part is not None}
     state["model"] = parts.model.state_dict()
     return state
-
-
-class KeptBuffers:
-    """Buffers, which forward may change, of models in a step that may fail."""
-
-    def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
-        self._buffers = [buffer for buffer in buffers if buffer.numel()]
-        self._before: list[torch.Tensor] = []
-
-    def keep(self) -> None:
-        """Take a copy of them before the step."""
-        if self._buffers:
-            with torch.no_grad():
-                if not self._before:
-                    self._before = [buffer.clone() for buffer in self._buffers]
-                torch._foreach_copy_(self._before, self._buffers)
-
-    def restore(self) -> None:
-        """Put them back as they were before the step."""
-        if self._before:
-            with torch.no_grad():
-                torch._foreach_copy_(self._buffers, self._before)
 
 
 def copied_state(parts: Parts) -> dict[str, Any]:

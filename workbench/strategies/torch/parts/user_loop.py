@@ -531,14 +531,17 @@ class OwnLoop:
         become(loader, subclass(cls, __iter__=iterate))
         self._undo.append(lambda: become(loader, cls))
 
-    def heal(self, strategy: Strategy, kept: tuple[Any, ...]) -> None:
+    def heal(
+        self, strategy: Strategy, kept: tuple[Any, ...], regrouping: Callable[[Any], Any]
+    ) -> None:
         """Let the loop go on with other workers where some die or come.
 
         Args:
             kept: What `keep=` names.
+            regrouping: Makes the `Regrouping` of a training.
         """
         assert self.checkpoints is not None, "user_loops.go_on comes first"
-        self.healing = LoopHealing(self, strategy, self._source, self.checkpoints, kept)
+        self.healing = LoopHealing(self, strategy, self._source, self.checkpoints, kept, regrouping)
         self._undo.append(self.healing.close)
 
     def weights(self) -> dict[str, NDArray[np.generic]]:
