@@ -3,5 +3,6 @@
 In reading order:
 
     healing  who takes part when a worker has died and a fresh one comes
+    halts    who has been halted, and is ended for that
     hangs    who waits for whom, and for how long already
 """
