@@ -99,6 +99,41 @@ def test_the_others_go_on_without_a_dead_host(book: Notebook, reached: Simulated
 
 
 @pytest.mark.timing
+@pytest.mark.parametrize("how", ["dead", "silent"])
+def test_training_heals_when_a_host_is_lost(
+    book: Notebook, reached: SimulatedHosts, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The others train on, and fresh engines on the host that is left join them."""
+    monkeypatch.setattr(disk, "IDLE_S", 0.2)  # rows that come late are written, for so long
+    cluster = cluster_of(book)
+    run = going(cluster, on_failure="heal")
+    lost_at = time.monotonic()
+    if how == "dead":
+        reached.kill("xh2")
+    else:
+        reached.link("xh2", up=False)
+    assert soon(lambda: bool(run.events) or run.is_over, 30), run
+    assert not run.is_over, run.error
+    print(f"{how}: healed after {time.monotonic() - lost_at:.1f} s")
+    gone = lambda: sorted(r for one in run.events for r in one["ranks"] if one["event"] == "healed")  # noqa: E731
+    assert soon(lambda: gone() == [2, 3], WAIT_S), run.events
+    joined = lambda: sorted(
+        r for one in run.events for r in one["ranks"] if one["event"] == "joined"
+    )  # noqa: E731
+    assert soon(lambda: joined() == [2, 3] or run.is_over, WAIT_S), (run, run.events)
+    assert run.events[-1]["workers"] == 4
+    assert set(hosts_of(cluster).values()) == {"xh1"}
+    assert not any(done.again for done in run.recoveries)
+    steps = run.history.totals.steps
+    assert soon(lambda: run.history.totals.steps > steps + 5, WAIT_S)
+    run.stop()
+    assert run.wait(WAIT_S).state == "stopped"
+    if how == "silent":
+        reached.link("xh2", up=True)
+        assert soon(lambda: not left(reached, "xh2"), 15), left(reached, "xh2")
+
+
+@pytest.mark.timing
 def test_a_stopped_cluster_leaves_nothing_on_the_hosts(
     book: Notebook, reached: SimulatedHosts
 ) -> None:
