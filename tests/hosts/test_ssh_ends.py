@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -115,12 +116,11 @@ def test_training_heals_when_a_host_is_lost(
     assert soon(lambda: bool(run.events) or run.is_over, 30), run
     assert not run.is_over, run.error
     print(f"{how}: healed after {time.monotonic() - lost_at:.1f} s")
-    gone = lambda: sorted(r for one in run.events for r in one["ranks"] if one["event"] == "healed")  # noqa: E731
-    assert soon(lambda: gone() == [2, 3], WAIT_S), run.events
-    joined = lambda: sorted(
-        r for one in run.events for r in one["ranks"] if one["event"] == "joined"
-    )  # noqa: E731
-    assert soon(lambda: joined() == [2, 3] or run.is_over, WAIT_S), (run, run.events)
+    changed = lambda event: sorted(  # noqa: E731
+        rank for one in run.events if one["event"] == event for rank in one["ranks"]
+    )
+    assert soon(lambda: changed("joined") == [2, 3] or run.is_over, WAIT_S), (run, run.events)
+    assert changed("healed") == changed("joined") == [2, 3]
     assert run.events[-1]["workers"] == 4
     assert set(hosts_of(cluster).values()) == {"xh1"}
     assert not any(done.again for done in run.recoveries)
@@ -131,6 +131,8 @@ def test_training_heals_when_a_host_is_lost(
     if how == "silent":
         reached.link("xh2", up=True)
         assert soon(lambda: not left(reached, "xh2"), 15), left(reached, "xh2")
+        writers = lambda: [t for t in threading.enumerate() if t.name == "workbench-run-files"]  # noqa: E731
+        assert soon(lambda: not writers(), 10)
 
 
 @pytest.mark.timing
