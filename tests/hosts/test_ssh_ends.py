@@ -131,8 +131,9 @@ def test_training_heals_when_a_host_is_lost(
     if how == "silent":
         reached.link("xh2", up=True)
         assert soon(lambda: not left(reached, "xh2"), 15), left(reached, "xh2")
-        writers = lambda: [t for t in threading.enumerate() if t.name == "workbench-run-files"]  # noqa: E731
-        assert soon(lambda: not writers(), 10)
+        book.ok("%cluster stop")
+        writing = lambda: [t for t in threading.enumerate() if t.name == "workbench-run-files"]  # noqa: E731
+        assert soon(lambda: not writing(), 10)
 
 
 @pytest.mark.timing
