@@ -94,3 +94,16 @@ def test_a_pipeline_has_its_bubbles_and_its_stages():
     full = [r for r in ET.fromstring(svg).iter(f"{NS}rect") if r.get("class") == "w"]
     assert sum(float(r.get("width")) > 0 for r in full) == 3  # the slow one has no excess
     assert text.TITLE not in words(run_svg(fake_snapshot(4, 90)))
+
+
+def test_where_workers_went_or_came_is_marked_and_said():
+    changes = (
+        {"event": "healed", "step": 20, "ranks": [1], "workers": 2, "seconds": 0.1},
+        {"event": "joined", "step": 40, "ranks": [1], "workers": 3, "seconds": 0.1},
+        {"event": "healed", "step": 500, "ranks": [2], "workers": 2, "seconds": 0.1},
+    )
+    svg = run_svg(replace(fake_snapshot(step=60), changes=changes))
+    titles = [one.text for one in ET.fromstring(svg).iter() if one.tag.endswith("title")]
+    assert titles.count("rank 1 gone at step 20") == 2  # in both curves
+    assert titles.count("rank 1 joined at step 40") == 2
+    assert not any("500" in one for one in titles if one)  # beyond what is drawn

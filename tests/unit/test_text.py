@@ -136,3 +136,16 @@ def test_of_many_stages_the_first_ones_are_listed():
     assert len(text.rows(split)) == text.MOST_ROWS + 1
     assert "18 more" in text.rows(split)[-1]
     assert text.sentences(split)[-1] == "And 18 more stages."
+
+
+def test_who_went_or_came_together_shares_a_label():
+    changes = (
+        {"event": "healed", "step": 20, "ranks": [2]},
+        {"event": "healed", "step": 20, "ranks": [0]},
+        {"event": "joined", "step": 31, "ranks": [0]},
+        {"event": "of a later version", "step": 40, "ranks": [1]},
+    )
+    snapshot = replace(fake_snapshot(), changes=changes)
+    assert text.change_labels(snapshot) == [
+        (20, "ranks 0, 2 gone"), (31, "rank 0 joined"), (40, "rank 1 of a later version"),
+    ]  # fmt: skip

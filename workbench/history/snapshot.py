@@ -157,6 +157,7 @@ class Snapshot:
         extra: What the strategy adds (staleness, bubble): name -> Curve.
         evals: One mapping per evaluation: step, epoch, then the metrics.
         logged: Columns of `wb.log`: name -> Curve.
+        changes: One mapping each time that workers went or came, as `run.events` has them.
         notes: Things the user should know.
         split: How a pipeline's model was cut; None elsewhere.
         parallelism: `data` or `model`: whether workers take shares of the batch.
@@ -192,6 +193,7 @@ class Snapshot:
     extra: dict[str, Curve] = field(default_factory=dict)
     logged: dict[str, Curve] = field(default_factory=dict)
     evals: list[dict[str, Any]] = field(default_factory=list)
+    changes: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
     split: Split | None = None
     parallelism: str = "data"

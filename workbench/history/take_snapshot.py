@@ -102,6 +102,7 @@ def take(of: Sources, label: Label, whole: tuple[int | None, float, int] | None 
             name: curve.curve(origin) for name, curve in of.logged.items() if name not in shown
         },
         evals=[dict(one) for one in of.story.evals],
+        changes=tuple(dict(one) for one in of.story.changes),
         notes=tuple(of.story.notes),
         split=of.story.split,
         parallelism="data" if of.data_parallel else "model",

@@ -158,6 +158,27 @@ def nothing_done(snapshot: Snapshot) -> bool:
     return snapshot.state == "failed" and snapshot.step == 0 and not len(snapshot.loss_curve)
 
 
+CHANGES = {"healed": "gone", "joined": "joined", "left": "left"}
+"""What is written where workers went or came, by the event's name."""
+MOST_LABELS = 6
+"""More changes than these are marked without words, which would cover the curve."""
+
+
+def change_labels(snapshot: Snapshot) -> list[tuple[int, str]]:
+    """Return at which steps workers went or came, and who: `(60, "rank 1 gone")`.
+
+    Several that went or came at one step share a label.
+    """
+    found: dict[tuple[int, str], list[int]] = {}
+    for change in snapshot.changes:
+        word = CHANGES.get(str(change["event"]), str(change["event"]))
+        found.setdefault((int(change["step"]), word), []).extend(change["ranks"])
+    return [
+        (step, f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))} {word}")
+        for (step, word), ranks in found.items()
+    ]
+
+
 def latest_eval(snapshot: Snapshot) -> dict[str, str]:
     """Return the last evaluation's metrics by name; empty without one."""
     if not snapshot.evals:

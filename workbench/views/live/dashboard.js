@@ -1,7 +1,7 @@
 // The live dashboard, drawn from the binary frames of workbench/views/live/frames.py.
 // One store per widget, shared by its views; a view only draws. Works offline.
 
-const LEFT = 46, RIGHT = 10, TOP = 6, BOTTOM = 22, CHART = 150, SMALL = 92, ROW = 24, GAP = 5;
+const LEFT = 46, RIGHT = 10, TOP = 6, BOTTOM = 22, CHART = 150, MOST_LABELS = 6, SMALL = 92, ROW = 24, GAP = 5;
 const HELLO_AGAIN_MS = 1000, UNHEARD_LIMIT = 5;
 
 /** What the kernel has sent so far: the head, and tables of float32 by key. */
@@ -201,6 +201,7 @@ function drawCurve(panel, table, ink, options) {
   const evals = options.evals ?? [], each = Math.ceil(evals.length / 24); // more would hide the line
   evals.forEach((e, i) => { if ((evals.length - 1 - i) % each === 0) drawEval(c, e, x, y, plotBottom, ink, low, high); });
   drawLine(c, data, rows, x, y, options.color);
+  drawChanges(c, options.changes ?? [], x, plotBottom, plotRight, ink);
   c.restore();
   panel.at = (px) => nearestRow(data, rows, first + ((px - LEFT) / (plotRight - LEFT)) * (last - first));
   if (panel.hover != null) drawHover(c, panel, table, x, y, plotBottom, ink, options);
@@ -302,6 +303,34 @@ function drawEval(c, evaluation, x, y, plotBottom, ink, low, high) {
   c.beginPath();
   for (const [dx, dy] of [[0, -4.5], [4.5, 0], [0, 4.5], [-4.5, 0]]) c.lineTo(at + dx, top + dy);
   c.fill();
+}
+
+/** Where workers went or came: a dashed line; with words where they do not cover the curve. */
+function drawChanges(c, changes, x, plotBottom, plotRight, ink) {
+  c.fillStyle = ink.text;
+  c.strokeStyle = ink.text;
+  c.lineWidth = 1;
+  for (const [step, said] of changes) {
+    const at = Math.round(x(step)) + 0.5;
+    if (at < LEFT || at > plotRight + 1) continue;
+    c.globalAlpha = 0.6;
+    c.setLineDash([4, 2]);
+    line(c, at, TOP, at, plotBottom);
+    c.setLineDash([]);
+    c.globalAlpha = 1;
+    if (changes.length > MOST_LABELS) continue;
+    const wide = c.measureText(said).width, before = at + wide + 8 > plotRight;
+    c.save();
+    c.textAlign = before ? "right" : "left";
+    c.textBaseline = "top";
+    c.globalAlpha = 0.75;
+    c.fillStyle = ink.paper;
+    c.fillRect(before ? at - wide - 7 : at + 1, TOP, wide + 6, 13);
+    c.globalAlpha = 1;
+    c.fillStyle = ink.muted;
+    c.fillText(said, before ? at - 4 : at + 4, TOP + 1);
+    c.restore();
+  }
 }
 
 function nearestRow(data, rows, step) {
@@ -690,8 +719,8 @@ class View {
     this.root.classList.toggle("wb-none", Boolean(head.over) && !this.store.table("timeline").rows); // nothing to draw will come
     const evals = head.evals ?? [], seen = evals.at(-1)?.loss;
     const evaluated = Number.isFinite(seen) ? ` · ◆ evaluation ${number(seen)}` : "";
-    this.drawChart(this.loss, "loss", { color: this.ink.runs[(head.color ?? 0) % this.ink.runs.length], evals, unit: "", after: evaluated });
-    this.drawChart(this.throughput, "throughput", { color: this.ink.runs[(head.color ?? 0) % this.ink.runs.length], fromZero: true, unit: " samples/s" });
+    this.drawChart(this.loss, "loss", { color: this.ink.runs[(head.color ?? 0) % this.ink.runs.length], evals, changes: head.changes, unit: "", after: evaluated });
+    this.drawChart(this.throughput, "throughput", { color: this.ink.runs[(head.color ?? 0) % this.ink.runs.length], fromZero: true, changes: head.changes, unit: " samples/s" });
     drawTimeline(this.timeline, this.store.table("timeline"), head, this.ink);
     this.timeline.label(`Timeline of the latest steps. ${head.description}`);
     drawShares(this.shares, this.store.table("workers"), head, this.ink);

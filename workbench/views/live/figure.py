@@ -123,9 +123,11 @@ def run_figure(snapshot: Snapshot) -> Figure:
     own = run_color(snapshot.color, "any")
     _draw_curve(left, snapshot.loss_curve, "Loss", own)
     _mark_evals(left, snapshot)
+    _mark_changes(left, snapshot)
     _draw_curve(right, snapshot.throughput_curve, "Throughput, samples/s", own)
     if len(snapshot.throughput_curve):
         right.set_ylim(0, _room(snapshot.throughput_curve))
+    _mark_changes(right, snapshot)
     _draw_timeline(bands[2].subplots(), snapshot)
     _draw_shares(bands[3].subplots(), snapshot)
     if snapshot.split is not None:
@@ -225,6 +227,24 @@ def _mark_evals(axes: Axes, snapshot: Snapshot) -> None:
         steps, losses = zip(*points, strict=True)
         axes.plot(steps, losses, "D", color=INK["any"], markersize=3.5, label="eval loss")
         axes.legend(fontsize=8, frameon=False, labelcolor=MUTED["any"])
+
+
+def _mark_changes(axes: Axes, snapshot: Snapshot) -> None:
+    """Mark where workers went or came."""
+    changes = text.change_labels(snapshot)
+    first = float(snapshot.loss_curve.step[0]) if len(snapshot.loss_curve) else 0.0
+    last = float(snapshot.loss_curve.step[-1]) if len(snapshot.loss_curve) else 0.0
+    for step, label in changes:
+        if not first <= step <= last:
+            continue
+        axes.axvline(step, color=INK["any"], linewidth=0.9, linestyle=(0, (4, 2)), alpha=0.7)
+        if len(changes) <= text.MOST_LABELS:
+            side = "right" if step > (first + last) / 2 else "left"
+            axes.annotate(
+                label, (step, 0.97), xycoords=("data", "axes fraction"),
+                xytext=(-3 if side == "right" else 3, 0), textcoords="offset points",
+                rotation=90, fontsize=7, color=MUTED["any"], va="top", ha=side,
+            )  # fmt: skip
 
 
 def _draw_timeline(axes: Axes, snapshot: Snapshot) -> None:

@@ -147,6 +147,7 @@ def make_head(snapshot: Snapshot) -> dict[str, Any]:
         "notes": list(snapshot.notes),
         "labels": [text.worker_label(w) for w in snapshot.workers],
         "evals": [_finite(e) for e in snapshot.evals],
+        "changes": text.change_labels(snapshot),
         "curves": [*(f"extra:{k}" for k in snapshot.extra), *(f"log:{k}" for k in snapshot.logged)],
         "split": _split(snapshot),
         "bubbles": _bubbles(snapshot),

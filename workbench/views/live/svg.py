@@ -47,7 +47,8 @@ def run_svg(snapshot: Snapshot) -> str:
     )
     for index, (title, curve, color, from_zero) in enumerate(pairs):
         left = MARGIN + index * (_CHART_WIDTH + 22)
-        body += _chart(title, curve, left, y, color, from_zero)
+        changes = text.change_labels(snapshot)
+        body += _chart(title, curve, left, y, color, from_zero, changes=changes)
     y += _CHART_HEIGHT + 46
     part, y = _timeline(snapshot, y)
     body += part
@@ -122,6 +123,7 @@ def _chart(
     from_zero: bool,
     width: float = _CHART_WIDTH,
     height: float = _CHART_HEIGHT,
+    changes: Sequence[tuple[int, str]] = (),
 ) -> list[str]:
     last = text.number(float(curve.mean[-1])) if len(curve) else text.UNKNOWN
     body = [
@@ -153,6 +155,13 @@ def _chart(
     body.append(
         f'<path d="{_path(x, y(shown.mean))}" fill="none" stroke="{color}" stroke-width="1.8"/>'
     )
+    for step, said in changes:
+        at = plot_left + (step - first) / steps * (width - 40)
+        if plot_left <= at <= left + width:
+            body.append(
+                f'<path class="l" d="M{at:.1f} {top + 8:.1f}v{height:.1f}" fill="none" '
+                f'stroke-dasharray="4 2"><title>{escape(said)} at step {step}</title></path>'
+            )
     bottom = top + height + 24
     body.append(text_at(plot_left, bottom, text.number(first), "m"))
     end = f"step {text.number(float(shown.step[-1]))}"
