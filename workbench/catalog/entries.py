@@ -55,6 +55,7 @@ TORCH: tuple[Strategy, ...] = (
         aliases=("ddp", "data_parallel", "dp", "distributed_data_parallel", "horovod"),
         replicated=True,
         heals=True,
+        sheds=True,
         exact_with=(("compress", "none"),),
         loses="the steps since the last checkpoint; with another number of workers also the error "
         "that compression has not sent yet",

@@ -49,7 +49,7 @@ from .requests import (
     with_original_ranks,
 )
 from .task import Task
-from .workers import hangs
+from .workers import hangs, shedding
 from .workers.healing import Healer
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ class RunExecution:
             spare=self._spare(),
             least=1 if run.plan.entry.remote_workers else 0,
             mender=self._healer,
+            listens=shedding.listener(run, pool.engines.router.send, self._healer),
             on_loss=self.lose,
             chains=self.chains(),
             going=lambda: run.state not in ("starting", "recovering"),

@@ -65,6 +65,7 @@ class Task:
         on_done: Called once, on a background thread, when every engine is done.
         spare: Engines that may die while `least` others of them live; `on_loss` hears of it.
         mender: Decides the same where it depends on more; `on_loss` hears nothing of it.
+        listens: Hears whatever an engine says of its run.
         chains: Groups of engines that may die, too, while one of each group lives and `going`.
 
     Attributes:
@@ -83,6 +84,7 @@ class Task:
         mender: Mender | None = None,
         chains: Iterable[Iterable[int]] = (),
         going: Callable[[], bool] = lambda: True,
+        listens: Callable[[int, Records | Happened | Position], object] = lambda who, what: None,
     ) -> None:
         self.engines = engines
         self.ids = list(requests)
@@ -102,7 +104,7 @@ class Task:
         self._spare, self._least, self._on_loss = set(spare), least, on_loss
         self._chains, self._going = [frozenset(chain) for chain in chains], going
         self._lost: set[int] = set()  # of those
-        self._mender = mender
+        self._mender, self._listens = mender, listens
         self._condemned: set[int] = set()
         self._errors: list[tuple[int, Mapping[str, Any]]] = []
         self._ended: set[int] = set()  # killed by us: they did not answer an interrupt
@@ -144,6 +146,7 @@ class Task:
 
         Positions, which are only asked for, are no sign that it moves.
         """
+        self._listens(engine, message)
         if isinstance(message, Position):
             return message
         self.moved()

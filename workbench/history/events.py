@@ -25,6 +25,7 @@ from ..shared.events import (
     EpochBegan,
     Evaluated,
     Event,
+    Gained,
     Healed,
     Injected,
     Noted,
@@ -33,6 +34,7 @@ from ..shared.events import (
     RunFinished,
     RunStarted,
     ServerHolds,
+    Shed,
     Topic,
     Unmeasured,
     WasCut,
@@ -51,8 +53,8 @@ class Moment:
 
     Attributes:
         t_s: When, on the clock of events.
-        kind: `eval`, `note`, `warning`, `checkpoint`, `death`, `healed`, `joined`, `inject`,
-            `paused` or `resumed`.
+        kind: `eval`, `note`, `warning`, `checkpoint`, `death`, `healed`, `joined`, `shed`,
+            `inject`, `paused` or `resumed`.
         rank: Whom it happened to; None: the run.
     """
 
@@ -83,7 +85,7 @@ class Story:
         epoch: Latest epoch that began.
         pauses: When each pause ended, on the clock of events, and how many seconds it took.
         moments: What happened when, in the order in which it was heard of.
-        changes: Fields of `healed` and `joined`, with the name as `event`.
+        changes: Fields of `healed`, `joined` and `shed`, with the name as `event`.
         rewinds: The step from which the run went on, each time that it was set back.
     """
 
@@ -145,6 +147,10 @@ class Story:
             case Healed():  # workers that join are told of so, too
                 self.changes.append({"event": event.name, **event.to_wire()})
                 self._moment(t_s, event.name, _change_words(event))
+            case Gained():
+                for one in self.changes:
+                    if one["event"] == Shed.name and one["step"] == event.step:
+                        one["after_s"] = event.after_s
             case RunFinished():
                 self.finished[int(event.rank)] = event.to_wire()
             case ServerHolds():
@@ -237,6 +243,8 @@ class Story:
 
 def _change_words(event: Healed) -> str:
     """Say in short who went or came: `healed without rank 1 at step 60, 3 -> 2 workers`."""
+    if isinstance(event, Shed):
+        return f"shares {' + '.join(map(str, event.shares))} from step {event.step} on"
     who = ", ".join(map(str, event.ranks))
     did = "without" if event.name == Healed.name else "by"
     return (

@@ -344,6 +344,56 @@ class Joined(Healed):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shed(Healed):
+    """Workers have more or less work from a step on, as one was slow for long, or is no more.
+
+    Attributes:
+        ranks: Of those that have less than an equal share now; none: all shares are equal again.
+        seconds: How long the others stood still, at most.
+        shares: Samples that each worker takes of a batch, in the order of their ranks.
+        ratio: How many times as long as the others the slowest took for its share, before.
+        slow_s: For how long it had been seen so.
+        before_s, after_s: A step before, and after: None as long as that is not known (`Gained`).
+    """
+
+    name: ClassVar[str] = "shed"
+    shares: Sequence[int] = ()
+    ratio: float = 1.0
+    slow_s: float = 0.0
+    before_s: float | None = None
+    after_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gained(Event):
+    """What other shares have brought, from `step` on: how long a step took before, and takes."""
+
+    name: ClassVar[str] = "gained"
+    of_kernel: ClassVar[bool] = True
+    step: int = 0
+    before_s: float = 0.0
+    after_s: float = 0.0
+
+
+SHARES = "shares"
+"""Topic on which the kernel asks for a change of shares, says what they are, or calls it off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dealing(Event):
+    """Answers a question on `SHARES`, by its number: the step that this worker has begun.
+
+    Attributes:
+        step: It begins no other before it hears what the shares are; -2: they cannot be changed.
+    """
+
+    name: ClassVar[str] = "dealing"
+    rank: int = 0
+    number: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineDied(Event):
     """An engine of the run is gone; `rank` is None where it held none."""
 

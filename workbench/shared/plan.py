@@ -26,7 +26,7 @@ from ..cookbook.recipe import Recipe
 from ..errors import PlanError
 from . import checkpoints, log_targets
 from .faults import ON_LINKS
-from .flags.settings import RunSettings, settings_from_wire
+from .flags.settings import ON_STRAGGLER, RunSettings, settings_from_wire
 from .flags.several import Axis, check_runs
 from .flags.several import values as check_values
 from .magic_args import check_window
@@ -185,6 +185,7 @@ def make_plan(
         asked.checkpoint, asked.checkpoint_every, asked.on_failure
     )
     _check_on_failure(entry, on_failure, count)
+    _check_on_straggler(entry, asked.on_straggler, chosen)
     decided = {
         **asked.settings,
         "checkpoint": folder,
@@ -388,6 +389,28 @@ def _check_on_failure(entry: catalog.Strategy, on_failure: str, count: int) -> N
             next_step="--checkpoint DIR --on-failure replace",
             code="WB-PLAN-088",
         )
+
+
+def _check_on_straggler(entry: catalog.Strategy, what: str, chosen: dict[str, Any]) -> None:
+    if what not in ON_STRAGGLER:
+        raise PlanError(
+            "--on-straggler was not understood.",
+            seen=what,
+            allowed=", ".join(ON_STRAGGLER),
+            code="WB-PLAN-329",
+        )
+    if what == "wait" or (entry.sheds and entry.is_sync(chosen)):
+        return
+    able = [one for one in catalog.CATALOG if one.sheds]
+    names = [one.name if one.sync else f"{one.name} -o {one.sync_option}=true" for one in able]
+    why = "its shares are equal" if entry.is_sync(chosen) else "its workers wait for nobody"
+    raise PlanError(
+        f"{entry.name} cannot give a slow worker less to do: {why}.",
+        seen=f"--on-straggler {what}",
+        allowed=f"wait; {what} under {', '.join(names)}, in PyTorch",
+        next_step="leave --on-straggler out, or take one of these",
+        code="WB-PLAN-330",
+    )
 
 
 def check_name(name: object) -> None:

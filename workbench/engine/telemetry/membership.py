@@ -75,6 +75,11 @@ class Membership:
         """Whether this worker is in a training that can go on with others."""
         return self._phase == "in"
 
+    @property
+    def announced(self) -> int:
+        """The newest generation that this worker has heard of."""
+        return 0 if self._latest is None else self._latest.generation
+
     def begin(self) -> None:
         """Be in a training that can go on with others, from here to `end`."""
         with self._changed:

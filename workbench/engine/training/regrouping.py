@@ -69,7 +69,10 @@ class Training(Protocol):
         """Be as far as another worker that has said so."""
 
     def deal(self) -> None:
-        """Go on in the data where training stands, with the shares that there are now."""
+        """Go on in the data where training stands, with equal shares."""
+
+    def part(self, shard: tuple[int, int]) -> tuple[int, Any]:
+        """Return which share is this worker's, and how many there are or what each one weighs."""
 
     def tell_evaluation(self) -> None:
         """Tell the kernel of the latest evaluation; it counts once, whoever tells it."""
@@ -146,7 +149,7 @@ class Regrouping:
         """Evaluate, anew where others take part by then; None where another one had done it."""
         while True:
             try:
-                return strategy.evaluate(source.epoch(0, *strategy.eval_shard))
+                return strategy.evaluate(source.epoch(0, *self._training.part(strategy.eval_shard)))
             except Exception as error:  # noqa: PERF203 - it ends with the first that succeeds
                 if not self.can_follow(error):
                     raise

@@ -100,6 +100,11 @@ class Healer:
         self._starting = threading.Lock()
 
     @property
+    def is_together(self) -> bool:
+        """Whether all members train with each other, and no change is under way."""
+        return self._met == self.generation
+
+    @property
     def _task(self) -> Task | None:
         return self._run.task
 

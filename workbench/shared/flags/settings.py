@@ -15,6 +15,7 @@ from .flag import Read
 from .flag import said as _said
 
 TRACEBACKS = ("short", "full")
+ON_STRAGGLER = ("wait", "shed")
 
 
 def number(name: str, least: int = 1) -> Read:
@@ -37,6 +38,7 @@ class RunSettings:
         checkpoint_every: Steps between two checkpoints; 0 without, and where nobody said.
         on_failure: What the death of an engine does: one of `checkpoints.ON_FAILURE`; empty where
             nobody said.
+        on_straggler: What is done where a worker is slow for long: one of `ON_STRAGGLER`.
         profile: First step to profile, and the step before which it ends.
         traceback: How errors of the cell are shown: `short`, or `full` with every frame.
         values: What `--set` gives the cell, by name: numbers, truth values, texts.
@@ -99,6 +101,16 @@ class RunSettings:
         "heal: the others train on, and a fresh one joins them",
         without="`replace` with `--checkpoint`, else `stop`",
         example="%%distributed mirrored --on-failure continue",
+    )
+    on_straggler: str = _said(
+        "--on-straggler",
+        "wait",
+        choices=ON_STRAGGLER,
+        trains=True,
+        argument="on_straggler",
+        help="when a worker is slow for long: wait for it, or shed: give it less of each batch",
+        without="`wait`: each step takes as long as its slowest worker",
+        example="%%distributed mirrored --on-straggler shed",
     )
     profile: Window | None = _said(  # noqa: RUF009 - it returns a field
         "--profile",
