@@ -95,7 +95,7 @@ class Training:
                     each.stay_on(spec.device)
         self._deal = lambda first: self._shares(strategy, source, first)
         self._dealt = self._begin(strategy)
-        context.gate.deals = context.entry.sheds and source.samples is not None
+        context.gate.deals = context.entry.sheds and context.sync and source.samples is not None
         # Replicas are equal: rank 0's stand for all. Who is yet to be let in has nothing to leave.
         leaves = spec.rank == 0 or not context.entry.whole
         if leaves and not context.membership.waits:

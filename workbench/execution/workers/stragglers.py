@@ -33,8 +33,8 @@ from ...shared.record import REAL_WAIT_S
 
 MOST = 2.0
 """Times an equal share, which a worker's share never exceeds."""
-MOST_STEPS = 4096
-"""Steps that are looked at, at most."""
+MOST_STEPS = 1024
+"""Steps that are looked at, at most: the latest."""
 
 Floats = NDArray[np.float64]
 
@@ -51,9 +51,9 @@ class Rule:
     """
 
     factor: float = 1.3
-    steps: int = 20
+    steps: int = 30
     seconds: float = 3.0
-    most: float = 0.8
+    most: float = 0.85
     gain: float = 0.05
 
 
@@ -94,6 +94,7 @@ class Watch:
 
     def __init__(self, ranks: Sequence[int], rule: Rule, first: int = 0) -> None:
         self._place = {rank: place for place, rank in enumerate(ranks)}
+        self._began_s = float("nan")  # when the first of them ended
         self.rule, self._first = rule, first
         self._open: dict[int, dict[int, tuple[float, int, float, float]]] = {}
         self._steps: deque[tuple[int, Floats, tuple[int, ...], float, float]] = deque(
@@ -126,6 +127,8 @@ class Watch:
             if sum(samples) < sum(last[2]):
                 return  # the smaller batch at an epoch's end
             self._steps.clear()
+        if not self._steps:
+            self._began_s = float(np.mean(end_s))
         lasted_s = float(np.mean(end_s) - np.mean(start_s))
         if np.isfinite(own).all():
             self._steps.append((step, np.array(own), samples, lasted_s, float(np.mean(end_s))))
@@ -136,15 +139,12 @@ class Watch:
         if len(self._place) < 2 or len(steps) < rule.steps:
             return None
         ends_s = np.array([one[4] for one in steps])
-        seconds = float(ends_s[-1] - ends_s[0])
-        if seconds < rule.seconds and len(steps) < MOST_STEPS:
+        if ends_s[-1] - self._began_s < rule.seconds:
             return None
         enough = int(np.searchsorted(ends_s, ends_s[-1] - rule.seconds, side="right")) - 1
         steps = steps[max(0, min(enough, len(steps) - rule.steps)) :]
         own = np.stack([one[1] for one in steps])  # (steps, workers)
-        others = np.stack(
-            [np.median(np.delete(own, r, axis=1), axis=1) for r in range(own.shape[1])], axis=1
-        )
+        others = median_of_others(own)
         median, beside = np.median(own, axis=0), np.median(others, axis=0)
         real = np.abs(median - beside) > REAL_WAIT_S
         slow = (own > rule.factor * others).mean(axis=0) >= rule.most
@@ -159,6 +159,17 @@ class Watch:
             step_s=float(np.median([one[3] for one in steps])),
             seconds=float(steps[-1][4] - steps[0][4]),
         )
+
+
+def median_of_others(values: Floats) -> Floats:
+    """Return for each value of a row the median of the row's others: shapes (rows, n)."""
+    count = values.shape[1]
+    placed = np.argsort(np.argsort(values, axis=1), axis=1)  # where each stands in its row
+    ordered = np.sort(values, axis=1)
+    low, high = (count - 2) // 2, (count - 1) // 2  # of those that are left
+    below = np.take_along_axis(ordered, low + (placed <= low), axis=1)
+    above = np.take_along_axis(ordered, high + (placed <= high), axis=1)
+    return np.asarray((below + above) / 2)
 
 
 def equal_shares(batch: int, workers: int) -> tuple[int, ...]:
@@ -182,8 +193,8 @@ def better_shares(pace: Pace, rule: Rule) -> tuple[int, ...] | None:
 
 def _alike(cost_s: Floats, factor: float) -> bool:
     """Whether no worker's cost is so far from the median of the others'."""
-    others = [float(np.median(np.delete(cost_s, r))) for r in range(len(cost_s))]
-    return all(o / factor <= c <= factor * o for c, o in zip(cost_s, others, strict=True))
+    others = median_of_others(cost_s[None])[0]
+    return bool(((others <= factor * cost_s) & (cost_s <= factor * others)).all())
 
 
 def best_shares(cost_s: Sequence[float], batch: int) -> tuple[int, ...]:
