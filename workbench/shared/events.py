@@ -353,7 +353,7 @@ class Shed(Healed):
         shares: Samples that each worker takes of a batch, in the order of their ranks.
         ratio: How many times as long as the others the slowest took for its share, before.
         slow_s: For how long it had been seen so.
-        before_s, after_s: A step before, and after: None as long as that is not known (`Gained`).
+        before_s, after_s: A step before, and after, as soon as that is known (`Gained`).
     """
 
     name: ClassVar[str] = "shed"
