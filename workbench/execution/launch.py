@@ -49,7 +49,7 @@ from .requests import (
     with_original_ranks,
 )
 from .task import Task
-from .workers import hangs, shedding
+from .workers import hangs, replacing
 from .workers.healing import Healer
 
 if TYPE_CHECKING:
@@ -131,7 +131,12 @@ class RunExecution:
             spare=self._spare(),
             least=1 if run.plan.entry.remote_workers else 0,
             mender=self._healer,
-            listens=shedding.listener(run, pool.engines.router.send, self._healer),
+            listens=replacing.listener(
+                run,
+                pool.engines.router.send,
+                self._healer,
+                lambda engine: pool.engines.restart([engine], framework),
+            ),
             on_loss=self.lose,
             chains=self.chains(),
             going=lambda: run.state not in ("starting", "recovering"),

@@ -30,6 +30,7 @@ from ..shared.events import (
     Injected,
     Noted,
     Paused,
+    Replaced,
     Resumed,
     RunFinished,
     RunStarted,
@@ -85,7 +86,7 @@ class Story:
         epoch: Latest epoch that began.
         pauses: When each pause ended, on the clock of events, and how many seconds it took.
         moments: What happened when, in the order in which it was heard of.
-        changes: Fields of `healed`, `joined` and `shed`, with the name as `event`.
+        changes: Fields of `healed`, `joined`, `shed` and `replaced`, with the name as `event`.
         rewinds: The step from which the run went on, each time that it was set back.
     """
 
@@ -149,7 +150,7 @@ class Story:
                 self._moment(t_s, event.name, _change_words(event))
             case Gained():
                 for one in self.changes:
-                    if one["event"] == Shed.name and one["step"] == event.step:
+                    if one["event"] in (Shed.name, Replaced.name) and one["step"] == event.step:
                         one["after_s"] = event.after_s
             case RunFinished():
                 self.finished[int(event.rank)] = event.to_wire()
@@ -246,7 +247,7 @@ def _change_words(event: Healed) -> str:
     if isinstance(event, Shed):
         return f"shares {' + '.join(map(str, event.shares))} from step {event.step} on"
     who = ", ".join(map(str, event.ranks))
-    did = "without" if event.name == Healed.name else "by"
+    did = {Healed.name: "without", Replaced.name: "at"}.get(event.name, "by")
     return (
         f"{event.name} {did} rank{'s' if len(event.ranks) > 1 else ''} {who} at step {event.step}: "
         f"{event.workers} workers, after {1e3 * event.seconds:.0f} ms"

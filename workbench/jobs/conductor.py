@@ -44,7 +44,7 @@ from ..execution.outcome import outcome_error, outcome_notes
 from ..execution.requests import make_specs, members_of, run_requests
 from ..execution.run import Run
 from ..execution.task import Task
-from ..execution.workers import hangs, shedding
+from ..execution.workers import hangs, replacing
 from ..history import disk
 from ..session import checkpoints
 from ..shared import cluster_env, events
@@ -258,7 +258,7 @@ class Conductor:
         run.open_board(self.router.send, [*run.members, *servers])
         self.task = Task(
             cast(Any, self.engines), requests, members_of(specs, hosts=self._names()),
-            self._settled, on_loss=run.note, listens=shedding.listener(run, self.router.send),
+            self._settled, on_loss=run.note, listens=replacing.listener(run, self.router.send),
         )  # fmt: skip
         run.begin(self.task)
         hangs.watch(self.task, self.router.questions.ask, lambda: run.held)

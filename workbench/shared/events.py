@@ -365,8 +365,23 @@ class Shed(Healed):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replaced(Healed):
+    """Fresh engines have taken the places of workers that were slow for long, from a step on.
+
+    Attributes:
+        ratio, slow_s, before_s, after_s: As of `Shed`.
+    """
+
+    name: ClassVar[str] = "replaced"
+    ratio: float = 1.0
+    slow_s: float = 0.0
+    before_s: float | None = None
+    after_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gained(Event):
-    """What other shares have brought, from `step` on: how long a step took before, and takes."""
+    """What `Shed` or `Replaced` has brought, from `step` on: a step before it, and since."""
 
     name: ClassVar[str] = "gained"
     of_kernel: ClassVar[bool] = True

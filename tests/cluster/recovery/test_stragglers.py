@@ -6,7 +6,7 @@ from needs import need
 from notebook_shell import WAIT_S, soon
 from recovering import MODEL, difference, every_step_counts_once
 
-from workbench.execution.workers import shedding
+from workbench.execution.workers import watching
 from workbench.execution.workers.stragglers import Rule
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
@@ -38,7 +38,7 @@ def paced(steps, more="", sleeps=SLEEPY):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Call slow what is so for half a second."""
-    monkeypatch.setattr(shedding, "RULE", Rule(steps=15, seconds=0.5))
+    monkeypatch.setattr(watching, "RULE", Rule(steps=15, seconds=0.5))
 
 
 @pytest.fixture(scope="module")

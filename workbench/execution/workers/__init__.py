@@ -4,6 +4,8 @@ In reading order:
 
     healing     who takes part when a worker has died and a fresh one comes
     stragglers  who is slow for long, and which shares of the batch suit all
+    watching    the rows that tell, while workers stay the same
     shedding    such shares agreed on with the workers
+    replacing   a fresh engine for a worker that is slow for long
     hangs       who waits for whom, and for how long already
 """

@@ -12,25 +12,21 @@ was on its way for those before is not for them, and says so by its generation.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...shared.events import SHARES, Dealing, Gained, Shed
-from ...shared.messages import Happened, Position, Records, Told
-from ...shared.protocol import records_from
-from .stragglers import Pace, Rule, Watch, better_shares, equal_shares
+from ...shared.events import SHARES, Dealing, Shed
+from ...shared.messages import Told
+from .stragglers import Pace, better_shares, equal_shares
+from .watching import Watching
 
 if TYPE_CHECKING:
     from ...shared.messages import Down
     from ..run import Run
     from .healing import Healer
 
-RULE = Rule()
-LOOK_S = 0.25
-"""How often it is looked for who is slow."""
 clock = time.monotonic
 
 
@@ -51,71 +47,29 @@ class Question:
     begun: list[int] = field(default_factory=list)
 
 
-class Shedding:
-    """Watches one run's workers, and changes their shares; called on the router's thread.
-
-    Args:
-        send: Sends an engine a message.
-        healer: Decides who takes part, where that may change.
-    """
+class Shedding(Watching):
+    """Changes the shares of one run's workers."""
 
     def __init__(
         self, run: Run, send: Callable[[int, Down], object], healer: Healer | None = None
     ) -> None:
-        self._run, self._deliver, self._healer = run, send, healer
-        self._generation = 0
-        self._members: tuple[int, ...] = tuple(run.members)
-        self._watch = self._fresh_watch()
+        super().__init__(run, send, healer)
         self._number = 0
         self._question: Question | None = None
-        self._done: Shed | None = None  # whose gain is not known yet
-        self._over = False
-        self._looked_s = 0.0
-        self._lock = threading.RLock()
 
-    def _fresh_watch(self, first: int = 0) -> Watch:
-        ranks = [self._run.engines.index(engine) for engine in self._members]
-        return Watch(ranks, RULE, first)
-
-    def hear(self, engine: int, message: Records | Happened | Position) -> None:
-        """Take in what an engine says of the run."""
-        with self._lock:
-            if self._over or not self._is_together():
-                return
-            if isinstance(message, Happened) and isinstance(message.event, Dealing):
-                self._answered(engine, message.event)
-            elif isinstance(message, Records):
-                self._watch.take(records_from(message.rows))
-                self._look()
-
-    def _is_together(self) -> bool:
-        """Whether the workers are those that were asked; else begin with those there are now."""
-        healer = self._healer
-        if healer is None:
-            return True
-        if healer.generation != self._generation:
-            self._question = self._done = None
-            if not healer.is_together:
-                return False
-            self._generation, self._members = healer.generation, tuple(healer.members)
-            self._watch = self._fresh_watch()
-        return True
+    def _call_off(self) -> None:
+        super()._call_off()
+        self._question = None
 
     # -- a change of shares ------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        now = clock()
-        if self._question is not None or now < self._looked_s + LOOK_S:
+    def _decide(self, pace: Pace) -> None:
+        if self._question is not None:
             return
-        self._looked_s = now
-        pace = self._watch.pace()
-        if pace is None or self._run.state != "running":
-            return
-        self._tell_gain(pace)
-        shares = better_shares(pace, RULE)
+        shares = better_shares(pace, self.rule)
         if shares is not None:
             self._number += 1
-            self._question = Question(self._number, pace, shares, now, set(self._members))
+            self._question = Question(self._number, pace, shares, clock(), set(self._members))
             self._send()
 
     def _send(self, step: int = -1, shares: Sequence[int] = (), *, over: bool = False) -> None:
@@ -142,7 +96,7 @@ class Shedding:
 
     def _deal(self, question: Question, step: int) -> None:
         self._send(step, question.shares)
-        self._watch = self._fresh_watch(step)
+        self._watch_from(step)
         pace, run, shares = question.pace, self._run, question.shares
         ranks = [run.engines.index(engine) for engine in self._members]
         equal = equal_shares(sum(shares), len(shares))
@@ -157,17 +111,6 @@ class Shedding:
         self._done = event
         run.note(shed_words(event, self._called(pace), pace.samples[pace.slowest]))
 
-    def _called(self, pace: Pace) -> str:
-        return self._run.called(self._members[pace.slowest])
-
-    def _tell_gain(self, pace: Pace) -> None:
-        done, self._done = self._done, None
-        if done is None or done.before_s is None:
-            return
-        gained = Gained(step=done.step, before_s=done.before_s, after_s=pace.step_s)
-        self._run.history.event(gained)
-        self._run.note(gained_words(gained))
-
     def _give_up(self, question: Question) -> None:
         """Leave the shares as they are, where all say that they cannot be changed."""
         if max(question.begun) > -2:
@@ -179,15 +122,6 @@ class Shedding:
             "others, but the shares of this training cannot be changed: that takes wb.fit, and "
             "data with a length."
         )
-
-
-def listener(
-    run: Run, send: Callable[[int, Down], object], healer: Healer | None = None
-) -> Callable[[int, Records | Happened | Position], object]:
-    """Return what is to hear all that the engines of a run say."""
-    if run.plan.on_straggler == "shed":
-        return Shedding(run, send, healer).hear
-    return lambda engine, message: None
 
 
 def shed_words(event: Shed, who: str, before: int) -> str:
@@ -205,9 +139,3 @@ def shed_words(event: Shed, who: str, before: int) -> str:
         f"{who} has taken {event.ratio:.1f} times as long as the others for its {before} samples, "
         f"for {event.slow_s:.0f} s: from step {event.step} on the batch is shared as {batch}."
     )
-
-
-def gained_words(event: Gained) -> str:
-    """Tell the user what other shares have brought."""
-    before, after = (f"{1e3 * one:.3g} ms" for one in (event.before_s, event.after_s))
-    return f"With the shares from step {event.step} on a step takes {after} instead of {before}."

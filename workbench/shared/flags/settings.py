@@ -15,7 +15,7 @@ from .flag import Read
 from .flag import said as _said
 
 TRACEBACKS = ("short", "full")
-ON_STRAGGLER = ("wait", "shed")
+ON_STRAGGLER = ("wait", "shed", "replace")
 
 
 def number(name: str, least: int = 1) -> Read:
@@ -108,7 +108,8 @@ class RunSettings:
         choices=ON_STRAGGLER,
         trains=True,
         argument="on_straggler",
-        help="when a worker is slow for long: wait for it, or shed: give it less of each batch",
+        help="when a worker is slow for long: wait for it, shed: give it less of each batch, or "
+        "replace it by a fresh engine",
         without="`wait`: each step takes as long as its slowest worker",
         example="%%distributed mirrored --on-straggler shed",
     )
