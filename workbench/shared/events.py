@@ -290,14 +290,16 @@ class Standing(Event):
     Attributes:
         rank: Its rank in the run's tables.
         generation: Of the `Regroup` that this answers; 0: of none.
-        phase: `ready` for a worker that waits to be let in, `cut` for one that was cut off from
-            another one, and waits to be told from whom.
+        phase: `in` for a worker that trains from now on, and can be regrouped; `apart` for one
+            that trains and cannot, `why` says for what; `ready` for one that waits to be let in,
+            `cut` for one that was cut off from another one, and waits to be told from whom.
     """
 
     name: ClassVar[str] = "standing"
     rank: int = 0
     generation: int = 0
-    phase: Literal["before", "ready", "cut", "past"] = "before"
+    phase: Literal["before", "in", "apart", "ready", "cut", "past"] = "before"
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +321,7 @@ class Regrouped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Healed(Event):
-    """The others go on without workers that died, or left; nothing was lost with them.
+    """The others go on without workers that died; nothing was lost with them.
 
     Attributes:
         ranks: Of those.
@@ -341,6 +343,13 @@ class Joined(Healed):
     """Workers take part from a step on; those who were there stood still for so many seconds."""
 
     name: ClassVar[str] = "joined"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left(Healed):
+    """The others go on without workers that were to leave, and that are well."""
+
+    name: ClassVar[str] = "left"
 
 
 @dataclass(frozen=True, kw_only=True)
