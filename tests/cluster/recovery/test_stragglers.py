@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from needs import need
 from notebook_shell import WAIT_S, soon
-from recovering import MODEL, difference, every_step_counts_once
+from recovering import MODEL, difference, every_step_counts_once, pids
 
-from workbench.execution.workers import watching
+from workbench.execution.workers import replacing, watching
 from workbench.execution.workers.stragglers import Rule
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
@@ -39,6 +39,7 @@ def paced(steps, more="", sleeps=SLEEPY):
 def quick(monkeypatch):
     """Call slow what is so for half a second."""
     monkeypatch.setattr(watching, "RULE", Rule(steps=15, seconds=0.5))
+    monkeypatch.setattr(replacing, "PATIENT", Rule(steps=15, seconds=0.5))
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +155,45 @@ def test_a_training_whose_shares_stay_says_so_and_goes_on(cluster):
     assert run.events == []
     (told,) = [note for note in run.history.story.notes if "cannot be changed" in note]
     assert told.startswith("Rank 1")
+
+
+IN_ITS_PROCESS = """
+import os, time
+folder = FOLDER
+slow = rank == 1 and not os.path.exists(folder + "/was")
+if slow:
+    open(folder + "/was", "x").close()
+def pace(step, logs):
+    while step == LAST and not os.path.exists(folder + "/hurry"):
+        time.sleep(0.05)
+class Sleepy(nn.Module):
+    def forward(self, x):
+        if self.training and (slow or not os.path.exists(folder + "/hurry")):
+            time.sleep((0.006 if slow else 0.002) * len(x))
+        return x
+model = nn.Sequential(Sleepy(), model)
+"""
+
+
+def test_a_slow_worker_is_replaced_by_a_fresh_engine(cluster, undisturbed, tmp_path):
+    before = pids(cluster)
+    source = IN_ITS_PROCESS.replace("FOLDER", repr(str(tmp_path))).replace("LAST", "299")
+    run = cluster.run(
+        paced(300, ", callbacks=[pace]", source), strategy="mirrored", on_straggler="replace"
+    )
+    gained = lambda: [one for one in run.events if one.get("after_s")]  # noqa: E731
+    assert soon(lambda: run.is_over or gained()), (run.events, run.history.story.notes)
+    (tmp_path / "hurry").touch()
+    run.wait(WAIT_S)
+    assert difference(run.weights(), undisturbed(300)) <= EXACT
+    assert run.history.totals.steps == 300
+    assert run.history.totals.samples == 24 * 300
+    kinds = [one["event"] for one in run.events]
+    assert kinds == ["left", "joined", "replaced"]
+    replaced = run.events[-1]
+    assert (replaced["ranks"], replaced["workers"]) == ([1], 3)
+    assert replaced["ratio"] == pytest.approx(3, rel=0.2)
+    assert replaced["after_s"] < 0.6 * replaced["before_s"]
+    assert {i for i, pid in pids(cluster).items() if pid != before[i]} == {1}
+    assert not run.recoveries
+    print(replaced, run.history.story.notes)
