@@ -117,6 +117,7 @@ def plans(draw: st.DrawFn, entry: catalog.Strategy, folder: Path) -> Plan:
             checkpoint=str(folder / f"d{draw(names)}") if saved else "",
             checkpoint_every=draw(st.none() | st.integers(1, 999)) if saved else None,
             on_failure=draw(st.sampled_from(["", "stop", "continue"] + ["replace"] * saved)),
+            on_straggler=draw(st.sampled_from(["wait", "wait", "shed", "replace"])),
             profile=draw(st.none() | st.just((2, 5))),
             log=draw(st.lists(st.sampled_from(LOGS), max_size=2)),
         )

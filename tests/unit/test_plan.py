@@ -163,3 +163,18 @@ def test_servers_that_wait_for_all_can() -> None:
 def test_what_to_do_with_a_straggler_is_one_of_a_few_words() -> None:
     with pytest.raises(PlanError, match=r"WB-PLAN-329[\s\S]*wait, shed"):
         make_plan(CELL, "mirrored", workers=3, on_straggler="scold")
+
+
+def test_who_replaces_slow_workers_heals_deaths_too() -> None:
+    plan = make_plan(CELL, "mirrored", workers=3, on_straggler="replace")
+    assert plan.on_failure == "heal"
+    again = make_plan(CELL, "mirrored", workers=3, on_straggler="replace", on_failure="heal")
+    assert again == plan
+    with pytest.raises(PlanError, match="WB-PLAN-332"):
+        make_plan(CELL, "mirrored", workers=3, on_straggler="replace", on_failure="stop")
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "sharded", "one_device"])
+def test_where_no_fresh_worker_can_be_let_in_it_is_said(strategy: str) -> None:
+    with pytest.raises(PlanError, match=r"WB-PLAN-331[\s\S]*replace under mirrored"):
+        make_plan(CELL, strategy, workers=3, on_straggler="replace")
