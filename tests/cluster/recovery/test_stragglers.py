@@ -113,28 +113,41 @@ def test_random_delays_change_nothing(cluster):
     assert run.events == []
 
 
-def test_a_death_after_shares_have_changed(cluster, undisturbed, tmp_path):
-    flag = str(tmp_path / "hurry")
-    pace = (
-        "import os\n"
-        "def pace(step, logs):\n"
-        f"    if step >= 60 and not os.path.exists({flag!r}):\n"
-        "        time.sleep(0.05)\n"
-    )
+DYING = """
+import os, signal
+from workbench.engine.context import current
+folder, gate = FOLDER, current().gate
+def dying(*args):
+    if rank == 0 and not os.path.exists(folder + "/died"):
+        open(folder + "/died", "x").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(*args)
+plain = getattr(gate, WHERE)
+setattr(gate, WHERE, dying)
+def pace(step, logs):
+    while step == 179 and not os.path.exists(folder + "/hurry"):
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("where", ["ask_to_deal", "deal", "take_portions"])
+def test_a_death_while_shares_change(cluster, undisturbed, tmp_path, where):
+    """Asked for its step, told of the shares, or about to take the first step with them."""
+    dying = DYING.replace("FOLDER", repr(str(tmp_path))).replace("WHERE", repr(where))
     run = cluster.run(
-        paced(240, ", callbacks=[pace]", SLEEPY + pace), strategy="mirrored",
-        on_straggler="shed", on_failure="heal", inject=["slow=1:2x", "kill=0@60"],
+        paced(200, ", callbacks=[pace]", SLEEPY + dying), strategy="mirrored",
+        on_straggler="shed", on_failure="heal", inject=["slow=1:2x"],
     )  # fmt: skip
     assert soon(lambda: run.is_over or any(one["event"] == "joined" for one in run.events)), run
     (tmp_path / "hurry").touch()
     run.wait(WAIT_S)
-    assert difference(run.weights(), undisturbed(240)) <= EXACT
+    assert difference(run.weights(), undisturbed(200)) <= EXACT
+    assert run.history.totals.steps == 200
     kinds = [one["event"] for one in run.events]
-    assert kinds[:2] == ["shed", "healed"]
-    assert "joined" in kinds
-    shed, healed = run.events[:2]
-    assert shares_of(run, healed["step"] - 5) == shed["shares"]
+    assert kinds.index("healed") < kinds.index("joined")
+    healed = next(one for one in run.events if one["event"] == "healed")
     assert shares_of(run, healed["step"] + 1) == [12, 12]  # equal at first
+    assert "shed" in kinds[kinds.index("healed") :]  # and then anew
 
 
 def test_a_training_whose_shares_stay_says_so_and_goes_on(cluster):
