@@ -21,7 +21,7 @@ else:
 
 ROOT = Path(workbench.__file__).parents[1]
 NAMED = re.compile(r"workbench(\.[A-Za-z_]\w*)+(:[A-Za-z_]\w*)?")
-OPTIONAL = {"workbench.strategies.tensorflow.parts.user_loop": "wb.watch is for loops of PyTorch's"}
+OPTIONAL = {"workbench.strategies.tensorflow.parts.watched": "wb.watch is for loops of PyTorch's"}
 """Modules that are looked for, and need not be there."""
 TAGS = {"workbench.state": "what a run of MLflow's is tagged with"}
 NO_MODULES = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -242,6 +242,16 @@ class Strategy(ABC):
             agreed: What one worker that was there before said (`agreed`); the same for all.
         """
         raise NotImplementedError(type(self).__name__)  # pragma: no cover - `regroups` forbids it
+
+    def heal_loop(  # noqa: B027 - most can only be restarted
+        self, kept: tuple[Any, ...], regrouping: Callable[[Any], Any]
+    ) -> None:
+        """Let the user's own loop go on with other workers.
+
+        Args:
+            kept: What its `keep=` names.
+            regrouping: Makes the `Regrouping` of a training.
+        """
 
     def agreed(self) -> dict[str, Any]:
         """Return what the workers have agreed on so far, plain data for those who come."""

@@ -94,6 +94,13 @@ class Membership:
                 self._phase = "past"
                 self._answer()
 
+    def withdraw(self) -> None:
+        """Be in none after all: it cannot go on with others."""
+        with self._changed:
+            if self._phase == "in":
+                self._phase = "before"
+                self._answer()
+
     def announce(self, message: Regroup) -> None:
         """Take in who is to take part from now on; the newest word counts."""
         with self._changed:

@@ -58,6 +58,8 @@ class FitResult:
 class Training:
     """The step loop of one `wb.fit`; what runs in each step is kept short."""
 
+    arrives_later = False
+
     def __init__(
         self,
         context: RunContext,
@@ -137,6 +139,10 @@ class Training:
         """Go on in the data where training stands, with these shares; by default equal ones."""
         self._portions = portions
         self._dealt = self._deal(self.context.trained - self.base)
+
+    def why_not(self) -> str:
+        """Return why it cannot go on with others: it always can."""
+        return ""
 
     def place(self) -> dict[str, Any]:
         """Return how far this training is, for a worker that takes over from here."""

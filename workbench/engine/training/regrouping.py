@@ -27,6 +27,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...errors import FitError, RunError, RunStopped
@@ -54,13 +55,19 @@ class Training(Protocol):
         base: Steps of earlier trainings of its cell.
         source: Its data.
         evaluated: The step that was evaluated last.
+        arrives_later: Whether one who is let in has yet to go to the others' place; it then says
+            itself when it is there (`Regrouping.arrived`).
     """
 
     context: RunContext
     base: int
+    arrives_later: bool
     source: Any
     evaluated: int
     checkpoints: Checkpoints
+
+    def why_not(self) -> str:
+        """Return why it cannot go on with others; empty where it can."""
 
     def place(self) -> dict[str, Any]:
         """Return how far it is, for a worker that takes over from here."""
@@ -85,6 +92,7 @@ class Regrouping:
         self._training, self.context = training, training.context
         self._membership = self.context.membership
         self._framework: Any = fit_arguments.support(self.context.spec.framework)
+        self._tell: Callable[[], object] = lambda: None
 
     # -- from where to where it can be done --------------------------------------------------------
 
@@ -102,15 +110,25 @@ class Regrouping:
                 raise RunError(
                     "A worker cannot be let in to this training.", seen=why_not, code="WB-RUN-137"
                 )
-            context.emit(events.Standing(rank=membership.place, phase="apart", why=why_not))
-            if context.spec.rank == 0:
-                text = f"If a worker dies this training cannot go on without a restart: {why_not}."
-                context.emit(events.Noted(rank=0, text=text))
+            self._tell_why_not(why_not)
             return
         membership.break_out = lambda: self._break_out(strategy)
         context.closers.append(self._end)
         membership.begin()
         context.emit(events.Standing(rank=membership.place, phase="in"))
+
+    def _tell_why_not(self, why_not: str) -> None:
+        place = self._membership.place
+        self.context.emit(events.Standing(rank=place, phase="apart", why=why_not))
+        if self.context.spec.rank == 0:
+            text = f"If a worker dies this training cannot go on without a restart: {why_not}."
+            self.context.emit(events.Noted(rank=0, text=text))
+
+    def withdraw(self, why_not: str) -> None:
+        """Be ready for others no more; called on all workers at the same step."""
+        if self._membership.trains:
+            self._membership.withdraw()
+            self._tell_why_not(why_not)
 
     def _why_not(self, strategy: Strategy) -> str:
         training = self._training
@@ -120,10 +138,12 @@ class Regrouping:
             return "its workers meet on their GPUs"
         if training.base:
             return "it is not the first of its cell"
+        if why_not := training.why_not():
+            return why_not
         if training.source.samples is None:
             return "its data is a stream, in which nobody can go back"
         try:
-            format_of(self.context).packed(strategy.state())
+            format_of(self.context).packed([strategy.state(), training.place()])
         except FitError as error:
             return f"its state cannot be handed over ({error.seen})"
         return ""
@@ -201,13 +221,18 @@ class Regrouping:
                     raise
         if self.context.trained != before and not membership.waits:
             completed()
-        membership.waits = False
-        self.context.emit(
-            events.Regrouped(
-                rank=membership.place, generation=message.generation, step=self.context.trained,
-                seconds=clock() - began,
-            )
+        regrouped = events.Regrouped(
+            rank=membership.place, generation=message.generation, step=self.context.trained,
+            seconds=clock() - began,
         )  # fmt: skip
+        self._tell = partial(self.context.emit, regrouped)
+        if not (membership.waits and self._training.arrives_later):
+            self.arrived()
+
+    def arrived(self) -> None:
+        """Say that this worker goes on with the others."""
+        self._membership.waits = False
+        self._tell()
 
     def _leave(self) -> None:
         """Leave nothing behind: the others keep what was trained."""

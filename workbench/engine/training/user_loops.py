@@ -17,6 +17,7 @@ from ..context import RunContext, require
 from . import fit_arguments
 from .initial import initialise
 from .notes import announce as announce_run
+from .regrouping import Regrouping
 
 
 def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[Any] = ()) -> Any:
@@ -66,7 +67,7 @@ def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[An
     kept = check_kept(keep)
     go_on(context, strategy, kept)
     context.kept = kept
-    if spec.rank == 0 or not context.entry.data_parallel:
+    if (spec.rank == 0 or not context.entry.data_parallel) and not context.membership.waits:
         context.weights = strategy.weights
     announce(context, module, None if source is None else source.batch_size)
     return (model, optimizer) if loader is None else (model, optimizer, shared)
@@ -113,6 +114,8 @@ def go_on(context: RunContext, strategy: Any, kept: tuple[Any, ...]) -> None:
         loop.go_on(about)
         checkpoints.restore()
         checkpoints.tell()
+    if context.spec.heals:
+        strategy.heal_loop(kept, Regrouping)
 
 
 def check_kept(keep: Sequence[Any]) -> tuple[Any, ...]:
@@ -200,13 +203,13 @@ def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
             next_step="leave --checkpoint out and save in the loop, or use wb.prepare",
             code="WB-FIT-068",
         )
-    if importlib.util.find_spec(f"workbench.strategies.{framework}.parts.user_loop") is None:
+    if importlib.util.find_spec(f"workbench.strategies.{framework}.parts.watched") is None:
         raise FitError(
             f"wb.watch is not needed for {framework}: loops there are recorded by themselves.",
             next_step="leave it out; reduce the gradients with strategy.run and the optimizer",
             code="WB-FIT-069",
         )
-    module = importlib.import_module(f"workbench.strategies.{framework}.parts.user_loop")
+    module = importlib.import_module(f"workbench.strategies.{framework}.parts.watched")
     initialise(context, model)
     context.taken_over = "wb.watch"
     watched = module.watch(context, model, optimizer, loader)

@@ -47,6 +47,8 @@ from .parts.replica import Trainer, copied_state, held_bytes, load_parts
 from .parts.user_loop import OwnLoop
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ...engine.telemetry.recorder import StepResult
 
 NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -136,7 +138,7 @@ class Mirrored(Strategy):
         assert averaging is not None
         weight = share.samples * self.world_size / share.global_samples
         if self.context.membership.trains:
-            trainer.keep_buffers()
+            trainer.buffers.keep()
         self._in_step = True
         trainer.gradients(share, weight=weight, reductions=self.reductions)
         trainer.update()
@@ -152,19 +154,30 @@ class Mirrored(Strategy):
             self._chosen = self._chosen or self.averaging.all_reduce.name
         self._close_reductions()
         if self._in_step:
-            self._trainer.restore_buffers()
+            self._trainer.buffers.restore()
             self._in_step = False
 
     def enter_group(self, agreed: dict[str, Any]) -> None:
         """Average among the workers that are there now, the way that was chosen at first."""
         spec = self.context.spec
         self.rank, self.world_size = spec.rank, spec.world_size
-        self._trainer.be_one_of(spec.world_size)
         self._chosen = agreed["allreduce"]
-        self._reduce(self._chosen if spec.world_size > 1 else None, equal=True)
+        chosen = self._chosen if spec.world_size > 1 else None
+        if self.loop is None:
+            self._trainer.be_one_of(spec.world_size)
+            self._reduce(chosen, equal=True)
+        else:
+            for model in (self.loop.model, *self.loop.others):
+                self._average(model, chosen, equal=True)
+            self._attach(self.loop)
         assert self.averaging is not None
         if self._unsent:
             self.averaging.load_own_state(self._unsent)
+
+    def heal_loop(self, kept: tuple[Any, ...], regrouping: Callable[[Any], Any]) -> None:
+        """Let the user's own loop go on with other workers."""
+        assert self.loop is not None
+        self.loop.heal(self, kept, regrouping)
 
     def agreed(self) -> dict[str, Any]:
         """Return which all-reduce was chosen."""
@@ -217,21 +230,21 @@ class Mirrored(Strategy):
         model.to(self.context.spec.device)
         device = torch.device(self.context.spec.device)
         self.sync_batchnorm = SyncedBatchNorm(model, self.options, device)
-        self._average(model)
-        assert self.averaging is not None
-        assert self.reductions is not None
+        waits = self.context.membership.waits  # who is let in later meets the others then
+        if not waits:
+            self._average(model)
         self.loop = OwnLoop(
-            self.context,
-            model,
-            optimizer,
-            loader,
-            sent_bytes=self.averaging.sent_bytes,
-            reductions=self.reductions,
-            weighted=True,
-            epoch_end=self._epoch_end,
+            self.context, model, optimizer, loader, weighted=True, epoch_end=self._epoch_end
         )
+        if not waits:
+            self._attach(self.loop)
         self.sync_batchnorm.time(self.loop.timer)
         return model, optimizer, self.loop.loader
+
+    def _attach(self, loop: OwnLoop) -> None:
+        assert self.averaging is not None
+        assert self.reductions is not None
+        loop.average_by(self.reductions, self.averaging.sent_bytes)
 
     def wrap_another_loop(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         """Average a further model of the loop, whose steps are those of the first pair."""
@@ -240,7 +253,8 @@ class Mirrored(Strategy):
         synced = SyncedBatchNorm(model, self.options, torch.device(self.context.spec.device))
         synced.time(self.loop.timer)
         self._others.callback(synced.undo)
-        self._average(model)
+        if not self.context.membership.waits:
+            self._average(model)
         self.loop.wrap_another_loop(model)
         return model, optimizer
 

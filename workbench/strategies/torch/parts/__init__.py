@@ -4,6 +4,8 @@ In reading order:
 
     replica              how does a share of a batch become gradients and an update
     user_loop            how are the steps of a user's own loop seen
+    loop_healing         how does such a loop go on when a worker dies, and another comes
+    watched              what of a loop that distributes itself
     scripts              what trains in a script that knows nothing of Workbench
     loader               which batches does a user's own loop get
     reduction            how are the gradients of copies averaged, whoever calls backward

@@ -117,6 +117,28 @@ def broadcast_model(model: torch.nn.Module) -> None:
     broadcast([*model.parameters(), *model.buffers()])
 
 
+class KeptBuffers:
+    """Buffers, which forward may change, of models in a step that may fail."""
+
+    def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
+        self._buffers = [buffer for buffer in buffers if buffer.numel()]
+        self._before: list[torch.Tensor] = []
+
+    def keep(self) -> None:
+        """Take a copy of them before the step."""
+        if self._buffers:
+            with torch.no_grad():
+                if not self._before:
+                    self._before = [buffer.clone() for buffer in self._buffers]
+                torch._foreach_copy_(self._before, self._buffers)
+
+    def restore(self) -> None:
+        """Put them back as they were before the step."""
+        if self._before:
+            with torch.no_grad():
+                torch._foreach_copy_(self._buffers, self._before)
+
+
 @waits_in(MESSAGE)
 def broadcast_buffers(model: torch.nn.Module) -> None:
     """Give all workers rank 0's buffers, of a model that is on its device."""

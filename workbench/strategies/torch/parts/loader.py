@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,7 +22,6 @@ from ....engine.torch.data import map_batch
 from ....shared import events
 
 if TYPE_CHECKING:
-    from ....engine.checkpoints.checkpoints import Checkpoints
     from ....engine.context import RunContext
     from ....engine.training.shares import Source
 
@@ -31,7 +31,7 @@ class Loop(Protocol):
 
     context: RunContext
     device: torch.device
-    checkpoints: Checkpoints | None
+    standing: Standing
 
     def epoch_begins(self) -> None:
         """Another pass over the data begins."""
@@ -44,6 +44,35 @@ class Loop(Protocol):
 
     def epoch_end(self) -> None:
         """A pass over the data has ended."""
+
+    def pass_begins(self) -> None:
+        """The loop asks for batches: another pass begins, unless the loop goes on further on."""
+
+    def next_batch(self) -> None:
+        """A batch is asked for."""
+
+    def is_elsewhere(self) -> None:
+        """The pass lies before where the loop goes on."""
+
+    def restore(self) -> None:
+        """Set the state to that of the place where the loop goes on."""
+
+
+@dataclass
+class Standing:
+    """Where in its loader a loop stands.
+
+    Attributes:
+        begun: Passes that have begun.
+        served: Batches of the last one that were given out.
+        resumes_at: The epoch and the batch to go on from; None where nothing is passed over.
+        dealt: How often the shares were dealt anew, among other workers.
+    """
+
+    begun: int = 0
+    served: int = 0
+    resumes_at: tuple[int, int] | None = None
+    dealt: int = 0
 
 
 class SharedLoader(DataLoader[Any]):
@@ -66,8 +95,7 @@ class SharedLoader(DataLoader[Any]):
         vars(self)["undivided"] = given
         vars(self)["sampler"] = _with_set_epoch(given.sampler, self._name_epoch)
         self._loop, self._source = loop, source
-        self._epoch = self._served = self._ahead = 0
-        self._resumes_at: tuple[int, int] | None = None
+        self._at, self._ahead = loop.standing, 0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "undivided" not in vars(self):
@@ -76,7 +104,7 @@ class SharedLoader(DataLoader[Any]):
 
     def _name_epoch(self, epoch: int) -> None:
         """Let the next epoch, and those after it, be this one and those after it."""
-        self._ahead = max(0, int(epoch)) - self._epoch
+        self._ahead = max(0, int(epoch)) - self._at.begun
 
     def __len__(self) -> int:
         if self._source.steps_per_epoch is None:
@@ -84,52 +112,62 @@ class SharedLoader(DataLoader[Any]):
         return self._source.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        loop, spec = self._loop, self._loop.context.spec
-        epoch, self._epoch, self._served = self._epoch, self._epoch + 1, 0
-        first = self._passed_over(epoch)
-        if first is None:
+        loop, at = self._loop, self._at
+        epoch, at.begun, at.served = at.begun, at.begun + 1, 0
+        loop.pass_begins()
+        if not self._reaches(epoch):
+            loop.is_elsewhere()
             return
         loop.epoch_begins()
         named = max(0, epoch + self._ahead)  # a user's own count may begin anywhere
-        shares = self._source.epoch(named, spec.rank, spec.world_size, first)
-        for _ in range(first, self._source.steps_per_epoch or 1 << 62):
+        shares, dealt, total = self._shares(named), at.dealt, self._source.steps_per_epoch
+        while total is None or at.served < total:
+            loop.next_batch()
+            if at.dealt != dealt:
+                shares, dealt = self._shares(named), at.dealt
             try:
                 share = loop.fetch(shares)
             except StopIteration:  # a stream that does not say how long it is
                 break
-            self._served += 1
+            at.served += 1
             yield self._moved(share.data)
         loop.epoch_ends()
         loop.epoch_end()
-        loop.context.emit(
-            events.EpochBegan(rank=spec.rank, epoch=epoch, step=loop.context.trained - 1)
+        context = loop.context
+        context.emit(
+            events.EpochBegan(rank=context.spec.rank, epoch=epoch, step=context.trained - 1)
         )
 
-    def _passed_over(self, epoch: int) -> int | None:
-        """Return the batch with which an epoch begins; None: all of it lies before the checkpoint.
+    def _shares(self, named: int) -> Iterator[Any]:
+        spec = self._loop.context.spec
+        return self._source.epoch(named, spec.rank, spec.world_size, self._at.served)
+
+    def _reaches(self, epoch: int) -> bool:
+        """Whether the loop trains in an epoch; not if all of it lies before where it goes on.
 
         The state is set again here: what the loop did between the epochs passed over (a step of a
         scheduler, an evaluation) is part of what was saved.
         """
-        if self._resumes_at is None:
-            return 0
-        at, batch = self._resumes_at
-        if epoch < at:
-            return None
-        self._resumes_at, self._served = None, batch
-        assert self._loop.checkpoints is not None
-        self._loop.checkpoints.restore()
-        return batch
+        at = self._at
+        if at.resumes_at is None:
+            return True
+        first, batch = at.resumes_at
+        if epoch < first:
+            return False
+        at.resumes_at, at.served = None, batch
+        self._loop.restore()
+        return True
 
     def position(self) -> dict[str, Any]:
         """Return the epoch under way and its batches that were given out."""
-        if self._served and self._served == self._source.steps_per_epoch:
-            return {"epoch": self._epoch, "batch": 0}
-        return {"epoch": max(0, self._epoch - 1), "batch": self._served}
+        at = self._at
+        if at.served and at.served == self._source.steps_per_epoch:
+            return {"epoch": at.begun, "batch": 0}
+        return {"epoch": max(0, at.begun - 1), "batch": at.served}
 
     def go_on(self, epoch: int, batch: int) -> None:
         """Begin with this batch of this epoch; earlier epochs are empty."""
-        self._resumes_at = (epoch, batch)
+        self._at.resumes_at = (epoch, batch)
 
     def _moved(self, data: Any) -> Any:
         device = self._loop.device

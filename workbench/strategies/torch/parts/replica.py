@@ -28,6 +28,7 @@ from ....engine.torch import accelerator
 from ....engine.torch.data import map_batch, slice_batch
 from ....engine.torch.support import check_closure, evaluating
 from ....errors import FitError
+from .guard import KeptBuffers
 from .timing import make_timer
 
 if TYPE_CHECKING:
@@ -81,28 +82,13 @@ class Trainer:
             self.scaler = kind(self.device.type)
         self._clipped = [p for p in self.model.parameters() if p.requires_grad]
         self._loss: torch.Tensor = torch.tensor(NAN)
-        self._buffers = [b for b in self.model.buffers() if b.numel()]
-        self._buffers_before: list[torch.Tensor] = []
+        self.buffers = KeptBuffers(self.model.buffers())
         several = self._workers > 1 and job.step_fn is not None
         self._around_step_fn: Any = _NoBackward() if several else _NOTHING
 
     def be_one_of(self, workers: int) -> None:
         """Be one of so many workers from now on."""
         self._workers = workers
-
-    def keep_buffers(self) -> None:
-        """Take a copy of the buffers, which forward may change, for a step that may fail."""
-        if self._buffers:
-            with torch.no_grad():
-                if not self._buffers_before:
-                    self._buffers_before = [buffer.clone() for buffer in self._buffers]
-                torch._foreach_copy_(self._buffers_before, self._buffers)
-
-    def restore_buffers(self) -> None:
-        """Put the buffers back as they were before the step."""
-        if self._buffers_before:
-            with torch.no_grad():
-                torch._foreach_copy_(self._buffers, self._buffers_before)
 
     def contributed(self, share: Share) -> StepResult:
         """Return what is known of a step of which this worker computed its share alone."""

@@ -33,21 +33,20 @@ from torch.optim.optimizer import (
 
 from ....engine.contract import NAN, Share
 from ....engine.torch.data import batch_length, tensors_of
-from ....engine.torch.horovod.gradients import averaging
-from ....errors import FitError, RunStopped
-from ....shared import events
-from .averaging import ring_bytes
-from .guard import Guard
-from .loader import SharedLoader, become, give_no_sync, subclass
+from ....errors import RunStopped
+from .loader import SharedLoader, Standing, become, give_no_sync, subclass
+from .loop_healing import LoopHealing
 from .replica import held_bytes, to_numpy
 from .timing import make_timer
 
 if TYPE_CHECKING:
     from ....engine.checkpoints.checkpoints import Checkpoints
     from ....engine.context import RunContext
+    from ....engine.contract import Strategy
     from ....engine.telemetry.recorder import StepResult
     from ....engine.torch.horovod.gradients import Gradients
     from ....engine.training.shares import Source
+    from .guard import Guard
     from .reduction import Reductions
 
 clock = time.perf_counter
@@ -55,6 +54,11 @@ clock = time.perf_counter
 
 class OwnLoop:
     """One user's loop under way.
+
+    Attributes:
+        batches: Those that the step under way was given; 0: none is under way.
+        standing: Where in its loader the loop stands.
+        healing: What lets it go on with other workers, where that is asked for.
 
     Args:
         source: The loader's data in shares; None where the loop brings its own batches.
@@ -100,8 +104,11 @@ class OwnLoop:
         self.scheduler = self.scaler = None  # the user's, if any
         self.device = torch.device(context.spec.device)
         self.timer = make_timer(context, self.device)
+        self.standing = Standing()
         self.loader = None if source is None else SharedLoader(self, source)
-        self.epoch_end = epoch_end
+        self._source = source
+        self.healing: LoopHealing | None = None
+        self._epoch_end = epoch_end
         self._backward_ended, self._complete = backward_ended, complete
         self._stepped, self._exchanged, self._scales = stepped, exchanged, scaled
         self._stepping = 0  # steps that optimizers began
@@ -111,7 +118,7 @@ class OwnLoop:
         self._communicates = communicates or overlapped
         self.others: list[torch.nn.Module] = []
         self._in_backward = False
-        self._under_way_steps: list[torch.optim.Optimizer] = []
+        self.optimizers_under_way: list[torch.optim.Optimizer] = []
         self._trains: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = (
             weakref.WeakKeyDictionary()
         )
@@ -126,8 +133,7 @@ class OwnLoop:
             register_optimizer_step_post_hook(self._after_step).remove,
         ]
         if watched is None:
-            together = contextlib.nullcontext if reductions is None else reductions.no_sync
-            self._undo.append(give_no_sync(model, together))
+            self._undo.append(give_no_sync(model, self._together))
         self._shape: tuple[int, ...] = ()
         if not self._counts:
             self._count_in(model)
@@ -137,8 +143,20 @@ class OwnLoop:
         if watched is not None:
             self._time_loader(watched)
 
+    def _together(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which gradients add up on this worker alone."""
+        reductions = self._reductions
+        return contextlib.nullcontext() if reductions is None else reductions.no_sync()
+
+    def average_by(self, reductions: Reductions, sent_bytes: Callable[[], float]) -> None:
+        """Let backward end in the average among the workers that there are now."""
+        self._reductions, self._sent_bytes = reductions, sent_bytes
+        self._communicates = self._communicates or reductions.overlapped
+        self._workers = self.context.spec.world_size
+
     def _clear(self) -> None:
         self._under_way = self._fed = False
+        self.batches = 0
         self._samples = 0
         self._first_wait_s = self._late_wait_s = 0.0
         self._loss: torch.Tensor | None = None
@@ -150,6 +168,45 @@ class OwnLoop:
             if self._start == self._start:
                 self.context.eval_s += now - self._start
             self._start = now
+
+    def pass_begins(self) -> None:
+        """Another pass begins, unless the loop goes on further on."""
+        if self.healing is not None:
+            self.healing.enter()
+
+    def next_batch(self) -> None:
+        """Go on with other workers, if there are others by now."""
+        if self.healing is not None:
+            self.healing.next_batch()
+
+    def is_elsewhere(self) -> None:
+        """The pass lies before where the loop goes on."""
+        if self.healing is not None and self.healing.is_coming:
+            self.healing.skip()
+
+    def restore(self) -> None:
+        """Set the state to that of the place where the loop goes on."""
+        if self.healing is not None and self.healing.is_coming:
+            self.healing.arrive()
+        elif self.checkpoints is not None:
+            self.checkpoints.restore()
+
+    def epoch_end(self) -> None:
+        """Do what all workers do when the loader is exhausted."""
+        if self.healing is None:
+            self._epoch_end()
+        else:
+            self.healing.end_epoch(self._epoch_end)
+
+    def so_far(self) -> tuple[int, float, float]:
+        """Return samples and loss of the step under way, and when it began."""
+        loss = NAN if self._loss is None else float(self._loss)
+        return self._samples, loss, self._start
+
+    def abandon(self) -> None:
+        """Let no step be under way; what has passed belongs to none."""
+        self._clear()
+        self._start = clock()
 
     def epoch_ends(self) -> None:
         """Wait for what the device has yet to do: it is training, and no part of what follows."""
@@ -170,6 +227,9 @@ class OwnLoop:
         self._begin()
         before = clock()
         batch = next(batches)
+        self.batches += 1
+        if self.batches == 2 and self.healing is not None:
+            self.healing.several_batches()
         self.timer.spend("data")
         waited_s = clock() - before
         if self._fed:
@@ -202,6 +262,8 @@ class OwnLoop:
         context.faults.before_step(step)
         context.step = step
         self._under_way = True
+        if self.healing is not None:
+            self.healing.step_begins()
 
     def _checkpoint(self, checkpoints: Checkpoints) -> None:
         """Save before a step begins: by now what the loop does after a step is done."""
@@ -260,8 +322,7 @@ class OwnLoop:
     def wrap_another_loop(self, model: torch.nn.Module) -> None:
         """Take a further model into the loop; it ends no steps."""
         self.others.append(model)
-        together = contextlib.nullcontext if self._reductions is None else self._reductions.no_sync
-        self._undo.append(give_no_sync(model, together))
+        self._undo.append(give_no_sync(model, self._together))
 
     def _before_backward(self, tensors: list[Any]) -> tuple[list[Any], list[Any]]:
         """Note the loss; return what to begin backward from, and the hooks to take off after it."""
@@ -315,17 +376,24 @@ class OwnLoop:
 
     def _before_step(self, optimizer: Any, *unused: Any) -> None:
         self._stepping += 1
-        under_way = self._under_way_steps
+        under_way = self.optimizers_under_way
         if optimizer in under_way:  # its last step has failed
             del under_way[under_way.index(optimizer) :]
         under_way.append(optimizer)
         if optimizer is not self.optimizer and self._ends_steps(optimizer):
             self._exchanged()
-        if self._reductions is not None:
+        if self.healing is not None and self.healing.pass_over(optimizer):
+            return
+        if self._reductions is None:
+            return
+        try:
             self._reductions.before_step(optimizer, self._weight, self.timer)
+        except Exception as error:
+            if self.healing is None or not self.healing.broke_off(error):
+                raise
 
     def _after_step(self, optimizer: Any, *unused: Any) -> None:
-        under_way = self._under_way_steps
+        under_way = self.optimizers_under_way
         if optimizer in under_way:
             del under_way[under_way.index(optimizer) :]
         if under_way:  # one inside another's
@@ -382,6 +450,10 @@ class OwnLoop:
                     loop._reductions.nested = True
                 original(tensors, grad_tensors, *options, grad_variables, inputs)
                 return
+            healing = loop.healing
+            if healing is not None and healing.emptied:
+                healing.empty()
+                return
             begun = _listed(tensors)
             gradients = _listed(grad_tensors if grad_variables is None else grad_variables)
             gradients = gradients or [None] * len(begun)
@@ -397,6 +469,10 @@ class OwnLoop:
                 if loop._guard is not None:
                     with loop.timer.aside():
                         loop._guard.tick()
+            except Exception as error:
+                if healing is None or not healing.broke_off(error):
+                    raise
+                return
             finally:
                 loop._in_backward = False
                 for hook in hooks:
@@ -455,6 +531,19 @@ class OwnLoop:
         become(loader, subclass(cls, __iter__=iterate))
         self._undo.append(lambda: become(loader, cls))
 
+    def heal(
+        self, strategy: Strategy, kept: tuple[Any, ...], regrouping: Callable[[Any], Any]
+    ) -> None:
+        """Let the loop go on with other workers where some die or come.
+
+        Args:
+            kept: What `keep=` names.
+            regrouping: Makes the `Regrouping` of a training.
+        """
+        assert self.checkpoints is not None, "user_loops.go_on comes first"
+        self.healing = LoopHealing(self, strategy, self._source, self.checkpoints, kept, regrouping)
+        self._undo.append(self.healing.close)
+
     def weights(self) -> dict[str, NDArray[np.generic]]:
         """Return the model's parameters and buffers by name."""
         module = getattr(self.model, "module", self.model)
@@ -465,12 +554,12 @@ class OwnLoop:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
-        self.epoch_end = self._backward_ended = lambda: None
+        self._epoch_end = self._backward_ended = lambda: None
         self._stepped = self._exchanged = self._scales = lambda: None
         self._complete, self._sent_bytes = lambda result: None, NAN
-        self._reductions = self._guard = None
+        self._reductions = self._guard = self.healing = None
         self.others.clear()
-        self._under_way_steps.clear()
+        self.optimizers_under_way.clear()
 
 
 def _listed(value: Any) -> list[Any]:
@@ -504,72 +593,3 @@ def _no_hook() -> Callable[..., None]:
 
 def _nothing(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
     """Do nothing: what stands for the hook in a copy."""
-
-
-def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLoop:
-    """Begin to record a loop.
-
-    Raises:
-        FitError: The model is no module, the optimizer no optimizer, or a loop is recorded already.
-    """
-    if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
-        raise FitError(
-            "wb.watch needs the loop's module and its optimizer.",
-            seen=f"{type(model).__name__}, {type(optimizer).__name__}",
-            next_step="wb.watch(model, optimizer, loader)",
-            code="WB-FIT-157",
-        )
-    if context.strategy is not None or context.weights is not None:
-        raise FitError("A training loop of this cell is recorded already.", code="WB-FIT-158")
-    wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
-    several = context.spec.world_size > 1
-    inside, by_optimizer = _communicates(model), averaging(model)
-    sent_bytes = ring_bytes(model, context.spec.world_size) if wrapped else NAN
-    guard = None
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        guard = _OfDdp(context, model) if several and _is_kept_equal(model) else None
-    loop = OwnLoop(
-        context,
-        model,
-        optimizer,
-        None,
-        watched=loader,
-        sent_bytes=sent_bytes,
-        communicates=several and inside,
-        guard=guard,
-    )
-    if by_optimizer is not None:
-        loop.hear_of_waits(by_optimizer)
-    elif several and not inside:
-        # What the loop sends by itself, outside backward, is not seen: waits are unknown, not 0.
-        loop.timer.blind()
-        why = "the loop communicates outside backward, where wb.watch does not see it"
-        context.emit(events.Unmeasured(columns=dict.fromkeys(("sync_wait_s", "transfer_s"), why)))
-    return loop
-
-
-class _OfDdp(Guard):
-    """Compares the copies that a loop's own DistributedDataParallel keeps equal."""
-
-    def __init__(self, context: RunContext, model: torch.nn.parallel.DistributedDataParallel):
-        super().__init__(context, first=2, group=model.process_group, at_end=True)
-        self.add(model)
-        self._ddp = model
-
-    def due(self) -> bool:
-        """Count those backwards alone in which the workers meet, as often as each other."""
-        alone = not self._ddp.require_backward_grad_sync or self._ddp._join_config.enable
-        return not alone and super().due()
-
-
-def _is_kept_equal(model: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Whether copies are meant to stay equal; a hook of the user's may mean something else."""
-    return not getattr(model, "_comm_hooks", None)
-
-
-def _communicates(model: torch.nn.Module) -> bool:
-    """Whether backward through this module ends in communication."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-    kinds = (torch.nn.parallel.DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
-    return any(isinstance(module, kinds) for module in model.modules())

@@ -1,0 +1,321 @@
+"""A user's own loop goes on with other workers: one died, one comes.
+
+What the workers do is `engine/training/regrouping.py`. `wb.fit` can begin a step again; a loop is
+the user's, and its lines cannot be run twice. So a step that broke off is emptied: its
+`optimizer.step()` and the steps of what `keep=` names change nothing, and the loader then gives the
+same global batch once more, in the shares that there are now (or the next one, where another worker
+had completed the step).
+
+    x, y = batch 7     backward breaks off, the workers meet     optimizer.step() changes nothing
+    x, y = batch 7     backward                                  optimizer.step()
+
+A fresh engine runs the cell from its beginning. It is let in where it first asks the loader for a
+batch, takes over what another worker holds, and goes to that worker's place: epochs that are over
+are empty for it, and what the loop does between them is done without a process group, so that no
+collective of the user's meets the others' all-reduce. At its place the state is set once more, for
+what lies between epochs (a step of a scheduler) is in it already. Then alone it says that it is
+there: if it fails before, the others go on without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ....engine.checkpoints.checkpoints import format_of
+from ....engine.telemetry.recorder import StepResult
+from .guard import KeptBuffers
+from .loader import become, subclass
+
+if TYPE_CHECKING:
+    from ....engine.checkpoints.checkpoints import Checkpoints
+    from ....engine.context import RunContext
+    from ....engine.contract import Strategy
+    from ....engine.training.regrouping import Regrouping
+    from ....engine.training.shares import Source
+    from .loader import Standing
+
+clock = time.perf_counter
+
+
+class Loop(Protocol):
+    """The loop (`user_loop.OwnLoop`).
+
+    Attributes:
+        standing: Where in its loader it stands.
+        optimizers_under_way: Optimizers in whose step the loop is.
+    """
+
+    context: RunContext
+    standing: Standing
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    others: list[torch.nn.Module]
+    optimizers_under_way: list[torch.optim.Optimizer]
+
+    @property
+    def batches(self) -> int:
+        """Batches of the step under way; 0: none is."""
+
+    def so_far(self) -> tuple[int, float, float]:
+        """Return samples and loss of the step under way, and when it began."""
+
+    def abandon(self) -> None:
+        """Let no step be under way."""
+
+
+class LoopHealing:
+    """The training of one own loop, as `regrouping` sees it.
+
+    Args:
+        source: The loader's data; None where the loop brings its own batches, in which nobody else
+            can go on.
+        kept: What the loop's `keep=` names.
+
+    Attributes:
+        evaluated: Passes over the loader that all workers have ended.
+        emptied: Whether the step that broke off has yet to come to its end in the user's lines.
+    """
+
+    base = 0
+    arrives_later = True
+
+    def __init__(
+        self,
+        loop: Loop,
+        strategy: Strategy,
+        source: Source | None,
+        checkpoints: Checkpoints,
+        kept: tuple[Any, ...],
+        regrouping: Callable[[LoopHealing], Regrouping],
+    ) -> None:
+        self.context, self.checkpoints, self.source = loop.context, checkpoints, source
+        self.evaluated = 0
+        self.emptied = False
+        self._loop, self._strategy, self._kept = loop, strategy, kept
+        self._standing = loop.standing
+        self._regrouping = regrouping(self)
+        self._buffers = KeptBuffers(())
+        self._begun = False
+        self._place: Mapping[str, Any] = {}  # where one who comes is to go
+        self._arrival: tuple[dict[str, Any], Any] | None = None
+        self._outside = contextlib.ExitStack()  # of the process group, on the way there
+        self._undo = contextlib.ExitStack()
+        if source is None:
+            self._begin()
+
+    def why_not(self) -> str:
+        """Return why the loop cannot go on with others; empty where it can."""
+        loop = self._loop
+        if self.source is None:
+            return "its batches are its own: wb.prepare was given no loader"
+        if missing := [m for m in loop.others if not any(m is kept for kept in self._kept)]:
+            return f"keep= does not name its further model {type(missing[0]).__name__}"
+        scheduled = hasattr(loop.optimizer.step, "_wrapped_by_lr_sched")
+        if scheduled and not any(
+            getattr(kept, "optimizer", None) is loop.optimizer for kept in self._kept
+        ):
+            return "keep= does not name its scheduler"
+        return ""
+
+    # -- where the loop asks -----------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Be ready for others from the first pass on; called as a pass begins."""
+        if not self._begun:
+            self._begin()
+        self._outside.close()
+        self.next_batch()
+
+    def _begin(self) -> None:
+        self._begun = True
+        self._regrouping.begin(self._strategy)
+        membership = self.context.membership
+        if not membership.trains:
+            return
+        models = (self._loop.model, *self._loop.others)
+        self._buffers = KeptBuffers(b for model in models for b in model.buffers())
+        for thing in self._kept:
+            self._guard(thing)
+
+    def _guard(self, thing: Any) -> None:
+        """Let the steps of what is kept change nothing while a step is emptied."""
+        cls = type(thing)
+        plain = {name: getattr(cls, name, None) for name in ("step", "update")}
+        if isinstance(thing, torch.optim.Optimizer):  # emptied by their gradients
+            return
+
+        def guarded(step: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(step)
+            def unless_emptied(thing: Any, *args: Any, **given: Any) -> Any:
+                return None if self.emptied else step(thing, *args, **given)
+
+            return unless_emptied
+
+        steps = {name: guarded(step) for name, step in plain.items() if callable(step)}
+        if steps:
+            become(thing, subclass(cls, **steps))  # an attribute of its own would be in its state
+            self._undo.callback(become, thing, cls)
+
+    def next_batch(self) -> None:
+        """Be where a step may begin: what broke off is over; go on with others if there are."""
+        self.emptied = False
+        membership = self.context.membership
+        if membership.trains and (membership.stale or self._waits):
+            self._go_on()
+
+    @property
+    def _waits(self) -> bool:
+        return self.context.membership.waits and self._arrival is None
+
+    def step_begins(self) -> None:
+        """Keep what the step's forward changes besides."""
+        if self.context.membership.trains:
+            self._buffers.keep()
+
+    def several_batches(self) -> None:
+        """Go on with the same workers alone: a step's earlier batches cannot be given out again."""
+        self._regrouping.withdraw("its steps take several batches")
+
+    def broke_off(self, error: Exception) -> bool:
+        """Whether a step broke off for another worker's end; then it is emptied here."""
+        loop = self._loop
+        if not self._regrouping.can_follow(error):
+            return False
+        step, (samples, loss, start_s) = self.context.trained, loop.so_far()
+
+        def completed() -> None:
+            result = StepResult(samples, loss, compute_s=float("nan"), has_loss=loss == loss)
+            self.context.recorder.add_step(
+                step, result, start_s, clock(), data_wait_s=float("nan")
+            )  # fmt: skip
+
+        self.emptied = True
+        self._go_on(completed)
+        self.empty()
+        return True
+
+    def empty(self) -> None:
+        """Leave gradients that the user's lines can read, and that change nothing."""
+        for model in (self._loop.model, *self._loop.others):
+            for p in model.parameters():
+                if p.requires_grad:
+                    p.grad = None if self._loop.optimizers_under_way else torch.zeros_like(p)
+
+    def pass_over(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Have an optimizer's step change nothing, if its gradients are those of an emptied one."""
+        if self.emptied:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = None
+        return self.emptied
+
+    def end_epoch(self, plain: Callable[[], object]) -> None:
+        """Do with the others what the end of a pass is for."""
+        self.next_batch()
+        ended = self._standing.begun
+        while self.evaluated < ended:
+            try:
+                plain()
+                self.evaluated = ended
+            except Exception as error:  # noqa: PERF203 - it ends with the first that succeeds
+                if not self._regrouping.can_follow(error):
+                    raise
+                self._go_on()
+                # What the others did since, steps of what is kept included, was taken over.
+                self.emptied = self.evaluated >= ended
+
+    # -- with others (`regrouping.Training`) -------------------------------------------------------
+
+    def _go_on(self, completed: Callable[[], object] = lambda: None) -> None:
+        if self._loop.batches:
+            self._buffers.restore()
+        self._regrouping.go_on(completed)
+        if self.context.membership.waits:
+            context = self.context
+            random = format_of(context).random_state(context.spec.device)
+            self._arrival = (self._strategy.state(), random)
+
+    def place(self) -> dict[str, Any]:
+        """Return how far the loop is, for a worker that takes over from here."""
+        epoch, batch = self._standing.begun - 1, self._standing.served
+        if self._loop.batches and self._loop_stands:
+            batch -= 1
+        if self.evaluated > epoch:
+            epoch, batch = epoch + 1, 0
+        return {
+            "trained": self.context.trained, "evaluated": self.evaluated,
+            "epoch": epoch, "batch": batch,
+            "kept": [format_of(self.context).copied(k.state_dict()) for k in self._kept],
+        }  # fmt: skip
+
+    @property
+    def _loop_stands(self) -> bool:
+        """Whether the step under way has not been completed, here or elsewhere."""
+        return self.context.trained == self.context.step
+
+    def take_place(self, place: Mapping[str, Any]) -> None:
+        """Be as far as another worker that has said so."""
+        context = self.context
+        context.trained, self.evaluated = place["trained"], place["evaluated"]
+        self._load_kept(place)
+        if context.membership.waits:
+            context.step = context.trained - 1
+            self._place = place
+            self._standing.resumes_at = place["epoch"], place["batch"]
+
+    def _load_kept(self, place: Mapping[str, Any]) -> None:
+        for thing, state in zip(self._kept, place["kept"], strict=True):
+            thing.load_state_dict(state)
+
+    def deal(self) -> None:
+        """Go on in the data where training stands, with the shares that there are now."""
+        again = self._loop.batches and self._loop_stands
+        self._loop.abandon()
+        self._standing.served -= 1 if again else 0
+        self._standing.dealt += 1
+
+    def tell_evaluation(self) -> None:
+        """Tell nothing: a loop's evaluations are the user's own."""
+
+    # -- who comes ---------------------------------------------------------------------------------
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether this worker was let in, and has yet to come to the others' place."""
+        return self._arrival is not None
+
+    def skip(self) -> None:
+        """Leave the process group for the loop's lines between two epochs that are over."""
+        self._outside.enter_context(_without_group())
+
+    def arrive(self) -> None:
+        """Take up the state, and say that this worker is there."""
+        assert self._arrival is not None, "it was let in before"
+        (state, random), self._arrival = self._arrival, None
+        self._strategy.load_state(state)
+        self._load_kept(self._place)
+        format_of(self.context).set_random_state(random, self.context.spec.device)
+        self._regrouping.arrived()
+
+    def close(self) -> None:
+        """Give back what was guarded."""
+        self._outside.close()
+        self._undo.close()
+
+
+@contextlib.contextmanager
+def _without_group() -> Iterator[None]:
+    """Have the process group out of the user's reach: its collectives say that there is none."""
+    world: Any = dist.distributed_c10d._world
+    hidden, world.default_pg = world.default_pg, None
+    try:
+        yield
+    finally:
+        world.default_pg = hidden

@@ -1,0 +1,87 @@
+"""A loop that distributes itself, recorded as it is (`wb.watch`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ....engine.contract import NAN
+from ....engine.torch.horovod.gradients import averaging
+from ....errors import FitError
+from ....shared import events
+from .averaging import ring_bytes
+from .guard import Guard
+from .user_loop import OwnLoop
+
+if TYPE_CHECKING:
+    from ....engine.context import RunContext
+
+
+def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLoop:
+    """Begin to record a loop.
+
+    Raises:
+        FitError: The model is no module, the optimizer no optimizer, or a loop is recorded already.
+    """
+    if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise FitError(
+            "wb.watch needs the loop's module and its optimizer.",
+            seen=f"{type(model).__name__}, {type(optimizer).__name__}",
+            next_step="wb.watch(model, optimizer, loader)",
+            code="WB-FIT-157",
+        )
+    if context.strategy is not None or context.weights is not None:
+        raise FitError("A training loop of this cell is recorded already.", code="WB-FIT-158")
+    wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    several = context.spec.world_size > 1
+    inside, by_optimizer = _communicates(model), averaging(model)
+    sent_bytes = ring_bytes(model, context.spec.world_size) if wrapped else NAN
+    guard = None
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        guard = _OfDdp(context, model) if several and _is_kept_equal(model) else None
+    loop = OwnLoop(
+        context,
+        model,
+        optimizer,
+        None,
+        watched=loader,
+        sent_bytes=sent_bytes,
+        communicates=several and inside,
+        guard=guard,
+    )
+    if by_optimizer is not None:
+        loop.hear_of_waits(by_optimizer)
+    elif several and not inside:
+        # What the loop sends by itself, outside backward, is not seen: waits are unknown, not 0.
+        loop.timer.blind()
+        why = "the loop communicates outside backward, where wb.watch does not see it"
+        context.emit(events.Unmeasured(columns=dict.fromkeys(("sync_wait_s", "transfer_s"), why)))
+    return loop
+
+
+class _OfDdp(Guard):
+    """Compares the copies that a loop's own DistributedDataParallel keeps equal."""
+
+    def __init__(self, context: RunContext, model: torch.nn.parallel.DistributedDataParallel):
+        super().__init__(context, first=2, group=model.process_group, at_end=True)
+        self.add(model)
+        self._ddp = model
+
+    def due(self) -> bool:
+        """Count those backwards alone in which the workers meet, as often as each other."""
+        alone = not self._ddp.require_backward_grad_sync or self._ddp._join_config.enable
+        return not alone and super().due()
+
+
+def _is_kept_equal(model: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether copies are meant to stay equal; a hook of the user's may mean something else."""
+    return not getattr(model, "_comm_hooks", None)
+
+
+def _communicates(model: torch.nn.Module) -> bool:
+    """Whether backward through this module ends in communication."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    kinds = (torch.nn.parallel.DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
+    return any(isinstance(module, kinds) for module in model.modules())
