@@ -111,6 +111,11 @@ class JobRun(Run):
         super().inject(*faults)
         self._write(events.Injected(faults=list(faults)))
 
+    def tell(self, event: events.Event) -> None:
+        """Add what has happened, also where followers read it."""
+        self.history.event(event)
+        self._write(event)
+
     def _write(self, event: events.Event) -> None:
         line = {"name": event.name, "t_s": time.perf_counter(), **event.to_wire()}
         with contextlib.suppress(OSError), (self.folder / EVENTS).open("a") as file:
@@ -258,7 +263,8 @@ class Conductor:
         run.open_board(self.router.send, [*run.members, *servers])
         self.task = Task(
             cast(Any, self.engines), requests, members_of(specs, hosts=self._names()),
-            self._settled, on_loss=run.note, listens=replacing.listener(run, self.router.send),
+            self._settled, on_loss=run.note,
+            listens=replacing.listener(run, self.router.send, tell=run.tell),
         )  # fmt: skip
         run.begin(self.task)
         hangs.watch(self.task, self.router.questions.ask, lambda: run.held)

@@ -23,6 +23,7 @@ from .stragglers import Pace, Rule
 from .watching import Watching
 
 if TYPE_CHECKING:
+    from ...shared.events import Event
     from ...shared.messages import Down, Happened, Position, Records
     from ..run import Run
     from .healing import Healer
@@ -139,13 +140,19 @@ def listener(
     send: Callable[[int, Down], object],
     healer: Healer | None = None,
     restart: Callable[[int], object] = lambda engine: None,
+    tell: Callable[[Event], object] | None = None,
 ) -> Callable[[int, Records | Happened | Position], object]:
-    """Return what is to hear all that the engines of a run say, by its `--on-straggler`."""
+    """Return what is to hear all that the engines of a run say, by its `--on-straggler`.
+
+    Args:
+        restart: Has a fresh engine start in an engine's place, under the same id.
+        tell: Takes what has happened; by default the run's history.
+    """
     what = run.plan.on_straggler
     if what == "replace" and healer is not None:
         return Replacing(run, send, healer, restart).hear
     if what == "replace":
         run.note("No slow worker is replaced: a job has no engines to spare.")
     if what == "shed":
-        return Shedding(run, send, healer).hear
+        return Shedding(run, send, healer, tell).hear
     return lambda engine, message: None

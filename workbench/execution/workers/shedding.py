@@ -23,6 +23,7 @@ from .stragglers import Pace, better_shares, equal_shares
 from .watching import Watching
 
 if TYPE_CHECKING:
+    from ...shared.events import Event
     from ...shared.messages import Down
     from ..run import Run
     from .healing import Healer
@@ -51,9 +52,13 @@ class Shedding(Watching):
     """Changes the shares of one run's workers."""
 
     def __init__(
-        self, run: Run, send: Callable[[int, Down], object], healer: Healer | None = None
+        self,
+        run: Run,
+        send: Callable[[int, Down], object],
+        healer: Healer | None = None,
+        tell: Callable[[Event], object] | None = None,
     ) -> None:
-        super().__init__(run, send, healer)
+        super().__init__(run, send, healer, tell)
         self._number = 0
         self._question: Question | None = None
 
@@ -107,7 +112,7 @@ class Shedding(Watching):
             shares=list(shares), ratio=pace.ratio[pace.slowest], slow_s=pace.seconds,
             before_s=pace.step_s,
         )  # fmt: skip
-        run.history.event(event)
+        self._tell(event)
         self._done = event
         run.note(shed_words(event, self._called(pace), pace.samples[pace.slowest]))
 

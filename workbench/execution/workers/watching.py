@@ -13,6 +13,7 @@ from ...shared.protocol import records_from
 from .stragglers import Pace, Rule, Watch
 
 if TYPE_CHECKING:
+    from ...shared.events import Event
     from ...shared.messages import Down
     from ..run import Run
     from .healing import Healer
@@ -29,11 +30,17 @@ class Watching:
     Args:
         send: Sends an engine a message.
         healer: Decides who takes part, where that may change.
+        tell: Takes what has happened; by default the run's history.
     """
 
     def __init__(
-        self, run: Run, send: Callable[[int, Down], object], healer: Healer | None = None
+        self,
+        run: Run,
+        send: Callable[[int, Down], object],
+        healer: Healer | None = None,
+        tell: Callable[[Event], object] | None = None,
     ) -> None:
+        self._tell = tell or run.history.event
         self._run, self._deliver, self._healer = run, send, healer
         self._generation = 0
         self._members: tuple[int, ...] = tuple(run.members)
@@ -93,7 +100,7 @@ class Watching:
         if done is None or done.before_s is None:
             return
         gained = Gained(step=done.step, before_s=done.before_s, after_s=pace.step_s)
-        self._run.history.event(gained)
+        self._tell(gained)
         self._run.note(gained_words(gained))
 
     def _called(self, pace: Pace) -> str:
