@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -96,6 +97,43 @@ def test_the_others_go_on_without_a_dead_host(book: Notebook, reached: Simulated
     assert soon(lambda: run.history.totals.steps > steps + 5, WAIT_S)
     run.stop()
     assert run.wait(WAIT_S).state == "stopped"
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("how", ["dead", "silent"])
+def test_training_heals_when_a_host_is_lost(
+    book: Notebook, reached: SimulatedHosts, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The others train on, and fresh engines on the host that is left join them."""
+    monkeypatch.setattr(disk, "IDLE_S", 0.2)  # rows that come late are written, for so long
+    cluster = cluster_of(book)
+    run = going(cluster, on_failure="heal")
+    lost_at = time.monotonic()
+    if how == "dead":
+        reached.kill("xh2")
+    else:
+        reached.link("xh2", up=False)
+    assert soon(lambda: bool(run.events) or run.is_over, 30), run
+    assert not run.is_over, run.error
+    print(f"{how}: healed after {time.monotonic() - lost_at:.1f} s")
+    changed = lambda event: sorted(  # noqa: E731
+        rank for one in run.events if one["event"] == event for rank in one["ranks"]
+    )
+    assert soon(lambda: changed("joined") == [2, 3] or run.is_over, WAIT_S), (run, run.events)
+    assert changed("healed") == changed("joined") == [2, 3]
+    assert run.events[-1]["workers"] == 4
+    assert set(hosts_of(cluster).values()) == {"xh1"}
+    assert not any(done.again for done in run.recoveries)
+    steps = run.history.totals.steps
+    assert soon(lambda: run.history.totals.steps > steps + 5, WAIT_S)
+    run.stop()
+    assert run.wait(WAIT_S).state == "stopped"
+    if how == "silent":
+        reached.link("xh2", up=True)
+        assert soon(lambda: not left(reached, "xh2"), 15), left(reached, "xh2")
+        book.ok("%cluster stop")
+        writing = lambda: [t for t in threading.enumerate() if t.name == "workbench-run-files"]  # noqa: E731
+        assert soon(lambda: not writing(), 10)
 
 
 @pytest.mark.timing

@@ -49,7 +49,7 @@ from .requests import (
     with_original_ranks,
 )
 from .task import Task
-from .workers import hangs, replacing
+from .workers import halts, hangs, replacing
 from .workers.healing import Healer
 
 if TYPE_CHECKING:
@@ -143,6 +143,8 @@ class RunExecution:
         )
         run.begin(task)
         hangs.watch(task, pool.engines.router.questions.ask, lambda: run.held)
+        if (healer := self._healer) is not None:
+            halts.watch(task, pool.engines, lambda: healer.members, healer.end_halted)
 
     def settle_healing(self) -> None:
         """Let nobody in any more: the cell is over, and what comes next starts engines itself."""

@@ -7,5 +7,6 @@ In reading order:
     watching    the rows that tell, while workers stay the same
     shedding    such shares agreed on with the workers
     replacing   a fresh engine for a worker that is slow for long
+    halts       who has been halted, and is ended for that
     hangs       who waits for whom, and for how long already
 """

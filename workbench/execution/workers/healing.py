@@ -103,6 +103,7 @@ class Healer:
         self._gone: set[int] = set()  # were let go, and end their cell
         self._reached = 0  # the first step of the members there are now
         self._keeper = self.members[0]  # whose weights are the run's
+        self._halted: dict[int, str] = {}  # what is said of those that we end
         self._coming: dict[int, CellOutcome] = {}  # run the cell, in the place of one that so ended
         self._tries: dict[int, int] = {}
         self._change = Change()
@@ -151,7 +152,14 @@ class Healer:
         return not self._over and self._run.state in TRAINS
 
     def _words(self, engine: int, outcome: CellOutcome) -> str:
+        if halted := self._halted.pop(engine, ""):
+            return f"{self._run.called(engine)} {halted}"
         return f"{self._run.called(engine)} died: {outcome.how or 'how is not known'}"
+
+    def end_halted(self, engine: int, seconds: float) -> None:
+        """Take note of a member that was halted, and whose process is about to be ended."""
+        with self._lock:
+            self._halted[engine] = f"was halted for {seconds:g} s (SIGSTOP), and was ended"
 
     def _do_without(self, engine: int, how: str) -> None:
         self.members.remove(engine)
