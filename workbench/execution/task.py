@@ -44,7 +44,12 @@ OnLoss = Callable[[str, Sequence[int]], None]
 
 
 class Mender(Protocol):
-    """Who sees to it that a cell goes on without some of its engines, or with others."""
+    """Who sees to it that a cell goes on without some of its engines, or with others.
+
+    Attributes:
+        members: Engines that take part.
+        failed: Why engines did not come that were asked for.
+    """
 
     def spares(self, engine: int, outcome: CellOutcome) -> CellOutcome | None:
         """Take note of an engine's end; None: the cell's, else what counts as the engine's."""
@@ -54,6 +59,19 @@ class Mender(Protocol):
 
     def hear(self, engine: int, event: Standing | Regrouped) -> None:
         """Take in what an engine says of that."""
+
+    members: list[int]
+    failed: list[str]
+
+    @property
+    def target(self) -> int | None:
+        """How many workers there are to be, while that is under way."""
+
+    def scale(self, workers: int) -> None:
+        """Go on with so many workers; returns when it is begun."""
+
+    def check_scales(self) -> None:
+        """Raise RunError where the run cannot have more or fewer workers."""
 
 
 class Task:
@@ -212,6 +230,16 @@ class Task:
             self._end()
         elif first or (outcome.status == "interrupted" and counts is None):
             self.end_soon()
+
+    def recruit(self, members: Mapping[int, Member]) -> None:
+        """Know of further engines, which run nothing until they `rejoin`."""
+        self.names.add(members)
+        self.board.expect(members)
+        with self._lock:
+            for engine in members:
+                self.ids.append(engine)
+                self.outcomes[engine] = CellOutcome(status="ok")
+                self._lost.add(engine)
 
     def rejoin(self, engine: int, request: Mapping[str, Any]) -> bool:
         """Have a fresh engine run the cell in the place of one that was spared.

@@ -252,7 +252,7 @@ class Resumed(Event):
 class CellLeft(Event):
     """A rank's cell is through; what follows is weights and clearing away."""
 
-    name: ClassVar[str] = "left"
+    name: ClassVar[str] = "cell_left"
     rank: int = 0
     status: str = ""
 
