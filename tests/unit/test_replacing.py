@@ -10,7 +10,7 @@ from history_rows import make_rows
 from notebook_shell import soon
 
 from workbench.errors import RunError
-from workbench.execution.workers import replacing, watching
+from workbench.execution.workers import replacing, shedding
 from workbench.execution.workers.replacing import MOST, Replacing, listener
 from workbench.execution.workers.stragglers import Rule
 from workbench.history.store import RunHistory
@@ -70,7 +70,7 @@ class Stage:
 @pytest.fixture
 def stage(monkeypatch) -> Stage:
     monkeypatch.setattr(replacing, "PATIENT", Rule(steps=10, seconds=0.1))
-    monkeypatch.setattr(watching, "LOOK_S", 0.0)
+    monkeypatch.setattr(shedding, "LOOK_S", 0.0)
     return Stage()
 
 

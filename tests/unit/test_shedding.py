@@ -11,7 +11,7 @@ from history_rows import make_rows
 from workbench.engine.telemetry.control_link import ControlLink
 from workbench.engine.telemetry.membership import Membership
 from workbench.engine.telemetry.step_gate import CANNOT, Gate
-from workbench.execution.workers import watching
+from workbench.execution.workers import shedding
 from workbench.execution.workers.replacing import listener
 from workbench.execution.workers.shedding import Shedding
 from workbench.execution.workers.stragglers import Rule
@@ -68,8 +68,8 @@ class Stage:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(watching, "RULE", Rule(steps=10, seconds=0.1))
-    monkeypatch.setattr(watching, "LOOK_S", 0.0)
+    monkeypatch.setattr(shedding, "RULE", Rule(steps=10, seconds=0.1))
+    monkeypatch.setattr(shedding, "LOOK_S", 0.0)
 
 
 def test_all_are_asked_then_told_the_step_after_the_furthest() -> None:

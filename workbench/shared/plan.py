@@ -26,7 +26,7 @@ from ..cookbook.recipe import Recipe
 from ..errors import PlanError
 from . import checkpoints, log_targets
 from .faults import ON_LINKS
-from .flags.settings import ON_STRAGGLER, RunSettings, settings_from_wire
+from .flags.settings import RunSettings, settings_from_wire
 from .flags.several import Axis, check_runs
 from .flags.several import values as check_values
 from .magic_args import check_window
@@ -35,6 +35,7 @@ from .run_request import (
     OVERRIDES,
     UNSAID,
     RunRequest,
+    check_straggler,
     parse_cell_line,
 )
 
@@ -182,9 +183,9 @@ def make_plan(
     builtin.check(recipe)
     check_window(asked.profile, given.get("steps"))
     folder, every, on_failure = checkpoints.settings(
-        asked.checkpoint, asked.checkpoint_every, asked.on_failure or _needed(asked)
+        asked.checkpoint, asked.checkpoint_every, asked.on_failure or asked.needed_on_failure
     )
-    _check_on_straggler(entry, asked, chosen)
+    check_straggler(entry, asked, chosen)
     _check_on_failure(entry, on_failure, count)
     decided = {
         **asked.settings,
@@ -428,59 +429,6 @@ def _check_on_failure(entry: catalog.Strategy, on_failure: str, count: int) -> N
         )
 
 
-def _needed(asked: RunSettings) -> str:
-    """Return what is done about deaths where nobody said; empty: as checkpoints have it."""
-    return "heal" if asked.on_straggler == "replace" else ""
-
-
-def _check_on_straggler(
-    entry: catalog.Strategy, asked: RunSettings, chosen: dict[str, Any]
-) -> None:
-    what = asked.on_straggler
-    if what not in ON_STRAGGLER:
-        raise PlanError(
-            "--on-straggler was not understood.",
-            seen=what,
-            allowed=", ".join(ON_STRAGGLER),
-            code="WB-PLAN-329",
-        )
-    if what == "replace":
-        _check_replacing(entry, asked)
-    if what != "shed" or (entry.sheds and entry.is_sync(chosen)):
-        return
-    able = [one for one in catalog.CATALOG if one.sheds]
-    names = [one.name if one.sync else f"{one.name} -o {one.sync_option}=true" for one in able]
-    why = "its shares are equal" if entry.is_sync(chosen) else "its workers wait for nobody"
-    raise PlanError(
-        f"{entry.name} cannot give a slow worker less to do: {why}.",
-        seen=f"--on-straggler {what}",
-        allowed=f"wait; {what} under {', '.join(names)}, in PyTorch",
-        next_step="leave --on-straggler out, or take one of these",
-        code="WB-PLAN-330",
-    )
-
-
-def _check_replacing(entry: catalog.Strategy, asked: RunSettings) -> None:
-    """Raise PlanError where a worker cannot be replaced while the others train."""
-    if not entry.heals:
-        able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.framework == "torch")
-        raise PlanError(
-            f"{entry.name} cannot let a fresh worker in while the others train.",
-            seen="--on-straggler replace",
-            allowed=f"replace under {able}; wait" + ("; shed" if entry.sheds else ""),
-            next_step="leave --on-straggler out, or take one of these",
-            code="WB-PLAN-331",
-        )
-    if asked.on_failure not in ("", "heal"):
-        raise PlanError(
-            "Who replaces slow workers lets the others train on when one dies, too.",
-            seen=f"--on-straggler replace --on-failure {asked.on_failure}",
-            allowed="--on-failure heal, or none",
-            next_step="leave --on-failure out",
-            code="WB-PLAN-332",
-        )
-
-
 def check_name(name: object) -> None:
     """Raise PlanError where a run cannot be called so."""
     if not isinstance(name, str):
@@ -589,9 +537,7 @@ def _implied(name: str, settings: RunSettings) -> object:
     if name == "checkpoint_every":
         return checkpoints.EVERY if settings.checkpoint else 0
     if name == "on_failure":
-        if settings.on_straggler == "replace":
-            return "heal"
-        return "replace" if settings.checkpoint else "stop"
+        return settings.needed_on_failure or ("replace" if settings.checkpoint else "stop")
     return UNSAID[name]
 
 

@@ -6,7 +6,7 @@ from needs import need
 from notebook_shell import WAIT_S, soon
 from recovering import MODEL, difference, every_step_counts_once, pids
 
-from workbench.execution.workers import replacing, watching
+from workbench.execution.workers import replacing, shedding
 from workbench.execution.workers.stragglers import Rule
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
@@ -38,7 +38,7 @@ def paced(steps, more="", sleeps=SLEEPY):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Call slow what is so for half a second."""
-    monkeypatch.setattr(watching, "RULE", Rule(steps=15, seconds=0.5))
+    monkeypatch.setattr(shedding, "RULE", Rule(steps=15, seconds=0.5))
     monkeypatch.setattr(replacing, "PATIENT", Rule(steps=15, seconds=0.5))
 
 
@@ -200,7 +200,7 @@ def test_a_slow_worker_is_replaced_by_a_fresh_engine(cluster, undisturbed, tmp_p
     run.wait(WAIT_S)
     assert difference(run.weights(), undisturbed(300)) <= EXACT
     assert run.history.totals.steps == 300
-    assert run.history.totals.samples == 24 * 300
+    assert 24 * 300 - run.history.totals.samples in (0, 8)  # who leaves may not tell of its last
     kinds = [one["event"] for one in run.events]
     assert kinds == ["left", "joined", "replaced"]
     replaced = run.events[-1]

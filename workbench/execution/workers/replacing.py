@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 from ...errors import WorkbenchError
 from ...shared.events import Joined, Replaced
-from .shedding import Shedding
+from .shedding import Shedding, Watching
 from .stragglers import Pace, Rule
-from .watching import Watching
 
 if TYPE_CHECKING:
     from ...shared.events import Event

@@ -171,6 +171,11 @@ class RunSettings:
     )
 
     @property
+    def needed_on_failure(self) -> str:
+        """What must be done about deaths, by what else is asked for; empty: anything may."""
+        return "heal" if self.on_straggler == "replace" else ""
+
+    @property
     def settings(self) -> dict[str, Any]:
         """All of these by name, as `RunSettings(**...)` takes them."""
         return {name: getattr(self, name) for name in SETTINGS}
