@@ -76,6 +76,21 @@ def test_torchruns_agent_starts_a_job_and_ranks_that_fail_are_named(tmp_path):
     assert 'train.py", line' in (folder / "out-0.txt").read_text()
 
 
+def test_a_slow_worker_of_a_job_has_less_of_each_batch(tmp_path):
+    cell = SLOW.replace(
+        "time.sleep(0.02)", "time.sleep(len(batch[0]) * (5e-4 if rank else 2.5e-4))"
+    )
+    cell = cell.replace("steps=2000", "steps=330")
+    folder = job_folder(tmp_path, cell, "mirrored", 2, on_straggler="shed")
+    with started(folder, 2) as processes:
+        assert done(processes) == [0, 0]
+    run = wb.load(run_of(folder))
+    change = run.events[0]
+    assert (change["event"], change["ranks"]) == ("shed", [1])
+    for step, shares in ((change["step"] - 1, [32, 32]), (change["step"], change["shares"])):
+        assert run.history["samples"][run.history["step"] == step].tolist() == shares
+
+
 def test_a_rank_that_is_killed_is_named_and_no_process_is_left(tmp_path):
     folder = job_folder(tmp_path, SLOW, "mirrored", 2)
     with started(folder, 2) as processes:

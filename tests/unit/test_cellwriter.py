@@ -117,6 +117,7 @@ def plans(draw: st.DrawFn, entry: catalog.Strategy, folder: Path) -> Plan:
             checkpoint=str(folder / f"d{draw(names)}") if saved else "",
             checkpoint_every=draw(st.none() | st.integers(1, 999)) if saved else None,
             on_failure=draw(st.sampled_from(["", "stop", "continue"] + ["replace"] * saved)),
+            on_straggler=draw(st.sampled_from(["wait", "wait", "shed", "replace"])),
             profile=draw(st.none() | st.just((2, 5))),
             log=draw(st.lists(st.sampled_from(LOGS), max_size=2)),
         )
@@ -151,7 +152,8 @@ def test_the_notebook_hands_the_magic_line_and_body_unchanged(plan: Plan) -> Non
 def test_every_field_of_a_plan_is_written() -> None:
     """A new field needs a flag, and a place in the line."""
     plan = make_plan(
-        CELL, "parameter_server", workers=3, framework="torch", options={"servers": 2},
+        CELL, "parameter_server", workers=3, framework="torch",
+        options={"servers": 2, "sync": True}, on_straggler="shed",
         overrides={"epochs": 2, "seed": 1}, faults=(parse_fault("slow=1:50ms"),), name="a b",
         init_from="base", checkpoint="/tmp/c", checkpoint_every=7, on_failure="stop",
         profile=(1, 3), log=["tensorboard:/tmp/t"], traceback="full", values={"lr": 0.1},
@@ -160,9 +162,11 @@ def test_every_field_of_a_plan_is_written() -> None:
     same = [name for name in vars(plan) if getattr(plan, name) == getattr(default, name)]
     assert set(same) <= {"recipe", "framework", "on_failure"}
     assert cell_of(plan) == (
-        "%%distributed parameter_server -n 3 -o servers=2 --epochs 2 --seed 1 --inject slow=1:50ms"
+        "%%distributed parameter_server -n 3 -o servers=2 -o sync=true --epochs 2 --seed 1"
+        " --inject slow=1:50ms"
         " --init-from base --checkpoint /tmp/c --checkpoint-every 7 --on-failure stop"
-        " --profile 1:3 --traceback full --set lr=0.1 --log tensorboard:/tmp/t --name 'a b'"
+        " --on-straggler shed --profile 1:3 --traceback full --set lr=0.1 --log tensorboard:/tmp/t"
+        " --name 'a b'"
         "\nwb.fit(...)\n"
     )
 

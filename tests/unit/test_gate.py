@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.engine.telemetry.step_gate import Gate
+from workbench.engine.telemetry.step_gate import CANNOT, Gate
 from workbench.shared.messages import Purpose
 
 WAIT_S = 10
@@ -140,3 +140,96 @@ def test_stop_wins_over_a_pause() -> None:
     gate.resume()
     thread.join(WAIT_S)
     assert answers == [False]
+
+
+# -- other shares ----------------------------------------------------------------------------------
+
+
+@given(begun=st.lists(st.integers(0, 50), min_size=1, max_size=6))
+def test_new_shares_hold_from_one_step_on_for_all(begun: list[int]) -> None:
+    positions = [max(begun) - step % 2 for step in begun]
+    gates = [Gate() for _ in positions]
+    for gate, step in zip(gates, positions, strict=True):
+        gate.deals = True
+        gate.enter(step)
+    first = max(gate.ask_to_deal() for gate in gates) + 1
+    for gate, step in zip(gates, positions, strict=True):
+        gate.deal(first, (3, 1))
+        for later in range(step + 1, first):
+            assert gate.enter(later)
+            assert not gate.dealt
+        assert gate.enter(first)
+        assert gate.dealt
+        assert gate.take_portions() == (3, 1)
+        assert gate.enter(first + 1)
+        assert not gate.dealt
+
+
+def test_nobody_begins_a_step_between_question_and_shares() -> None:
+    gate = Gate()
+    gate.deals = True
+    gate.enter(3)
+    assert gate.ask_to_deal() == 3
+    entered: list[bool] = []
+    thread = in_thread(lambda: entered.append(gate.enter(4)))
+    thread.join(0.2)
+    assert entered == []
+    gate.deal(4, (2, 2))
+    thread.join(WAIT_S)
+    assert entered == [True]
+    assert gate.take_portions() == (2, 2)
+
+
+def test_a_question_that_is_called_off_lets_all_go_on_as_before() -> None:
+    gate = Gate()
+    gate.deals = True
+    gate.enter(3)
+    gate.ask_to_deal()
+    entered: list[bool] = []
+    thread = in_thread(lambda: entered.append(gate.enter(4)))
+    gate.drop_deal()
+    thread.join(WAIT_S)
+    assert entered == [True]
+    assert not gate.dealt
+
+
+def test_a_training_whose_shares_stay_is_not_held() -> None:
+    gate = Gate()
+    gate.enter(3)
+    assert gate.ask_to_deal() == CANNOT
+    gate.deal(4, (2, 2))
+    assert gate.enter(4)
+    assert not gate.dealt
+
+
+@pytest.mark.parametrize("purpose", ["stop", "pause"])
+def test_stop_and_pause_are_agreed_on_beside_new_shares(purpose: Purpose) -> None:
+    gate = Gate()
+    gate.deals = True
+    gate.enter(3)
+    gate.ask_to_deal()
+    assert gate.halt() == 3
+    entered: list[bool] = []
+    thread = in_thread(lambda: entered.append(gate.enter(4)))
+    gate.deal(4, (2, 2))
+    thread.join(0.2)
+    assert entered == []  # a step of Stop or Pause has yet to be named
+    gate.halt_at(purpose, 4)
+    thread.join(WAIT_S)
+    assert entered == [True]
+    assert gate.take_portions() == (2, 2)
+    if purpose == "stop":
+        assert not gate.enter(5)
+
+
+def test_a_stop_in_the_middle_of_a_question_ends_the_worker() -> None:
+    gate = Gate()
+    gate.deals = True
+    gate.enter(3)
+    gate.ask_to_deal()
+    gate.halt()
+    entered: list[bool] = []
+    thread = in_thread(lambda: entered.append(gate.enter(4)))
+    gate.halt_at("stop", 3)
+    thread.join(WAIT_S)
+    assert entered == [False]

@@ -68,3 +68,16 @@ def test_drop_last_leaves_the_uneven_batch_out(drop_last: bool, steps: int) -> N
 def test_any_function_of_the_epoch_can_give_the_order() -> None:
     order = Order(4, 2, lambda epoch: np.full(4, epoch))
     assert [batch.tolist() for batch in order.batches(2)] == [[2, 2], [2, 2]]
+
+
+@given(
+    weights=st.lists(st.integers(0, 50), min_size=1, max_size=9).filter(any),
+    samples=st.integers(0, 500),
+)
+def test_weighted_shares_cover_a_batch_once(weights: list[int], samples: int) -> None:
+    for size in (samples, sum(weights)):
+        bounds = [share_bounds(size, rank, weights) for rank in range(len(weights))]
+        assert bounds[0][0] == 0
+        assert bounds[-1][1] == size
+        assert all(left[1] == right[0] for left, right in pairwise(bounds))
+    assert [stop - start for start, stop in bounds] == weights

@@ -126,3 +126,55 @@ def test_functions_that_cannot_travel_are_refused() -> None:
     ):
         with pytest.raises(PlanError, match=says):
             Recipe.from_function(function)
+
+
+# -- a worker that is slow for long ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "central_storage", "sharded"])
+def test_a_slow_worker_can_be_given_less_where_shares_are_weighted(strategy: str) -> None:
+    plan = make_plan(CELL, strategy, workers=3, on_straggler="shed")
+    assert plan.on_straggler == "shed"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "how", "why"),
+    [
+        ("local_sgd", {}, "its shares are equal"),
+        ("parameter_server", {}, "its workers wait for nobody"),
+        ("mirrored", {"framework": "tensorflow"}, "its shares are equal"),
+        ("one_device", {}, "its shares are equal"),
+    ],
+)
+def test_where_a_slow_worker_cannot_have_less_it_is_said_before_an_engine_is_touched(
+    strategy: str, how: dict[str, str], why: str
+) -> None:
+    with pytest.raises(PlanError, match=rf"{why}[\s\S]*WB-PLAN-330[\s\S]*mirrored, central_stor"):
+        make_plan(CELL, strategy, workers=3, on_straggler="shed", **how)
+    assert make_plan(CELL, strategy, workers=3, **how).on_straggler == "wait"
+
+
+def test_servers_that_wait_for_all_can() -> None:
+    options = {"sync": True}
+    plan = make_plan(CELL, "parameter_server", workers=3, options=options, on_straggler="shed")
+    assert plan.on_straggler == "shed"
+
+
+def test_what_to_do_with_a_straggler_is_one_of_a_few_words() -> None:
+    with pytest.raises(PlanError, match=r"WB-PLAN-329[\s\S]*wait, shed"):
+        make_plan(CELL, "mirrored", workers=3, on_straggler="scold")
+
+
+def test_who_replaces_slow_workers_heals_deaths_too() -> None:
+    plan = make_plan(CELL, "mirrored", workers=3, on_straggler="replace")
+    assert plan.on_failure == "heal"
+    again = make_plan(CELL, "mirrored", workers=3, on_straggler="replace", on_failure="heal")
+    assert again == plan
+    with pytest.raises(PlanError, match="WB-PLAN-332"):
+        make_plan(CELL, "mirrored", workers=3, on_straggler="replace", on_failure="stop")
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "sharded", "one_device"])
+def test_where_no_fresh_worker_can_be_let_in_it_is_said(strategy: str) -> None:
+    with pytest.raises(PlanError, match=r"WB-PLAN-331[\s\S]*replace under mirrored"):
+        make_plan(CELL, strategy, workers=3, on_straggler="replace")

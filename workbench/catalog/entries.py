@@ -55,6 +55,7 @@ TORCH: tuple[Strategy, ...] = (
         aliases=("ddp", "data_parallel", "dp", "distributed_data_parallel", "horovod"),
         replicated=True,
         heals=True,
+        sheds=True,
         exact_with=(("compress", "none"),),
         loses="the steps since the last checkpoint; with another number of workers also the error "
         "that compression has not sent yet",
@@ -95,6 +96,7 @@ TORCH: tuple[Strategy, ...] = (
         messages="workbench.catalog.step_messages:central_storage",
         suits="few devices beside a host with memory to spare: optimizer state stays off them",
         shares_gpu=True,
+        sheds=True,
         source="Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
         aliases=("central",),
         servers=1,
@@ -122,6 +124,7 @@ TORCH: tuple[Strategy, ...] = (
         suits="workers of unequal speed, large tables of which a step uses a few rows, and to "
         "see what stale gradients do",
         shares_gpu=True,
+        sheds=True,
         source="Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI "
         "2014; Ho et al., Stale Synchronous Parallel, NIPS 2013",
         aliases=("ps", "pserver", "kvstore"),
@@ -182,6 +185,7 @@ TORCH: tuple[Strategy, ...] = (
         keeps="part",
         messages="workbench.catalog.step_messages:sharded",
         suits="models whose parameters and optimizer state do not fit one device",
+        sheds=True,
         source="Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023",
         aliases=("fsdp", "fsdp2", "fully_sharded_data_parallel", "zero", "zero2", "zero3"),
         links=True,

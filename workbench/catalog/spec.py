@@ -167,6 +167,8 @@ class Strategy:
             steps, so that a run goes on from what a survivor has.
         heals: Whether a training of `wb.fit` goes on without a restart when a worker dies, with
             nothing lost and nothing done again, and with a fresh worker as soon as there is one.
+        sheds: Whether a worker that is slow for long can have a smaller share of each batch: shares
+            are weighted by their samples, so the result is the same.
         spares_workers: Whether the others go on without a pause when a worker dies, as long as they
             wait for nobody and it is not rank 0, which evaluates and saves. The rest of its share
             of the steps is lost.
@@ -216,6 +218,7 @@ class Strategy:
     remote_workers: bool = False
     replicated: bool = False
     heals: bool = False
+    sheds: bool = False
     spares_workers: bool = False
     whole: bool = True
     keeps: Literal["all", "weights", "part"] = "all"

@@ -49,7 +49,7 @@ from .requests import (
     with_original_ranks,
 )
 from .task import Task
-from .workers import halts, hangs
+from .workers import halts, hangs, replacing
 from .workers.healing import Healer
 
 if TYPE_CHECKING:
@@ -131,6 +131,12 @@ class RunExecution:
             spare=self._spare(),
             least=1 if run.plan.entry.remote_workers else 0,
             mender=self._healer,
+            listens=replacing.listener(
+                run,
+                pool.engines.router.send,
+                self._healer,
+                lambda engine: pool.engines.restart([engine], framework),
+            ),
             on_loss=self.lose,
             chains=self.chains(),
             going=lambda: run.state not in ("starting", "recovering"),
@@ -170,6 +176,49 @@ class RunExecution:
         asked = run_requests(run, spec, self.number, self.autoreload, plan, far, self._key)[engine]
         asked["spec"] |= {"joins": True, "resume": "", "init_from": ""}
         return asked
+
+    def recruit(self, count: int) -> list[int]:
+        """Have more engines be of the run, started where there are too few; return which.
+
+        Each gets the next rank. They take no part yet.
+
+        Raises:
+            PlanError: More engines than the administrator allows.
+            RunError: The run's workers have GPUs.
+        """
+        run, pool = self.run, self.pool
+        first = self._specs[run.members[0]]
+        if first.device != "cpu" or run.task is None:
+            raise RunError(
+                "A run on GPUs takes no further workers while it trains.",
+                seen=first.device,
+                allowed="at most the workers that it began with",
+                next_step="begin it with as many workers as it may ever need, and scale it down",
+                code="WB-RUN-152",
+            )
+        free = [one for one in pool.worker_ids if one not in run.members][:count]
+        if len(free) < count:
+            free += pool.add(count - len(free), self.plan.framework)
+        pool.bring(free, self.plan.framework)
+        run.grow(free, [first.device] * len(free))
+        known = pool.engines.engines
+        hosts = tuple(known[one].place for one in run.engines)
+        specs = {
+            engine: replace(
+                first,
+                rank=run.engines.index(engine),
+                original_rank=run.engines.index(engine),
+                world_size=len(run.engines),
+                ranks=run.engines,
+                hosts=hosts,
+                address=known[engine].address,
+                threads=max(1, first.cores // len(run.engines)),
+            )
+            for engine in free
+        }
+        self._specs = {**self._specs, **specs}
+        run.task.recruit(members_of(specs, hosts=pool.hosts()))
+        return free
 
     def _spare(self) -> Sequence[int]:
         """Return the engines whose death the others survive without a pause."""
@@ -407,7 +456,8 @@ class Recoverer:
     def _go_once(self, dead: Sequence[int], how: str, began: float) -> None:
         launch, run = self._launch, self._launch.run
         launch.settle_healing()
-        members, known = run.members, launch.pool.engines.engines
+        members = run.members[: launch.plan.workers]  # who came later is done without
+        known = launch.pool.engines.engines
         launch.plan = without_kills(launch.plan, [run.engines.index(i) for i in dead
                                                   if i in run.engines])  # fmt: skip
         start = self._start()

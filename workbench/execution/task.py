@@ -44,7 +44,12 @@ OnLoss = Callable[[str, Sequence[int]], None]
 
 
 class Mender(Protocol):
-    """Who sees to it that a cell goes on without some of its engines, or with others."""
+    """Who sees to it that a cell goes on without some of its engines, or with others.
+
+    Attributes:
+        members: Engines that take part.
+        failed: Why engines did not come that were asked for.
+    """
 
     def spares(self, engine: int, outcome: CellOutcome) -> CellOutcome | None:
         """Take note of an engine's end; None: the cell's, else what counts as the engine's."""
@@ -54,6 +59,19 @@ class Mender(Protocol):
 
     def hear(self, engine: int, event: Standing | Regrouped) -> None:
         """Take in what an engine says of that."""
+
+    members: list[int]
+    failed: list[str]
+
+    @property
+    def target(self) -> int | None:
+        """How many workers there are to be, while that is under way."""
+
+    def scale(self, workers: int) -> None:
+        """Go on with so many workers; returns when it is begun."""
+
+    def check_scales(self) -> None:
+        """Raise RunError where the run cannot have more or fewer workers."""
 
 
 class Task:
@@ -65,10 +83,12 @@ class Task:
         on_done: Called once, on a background thread, when every engine is done.
         spare: Engines that may die while `least` others of them live; `on_loss` hears of it.
         mender: Decides the same where it depends on more; `on_loss` hears nothing of it.
+        listens: Hears whatever an engine says of its run.
         chains: Groups of engines that may die, too, while one of each group lives and `going`.
 
     Attributes:
         when_long: To be called by whoever waits for the cell, once it has lasted for a while.
+        mender: As it was given.
     """
 
     def __init__(
@@ -83,6 +103,7 @@ class Task:
         mender: Mender | None = None,
         chains: Iterable[Iterable[int]] = (),
         going: Callable[[], bool] = lambda: True,
+        listens: Callable[[int, Records | Happened | Position], object] = lambda who, what: None,
     ) -> None:
         self.engines = engines
         self.ids = list(requests)
@@ -102,7 +123,7 @@ class Task:
         self._spare, self._least, self._on_loss = set(spare), least, on_loss
         self._chains, self._going = [frozenset(chain) for chain in chains], going
         self._lost: set[int] = set()  # of those
-        self._mender = mender
+        self.mender, self._listens = mender, listens
         self._condemned: set[int] = set()
         self._errors: list[tuple[int, Mapping[str, Any]]] = []
         self._ended: set[int] = set()  # killed by us: they did not answer an interrupt
@@ -144,13 +165,14 @@ class Task:
 
         Positions, which are only asked for, are no sign that it moves.
         """
+        self._listens(engine, message)
         if isinstance(message, Position):
             return message
         self.moved()
         if not isinstance(message, Happened):
             return message
-        if isinstance(message.event, (Standing, Regrouped)) and self._mender is not None:
-            self._mender.hear(engine, message.event)
+        if isinstance(message.event, (Standing, Regrouped)) and self.mender is not None:
+            self.mender.hear(engine, message.event)
         if not isinstance(message.event, RunStarted):
             return message
         host = self.member(engine).host if engine in self.ids else ""
@@ -186,7 +208,7 @@ class Task:
             advice = gone.left_behind(outcome, host) or outcome.advice
             outcome = replace(outcome, advice=advice)
         self.moved()
-        counts = None if self._mender is None else self._mender.spares(call.engine, outcome)
+        counts = None if self.mender is None else self.mender.spares(call.engine, outcome)
         with self._lock:
             counts = None if call.engine in self._condemned else counts
             self.outcomes[call.engine] = outcome = counts or outcome
@@ -208,6 +230,16 @@ class Task:
             self._end()
         elif first or (outcome.status == "interrupted" and counts is None):
             self.end_soon()
+
+    def recruit(self, members: Mapping[int, Member]) -> None:
+        """Know of further engines, which run nothing until they `rejoin`."""
+        self.names.add(members)
+        self.board.expect(members)
+        with self._lock:
+            for engine in members:
+                self.ids.append(engine)
+                self.outcomes[engine] = CellOutcome(status="ok")
+                self._lost.add(engine)
 
     def rejoin(self, engine: int, request: Mapping[str, Any]) -> bool:
         """Have a fresh engine run the cell in the place of one that was spared.
@@ -325,7 +357,7 @@ class Task:
             but: The engine that failed: it clears away, an interrupt would hide its error.
         """
         if but is not None:
-            if self._mender is not None and self._mender.expects(but):
+            if self.mender is not None and self.mender.expects(but):
                 return
             self._leaving.add(but)
         self._later(grace_s, self._interrupt_rest)

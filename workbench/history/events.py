@@ -25,14 +25,19 @@ from ..shared.events import (
     EpochBegan,
     Evaluated,
     Event,
+    Gained,
     Healed,
     Injected,
+    Joined,
+    Left,
     Noted,
     Paused,
+    Replaced,
     Resumed,
     RunFinished,
     RunStarted,
     ServerHolds,
+    Shed,
     Topic,
     Unmeasured,
     WasCut,
@@ -51,8 +56,8 @@ class Moment:
 
     Attributes:
         t_s: When, on the clock of events.
-        kind: `eval`, `note`, `warning`, `checkpoint`, `death`, `healed`, `joined`, `inject`,
-            `paused` or `resumed`.
+        kind: `eval`, `note`, `warning`, `checkpoint`, `death`, `healed`, `joined`, `shed`,
+            `inject`, `paused` or `resumed`.
         rank: Whom it happened to; None: the run.
     """
 
@@ -83,7 +88,8 @@ class Story:
         epoch: Latest epoch that began.
         pauses: When each pause ended, on the clock of events, and how many seconds it took.
         moments: What happened when, in the order in which it was heard of.
-        changes: Fields of `healed` and `joined`, with the name as `event`.
+        changes: Fields of `healed`, `joined`, `left`, `shed` and `replaced`, with the name as
+            `event`.
         rewinds: The step from which the run went on, each time that it was set back.
     """
 
@@ -142,9 +148,13 @@ class Story:
                     self.pauses.append((t_s, max(t_s - self._paused_at, 0.0)))
                 self._paused_at = None
                 self._moment(t_s, event.name, "resumed")
-            case Healed():  # workers that join are told of so, too
+            case Healed():  # workers that join or leave are told of so, too
                 self.changes.append({"event": event.name, **event.to_wire()})
                 self._moment(t_s, event.name, _change_words(event))
+            case Gained():
+                for one in self.changes:
+                    if one["event"] in (Shed.name, Replaced.name) and one["step"] == event.step:
+                        one["after_s"] = event.after_s
             case RunFinished():
                 self.finished[int(event.rank)] = event.to_wire()
             case ServerHolds():
@@ -236,11 +246,16 @@ class Story:
 
 
 def _change_words(event: Healed) -> str:
-    """Say in short who went or came: `healed without rank 1 at step 60, 3 -> 2 workers`."""
+    """Say in short who went or came: `healed without rank 1 at step 60: 2 workers, after 9 ms`."""
+    if isinstance(event, Shed):
+        return f"shares {' + '.join(map(str, event.shares))} from step {event.step} on"
     who = ", ".join(map(str, event.ranks))
-    did = "without" if event.name == Healed.name else "by"
+    did = {
+        Healed.name: "healed without", Joined.name: "joined by", Left.name: "left by",
+        Replaced.name: "replaced",
+    }  # fmt: skip
     return (
-        f"{event.name} {did} rank{'s' if len(event.ranks) > 1 else ''} {who} at step {event.step}: "
+        f"{did[event.name]} rank{'s' if len(event.ranks) > 1 else ''} {who} at step {event.step}: "
         f"{event.workers} workers, after {1e3 * event.seconds:.0f} ms"
     )
 

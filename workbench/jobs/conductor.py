@@ -44,7 +44,7 @@ from ..execution.outcome import outcome_error, outcome_notes
 from ..execution.requests import make_specs, members_of, run_requests
 from ..execution.run import Run
 from ..execution.task import Task
-from ..execution.workers import hangs
+from ..execution.workers import hangs, replacing
 from ..history import disk
 from ..session import checkpoints
 from ..shared import cluster_env, events
@@ -110,6 +110,11 @@ class JobRun(Run):
         """Replace the run's faults while it goes on."""
         super().inject(*faults)
         self._write(events.Injected(faults=list(faults)))
+
+    def tell(self, event: events.Event) -> None:
+        """Add what has happened, also where followers read it."""
+        self.history.event(event)
+        self._write(event)
 
     def _write(self, event: events.Event) -> None:
         line = {"name": event.name, "t_s": time.perf_counter(), **event.to_wire()}
@@ -259,6 +264,7 @@ class Conductor:
         self.task = Task(
             cast(Any, self.engines), requests, members_of(specs, hosts=self._names()),
             self._settled, on_loss=run.note,
+            listens=replacing.listener(run, self.router.send, tell=run.tell),
         )  # fmt: skip
         run.begin(self.task)
         hangs.watch(self.task, self.router.questions.ask, lambda: run.held)

@@ -187,7 +187,7 @@ class Chooser:
             kept = lasting(line.faults)
             line = replace(
                 line, steps=MOST_STEPS, epochs=None, checkpoint="", checkpoint_every=0, log=(),
-                on_failure="", name=f"auto-{one.entry.name}",
+                on_failure="", on_straggler="wait", name=f"auto-{one.entry.name}",
                 faults=tuple(f for f in line.faults if f.text in kept),
             )  # fmt: skip
         return plan_of(line, self._recipe, framework=self._framework, workers=one.workers)

@@ -434,6 +434,7 @@ def resume(
         checkpoint=str(checkpoint or Path(one.path).parent),
         checkpoint_every=checkpoint_every or before.checkpoint_every,
         on_failure=on_failure or before.on_failure,
+        on_straggler=before.on_straggler if same else "wait",
     )
     return (cluster or cluster_here()).start(plan, resume_from=one.path)
 

@@ -252,7 +252,7 @@ class Resumed(Event):
 class CellLeft(Event):
     """A rank's cell is through; what follows is weights and clearing away."""
 
-    name: ClassVar[str] = "left"
+    name: ClassVar[str] = "cell_left"
     rank: int = 0
     status: str = ""
 
@@ -290,14 +290,16 @@ class Standing(Event):
     Attributes:
         rank: Its rank in the run's tables.
         generation: Of the `Regroup` that this answers; 0: of none.
-        phase: `ready` for a worker that waits to be let in, `cut` for one that was cut off from
-            another one, and waits to be told from whom.
+        phase: `in` for a worker that trains from now on, and can be regrouped; `apart` for one
+            that trains and cannot, `why` says for what; `ready` for one that waits to be let in,
+            `cut` for one that was cut off from another one, and waits to be told from whom.
     """
 
     name: ClassVar[str] = "standing"
     rank: int = 0
     generation: int = 0
-    phase: Literal["before", "ready", "cut", "past"] = "before"
+    phase: Literal["before", "in", "apart", "ready", "cut", "past"] = "before"
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +321,7 @@ class Regrouped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Healed(Event):
-    """The others go on without workers that died, or left; nothing was lost with them.
+    """The others go on without workers that died; nothing was lost with them.
 
     Attributes:
         ranks: Of those.
@@ -341,6 +343,78 @@ class Joined(Healed):
     """Workers take part from a step on; those who were there stood still for so many seconds."""
 
     name: ClassVar[str] = "joined"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left(Healed):
+    """The others go on without workers that were to leave, and that are well."""
+
+    name: ClassVar[str] = "left"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shed(Healed):
+    """Workers have more or less work from a step on, as one was slow for long, or is no more.
+
+    Attributes:
+        ranks: Of those that have less than an equal share now; none: all shares are equal again.
+        seconds: How long the others stood still, at most.
+        shares: Samples that each worker takes of a batch, in the order of their ranks.
+        ratio: How many times as long as the others the slowest took for its share, before.
+        slow_s: For how long it had been seen so.
+        before_s, after_s: A step before, and after, as soon as that is known (`Gained`).
+    """
+
+    name: ClassVar[str] = "shed"
+    shares: Sequence[int] = ()
+    ratio: float = 1.0
+    slow_s: float = 0.0
+    before_s: float | None = None
+    after_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replaced(Healed):
+    """Fresh engines have taken the places of workers that were slow for long, from a step on.
+
+    Attributes:
+        ratio, slow_s, before_s, after_s: As of `Shed`.
+    """
+
+    name: ClassVar[str] = "replaced"
+    ratio: float = 1.0
+    slow_s: float = 0.0
+    before_s: float | None = None
+    after_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gained(Event):
+    """What `Shed` or `Replaced` has brought, from `step` on: a step before it, and since."""
+
+    name: ClassVar[str] = "gained"
+    of_kernel: ClassVar[bool] = True
+    step: int = 0
+    before_s: float = 0.0
+    after_s: float = 0.0
+
+
+SHARES = "shares"
+"""Topic on which the kernel asks for a change of shares, says what they are, or calls it off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dealing(Event):
+    """Answers a question on `SHARES`, by its number: the step that this worker has begun.
+
+    Attributes:
+        step: It begins no other before it hears what the shares are; -2: they cannot be changed.
+    """
+
+    name: ClassVar[str] = "dealing"
+    rank: int = 0
+    number: int = 0
+    step: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

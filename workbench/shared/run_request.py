@@ -28,7 +28,7 @@ from ..errors import PlanError
 from .flags import several
 from .flags.flag import Flag
 from .flags.flag import said as _said
-from .flags.settings import SETTINGS, RunSettings, number
+from .flags.settings import ON_STRAGGLER, SETTINGS, RunSettings, number
 from .flags.several import Axis
 from .magic_args import (
     Parser,
@@ -455,3 +455,50 @@ def parse_cell_line(line: str, prog: str = "%%distributed") -> RunRequest:
         PlanError: Saying what was not understood and what is allowed.
     """
     return from_line(vars(cell_parser(prog).parse_args(tokens(line))))
+
+
+def check_straggler(entry: catalog.Strategy, asked: RunSettings, chosen: dict[str, Any]) -> None:
+    """Raise PlanError where a strategy cannot do what is asked for about slow workers."""
+    what = asked.on_straggler
+    if what not in ON_STRAGGLER:
+        raise PlanError(
+            "--on-straggler was not understood.",
+            seen=what,
+            allowed=", ".join(ON_STRAGGLER),
+            code="WB-PLAN-329",
+        )
+    if what == "replace":
+        _check_replacing(entry, asked)
+    if what != "shed" or (entry.sheds and entry.is_sync(chosen)):
+        return
+    able = [one for one in catalog.CATALOG if one.sheds]
+    names = [one.name if one.sync else f"{one.name} -o {one.sync_option}=true" for one in able]
+    why = "its shares are equal" if entry.is_sync(chosen) else "its workers wait for nobody"
+    raise PlanError(
+        f"{entry.name} cannot give a slow worker less to do: {why}.",
+        seen=f"--on-straggler {what}",
+        allowed=f"wait; {what} under {', '.join(names)}, in PyTorch",
+        next_step="leave --on-straggler out, or take one of these",
+        code="WB-PLAN-330",
+    )
+
+
+def _check_replacing(entry: catalog.Strategy, asked: RunSettings) -> None:
+    """Raise PlanError where a worker cannot be replaced while the others train."""
+    if not entry.heals:
+        able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.framework == "torch")
+        raise PlanError(
+            f"{entry.name} cannot let a fresh worker in while the others train.",
+            seen="--on-straggler replace",
+            allowed=f"replace under {able}; wait" + ("; shed" if entry.sheds else ""),
+            next_step="leave --on-straggler out, or take one of these",
+            code="WB-PLAN-331",
+        )
+    if asked.on_failure not in ("", "heal"):
+        raise PlanError(
+            "Who replaces slow workers lets the others train on when one dies, too.",
+            seen=f"--on-straggler replace --on-failure {asked.on_failure}",
+            allowed="--on-failure heal, or none",
+            next_step="leave --on-failure out",
+            code="WB-PLAN-332",
+        )

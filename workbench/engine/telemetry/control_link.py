@@ -403,14 +403,33 @@ class ControlLink:
                 run.gate.resume()
             case Advance():
                 run.gate.advance(message.steps)
+            case Told(topic=events.SHARES):
+                self._change_shares(run, message.value)
             case Told(topic=topic) if topic == SERVER_GONE:
                 run.server_gone(int(message.value))
             case Told():
                 run.board.hear(message.topic, message.rank, message.value)
             case Regroup():
-                run.membership.announce(message)
+                run.membership.announce(message)  # from here on nobody completes a step of before
+                run.gate.drop_deal()
             case Inject():
                 run.faults.set(message.faults)
+
+    def _change_shares(self, run: RunContext, asked: Mapping[str, Any]) -> None:
+        """Ask, settle or call off a change of the workers' shares (`execution/workers/shedding`).
+
+        What is meant for other members than those that were announced last is not for this worker.
+        """
+        step, portions = int(asked["step"]), [int(one) for one in asked["portions"]]
+        if asked["generation"] != run.membership.announced:
+            return
+        if portions:
+            run.gate.deal(step, portions)
+        elif asked["over"]:
+            run.gate.drop_deal()
+        else:
+            place, at = run.membership.place, run.gate.ask_to_deal()
+            self.emit(events.Dealing(rank=place, number=int(asked["number"]), step=at))
 
 
 def _append_event(writer: Writer, name: str, fields: Mapping[str, Any]) -> None:

@@ -5,6 +5,10 @@ the other in an all-reduce. So Stop and Pause are agreed: each rank answers with
 begun and starts no further one until the kernel names one common step. That is `max(c)`: nobody
 can have started a later one, and all are let through up to it.
 
+So is a change of the workers' shares (`ask_to_deal`, `deal`): a step that some took with the shares
+of before, and others with new ones, would count samples twice and leave others out. All are held
+for as long as the kernel's question and its answer travel.
+
 The delays that a teacher injected are spent here too, in the phase they were asked for. A device
 that the host is ahead of would hide them behind what it still has to do; so where there is a delay,
 and only there, it is let come to an end first.
@@ -17,7 +21,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ...shared.faults import ON_LINKS, Fault, parse_fault
@@ -27,14 +31,25 @@ if TYPE_CHECKING:
     from ...shared.messages import Purpose
 
 NO_LIMIT = 1 << 62
+CANNOT = -2
+"""In place of a step: this training's shares cannot be changed."""
 
 
 class Gate:
-    """Shared by the training thread (`enter`) and the control thread (the rest)."""
+    """Shared by the training thread (`enter`, `take_portions`) and the control thread (the rest).
+
+    Attributes:
+        deals: Whether the shares of the training under way can be changed.
+        dealt: Whether the step that `enter` has let through is the first with new shares.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._limit = NO_LIMIT  # first step that may not start
+        self._limit = NO_LIMIT  # first step that may not start as if nothing had been asked for
+        self._halt_at = NO_LIMIT  # first step that Stop or Pause holds back
+        self._deal_at = NO_LIMIT  # first step that waits for new shares, or has them
+        self._portions: tuple[int, ...] = ()  # those; none while asking
+        self.deals = self.dealt = False
         self._purpose: Purpose | None = None  # agreed purpose of the limit; None while asking
         self._at = -1
         self.paused_s = 0.0
@@ -57,14 +72,15 @@ class Gate:
         announced = False
         with self._changed:
             self._at = step - 1  # this step has not begun: a Stop now must not cost one more
-            while step >= self._limit:
-                if self._purpose == "stop":
+            while step >= self._halt_at or (step >= self._deal_at and not self._portions):
+                if self._purpose == "stop" and step >= self._halt_at:
                     return False
                 if self._purpose == "pause" and not announced:
                     announced = True
                     self.on_pause(step)
                 self._changed.wait(0.5)
             self._at = step
+            self.dealt = step >= self._deal_at
         self.paused_s += time.perf_counter() - began
         if announced:
             self.on_resume(step)
@@ -78,32 +94,77 @@ class Gate:
     def halt(self) -> int:
         """Hold the worker; return the step it has begun (-1: none yet)."""
         with self._changed:
+            at = self._begun()
             if self._purpose is None:
-                self._limit = min(self._limit, self._at + 1)
-            self._changed.notify_all()
-            return self._at
+                self._halt_at = min(self._halt_at, at + 1)
+            self._set_limit()
+            return at
+
+    def _begun(self) -> int:
+        """Return the step that has begun; who is about to begin another one waits for the lock."""
+        self._limit = -1
+        return self._at
+
+    def _set_limit(self) -> None:
+        self._limit = min(self._halt_at, self._deal_at)
+        self._changed.notify_all()
 
     def halt_at(self, purpose: Purpose, step: int) -> None:
         """Let steps up to and including `step` happen, then stop or pause."""
         with self._changed:
             if self._purpose != "stop":
                 # Workers that agree with nobody are told no step: the one under way is the last.
-                self._limit, self._purpose = max(step, self._at) + 1, purpose
-            self._changed.notify_all()
+                self._halt_at, self._purpose = max(step, self._begun()) + 1, purpose
+            self._set_limit()
 
     def resume(self) -> None:
         """Lift a pause."""
         with self._changed:
             if self._purpose != "stop":
-                self._limit, self._purpose = NO_LIMIT, None
-            self._changed.notify_all()
+                self._halt_at, self._purpose = NO_LIMIT, None
+            self._set_limit()
 
     def advance(self, steps: int) -> None:
         """Let a paused worker do `steps` more, then pause it again."""
         with self._changed:
             if self._purpose == "pause":
-                self._limit += steps
-            self._changed.notify_all()
+                self._halt_at += steps
+            self._set_limit()
+
+    def ask_to_deal(self) -> int:
+        """Hold the worker until it hears of new shares; return the step it has begun.
+
+        Returns:
+            -1: none yet; `CANNOT`: its shares cannot be changed, and it is not held.
+        """
+        with self._changed:
+            if not self.deals:
+                return CANNOT
+            at = self._begun()
+            self._deal_at, self._portions = at + 1, ()
+            self._set_limit()
+            return at
+
+    def deal(self, step: int, portions: Sequence[int]) -> None:
+        """Let steps before `step` happen as before; from there on these are the shares."""
+        with self._changed:
+            if self.deals:
+                self._deal_at, self._portions = step, tuple(portions)
+                self._set_limit()
+
+    def drop_deal(self) -> None:
+        """Let the worker go on with the shares it has: other workers take part, or all answered."""
+        with self._changed:
+            self._deal_at, self._portions = NO_LIMIT, ()
+            self._set_limit()
+
+    def take_portions(self) -> tuple[int, ...]:
+        """Return the shares that hold from the step under way on, by rank; none: as before."""
+        with self._changed:
+            portions, self.dealt = self._portions, False
+            self._deal_at, self._portions = NO_LIMIT, ()
+            self._set_limit()
+            return portions
 
 
 def _nothing(step: int) -> None:

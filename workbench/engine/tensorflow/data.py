@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from ...errors import FitError
 from ..contract import Share
-from ..training.shares import Order, Source, make_order, share_bounds
+from ..training.shares import Order, Source, Workers, make_order, share_bounds
 
 KINDS = "(x, y) arrays, a tf.data.Dataset, a keras.utils.PyDataset, or a data set with an index"
 
@@ -30,7 +30,7 @@ class ArraySource(Source):
         self.samples, self.batch_size = order.samples, order.batch_size
         self.steps_per_epoch = order.steps_per_epoch
 
-    def epoch(self, epoch: int, rank: int, workers: int, first: int = 0) -> Iterator[Share]:
+    def epoch(self, epoch: int, rank: int, workers: Workers, first: int = 0) -> Iterator[Share]:
         batches = islice(enumerate(self.order.batches(epoch)), first, None)
         for step, batch in batches:
             start, stop = share_bounds(len(batch), rank, workers)
@@ -58,7 +58,7 @@ class StreamSource(Source):
         self.data, self.batch_size = data, batch_size
         self.samples, self.steps_per_epoch = None, steps_per_epoch
 
-    def epoch(self, epoch: int, rank: int, workers: int, first: int = 0) -> Iterator[Share]:
+    def epoch(self, epoch: int, rank: int, workers: Workers, first: int = 0) -> Iterator[Share]:
         empty = True
         for step, batch in enumerate(self._batches()):
             empty = False

@@ -40,6 +40,7 @@ from ..contract import Share
 from ..training.shares import (
     Order,
     Source,
+    Workers,
     dirichlet_shards,
     make_order,
     share_bounds,
@@ -69,7 +70,7 @@ class TensorSource(Source):
         self.steps_per_epoch = order.steps_per_epoch
         self._device = tensors[0].device
 
-    def epoch(self, epoch: int, rank: int, workers: int, first: int = 0) -> Iterator[Share]:
+    def epoch(self, epoch: int, rank: int, workers: Workers, first: int = 0) -> Iterator[Share]:
         size, indices = self.order.batch_size, self.order.epoch(epoch)
         places = torch.from_numpy(indices).to(self._device)
         for step in range(first, self.order.steps_per_epoch):
@@ -117,7 +118,7 @@ class IndexedSource(Source):
         self._chosen: list[list[int]] = []  # what the worker processes are to fetch
         self._fetching: Any = None
 
-    def epoch(self, epoch: int, rank: int, workers: int, first: int = 0) -> Iterator[Share]:
+    def epoch(self, epoch: int, rank: int, workers: Workers, first: int = 0) -> Iterator[Share]:
         batches = self.order.batches(epoch)[first:]
         if not batches:
             return
@@ -174,7 +175,7 @@ class StreamSource(Source):
             self.steps_per_epoch = None
         self.samples = None
 
-    def epoch(self, epoch: int, rank: int, workers: int, first: int = 0) -> Iterator[Share]:
+    def epoch(self, epoch: int, rank: int, workers: Workers, first: int = 0) -> Iterator[Share]:
         empty = True
         for step, data in enumerate(self.loader):
             empty = False
@@ -320,7 +321,7 @@ def _fetcher(dataset: Any, collate: Callable[[Any], Any]) -> Callable[[Any], Any
     return lambda places: collate([dataset[int(i)] for i in places])
 
 
-def _share_of(batch: Any, rank: int, workers: int) -> tuple[list[int], int]:
+def _share_of(batch: Any, rank: int, workers: Workers) -> tuple[list[int], int]:
     start, stop = share_bounds(len(batch), rank, workers)
     return (batch[start:stop] if stop > start else batch[:1]).tolist(), stop - start
 

@@ -19,6 +19,7 @@ from .regrouping import Regrouping
 if TYPE_CHECKING:
     from ..contract import Job, Share, Strategy
     from ..telemetry.recorder import StepResult
+    from .shares import Workers
 
 clock = time.perf_counter
 
@@ -80,6 +81,7 @@ class Training:
         self.regrouping = Regrouping(self)
         self._dealt: Iterator[Share] = iter(())
         self._deal: Callable[[int], Iterator[Share]] = lambda first: iter(())
+        self._portions: tuple[int, ...] = ()  # samples of each worker's share; none: equal ones
 
     def run(self, epochs: int | None) -> FitResult:
         """Train to the end, or until Stop."""
@@ -95,6 +97,7 @@ class Training:
                     each.stay_on(spec.device)
         self._deal = lambda first: self._shares(strategy, source, first)
         self._dealt = self._begin(strategy)
+        context.gate.deals = context.entry.sheds and context.sync and source.samples is not None
         # Replicas are equal: rank 0's stand for all. Who is yet to be let in has nothing to leave.
         leaves = spec.rank == 0 or not context.entry.whole
         if leaves and not context.membership.waits:
@@ -124,6 +127,7 @@ class Training:
             self.evaluate(strategy, self.job.total_steps // self.job.steps_per_epoch)
         if context.sync:
             self.checkpoints.save()
+        context.gate.deals = False
         self.regrouping.finish(strategy)  # workers that meet nowhere have pushed only now
         if not strategy.owns_loop:
             self.checkpoints.save()
@@ -131,8 +135,9 @@ class Training:
             hook({**self.logs, "loss": result.loss})
         return result
 
-    def deal(self) -> None:
-        """Go on in the data where training stands, with the shares that there are now."""
+    def deal(self, portions: tuple[int, ...] = ()) -> None:
+        """Go on in the data where training stands, with these shares; by default equal ones."""
+        self._portions = portions
         self._dealt = self._deal(self.context.trained - self.base)
 
     def why_not(self) -> str:
@@ -185,6 +190,8 @@ class Training:
                 break
             if gate.paused_s != paused_s:  # a pause belongs to no step
                 start, paused_s = clock(), gate.paused_s
+            if gate.dealt and (portions := gate.take_portions()):
+                self.deal(portions)
             faults.before_step(step)
             context.step = step
             asked = clock()
@@ -260,11 +267,15 @@ class Training:
         self.checkpoints.tell()
         return shares
 
-    @staticmethod
-    def _shares(strategy: Strategy, source: Any, first: int) -> Iterator[Share]:
+    def part(self, shard: tuple[int, int]) -> tuple[int, Workers]:
+        """Return which share is this worker's, and how many there are or what each one weighs."""
+        rank, workers = shard
+        return (rank, self._portions) if len(self._portions) == workers else shard
+
+    def _shares(self, strategy: Strategy, source: Any, first: int) -> Iterator[Share]:
         if strategy.owns_loop:  # it deals the data itself
             return iter(())
-        shares: Iterator[Share] = source.shares(*strategy.shard, first)
+        shares: Iterator[Share] = source.shares(*self.part(strategy.shard), first)
         return shares
 
     def _after_step(self, strategy: Strategy, done: int, end_s: float, result: StepResult) -> float:

@@ -30,7 +30,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...errors import FitError, RunError
+from ...errors import FitError, RunError, RunStopped
 from ...shared import events
 from ..checkpoints.checkpoints import format_of
 from ..transport import address, handover
@@ -76,7 +76,10 @@ class Training(Protocol):
         """Be as far as another worker that has said so."""
 
     def deal(self) -> None:
-        """Go on in the data where training stands, with the shares that there are now."""
+        """Go on in the data where training stands, with equal shares."""
+
+    def part(self, shard: tuple[int, int]) -> tuple[int, Any]:
+        """Return which share is this worker's, and how many there are or what each one weighs."""
 
     def tell_evaluation(self) -> None:
         """Tell the kernel of the latest evaluation; it counts once, whoever tells it."""
@@ -112,8 +115,11 @@ class Regrouping:
         membership.break_out = lambda: self._break_out(strategy)
         context.closers.append(self._end)
         membership.begin()
+        context.emit(events.Standing(rank=membership.place, phase="in"))
 
     def _tell_why_not(self, why_not: str) -> None:
+        place = self._membership.place
+        self.context.emit(events.Standing(rank=place, phase="apart", why=why_not))
         if self.context.spec.rank == 0:
             text = f"If a worker dies this training cannot go on without a restart: {why_not}."
             self.context.emit(events.Noted(rank=0, text=text))
@@ -165,7 +171,7 @@ class Regrouping:
         """Evaluate, anew where others take part by then; None where another one had done it."""
         while True:
             try:
-                return strategy.evaluate(source.epoch(0, *strategy.eval_shard))
+                return strategy.evaluate(source.epoch(0, *self._training.part(strategy.eval_shard)))
             except Exception as error:  # noqa: PERF203 - it ends with the first that succeeds
                 if not self.can_follow(error):
                     raise
@@ -202,7 +208,11 @@ class Regrouping:
             membership.waiting()
             strategy.leave_group()
             self._framework.destroy_group()
-            message = membership.await_next()
+            try:
+                message = membership.await_next()
+            except RunStopped:
+                self._leave()
+                raise
             try:
                 self._meet(strategy, message)
                 break
@@ -223,6 +233,11 @@ class Regrouping:
         """Say that this worker goes on with the others."""
         self._membership.waits = False
         self._tell()
+
+    def _leave(self) -> None:
+        """Leave nothing behind: the others keep what was trained."""
+        self.context.weights = self.context.copies = None
+        self._training.checkpoints.give_up()
 
     def _meet(self, strategy: Strategy, message: Regroup) -> None:
         context, training, membership = self.context, self._training, self._membership

@@ -20,7 +20,7 @@ worker sees few of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from ..contract import Share
 
 Indices = NDArray[np.int64]
+Workers = int | Sequence[int]
+"""How many workers take equal shares of a batch, or what the share of each of them weighs."""
 
 
 def permutation(samples: int, seed: int, epoch: int) -> Indices:
@@ -41,12 +43,16 @@ def permutation(samples: int, seed: int, epoch: int) -> Indices:
     return np.random.default_rng([seed, epoch]).permutation(samples)
 
 
-def share_bounds(samples: int, rank: int, workers: int) -> tuple[int, int]:
+def share_bounds(samples: int, rank: int, workers: Workers) -> tuple[int, int]:
     """Return the half-open range of a global batch that `rank` takes.
 
-    Shares are contiguous, cover the batch once, and differ by at most one sample; a batch with
-    fewer samples than workers leaves some shares empty.
+    Shares are contiguous and cover the batch once. Those of so many workers differ by at most one
+    sample; a batch with fewer samples than workers leaves some empty. Weights are what each worker
+    takes of a batch of their sum, and in proportion of any other.
     """
+    if not isinstance(workers, int):
+        before, whole = sum(workers[:rank]), sum(workers)
+        return before * samples // whole, (before + workers[rank]) * samples // whole
     return rank * samples // workers, (rank + 1) * samples // workers
 
 
@@ -110,14 +116,14 @@ class Source(ABC):
     steps_per_epoch: int | None
 
     @abstractmethod
-    def epoch(self, epoch: int, rank: int, workers: int, first: int = 0) -> Iterator[Share]:
+    def epoch(self, epoch: int, rank: int, workers: Workers, first: int = 0) -> Iterator[Share]:
         """Yield `rank`'s share of each global batch of one epoch; steps count from 0.
 
         Args:
             first: Step of the epoch to begin with.
         """
 
-    def shares(self, rank: int, workers: int, first: int = 0) -> Iterator[Share]:
+    def shares(self, rank: int, workers: Workers, first: int = 0) -> Iterator[Share]:
         """Yield `rank`'s share of each global batch, epoch after epoch, for ever.
 
         Args:
@@ -133,7 +139,7 @@ class Source(ABC):
         return shares
 
     def _endless(
-        self, rank: int, workers: int, step: int, epoch: int, first: int
+        self, rank: int, workers: Workers, step: int, epoch: int, first: int
     ) -> Iterator[Share]:
         for at in count(epoch):
             for share in self.epoch(at, rank, workers, first):

@@ -2,7 +2,12 @@
 
 In reading order:
 
-    healing  who takes part when a worker has died and a fresh one comes
-    halts    who has been halted, and is ended for that
-    hangs    who waits for whom, and for how long already
+    change      what a change of workers brings
+    healing     who takes part when a worker has died and a fresh one comes
+    scaling     more or fewer workers in a run that goes on
+    stragglers  who is slow for long, and which shares of the batch suit all
+    shedding    the rows that tell; such shares, agreed on with the workers
+    replacing   a fresh engine for a worker that is slow for long
+    halts       who has been halted, and is ended for that
+    hangs       who waits for whom, and for how long already
 """

@@ -1,8 +1,10 @@
-"""A run whose workers change while it trains: deaths are done without, fresh engines let in.
+"""A run whose workers change while it trains: who dies or leaves is done without, others come.
 
     a worker dies ──> announce g: the others ──> they regroup, and go on          `healed`
           └── in the background: a fresh engine runs the cell up to `wb.fit` ──> ready
     ready ──> announce g + 1: with it ──> it takes over from one of them          `joined`
+    one is to leave ──> announce g: the others ──> they regroup, and go on        `left`
+          └── it waits meanwhile, in case all others die ──> let go: its cell ends
 
 What the workers do is in `engine/training/regrouping.py`. Here is decided who takes part: each
 change makes a generation, and the newest counts, so a death in the middle of a change is just one
@@ -17,16 +19,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...cluster.processes import lives
-from ...errors import WorkbenchError
-from ...shared.events import Healed, Joined, Regrouped, Standing
+from ...errors import RunError, WorkbenchError
+from ...shared.events import Healed, Joined, Left, Regrouped, Standing
 from ...shared.messages import CellOutcome, Regroup
 from ..outcome import Recovery
 from ..requests import ARGS, PUSH
+from .change import Change, healed_words, joined_words, left_words
 
 if TYPE_CHECKING:
     from ...shared.plan import Plan
@@ -41,6 +44,7 @@ LOOK_S = 0.05
 TRAINS = ("starting", "recovering", "running", "paused")
 """States of a run whose members may be training: a death can be heard before the news that they
 have begun. Whoever has not says so, and the run fails for the death after all."""
+ENDED = "the run ended before"
 TRIES = 3
 """Fresh engines in one worker's place that never come to take part, one after the other."""
 
@@ -55,24 +59,11 @@ class Execution(Protocol):
     def meets(self, prefix: str) -> None:
         """Take note under which name its workers meet from now on."""
 
+    def recruit(self, count: int) -> list[int]:
+        """Have more engines be of the run; return which."""
+
     def request_to_join(self, engine: int) -> dict[str, Any]:
         """Return what an engine is asked that comes while the run goes on."""
-
-
-@dataclass
-class Change:
-    """What the generation under way is to bring, until all its members have told.
-
-    Attributes:
-        lost, fresh: Engines that are done without, and that are let in.
-        how: What became of the lost, in words, by engine; empty as long as it is not known.
-        heard: What members have said, by engine.
-    """
-
-    lost: list[int] = field(default_factory=list)
-    fresh: list[int] = field(default_factory=list)
-    how: dict[int, str] = field(default_factory=dict)
-    heard: dict[int, Regrouped] = field(default_factory=dict)
 
 
 class Healer:
@@ -84,6 +75,7 @@ class Healer:
     Attributes:
         generation: The newest that was announced; 0: none.
         members: Engines that take part, in the order of the run's ranks.
+        failed: Why engines that the latest `scale` had asked for did not come.
     """
 
     def __init__(self, launch: Execution, lent: Mapping[str, bytes]) -> None:
@@ -92,6 +84,18 @@ class Healer:
         self.members = list(launch.run.members)
         self._met = 0  # the newest generation whose members are together
         self._past: set[int] = set()  # have trained to the end
+        self._in: set[int] = set()  # have begun to train
+        self._asked: dict[int, str] = {}  # are to leave as soon as all train
+        self._leaving: list[int] = []  # are no members, and wait to be let go
+        self._gone: set[int] = set()  # were let go, and end their cell
+        self._awaited: set[int] = set()  # are started, or run the cell, to be let in
+        self._unwanted: set[int] = set()  # of those, are not to come after all
+        self._scaling = threading.Lock()
+        self._target: int | None = None
+        self.failed: list[str] = []
+        self._why_not = ""
+        self._reached = 0  # the first step of the members there are now
+        self._keeper = self.members[0]  # whose weights are the run's
         self._halted: dict[int, str] = {}  # what is said of those that we end
         self._coming: dict[int, CellOutcome] = {}  # run the cell, in the place of one that so ended
         self._tries: dict[int, int] = {}
@@ -99,6 +103,11 @@ class Healer:
         self._over = False
         self._lock = threading.RLock()
         self._starting = threading.Lock()
+
+    @property
+    def is_together(self) -> bool:
+        """Whether all members train with each other, and no change is under way."""
+        return self._met == self.generation
 
     @property
     def _task(self) -> Task | None:
@@ -111,6 +120,8 @@ class Healer:
         with self._lock:
             if engine in self._coming:
                 return self._did_not_come(engine, outcome)
+            if engine in self._gone or (engine in self._leaving and outcome.status == "died"):
+                return self._has_left(engine, outcome)
             if outcome.status != "died":
                 self._left(engine, outcome)
                 return None
@@ -119,8 +130,8 @@ class Healer:
                 self._conclude()
                 self._begin_replacing(engine)
                 return outcome
-            rest = set(self.members) - {engine, *self._change.fresh}
-            left = rest or self._run.members[0] in self._past  # who keeps the weights
+            rest = {*self.members, *self._leaving} - {engine, *self._change.fresh}
+            left = rest or self._keeper in self._past
             if not (left and self._goes_on and outcome.recoverable and engine in self.members):
                 self._over = True
                 return None
@@ -174,13 +185,19 @@ class Healer:
                     self._let_in(engine)
                 case Standing(phase="cut") if event.generation == self.generation:
                     self._look_for_dead()
-                case Standing(phase="past") if engine in self.members:
+                case Standing(phase="past") if engine in {*self.members, *self._leaving}:
                     self._past.add(engine)
-                    self.members.remove(engine)
+                    (self.members if engine in self.members else self._leaving).remove(engine)
+                    self._change.left.pop(engine, None)
                     self._announce()
                     self._send_home()
-                    if not self.members and self._run.members[0] in self._change.lost:
+                    if not self.members and self._keeper in self._change.lost:
                         self._give_up()  # the weights went with it
+                case Standing(phase="apart"):
+                    self._why_not = event.why
+                case Standing(phase="in"):
+                    self._in.add(engine)
+                    self._dismiss_asked()
                 case Standing(phase="before") if engine in self.members:
                     self._give_up()
 
@@ -202,7 +219,7 @@ class Healer:
         """
         known = self._launch.pool.engines.engines
         gone = [one for one in self.members if known[one].is_here and not lives(known[one].pid)]
-        left = set(self.members) - {*gone, *self._change.fresh}
+        left = {*self.members, *self._leaving} - {*gone, *self._change.fresh}
         if self._goes_on and gone and left:
             for engine in gone:
                 self._do_without(engine, "")
@@ -221,8 +238,12 @@ class Healer:
             self.members.remove(engine)
             self._change.fresh.remove(engine)
             self._announce()
+        self._awaited.discard(engine)
+        if outcome.status not in ("error", "died") and engine not in self._unwanted:
+            self.failed.append(f"{self._run.called(engine)}: {ENDED}")
         if not self._over and outcome.status in ("error", "died"):
             why = outcome.how if outcome.status == "died" else outcome.words
+            self.failed.append(f"{self._run.called(engine)}: {why}")
             self._run.note(
                 f"A fresh engine in the place of {self._run.called(engine)} did not come to take "
                 f"part: {why}"
@@ -231,9 +252,178 @@ class Healer:
             self._begin_replacing(engine)
         return death
 
+    # -- who is to leave, and to come --------------------------------------------------------------
+
+    def dismiss(self, engines: Sequence[int], why: str) -> None:
+        """Have members leave on purpose; returns at once.
+
+        They leave between two steps, as soon as all train: the others go on with the step under
+        way, whose samples are divided among fewer, and an event `left` tells from which step on.
+        The cell of those who leave ends quietly, after `wb.fit` nothing of it is run.
+
+        Args:
+            why: In words, for the note that tells of it.
+
+        Raises:
+            RunError: The run is over, they take no part, or nobody would be left.
+        """
+        with self._lock:
+            self._check_goes_on()
+            chosen = [one for one in engines if one in self.members]
+            if not chosen or set(self.members) <= {*chosen, *self._asked, *self._change.fresh}:
+                raise RunError(
+                    "Workers can leave a run while others stay in it.",
+                    seen=f"engines {list(engines)} of {self.members}",
+                    allowed="some of its workers, and not all",
+                    next_step="run.stop() ends the run",
+                    code="WB-RUN-149",
+                )
+            self._asked.update(dict.fromkeys(chosen, why))
+            self._dismiss_asked()
+
+    def admit(self, engines: Sequence[int]) -> None:
+        """Have engines of the run take part again, those that left or died; returns at once.
+
+        They run the cell up to `wb.fit`, and are let in then: an event `joined` tells from which
+        step on. An engine that is dead is started anew.
+
+        Raises:
+            RunError: The run is over, or an engine is no engine of it, or takes part already.
+        """
+        with self._lock:
+            self._check_goes_on()
+            for engine in engines:
+                if engine not in self._run.members or self._takes_part(engine):
+                    raise RunError(
+                        "An engine cannot be let in.",
+                        seen=f"engine {engine}, of {self.members} who take part",
+                        allowed="an engine of the run that takes no part in it",
+                        code="WB-RUN-150",
+                    )
+            for engine in engines:
+                self._begin_replacing(engine)
+
+    def scale(self, workers: int) -> None:
+        """Go on with so many workers; returns when it is begun, before it is done.
+
+        Raises:
+            PlanError: More engines than the administrator allows.
+            RunError: It cannot be, or another number is under way.
+        """
+        if not self._scaling.acquire(blocking=False):
+            raise self._busy()
+        try:
+            with self._lock:
+                self.check_scales()
+                if self.target is not None:
+                    raise self._busy()
+                self.failed.clear()
+                self._target = workers
+                there = self._in_order({*self.members, *self._awaited} - set(self._asked))
+                self._shrink(there[workers:])
+                away = [one for one in self._run.members if not self._takes_part(one)]
+            try:
+                again = away[: max(0, workers - len(there))]
+                more = workers - len(there) - len(again)
+                fresh = self._launch.recruit(more) if more > 0 else []
+                self.admit([*again, *fresh])
+            except BaseException:
+                self._target = None
+                raise
+        finally:
+            self._scaling.release()
+
+    def _shrink(self, surplus: Sequence[int]) -> None:
+        going = [one for one in surplus if one in self.members]
+        coming = [one for one in surplus if one not in self.members]
+        self._unwanted.update(coming)
+        self._launch.pool.engines.interrupt([one for one in coming if one in self._coming])
+        if going:
+            self.dismiss(going, "fewer workers were asked for")
+
+    def _busy(self) -> RunError:
+        return RunError(
+            "The run's workers are being changed already.",
+            seen=f"{self._target} are on their way",
+            next_step="wait until they have come or left: run.events tells",
+            code="WB-RUN-153",
+        )
+
+    @property
+    def target(self) -> int | None:
+        """How many workers there are to be, while that is under way."""
+        with self._lock:
+            change = self._change
+            if not (self._awaited or self._asked or self._leaving or change.left or change.fresh):
+                self._target = None
+            return self._target
+
+    def check_scales(self) -> None:
+        """Raise RunError where the run cannot have more or fewer workers."""
+        self._check_goes_on()
+        if self._why_not:
+            raise RunError(
+                "This training keeps its workers.",
+                seen=self._why_not,
+                code="WB-RUN-154",
+            )
+
+    def _takes_part(self, engine: int) -> bool:
+        return engine in {*self.members, *self._awaited, *self._past, *self._leaving}
+
+    def _check_goes_on(self) -> None:
+        if not self._goes_on or set(self.members) <= self._past:
+            raise RunError(
+                "The workers of a run can change while it trains.",
+                seen=f"the run is {self._run.state}",
+                code="WB-RUN-151",
+            )
+
+    def _dismiss_asked(self) -> None:
+        """Do without those who are to leave, once all members train."""
+        if not self._asked or not self._goes_on or not self._in.issuperset(self.members):
+            return
+        chosen = [one for one in self._asked if one in self.members]
+        if chosen and not set(self.members) <= {*chosen, *self._change.fresh}:
+            for engine in chosen:
+                self.members.remove(engine)
+                self._leaving.append(engine)
+                self._change.left[engine] = self._asked[engine]
+                if engine in self._change.fresh:
+                    self._change.fresh.remove(engine)
+            self._announce()
+        self._asked.clear()
+
+    def _let_go(self) -> None:
+        """Let go of those who leave: the others are together, and have all that there is."""
+        go = Regroup(
+            run=self._run.number, generation=self.generation, places=(), ranks=(), hosts=(),
+            past=(), prefix="",
+        )  # fmt: skip
+        for engine in self._leaving:
+            self._launch.pool.engines.router.send(engine, go)
+        self._gone.update(self._leaving)
+        self._leaving.clear()
+
+    def _take_back(self) -> None:
+        """Have those take part again who were to leave: nobody else is left to train."""
+        self.members = self._in_order([*self.members, *self._leaving])
+        self._leaving.clear()
+        self._change.left.clear()
+
+    def _has_left(self, engine: int, outcome: CellOutcome) -> CellOutcome:
+        """Return what counts as the end of an engine that the others do without."""
+        self._gone.discard(engine)
+        if engine in self._leaving:
+            self._leaving.remove(engine)
+        if outcome.status == "died":
+            self._run.history.settle_before(self._reached)  # what it had not sent is lost
+            return outcome
+        return CellOutcome(status="ok", trained=outcome.trained)
+
     # -- who takes part ----------------------------------------------------------------------------
 
-    def _in_order(self, engines: Sequence[int]) -> list[int]:
+    def _in_order(self, engines: Collection[int]) -> list[int]:
         return [one for one in self._run.members if one in engines]
 
     def _announce(self) -> None:
@@ -241,6 +431,8 @@ class Healer:
         run, pool = self._run, self._launch.pool
         self.generation += 1
         self._change.heard.clear()
+        if self._leaving and set(self.members) <= set(self._change.fresh):
+            self._take_back()
         if set(self.members) <= set(self._change.fresh):  # all others have trained to the end
             self.members, self._change.fresh = [], []
             run.history.release()
@@ -260,7 +452,7 @@ class Healer:
             past=tuple(members.index(one) for one in sorted(self._past)),
             prefix=prefix,
         )
-        for engine in self.members:
+        for engine in (*self.members, *self._leaving):
             pool.engines.router.send(engine, message)
         self._watch(self.generation)
 
@@ -284,6 +476,9 @@ class Healer:
         change.heard[engine] = event
         if set(change.heard) >= set(self.members):
             self._met = self.generation
+            self._reached = event.step
+            self._keeper = self._in_order({*self.members, *self._past})[0]
+            self._let_go()
         self._conclude()
 
     def _conclude(self) -> None:
@@ -292,8 +487,9 @@ class Healer:
         if self._met != self.generation or not all(change.how.values()):
             return
         event = next(iter(change.heard.values()))
-        # Each tells after its rows: what is missing of earlier steps went with the dead.
-        run.history.settle_before(event.step)
+        if change.lost:
+            # Each tells after its rows: what is missing of earlier steps went with the dead.
+            run.history.settle_before(event.step)
         there = [one.seconds for i, one in change.heard.items() if i not in change.fresh]
         seconds, workers = max(there, default=0.0), len(self.members)
         if change.lost:
@@ -305,13 +501,20 @@ class Healer:
             done = Recovery(tuple(change.lost), how, event.step, 0, workers, seconds, again=False)
             run.recoveries.append(done)
             run.note(healed_words(done), change.lost)
+        if change.left:
+            ranks = sorted(run.engines.index(one) for one in change.left)
+            run.history.event(Left(ranks=ranks, step=event.step, seconds=seconds, workers=workers))
+            who = [run.called(i) for i in change.left]
+            why = list(dict.fromkeys(change.left.values()))
+            run.note(left_words(who, why, event.step, seconds, workers))
         if change.fresh:
-            ranks = [run.engines.index(one) for one in change.fresh]
+            ranks = sorted(run.engines.index(one) for one in change.fresh)
             run.history.event(
                 Joined(ranks=ranks, step=event.step, seconds=seconds, workers=workers)
             )
             run.note(joined_words([run.called(i) for i in change.fresh], event.step, seconds))
             for one in change.fresh:
+                self._awaited.discard(one)
                 self._coming.pop(one, None)
                 self._tries.pop(one, None)
         self._change = Change()
@@ -327,10 +530,12 @@ class Healer:
     # -- in their places ---------------------------------------------------------------------------
 
     def _begin_replacing(self, engine: int) -> None:
+        self._unwanted.discard(engine)
         self._tries[engine] = self._tries.get(engine, 0) + 1
         if self._tries[engine] > TRIES:
             self._run.note(f"{TRIES} fresh engines died in one place; the others go on without.")
             return
+        self._awaited.add(engine)
         threading.Thread(
             target=self._replace, args=(engine,), name="workbench-heal", daemon=True
         ).start()
@@ -341,16 +546,24 @@ class Healer:
             with self._starting:
                 self._start(engine)
         except WorkbenchError as error:
+            self._failed(engine, str(error))
             if not self._over:
                 self._run.note(f"No fresh engine took the place of a dead one: {error}")
         except Exception as error:  # the others go on in any case
             log.exception("No engine could take the place of engine %d", engine)
+            self._failed(engine, str(error))
             self._run.note(f"No fresh engine took the place of a dead one: {error}")
+
+    def _failed(self, engine: int, why: str) -> None:
+        with self._lock:
+            self._awaited.discard(engine)
+            self.failed.append(f"{self._run.called(engine)}: {why}")
 
     def _start(self, engine: int) -> None:
         launch, task = self._launch, self._task
         engines = launch.pool.engines
-        if task is None or self._over or task.is_over:
+        if task is None or not self._ended_before(engine, task):
+            self._failed(engine, ENDED)
             return
         if engines.engines[engine].state == "dead":
             engines.restart([engine], launch.plan.framework)
@@ -363,13 +576,25 @@ class Healer:
                 f"{', '.join(sorted(missing))}: it cannot be copied."
             )
         with self._lock:
+            if engine in self._unwanted:
+                self._awaited.discard(engine)
+                return
             if self._over or set(self.members) <= self._past:
+                self._failed(engine, ENDED)
                 return
             self._coming[engine] = task.outcomes[engine]
+            self._in.discard(engine)
         if not task.rejoin(engine, launch.request_to_join(engine)):
             with self._lock:
                 self._coming.pop(engine, None)
+                self._failed(engine, ENDED)
         self._send_home()
+
+    def _ended_before(self, engine: int, task: Task) -> bool:
+        """Wait for what an engine that left has yet to end; return whether the run goes on."""
+        while engine in task.unfinished() and not self._over:
+            time.sleep(LOOK_S)
+        return not (self._over or task.is_over)
 
     def _send_home(self) -> None:
         """End the cell of engines that wait to be let in where nobody trains any more."""
@@ -378,21 +603,3 @@ class Healer:
             if not waiting or not (self._over or set(self.members) <= self._past):
                 return
         self._launch.pool.engines.interrupt(waiting)
-
-
-def healed_words(done: Recovery) -> str:
-    """Tell the user what happened and what it cost."""
-    one = done.workers == 1
-    return (
-        f"{done.how}. {done.workers} worker{' goes' if one else 's go'} on from step {done.step}, "
-        f"after {1e3 * done.seconds:.0f} ms; no step is lost."
-    )
-
-
-def joined_words(who: Sequence[str], step: int, seconds: float) -> str:
-    """Tell the user who takes part again."""
-    one = len(who) == 1
-    return (
-        f"{' and '.join(who)}: {'a fresh engine takes' if one else 'fresh engines take'} part from "
-        f"step {step} on; the others stood still for {1e3 * seconds:.0f} ms."
-    )

@@ -15,6 +15,7 @@ from .flag import Read
 from .flag import said as _said
 
 TRACEBACKS = ("short", "full")
+ON_STRAGGLER = ("wait", "shed", "replace")
 
 
 def number(name: str, least: int = 1) -> Read:
@@ -37,6 +38,7 @@ class RunSettings:
         checkpoint_every: Steps between two checkpoints; 0 without, and where nobody said.
         on_failure: What the death of an engine does: one of `checkpoints.ON_FAILURE`; empty where
             nobody said.
+        on_straggler: What is done where a worker is slow for long: one of `ON_STRAGGLER`.
         profile: First step to profile, and the step before which it ends.
         traceback: How errors of the cell are shown: `short`, or `full` with every frame.
         values: What `--set` gives the cell, by name: numbers, truth values, texts.
@@ -100,6 +102,17 @@ class RunSettings:
         without="`replace` with `--checkpoint`, else `stop`",
         example="%%distributed mirrored --on-failure continue",
     )
+    on_straggler: str = _said(
+        "--on-straggler",
+        "wait",
+        choices=ON_STRAGGLER,
+        trains=True,
+        argument="on_straggler",
+        help="when a worker is slow for long: wait for it, shed: give it less of each batch, or "
+        "replace it by a fresh engine",
+        without="`wait`: each step takes as long as its slowest worker",
+        example="%%distributed mirrored --on-straggler shed",
+    )
     profile: Window | None = _said(  # noqa: RUF009 - it returns a field
         "--profile",
         metavar="A:B",
@@ -156,6 +169,11 @@ class RunSettings:
         without="the strategy's name",
         example="%%distributed mirrored --name base",
     )
+
+    @property
+    def needed_on_failure(self) -> str:
+        """What must be done about deaths, by what else is asked for; empty: anything may."""
+        return "heal" if self.on_straggler == "replace" else ""
 
     @property
     def settings(self) -> dict[str, Any]:

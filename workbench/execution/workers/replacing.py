@@ -1,0 +1,157 @@
+"""A worker that is slow for long is replaced; and which of the cures a run has asked for.
+
+    slow for long ──> it leaves at a step boundary; the others share its part        `left`
+    its process ends, a fresh one under the same id runs the cell up to `wb.fit`     `joined`
+    all go on together                                                               `replaced`
+
+The others train on meanwhile. A place is given a fresh engine once, and a run `MOST` of them: who
+is slow again is so for another reason than its process, such as its device or its host.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ...errors import WorkbenchError
+from ...shared.events import Joined, Replaced
+from .shedding import Shedding, Watching
+from .stragglers import Pace, Rule
+
+if TYPE_CHECKING:
+    from ...shared.events import Event
+    from ...shared.messages import Down, Happened, Position, Records
+    from ..run import Run
+    from .healing import Healer
+
+log = logging.getLogger("workbench.session")
+PATIENT = Rule(seconds=10.0)
+"""A fresh engine costs more than other shares."""
+MOST = 3
+LOOK_S = 0.05
+
+
+class Replacing(Watching):
+    """Has slow workers of one run replaced.
+
+    Args:
+        restart: Has a fresh engine start in an engine's place, under the same id.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        send: Callable[[int, Down], object],
+        healer: Healer,
+        restart: Callable[[int], object],
+    ) -> None:
+        super().__init__(run, send, healer)
+        self._mender, self._restart = healer, restart
+        self._replaced: list[int] = []  # engines, in the order in which they were
+        self._coming: tuple[int, Replaced] | None = None
+        self._since = 0  # how many changes there had been when that began
+
+    @property
+    def rule(self) -> Rule:
+        """When a worker counts as slow for long."""
+        return PATIENT
+
+    def _decide(self, pace: Pace) -> None:
+        self._come_together()  # it may be told of late
+        engine = self._members[pace.slowest]
+        if self._coming is not None or not pace.slow[pace.slowest]:
+            return
+        who = self._called(pace)
+        slow = f"{pace.ratio[pace.slowest]:.1f} times as long as the others for its share"
+        if engine in self._replaced or len(self._replaced) >= MOST:
+            why = "a fresh engine" if engine in self._replaced else f"the {MOST} that were replaced"
+            self._over = True
+            self._run.note(f"{who} takes {slow}, also after {why}; none is replaced any more.")
+            return
+        self._replaced.append(engine)
+        rank = self._run.engines.index(engine)
+        event = Replaced(
+            ranks=[rank], ratio=pace.ratio[pace.slowest], slow_s=pace.seconds, before_s=pace.step_s,
+        )  # fmt: skip
+        self._coming, self._since = (engine, event), len(self._run.history.changes)
+        why = f"it has taken {slow}, for {pace.seconds:.0f} s"
+        threading.Thread(
+            target=self._replace, args=(engine, why), name="workbench-replace", daemon=True
+        ).start()
+
+    def _replace(self, engine: int, why: str) -> None:
+        """Have the slow one leave and a fresh one come."""
+        run = self._run
+        try:
+            self._mender.dismiss([engine], why)
+            while self._is_at_it(engine):
+                if run.is_over:
+                    return
+                time.sleep(LOOK_S)
+            self._restart(engine)
+            self._mender.admit([engine])
+        except WorkbenchError as error:
+            self._coming = None
+            if not run.is_over:
+                run.note(f"{run.called(engine)} could not be replaced: {error}")
+        except Exception as error:  # the others go on in any case
+            self._coming = None
+            log.exception("Engine %d could not be replaced", engine)
+            run.note(f"{run.called(engine)} could not be replaced: {error}")
+
+    def _is_at_it(self, engine: int) -> bool:
+        task = self._run.task
+        return engine in self._mender.members or (task is not None and engine in task.unfinished())
+
+    def _come_together(self) -> None:
+        if self._coming is None or self._coming[0] not in self._members:
+            return
+        engine, event = self._coming
+        changes = self._run.history.changes[self._since :]
+        joined = [one for one in changes if one["event"] == Joined.name]
+        last = next((one for one in joined if event.ranks[0] in one["ranks"]), None)
+        if last is None:
+            return
+        self._coming = None
+        event = Replaced(
+            ranks=event.ranks, step=last["step"], seconds=last["seconds"],
+            workers=len(self._members), ratio=event.ratio, slow_s=event.slow_s,
+            before_s=event.before_s,
+        )  # fmt: skip
+        self._run.history.event(event)
+        self._run.note(replaced_words(event, self._run.called(engine)), [engine])
+        self._done = event
+
+
+def replaced_words(event: Replaced, who: str) -> str:
+    """Tell the user who was replaced, and why."""
+    return (
+        f"{who} had taken {event.ratio:.1f} times as long as the others for its share, for "
+        f"{event.slow_s:.0f} s: a fresh engine has its place from step {event.step} on."
+    )
+
+
+def listener(
+    run: Run,
+    send: Callable[[int, Down], object],
+    healer: Healer | None = None,
+    restart: Callable[[int], object] = lambda engine: None,
+    tell: Callable[[Event], object] | None = None,
+) -> Callable[[int, Records | Happened | Position], object]:
+    """Return what is to hear all that the engines of a run say, by its `--on-straggler`.
+
+    Args:
+        restart: Has a fresh engine start in an engine's place, under the same id.
+        tell: Takes what has happened; by default the run's history.
+    """
+    what = run.plan.on_straggler
+    if what == "replace" and healer is not None:
+        return Replacing(run, send, healer, restart).hear
+    if what == "replace":
+        run.note("No slow worker is replaced: a job has no engines to spare.")
+    if what == "shed":
+        return Shedding(run, send, healer, tell).hear
+    return lambda engine, message: None
