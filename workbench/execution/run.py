@@ -23,7 +23,7 @@ from ..shared.events import Topic
 from ..shared.faults import lasting, parse_fault
 from ..shared.log_targets import ALLOWED, parse_targets
 from ..shared.members import Member
-from ..shared.messages import Advance, Down, Happened, Inject, Position, Records, Told
+from ..shared.messages import Advance, Down, Happened, Inject, Position, Purpose, Records, Told
 from ..shared.plan import Plan, cell_of
 from ..shared.protocol import records_from
 from .logging_to import RunLog, await_all, check_targets
@@ -184,10 +184,9 @@ class Run:
             if (asking := before.asking) is not None:
                 self._halting.halt(asking)
 
-    def halt_again(self) -> None:
-        """Stop, if that was asked for while no engine could hear it."""
-        if self._state == "stopping":
-            self._halting.halt("stop")
+    def halt(self, purpose: Purpose) -> None:
+        """Have the workers come to a step that they agree on; returns at once."""
+        self._halting.halt(purpose)
 
     def finish(self, error: RunError | None) -> None:
         """Settle the run; whatever fails on the way, it is over then. Only the first call counts.

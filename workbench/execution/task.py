@@ -22,6 +22,7 @@ from ..shared.events import (
     HEARD_S,
     KILL_ON_DEVICE_S,
     KILL_S,
+    Leaving,
     Regrouped,
     RunStarted,
     Standing,
@@ -66,6 +67,7 @@ class Task:
         spare: Engines that may die while `least` others of them live; `on_loss` hears of it.
         mender: Decides the same where it depends on more; `on_loss` hears nothing of it.
         chains: Groups of engines that may die, too, while one of each group lives and `going`.
+        on_leaving: Hears of engines that were told to end.
 
     Attributes:
         when_long: To be called by whoever waits for the cell, once it has lasted for a while.
@@ -83,6 +85,7 @@ class Task:
         mender: Mender | None = None,
         chains: Iterable[Iterable[int]] = (),
         going: Callable[[], bool] = lambda: True,
+        on_leaving: Callable[[int, Leaving], object] = lambda engine, event: None,
     ) -> None:
         self.engines = engines
         self.ids = list(requests)
@@ -102,7 +105,7 @@ class Task:
         self._spare, self._least, self._on_loss = set(spare), least, on_loss
         self._chains, self._going = [frozenset(chain) for chain in chains], going
         self._lost: set[int] = set()  # of those
-        self._mender = mender
+        self._mender, self._on_leaving = mender, on_leaving
         self._condemned: set[int] = set()
         self._errors: list[tuple[int, Mapping[str, Any]]] = []
         self._ended: set[int] = set()  # killed by us: they did not answer an interrupt
@@ -151,6 +154,8 @@ class Task:
             return message
         if isinstance(message.event, (Standing, Regrouped)) and self._mender is not None:
             self._mender.hear(engine, message.event)
+        if isinstance(message.event, Leaving):
+            _guarded(self._on_leaving, engine, message.event)
         if not isinstance(message.event, RunStarted):
             return message
         host = self.member(engine).host if engine in self.ids else ""

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ..shared import cluster_env
 from ..shared.events import (
     CheckpointWritten,
+    Departed,
     EngineDied,
     EpochBegan,
     Evaluated,
@@ -238,6 +239,8 @@ class Story:
 def _change_words(event: Healed) -> str:
     """Say in short who went or came: `healed without rank 1 at step 60, 3 -> 2 workers`."""
     who = ", ".join(map(str, event.ranks))
+    if isinstance(event, Departed):
+        return f"rank {who or 'of a server'} left at step {event.step} ({event.reason})"
     did = "without" if event.name == Healed.name else "by"
     return (
         f"{event.name} {did} rank{'s' if len(event.ranks) > 1 else ''} {who} at step {event.step}: "

@@ -318,6 +318,23 @@ class Regrouped(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Leaving(Event):
+    """An engine was told to end, and waits to be let go.
+
+    Attributes:
+        reason: Who told it, or why: `SIGTERM`.
+        seconds: How much time is left, where that is known.
+        host: Whether its whole host goes.
+    """
+
+    name: ClassVar[str] = "leaving"
+    rank: int = 0
+    reason: str = ""
+    seconds: float | None = None
+    host: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Healed(Event):
     """The others go on without workers that died, or left; nothing was lost with them.
 
@@ -341,6 +358,17 @@ class Joined(Healed):
     """Workers take part from a step on; those who were there stood still for so many seconds."""
 
     name: ClassVar[str] = "joined"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departed(Healed):
+    """Workers were told to end, `reason`, and left after a step; the others may go on.
+
+    `ranks` is empty where it was a server.
+    """
+
+    name: ClassVar[str] = "departed"
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ...shared.messages import Purpose
 
 NO_LIMIT = 1 << 62
+ENDS: tuple[Purpose, ...] = ("stop", "leave")
+"""After these nobody goes on. Where a worker must leave, no more of the cell is run."""
 
 
 class Gate:
@@ -58,7 +60,7 @@ class Gate:
         with self._changed:
             self._at = step - 1  # this step has not begun: a Stop now must not cost one more
             while step >= self._limit:
-                if self._purpose == "stop":
+                if self._purpose in ENDS:
                     return False
                 if self._purpose == "pause" and not announced:
                     announced = True
@@ -72,8 +74,13 @@ class Gate:
 
     @property
     def stopping(self) -> bool:
-        """Whether a stop was agreed."""
-        return self._purpose == "stop"
+        """Whether a stop was agreed, for whatever reason."""
+        return self._purpose in ENDS
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it was agreed since a worker must leave, so that no more of the cell is run."""
+        return self._purpose == "leave"
 
     def halt(self) -> int:
         """Hold the worker; return the step it has begun (-1: none yet)."""
@@ -86,7 +93,7 @@ class Gate:
     def halt_at(self, purpose: Purpose, step: int) -> None:
         """Let steps up to and including `step` happen, then stop or pause."""
         with self._changed:
-            if self._purpose != "stop":
+            if self._purpose not in ENDS:
                 # Workers that agree with nobody are told no step: the one under way is the last.
                 self._limit, self._purpose = max(step, self._at) + 1, purpose
             self._changed.notify_all()
@@ -94,7 +101,7 @@ class Gate:
     def resume(self) -> None:
         """Lift a pause."""
         with self._changed:
-            if self._purpose != "stop":
+            if self._purpose not in ENDS:
                 self._limit, self._purpose = NO_LIMIT, None
             self._changed.notify_all()
 

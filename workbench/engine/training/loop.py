@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...errors import FitError
+from ...errors import FitError, RunStopped
 from ...shared import events
 from ..checkpoints.checkpoints import checkpoints_of
 from ..context import RunContext, current
@@ -125,6 +125,8 @@ class Training:
         self.regrouping.finish(strategy)  # workers that meet nowhere have pushed only now
         if not strategy.owns_loop:
             self.checkpoints.save()
+        if context.gate.leaving:
+            raise RunStopped  # what else the cell does is for those who go on
         for hook in self.hooks.train_end:
             hook({**self.logs, "loss": result.loss})
         return result

@@ -2,6 +2,7 @@
 
 In reading order:
 
-    healing  who takes part when a worker has died and a fresh one comes
-    hangs    who waits for whom, and for how long already
+    healing     who takes part when a worker has died and a fresh one comes
+    departures  who was told to end, and how it leaves
+    hangs       who waits for whom, and for how long already
 """
