@@ -53,6 +53,7 @@ from .interrupt import InterruptWatch, leave_signals_to_us
 from .kernel_watch import Home, KeptHome, LastHome
 from .output import held_back
 from .runtime import Engine, give_back, run_cell, support
+from .telemetry import notices
 from .telemetry.control_link import ControlLink
 from .telemetry.departure import Departure
 
@@ -171,6 +172,7 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     watch.on_terminate = departure.signalled
     if _engine is None:
         departure.install()
+        notices.serve(departure)
     _engine = Engine(info["engine"], link, watch, injected=found, departure=departure)
     stdin_bridge.install(info["engine"], link.say)
     debugger.install()

@@ -259,6 +259,7 @@ class Conductor:
         self.task = Task(
             cast(Any, self.engines), requests, members_of(specs, hosts=self._names()),
             self._settled, on_loss=run.note,
+            on_leaving=lambda engine, event: self._preempt(event.reason),
         )  # fmt: skip
         run.begin(self.task)
         hangs.watch(self.task, self.router.questions.ask, lambda: run.held)

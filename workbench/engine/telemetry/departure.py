@@ -8,7 +8,8 @@ decides how it leaves:
                               or all stop at a step, and save
 
 Outside of a run nobody waits for it, and a SIGTERM does what it did without us. A second one ends
-the process at once. A handler of the user's own is called as ever; nothing here takes its place.
+the process at once; those that come together are one, since a platform may tell each process by
+several ways. A handler of the user's own is called as ever; nothing here takes its place.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+clock = time.monotonic
 REPLY_S = 0.3
 """After its cell a process lives on for so long: what the cell came to is still on its way."""
+TOGETHER_S = 1.0
+"""Signals that come within this time are one."""
 ANSWER_S = 3.0
 """How long the kernel may take to answer; without one the process ends."""
 
@@ -58,7 +63,8 @@ class Departure:
         self._end = end or end_by_sigterm
         self.notice: Notice | None = None
         self._say: Callable[[Notice], object] | None = None
-        self._said = self._answered = self._signalled = False
+        self._said = self._answered = False
+        self._first_s: float | None = None  # when there was a signal
         self._lock = threading.RLock()
 
     @contextlib.contextmanager
@@ -86,12 +92,14 @@ class Departure:
                 self._tell()
 
     def signalled(self) -> None:
-        """Take in a SIGTERM; the second one ends the process."""
+        """Take in a SIGTERM; a second one ends the process."""
         with self._lock:
-            again, self._signalled = self._signalled, True
-            if self.takes_part and not again:
-                self.hear(Notice(signal.Signals.SIGTERM.name))
-        if again:
+            first_s, now = self._first_s, clock()
+            if first_s is None:
+                self._first_s = now
+                if self.takes_part:
+                    self.hear(Notice(signal.Signals.SIGTERM.name))
+        if first_s is not None and now - first_s >= TOGETHER_S:
             self._end()
 
     def answered(self) -> None:

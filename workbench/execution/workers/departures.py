@@ -88,7 +88,7 @@ class Departures:
         outcomes = task.outcomes
         if not self._together or not all(one.is_well for one in outcomes.values()):
             return {}
-        return {engine: reason_of(event) for engine, event in self._told.items()}
+        return {engine: reason_of(self._told[engine]) for engine in sorted(self._told)}
 
     def settle(self, left: Collection[int]) -> RunError | None:
         """Take note that they have left; return what the run ends in where it does not go on."""
@@ -132,7 +132,7 @@ def stopped_error(who: Sequence[str], event: Leaving, step: int, folder: str) ->
     """Return what a run ends in that has stopped for those who had to leave."""
     saved = f" Its checkpoint is in {folder}." if folder else ""
     return RunError(
-        f"{' and '.join(who)} had to leave ({reason_of(event)}), so the run stopped after "
+        f"{', '.join(who)} had to leave ({reason_of(event)}), so the run stopped after "
         f"{step} steps.{saved}",
         next_step=f"wb.resume({folder!r}) goes on from there"
         if folder
