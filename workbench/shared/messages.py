@@ -23,7 +23,7 @@ from . import events
 
 Buffer = bytes | memoryview
 Self = TypeVar("Self", bound="Message")
-Purpose = Literal["stop", "pause", "leave"]
+Purpose = Literal["stop", "pause", "leave", "leave_alone"]
 
 
 class BadMessageError(Exception):

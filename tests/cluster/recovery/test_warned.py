@@ -1,5 +1,6 @@
 """Workers that are told to end say goodbye, and nobody waits for a timeout."""
 
+import contextlib
 import os
 import signal
 
@@ -26,21 +27,28 @@ def undisturbed(cluster):
 
 
 @pytest.fixture
-def paced(tmp_path):
-    """A cell whose steps take long enough to be disturbed, until its file `hurry` is there."""
+def before(tmp_path):
+    """Code above a cell: its steps take long enough to be disturbed, until a file is there."""
     return (
-        "import os, pathlib, time\n"
+        "import os, pathlib, signal, time\n"
         f"folder = pathlib.Path({str(tmp_path)!r})\n"
         "def pace(step, logs):\n"
         "    if step >= 20 and not (folder / 'hurry').exists():\n"
         "        time.sleep(0.05)\n"
-    ) + cell(STEPS, ", callbacks=[pace]")
+    )
+
+
+@pytest.fixture
+def paced(before):
+    """A cell that trains and can be disturbed."""
+    return before + cell(STEPS, ", callbacks=[pace]")
 
 
 def warn(cluster, *engines):
     """Tell engines to end, as the system does."""
     for engine in engines:
-        os.kill(pids(cluster)[engine], signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids(cluster)[engine], signal.SIGTERM)
 
 
 def trains(run, step=22):
@@ -89,3 +97,75 @@ def test_the_run_goes_on_from_the_checkpoint_of_the_step_it_stopped_at(
     assert "SIGTERM" in done.how
     assert difference(run.weights(), undisturbed) <= EXACT
     every_step_counts_once(run, STEPS)
+
+
+def test_a_handler_of_the_users_own_is_called_too(cluster, paced, tmp_path):
+    handler = (
+        "def mine(number, frame):\n"
+        "    (folder / f'heard-{rank}').touch()\n"
+        "signal.signal(signal.SIGTERM, mine)\n"
+    )
+    run = cluster.run(
+        paced.replace("def pace", handler + "def pace"), strategy="mirrored", on_failure="stop"
+    )
+    trains(run)
+    warn(cluster, 2)
+    with pytest.raises(RunError, match=r"WB-RUN-165"):
+        run.wait(WAIT_S)
+    assert (tmp_path / "heard-2").exists()
+    assert soon(lambda: exits(cluster)[2] == "SIGTERM"), exits(cluster)
+
+
+def test_a_second_signal_ends_it_at_once(cluster, before, tmp_path):
+    block = (
+        "def pace(step, logs):\n"
+        "    if step == 5 and rank == 1:\n"
+        "        (folder / 'blocks').touch()\n"
+        "        while True: time.sleep(0.05)\n"
+    )
+    run = cluster.run(
+        before + block + cell(STEPS, ", callbacks=[pace]"), strategy="mirrored", on_failure="stop"
+    )
+    assert soon(lambda: (tmp_path / "blocks").exists())
+    warn(cluster, 1)
+    assert soon(lambda: any("leaves" in note for note in run.history.story.notes))
+    assert not run.is_over
+    assert soon(lambda: warn(cluster, 1) or exits(cluster)[1] == "SIGTERM")
+    with pytest.raises(RunError, match="killed by SIGTERM"):
+        run.wait(WAIT_S)
+
+
+def test_an_engine_that_does_nothing_ends_as_ever(cluster):
+    warn(cluster, 1)
+    assert soon(lambda: exits(cluster)[1] is not None)
+    assert cluster.ids == [0, 2]
+
+
+def test_a_notice_that_the_host_goes_is_a_warning_of_all_on_it(cluster, paced, tmp_path):
+    notice = tmp_path / "notice"
+    run = cluster.run(
+        f"wb.leave_when({str(notice)!r}, every_s=0.05)\n" + paced,
+        strategy="mirrored", checkpoint=str(tmp_path / "c"), on_failure="stop",
+    )  # fmt: skip
+    trains(run)
+    notice.write_text("120")
+    with pytest.raises(RunError, match=r"WB-RUN-165") as caught:
+        run.wait(WAIT_S)
+    assert "120 s left" in str(caught.value)
+    assert checkpoints.found(tmp_path / "c")[-1].step == run.history.totals.steps
+    assert soon(lambda: cluster.ids == []), exits(cluster)
+
+
+def test_a_worker_that_nobody_waits_for_leaves_alone(cluster, paced, tmp_path):
+    run = cluster.run(paced, strategy="parameter_server")
+    trains(run)
+    warn(cluster, 1)
+    assert soon(lambda: exits(cluster)[1] == "SIGTERM"), exits(cluster)
+    assert not run.is_over
+    (tmp_path / "hurry").touch()
+    run.wait(WAIT_S)
+    assert run.state == "finished"
+    (event,) = run.events
+    assert event.items() >= {**WARNED, "ranks": [1], "workers": 2}.items()
+    rows = run.history.totals.rows
+    assert rows[0] == rows[2] == STEPS > rows[1] >= 22

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from ...shared.messages import Purpose
 
 NO_LIMIT = 1 << 62
-ENDS: tuple[Purpose, ...] = ("stop", "leave")
-"""After these nobody goes on. Where a worker must leave, no more of the cell is run."""
+LEAVES: tuple[Purpose, ...] = ("leave", "leave_alone")
+"""A worker must leave: all end their cell, or it alone. What else is in the cell is not run."""
+ENDS: tuple[Purpose, ...] = ("stop", *LEAVES)
+"""Who was told so does not go on."""
 
 
 class Gate:
@@ -79,8 +81,13 @@ class Gate:
 
     @property
     def leaving(self) -> bool:
-        """Whether it was agreed since a worker must leave, so that no more of the cell is run."""
-        return self._purpose == "leave"
+        """Whether that is since a worker must leave."""
+        return self._purpose in LEAVES
+
+    @property
+    def leaves_alone(self) -> bool:
+        """Whether this worker must leave, and the others go on without it."""
+        return self._purpose == "leave_alone"
 
     def halt(self) -> int:
         """Hold the worker; return the step it has begun (-1: none yet)."""

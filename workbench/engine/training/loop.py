@@ -115,6 +115,8 @@ class Training:
             idle_s = context.gate.paused_s - paused_s + context.eval_s - eval_s
             idle_s += self.weighing_s + self.saving_s + self.aside_s
             context.train_s += clock() - began - idle_s
+        if context.gate.leaves_alone:
+            raise RunStopped  # what follows would wait for the others
         result = self.result
         result.steps = context.trained - self.base
         result.loss = _loss(last)

@@ -66,7 +66,7 @@ class Departures:
         match way_of(works=engine in run.members, spared=launch.spares(engine)):
             case "alone":
                 self._note(engine, event)
-                message = HaltAt(run=run.number, purpose="leave", step=-1)
+                message = HaltAt(run=run.number, purpose="leave_alone", step=-1)
                 launch.pool.engines.router.send(engine, message)
             case "at once":
                 self._note(engine, event)
