@@ -13,6 +13,7 @@ from notebook_shell import soon
 from workbench.engine.telemetry.membership import Membership
 from workbench.engine.transport import handover
 from workbench.engine.transport.connection import LinkError
+from workbench.errors import RunError, RunStopped
 from workbench.execution.workers import healing
 from workbench.execution.workers.healing import Healer
 from workbench.history.store import RunHistory
@@ -125,6 +126,27 @@ def test_who_waits_says_for_what() -> None:
     membership.announce(regroup(1, 0, 1))
     membership.waiting()  # it has been told already
     assert seen == [("ready", 0), ("cut", 0), "broken out"]
+
+
+def test_who_is_to_leave_waits_until_it_is_let_go() -> None:
+    membership, _ = watched()
+    membership.begin()
+    ended: list[bool] = []
+
+    def wait() -> None:
+        with pytest.raises(RunStopped):
+            membership.await_next()
+        ended.append(True)
+
+    membership.announce(regroup(1, 0))  # the others are to go on without it
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert soon(lambda: membership._listens)
+    assert membership.generation == 1
+    assert not ended
+    membership.announce(regroup(1))
+    thread.join(10)
+    assert ended
 
 
 def test_a_wait_ends_with_the_word() -> None:
@@ -286,7 +308,7 @@ def made(monkeypatch):
 
 def told(launch: Launch) -> dict[int, tuple[int, ...]]:
     """Return the newest members that each engine was told."""
-    return {engine: message.places for engine, message in launch.sent}
+    return {engine: message.places for engine, message in launch.sent if message.places}
 
 
 def regrouped(healer: Healer, step: int) -> None:
@@ -427,3 +449,102 @@ def test_nobody_is_let_in_to_a_run_that_stops(made) -> None:
     healer.hear(1, Standing(rank=1, phase="ready"))
     assert launch.interrupted == [1]
     assert healer.spares(2, DIED) is None
+
+
+# -- who leaves ------------------------------------------------------------------------------------
+
+
+def all_train(healer: Healer, *engines: int) -> None:
+    for engine in engines:
+        healer.hear(engine, Standing(rank=engine, phase="in"))
+
+
+def let_go(launch: Launch) -> list[int]:
+    return [engine for engine, message in launch.sent if not message.places]
+
+
+def test_who_is_to_leave_waits_until_the_others_are_together(made) -> None:
+    healer, run, launch = made
+    healer.dismiss([1], "too slow")
+    assert launch.sent == []  # not all of them train yet
+    all_train(healer, 0, 1, 2)
+    assert told(launch) == dict.fromkeys(range(3), (0, 2))
+    assert run.agreeing == (0, 2)
+    regrouped(healer, 20)
+    assert let_go(launch) == [1]
+    (change,) = run.history.story.changes
+    assert (change["event"], change["ranks"], change["step"]) == ("departed", [1], 20)
+    assert "too slow" in run.notes[-1]
+    assert healer.spares(1, CellOutcome(status="stopped", trained=20)).status == "ok"
+    assert healer.spares(0, WELL) is None
+
+
+def test_who_is_to_leave_stays_where_all_others_die(made) -> None:
+    healer, run, launch = made
+    all_train(healer, 0, 1, 2)
+    healer.dismiss([0], "to make room")
+    assert healer.spares(1, DIED) is DIED
+    assert healer.spares(2, DIED) is DIED
+    assert launch.sent[-1][1].places == (0,)
+    regrouped(healer, 9)
+    assert let_go(launch) == []
+    assert [one["event"] for one in run.history.story.changes] == ["healed"]
+
+
+def test_who_is_to_leave_stays_where_all_others_have_trained(made) -> None:
+    healer, run, launch = made
+    all_train(healer, 0, 1, 2)
+    healer.dismiss([0], "to make room")
+    for engine in (1, 2):
+        healer.hear(engine, Standing(rank=engine, generation=healer.generation, phase="past"))
+    assert launch.sent[-1][1].places == (0,)
+    assert launch.sent[-1][1].past == (1, 2)
+    regrouped(healer, 240)
+    assert run.history.story.changes == []
+
+
+def test_who_dies_while_it_leaves_is_not_missed(made) -> None:
+    healer, run, launch = made
+    all_train(healer, 0, 1, 2)
+    healer.dismiss([1], "to make room")
+    assert healer.spares(1, DIED) is DIED
+    regrouped(healer, 20)
+    assert launch.replaced == []
+    assert [one["event"] for one in run.history.story.changes] == ["departed"]
+
+
+def test_the_run_can_end_when_who_kept_the_weights_has_left(made) -> None:
+    healer, run, _ = made
+    all_train(healer, 0, 1, 2)
+    healer.dismiss([0], "to make room")
+    regrouped(healer, 20)
+    healer.spares(0, WELL)
+    healer.hear(1, Standing(rank=1, phase="past"))
+    assert healer.spares(2, DIED) is DIED
+    assert run.task.condemned == []
+
+
+def test_not_all_can_leave(made) -> None:
+    healer, run, _ = made
+    all_train(healer, 0, 1, 2)
+    healer.dismiss([0], "to make room")
+    for chosen in ([1, 2], [7], []):
+        with pytest.raises(RunError, match="WB-RUN-149"):
+            healer.dismiss(chosen, "to make room")
+    run.state = "finished"
+    with pytest.raises(RunError, match="WB-RUN-151"):
+        healer.dismiss([1], "to make room")
+
+
+def test_who_left_can_come_again(made) -> None:
+    healer, run, launch = made
+    all_train(healer, 0, 1, 2)
+    healer.dismiss([1], "to make room")
+    regrouped(healer, 20)
+    with pytest.raises(RunError, match="WB-RUN-150"):
+        healer.admit([0])
+    healer.spares(1, WELL)
+    healer.admit([1])
+    assert launch.replaced == [1]
+    joined(healer, 1, 30)
+    assert [one["event"] for one in run.history.story.changes] == ["departed", "joined"]

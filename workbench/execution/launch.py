@@ -86,7 +86,7 @@ class RunExecution:
         self._token = ""  # of the unfinished checkpoints of its last submission
         self._specs: Specs = {}
         self._key = secrets.token_hex(32)
-        self._healer: Healer | None = None
+        self.healer: Healer | None = None
         self._departures = Departures(self)
 
     @functools.cached_property
@@ -117,9 +117,9 @@ class RunExecution:
         specs = pool.specs(ids, self.plan, self.leases, prefix, framework, group)
         specs = self._specs = with_original_ranks(specs, run.engines)
         far = self.files.settings(again=run.task is not None)
-        self._healer = Healer(self, self._lend()) if self.plan.on_failure == "heal" else None
+        self.healer = Healer(self, self._lend()) if self.plan.on_failure == "heal" else None
         self._departures = Departures(self)
-        key = "" if self._healer is None else self._key
+        key = "" if self.healer is None else self._key
         asked = run_requests(run, specs, self.number, self.autoreload, self.plan, far, key)
         about = {"number": self.number, "autoreload": self.autoreload}
         about |= {"run": run.number, "servers": list(self.servers)}
@@ -133,7 +133,7 @@ class RunExecution:
             self.settled,
             spare=self._spare(),
             least=1 if run.plan.entry.remote_workers else 0,
-            mender=self._healer,
+            mender=self.healer,
             on_loss=self.lose,
             chains=self.chains(),
             going=lambda: run.state not in ("starting", "recovering"),
@@ -144,8 +144,8 @@ class RunExecution:
 
     def settle_healing(self) -> None:
         """Let nobody in any more: the cell is over, and what comes next starts engines itself."""
-        if self._healer is not None:
-            self._healer.settle()
+        if self.healer is not None:
+            self.healer.settle()
 
     def meets(self, prefix: str) -> None:
         """Take note under which name its workers meet from now on."""
@@ -186,10 +186,6 @@ class RunExecution:
         """Whether the others go on without a pause when this engine is gone."""
         held_twice = any(engine in chain for chain in self.chains())
         return engine in self._spare() or held_twice
-
-    def dismiss(self, engine: int, why: str, *, replace: bool) -> bool:
-        """Have the others regroup without an engine; return whether they do."""
-        return False
 
     def chains(self) -> list[list[int]]:
         """Return, for each part of the parameters that is held twice, which engines hold it."""
@@ -353,7 +349,7 @@ class Recoverer:
         launch, began = self._launch, time.perf_counter()
         run, dead = launch.run, lost(task) or list(left)
         if (
-            not set(dead) - task.spared
+            not (left or set(dead) - task.spared)
             or launch.plan.on_failure == "stop"
             or run.state == "stopping"
         ):

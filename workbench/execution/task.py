@@ -71,6 +71,7 @@ class Task:
 
     Attributes:
         when_long: To be called by whoever waits for the cell, once it has lasted for a while.
+        mender: As it was given.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Task:
         self._spare, self._least, self._on_loss = set(spare), least, on_loss
         self._chains, self._going = [frozenset(chain) for chain in chains], going
         self._lost: set[int] = set()  # of those
-        self._mender, self._on_leaving = mender, on_leaving
+        self.mender, self._on_leaving = mender, on_leaving
         self._condemned: set[int] = set()
         self._errors: list[tuple[int, Mapping[str, Any]]] = []
         self._ended: set[int] = set()  # killed by us: they did not answer an interrupt
@@ -152,8 +153,8 @@ class Task:
         self.moved()
         if not isinstance(message, Happened):
             return message
-        if isinstance(message.event, (Standing, Regrouped)) and self._mender is not None:
-            self._mender.hear(engine, message.event)
+        if isinstance(message.event, (Standing, Regrouped)) and self.mender is not None:
+            self.mender.hear(engine, message.event)
         if isinstance(message.event, Leaving):
             _guarded(self._on_leaving, engine, message.event)
         if not isinstance(message.event, RunStarted):
@@ -191,7 +192,7 @@ class Task:
             advice = gone.left_behind(outcome, host) or outcome.advice
             outcome = replace(outcome, advice=advice)
         self.moved()
-        counts = None if self._mender is None else self._mender.spares(call.engine, outcome)
+        counts = None if self.mender is None else self.mender.spares(call.engine, outcome)
         with self._lock:
             counts = None if call.engine in self._condemned else counts
             self.outcomes[call.engine] = outcome = counts or outcome
@@ -330,7 +331,7 @@ class Task:
             but: The engine that failed: it clears away, an interrupt would hide its error.
         """
         if but is not None:
-            if self._mender is not None and self._mender.expects(but):
+            if self.mender is not None and self.mender.expects(but):
                 return
             self._leaving.add(but)
         self._later(grace_s, self._interrupt_rest)

@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 from ..shared import cluster_env
 from ..shared.events import (
     CheckpointWritten,
-    Departed,
     EngineDied,
     EpochBegan,
     Evaluated,
     Event,
     Healed,
     Injected,
+    Joined,
+    Left,
     Noted,
     Paused,
     Resumed,
@@ -84,7 +85,7 @@ class Story:
         epoch: Latest epoch that began.
         pauses: When each pause ended, on the clock of events, and how many seconds it took.
         moments: What happened when, in the order in which it was heard of.
-        changes: Fields of `healed` and `joined`, with the name as `event`.
+        changes: Fields of `healed`, `joined` and `departed`, with the name as `event`.
         rewinds: The step from which the run went on, each time that it was set back.
     """
 
@@ -143,7 +144,7 @@ class Story:
                     self.pauses.append((t_s, max(t_s - self._paused_at, 0.0)))
                 self._paused_at = None
                 self._moment(t_s, event.name, "resumed")
-            case Healed():  # workers that join are told of so, too
+            case Healed():  # workers that join or leave are told of so, too
                 self.changes.append({"event": event.name, **event.to_wire()})
                 self._moment(t_s, event.name, _change_words(event))
             case RunFinished():
@@ -237,13 +238,11 @@ class Story:
 
 
 def _change_words(event: Healed) -> str:
-    """Say in short who went or came: `healed without rank 1 at step 60, 3 -> 2 workers`."""
+    """Say in short who went or came: `healed without rank 1 at step 60: 2 workers, after 9 ms`."""
     who = ", ".join(map(str, event.ranks))
-    if isinstance(event, Departed):
-        return f"rank {who or 'of a server'} left at step {event.step} ({event.reason})"
-    did = "without" if event.name == Healed.name else "by"
+    did = {Healed.name: "healed without", Joined.name: "joined by", Left.name: "left by"}
     return (
-        f"{event.name} {did} rank{'s' if len(event.ranks) > 1 else ''} {who} at step {event.step}: "
+        f"{did[event.name]} rank{'s' if len(event.ranks) > 1 else ''} {who} at step {event.step}: "
         f"{event.workers} workers, after {1e3 * event.seconds:.0f} ms"
     )
 

@@ -290,14 +290,16 @@ class Standing(Event):
     Attributes:
         rank: Its rank in the run's tables.
         generation: Of the `Regroup` that this answers; 0: of none.
-        phase: `ready` for a worker that waits to be let in, `cut` for one that was cut off from
-            another one, and waits to be told from whom.
+        phase: `in` for a worker that trains from now on, and can be regrouped; `apart` for one
+            that trains and cannot, `why` says for what; `ready` for one that waits to be let in,
+            `cut` for one that was cut off from another one, and waits to be told from whom.
     """
 
     name: ClassVar[str] = "standing"
     rank: int = 0
     generation: int = 0
-    phase: Literal["before", "ready", "cut", "past"] = "before"
+    phase: Literal["before", "in", "apart", "ready", "cut", "past"] = "before"
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +338,7 @@ class Leaving(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Healed(Event):
-    """The others go on without workers that died, or left; nothing was lost with them.
+    """The others go on without workers that died; nothing was lost with them.
 
     Attributes:
         ranks: Of those.
@@ -361,13 +363,13 @@ class Joined(Healed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Departed(Healed):
-    """Workers were told to end, `reason`, and left after a step; the others may go on.
+class Left(Healed):
+    """The others go on without workers that were to leave, `reason`, and that are well.
 
-    `ranks` is empty where it was a server.
+    `ranks` is empty where a server left.
     """
 
-    name: ClassVar[str] = "departed"
+    name: ClassVar[str] = "departed"  # `left`: its cell
     reason: str = ""
 
 

@@ -23,7 +23,7 @@ from . import events
 
 Buffer = bytes | memoryview
 Self = TypeVar("Self", bound="Message")
-Purpose = Literal["stop", "pause", "leave", "leave_alone"]
+Purpose = Literal["stop", "pause", "leave", "leave_alone", "leave_now"]
 
 
 class BadMessageError(Exception):
@@ -420,8 +420,8 @@ class Told(OfRun):
 @dataclass(frozen=True, kw_only=True)
 class Regroup(OfRun):
     """From the step under way on others take part, and meet in the store under `prefix`.
-
-    Of each its rank in the run's tables (`places`), engine, host; who is `past` has trained all.
+    Of each its rank in the run's tables (`places`; none: this worker is to leave), engine, host;
+    who is `past` has trained all.
     """
 
     kind: ClassVar[str] = "regroup"

@@ -4,12 +4,14 @@ import contextlib
 import os
 import signal
 
+import numpy as np
 import pytest
 from needs import need
 from notebook_shell import WAIT_S, soon
 from recovering import cell, difference, every_step_counts_once, pids
 
 from workbench.errors import RunError
+from workbench.execution.workers.healing import Healer
 from workbench.shared import checkpoints
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
@@ -169,3 +171,99 @@ def test_a_worker_that_nobody_waits_for_leaves_alone(cluster, paced, tmp_path):
     assert event.items() >= {**WARNED, "ranks": [1], "workers": 2}.items()
     rows = run.history.totals.rows
     assert rows[0] == rows[2] == STEPS > rows[1] >= 22
+
+
+# -- healing ---------------------------------------------------------------------------------------
+
+
+def changes(run, event):
+    return sorted(rank for one in run.events if one["event"] == event for rank in one["ranks"])
+
+
+@pytest.fixture
+def healed(cluster, tmp_path):
+    """Run a cell, warn these, and let it end when fresh engines have joined in their places."""
+
+    def run_it(source, *engines, **more):
+        run = cluster.run(source, strategy="mirrored", on_failure="heal", **more)
+        trains(run)
+        warn(cluster, *engines)
+        joined = lambda: changes(run, "joined") == sorted(engines)  # noqa: E731
+        assert soon(lambda: run.is_over or joined()), (run.events, run.history.story.notes)
+        (tmp_path / "hurry").touch()
+        run.wait(WAIT_S)
+        assert changes(run, "departed") == changes(run, "joined") == sorted(engines), run.events
+        return run
+
+    return run_it
+
+
+def counts_once(run):
+    """Every step once, whole: who leaves has sent all that it had."""
+    every_step_counts_once(run, STEPS)
+    assert (np.bincount(run.history["step"], run.history["samples"]) == 24).all()
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_others_go_on_and_a_fresh_engine_joins(cluster, paced, undisturbed, healed, rank):
+    before = pids(cluster)
+    run = healed(paced, rank)
+    assert difference(run.weights(), undisturbed) <= EXACT
+    left, joined = run.events
+    assert left.items() >= {**WARNED, "ranks": [rank], "workers": 2}.items()
+    assert 20 <= left["step"] < joined["step"] < STEPS
+    assert run.recoveries == []
+    assert {i for i, pid in pids(cluster).items() if pid != before[i]} == {rank}
+    counts_once(run)
+
+
+def test_two_at_once(paced, undisturbed, healed):
+    run = healed(paced, 0, 2)
+    assert difference(run.weights(), undisturbed) <= EXACT
+    counts_once(run)
+
+
+def test_one_is_warned_while_another_one_is_being_replaced(
+    cluster, paced, undisturbed, tmp_path, monkeypatch
+):
+    start, begun = Healer._start, []
+
+    def warning(self, engine):
+        if not begun:
+            begun.append(engine)
+            warn(cluster, 2)
+        start(self, engine)
+
+    monkeypatch.setattr(Healer, "_start", warning)
+    run = cluster.run(paced, strategy="mirrored", on_failure="heal", inject=["kill=1@30"])
+    assert soon(lambda: run.is_over or changes(run, "joined") == [1, 2]), run.events
+    (tmp_path / "hurry").touch()
+    run.wait(WAIT_S)
+    assert (changes(run, "healed"), changes(run, "departed")) == ([1], [2])
+    assert difference(run.weights(), undisturbed) <= EXACT
+    every_step_counts_once(run, STEPS)
+
+
+def test_all_are_warned_and_the_run_goes_on_from_the_step_they_stopped_at(
+    cluster, paced, undisturbed, tmp_path
+):
+    run = cluster.run(
+        paced, strategy="mirrored", on_failure="heal", checkpoint=str(tmp_path / "c"),
+        checkpoint_every=1000,
+    )  # fmt: skip
+    trains(run)
+    warn(cluster, 0, 1, 2)
+    assert soon(lambda: run.is_over or run.recoveries), run.events
+    (tmp_path / "hurry").touch()
+    run.wait(WAIT_S)
+    assert difference(run.weights(), undisturbed) <= EXACT
+    assert sum(one.lost_steps for one in run.recoveries) == 0
+    every_step_counts_once(run, STEPS)
+
+
+def test_all_are_warned_and_nobody_has_what_was_trained(cluster, paced):
+    run = cluster.run(paced, strategy="mirrored", on_failure="heal")
+    trains(run)
+    warn(cluster, 0, 1, 2)
+    with pytest.raises(RunError, match=r"WB-RUN-138"):
+        run.wait(WAIT_S)

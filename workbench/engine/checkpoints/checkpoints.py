@@ -188,10 +188,14 @@ class Checkpoints:
             saved: The step that was saved last, on all of them.
         """
         self._saved = saved
+        self.give_up()
         if self.context.spec.checkpoint:
-            if self._writer is not None:
-                self._writer.give_up()
             self._writer = Writer(self.context, Path(self.context.spec.checkpoint))
+
+    def give_up(self) -> None:
+        """Let a write under way end without waiting for the others' parts."""
+        if self._writer is not None:
+            self._writer.give_up()
 
     @property
     def saved(self) -> int:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
+from ...errors import RunStopped
 from ..debugging.marks import GROUP, waits_in
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Membership:
         self._changed = threading.Condition(threading.RLock())
         self._latest: Regroup | None = None
         self._listens = False  # whether the training thread waits for the next word alone
+        self._may_leave = False
         self._phase: Literal["before", "in", "past"] = "before"
         self._look_at_s, self._hung = 0.0, 0
 
@@ -90,6 +92,10 @@ class Membership:
     def announce(self, message: Regroup) -> None:
         """Take in who is to take part from now on; the newest word counts."""
         with self._changed:
+            if not message.places:
+                self._may_leave = True
+                self._changed.notify_all()
+                return
             if self._latest is not None and message.generation <= self._latest.generation:
                 return
             self._latest, self.stale = message, True
@@ -140,18 +146,26 @@ class Membership:
         """Wait for a generation that this worker is not in yet; be in it, and return who is.
 
         There is no limit to the wait: where nobody is to take part in this worker's place, and
-        nobody but it can go on, the kernel ends its cell.
+        nobody but it can go on, the kernel ends its cell. A worker that is to leave waits too: it
+        is needed again where all others have died, or had trained to the end.
+
+        Raises:
+            RunStopped: It has left.
         """
         with self._changed:
             self._listens = True
             try:
-                while not self.stale:
+                while True:
+                    if self._may_leave:
+                        raise RunStopped("The others go on without this worker.")
+                    if self.stale:
+                        assert self._latest is not None, "what is stale has a successor"
+                        self.generation, self.stale = self._latest.generation, False
+                        if self.place in self._latest.places:
+                            return self._latest
                     self._changed.wait(0.5)
             finally:
                 self._listens = False
-            assert self._latest is not None, "what is stale has a successor"
-            self.generation, self.stale = self._latest.generation, False
-            return self._latest
 
 
 def _nothing(*unused: object) -> None:

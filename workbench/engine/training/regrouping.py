@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...errors import FitError, RunError
+from ...errors import FitError, RunError, RunStopped
 from ...shared import events
 from ..checkpoints.checkpoints import format_of
 from ..transport import address, handover
@@ -99,6 +99,7 @@ class Regrouping:
                 raise RunError(
                     "A worker cannot be let in to this training.", seen=why_not, code="WB-RUN-137"
                 )
+            context.emit(events.Standing(rank=membership.place, phase="apart", why=why_not))
             if context.spec.rank == 0:
                 text = f"If a worker dies this training cannot go on without a restart: {why_not}."
                 context.emit(events.Noted(rank=0, text=text))
@@ -106,6 +107,7 @@ class Regrouping:
         membership.break_out = lambda: self._break_out(strategy)
         context.closers.append(self._end)
         membership.begin()
+        context.emit(events.Standing(rank=membership.place, phase="in"))
 
     def _why_not(self, strategy: Strategy) -> str:
         training = self._training
@@ -183,7 +185,11 @@ class Regrouping:
             membership.waiting()
             strategy.leave_group()
             self._framework.destroy_group()
-            message = membership.await_next()
+            try:
+                message = membership.await_next()
+            except RunStopped:
+                self._leave()
+                raise
             try:
                 self._meet(strategy, message)
                 break
@@ -199,6 +205,11 @@ class Regrouping:
                 seconds=clock() - began,
             )
         )  # fmt: skip
+
+    def _leave(self) -> None:
+        """Leave nothing behind: the others keep what was trained."""
+        self.context.weights = self.context.copies = None
+        self._training.checkpoints.give_up()
 
     def _meet(self, strategy: Strategy, message: Regroup) -> None:
         context, training, membership = self.context, self._training, self._membership

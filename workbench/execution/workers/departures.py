@@ -12,13 +12,14 @@ What it was told is in a note, in `run.events`, and in what the run ends in, whe
 
 from __future__ import annotations
 
-import signal
+import contextlib
+import threading
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from ...errors import RunError
-from ...shared.events import Departed
-from ...shared.messages import HaltAt
+from ...shared.events import Left
+from ...shared.messages import HaltAt, Purpose
 
 if TYPE_CHECKING:
     from ...shared.events import Leaving
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
     from ..allocator import EngineAllocator
     from ..run import Run
     from ..task import Task
+    from .healing import Healer
 
 Way = Literal["regroup", "alone", "at once", "together"]
+HOW: dict[Way, Purpose] = {"alone": "leave_alone", "at once": "leave_now"}
+LOOK_S = 0.05
+NO_ROOM = "No fresh engine takes its place: its host goes."
 
 
 class Execution(Protocol):
@@ -36,12 +41,10 @@ class Execution(Protocol):
     pool: EngineAllocator
     run: Run
     plan: Plan
+    healer: Healer | None
 
     def spares(self, engine: int) -> bool:
         """Whether the others go on without a pause when this engine is gone."""
-
-    def dismiss(self, engine: int, why: str, *, replace: bool) -> bool:
-        """Have the others regroup without an engine; return whether they do."""
 
 
 class Departures:
@@ -59,58 +62,95 @@ class Departures:
             return
         self._told[engine] = event
         run.note(told_words(run.called(engine), event))
-        if launch.dismiss(engine, reason_of(event), replace=not event.host):
-            return
         if self._together or run.state == "stopping":
             return
-        match way_of(works=engine in run.members, spared=launch.spares(engine)):
-            case "alone":
-                self._note(engine, event)
-                message = HaltAt(run=run.number, purpose="leave_alone", step=-1)
+        match self._way(engine):
+            case "regroup":
+                self._replace_later(engine, event)
+            case "alone" | "at once" as way:
+                self._note(engine)
+                message = HaltAt(run=run.number, purpose=HOW[way], step=-1)
                 launch.pool.engines.router.send(engine, message)
-            case "at once":
-                self._note(engine, event)
-                launch.pool.engines.signal(engine, signal.SIGTERM)
-            case _:
+            case "together":
                 self._together = True
                 run.advance("stop" if launch.plan.on_failure == "stop" else "recover")
                 run.halt("leave")
 
-    def _note(self, engine: int, event: Leaving) -> None:
+    def _way(self, engine: int) -> Way:
+        launch, healer = self._launch, self._launch.healer
+        if healer is not None and healer.expects(engine):
+            return "at once"  # it has yet to come
+        regroups = healer is not None and healer.can_regroup
+        if healer is not None and regroups:
+            try:
+                healer.dismiss([engine], reason_of(self._told[engine]))
+            except RunError:  # nobody else is left
+                regroups = False
+        works = engine in launch.run.members
+        return way_of(regroups=regroups, works=works, spared=launch.spares(engine))
+
+    def _note(self, engine: int) -> None:
         run = self._launch.run
         ranks = [rank for rank, one in enumerate(run.engines) if one == engine]
         left = len(run.members) - (engine in run.members)
-        step = run.history.snapshot().step
-        run.history.event(Departed(ranks=ranks, step=step, workers=left, reason=reason_of(event)))
+        step, reason = run.history.snapshot().step, reason_of(self._told[engine])
+        run.history.event(Left(ranks=ranks, step=step, workers=left, reason=reason))
+
+    def _replace_later(self, engine: int, event: Leaving) -> None:
+        """Have a fresh engine take part once this one's process has ended, where there is room."""
+        if event.host:
+            self._launch.run.note(NO_ROOM)
+            return
+        threading.Thread(
+            target=self._replace, args=(engine,), name="workbench-replace", daemon=True
+        ).start()
+
+    def _replace(self, engine: int) -> None:
+        run, healer = self._launch.run, self._launch.healer
+        known = self._launch.pool.engines.engines
+        while known[engine].state != "dead" or not self._has_left(engine):
+            if run.over.wait(LOOK_S):
+                return
+        if healer is not None and run.task is not None:
+            with contextlib.suppress(RunError):  # the run is through, or it was needed again
+                healer.admit([engine])
+
+    def _has_left(self, engine: int) -> bool:
+        """Whether the others went on without it; where all of them died it is needed again."""
+        run = self._launch.run
+        return any(
+            one["event"] == Left.name and run.engines.index(engine) in one["ranks"]
+            for one in run.events
+        )
 
     def left(self, task: Task) -> dict[int, str]:
         """Return for whose sake all have stopped, and what those were told; empty: for nobody's."""
-        outcomes = task.outcomes
-        if not self._together or not all(one.is_well for one in outcomes.values()):
+        if not self._together or task.failure() is not None:
             return {}
         return {engine: reason_of(self._told[engine]) for engine in sorted(self._told)}
 
     def settle(self, left: Collection[int]) -> RunError | None:
         """Take note that they have left; return what the run ends in where it does not go on."""
         run, plan = self._launch.run, self._launch.plan
-        if not left:
-            return None
         for engine in left:
-            self._note(engine, self._told[engine])
-        if plan.on_failure != "stop":  # its user has pressed Stop since
-            return None
+            self._note(engine)
+        if not left or (plan.on_failure != "stop" and run.state == "stopping"):
+            return None  # in the latter case its user has pressed Stop since
+        who = [run.called(one) for one in left]
         step = run.history.snapshot().step
-        return stopped_error([run.called(one) for one in left], self._told[min(left)], step,
-                             plan.checkpoint)  # fmt: skip
+        return stopped_error(who, self._told[min(left)], step, plan.checkpoint)
 
 
-def way_of(*, works: bool, spared: bool) -> Way:
-    """Return how an engine leaves a run whose workers cannot regroup.
+def way_of(*, regroups: bool, works: bool, spared: bool) -> Way:
+    """Return how an engine leaves a run.
 
     Args:
+        regroups: Whether the others go on without it, in a group of their own.
         works: Whether it runs the cell; else it is a server.
         spared: Whether the others go on without it.
     """
+    if regroups:
+        return "regroup"
     if not spared:
         return "together"
     return "alone" if works else "at once"

@@ -1,8 +1,10 @@
-"""A run whose workers change while it trains: deaths are done without, fresh engines let in.
+"""A run whose workers change while it trains: who dies or leaves is done without, others come.
 
     a worker dies ──> announce g: the others ──> they regroup, and go on          `healed`
           └── in the background: a fresh engine runs the cell up to `wb.fit` ──> ready
     ready ──> announce g + 1: with it ──> it takes over from one of them          `joined`
+    one is to leave ──> announce g: the others ──> they regroup, and go on        `left`
+          └── it waits meanwhile, in case all others die ──> let go: its cell ends
 
 What the workers do is in `engine/training/regrouping.py`. Here is decided who takes part: each
 change makes a generation, and the newest counts, so a death in the middle of a change is just one
@@ -17,13 +19,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...cluster.processes import lives
-from ...errors import WorkbenchError
-from ...shared.events import Healed, Joined, Regrouped, Standing
+from ...errors import RunError, WorkbenchError
+from ...shared.events import Healed, Joined, Left, Regrouped, Standing
 from ...shared.messages import CellOutcome, Regroup
 from ..outcome import Recovery
 from ..requests import ARGS, PUSH
@@ -65,12 +68,14 @@ class Change:
 
     Attributes:
         lost, fresh: Engines that are done without, and that are let in.
+        left: Why engines leave, in words, by engine.
         how: What became of the lost, in words, by engine; empty as long as it is not known.
         heard: What members have said, by engine.
     """
 
     lost: list[int] = field(default_factory=list)
     fresh: list[int] = field(default_factory=list)
+    left: dict[int, str] = field(default_factory=dict)
     how: dict[int, str] = field(default_factory=dict)
     heard: dict[int, Regrouped] = field(default_factory=dict)
 
@@ -92,6 +97,12 @@ class Healer:
         self.members = list(launch.run.members)
         self._met = 0  # the newest generation whose members are together
         self._past: set[int] = set()  # have trained to the end
+        self._in: set[int] = set()  # have begun to train
+        self._asked: dict[int, str] = {}  # are to leave as soon as all train
+        self._leaving: list[int] = []  # are no members, and wait to be let go
+        self._gone: set[int] = set()  # were let go, and end their cell
+        self._reached = 0  # the first step of the members there are now
+        self._keeper = self.members[0]  # whose weights are the run's
         self._coming: dict[int, CellOutcome] = {}  # run the cell, in the place of one that so ended
         self._tries: dict[int, int] = {}
         self._change = Change()
@@ -110,6 +121,8 @@ class Healer:
         with self._lock:
             if engine in self._coming:
                 return self._did_not_come(engine, outcome)
+            if engine in self._gone or (engine in self._leaving and outcome.status == "died"):
+                return self._has_left(engine, outcome)
             if outcome.status != "died":
                 self._left(engine, outcome)
                 return None
@@ -118,8 +131,8 @@ class Healer:
                 self._conclude()
                 self._begin_replacing(engine)
                 return outcome
-            rest = set(self.members) - {engine, *self._change.fresh}
-            left = rest or self._run.members[0] in self._past  # who keeps the weights
+            rest = {*self.members, *self._leaving} - {engine, *self._change.fresh}
+            left = rest or self._keeper in self._past
             if not (left and self._goes_on and outcome.recoverable and engine in self.members):
                 self._over = True
                 return None
@@ -140,6 +153,12 @@ class Healer:
         self._tries.pop(engine, None)
         self._change.lost.append(engine)
         self._change.how[engine] = how
+
+    @property
+    def can_regroup(self) -> bool:
+        """Whether all who take part train, so that some of them may leave now."""
+        with self._lock:
+            return self._goes_on and self._in.issuperset(self.members)
 
     def expects(self, engine: int) -> bool:
         """Whether an engine has yet to come to take part: the others do without it."""
@@ -166,13 +185,17 @@ class Healer:
                     self._let_in(engine)
                 case Standing(phase="cut") if event.generation == self.generation:
                     self._look_for_dead()
-                case Standing(phase="past") if engine in self.members:
+                case Standing(phase="past") if engine in {*self.members, *self._leaving}:
                     self._past.add(engine)
-                    self.members.remove(engine)
+                    (self.members if engine in self.members else self._leaving).remove(engine)
+                    self._change.left.pop(engine, None)
                     self._announce()
                     self._send_home()
-                    if not self.members and self._run.members[0] in self._change.lost:
+                    if not self.members and self._keeper in self._change.lost:
                         self._give_up()  # the weights went with it
+                case Standing(phase="in"):
+                    self._in.add(engine)
+                    self._dismiss_asked()
                 case Standing(phase="before") if engine in self.members:
                     self._give_up()
 
@@ -194,7 +217,7 @@ class Healer:
         """
         known = self._launch.pool.engines.engines
         gone = [one for one in self.members if known[one].is_here and not lives(known[one].pid)]
-        left = set(self.members) - {*gone, *self._change.fresh}
+        left = {*self.members, *self._leaving} - {*gone, *self._change.fresh}
         if self._goes_on and gone and left:
             for engine in gone:
                 self._do_without(engine, "")
@@ -223,9 +246,113 @@ class Healer:
             self._begin_replacing(engine)
         return death
 
+    # -- who is to leave, and to come --------------------------------------------------------------
+
+    def dismiss(self, engines: Sequence[int], why: str) -> None:
+        """Have members leave on purpose; returns at once.
+
+        They leave between two steps, as soon as all train: the others go on with the step under
+        way, whose samples are divided among fewer, and an event `left` tells from which step on.
+        The cell of those who leave ends quietly, after `wb.fit` nothing of it is run.
+
+        Args:
+            why: In words, for the note that tells of it.
+
+        Raises:
+            RunError: The run is over, they take no part, or nobody would be left.
+        """
+        with self._lock:
+            self._check_goes_on()
+            chosen = [one for one in engines if one in self.members]
+            if not chosen or set(self.members) <= {*chosen, *self._asked, *self._change.fresh}:
+                raise RunError(
+                    "Workers can leave a run while others stay in it.",
+                    seen=f"engines {list(engines)} of {self.members}",
+                    allowed="some of its workers, and not all",
+                    next_step="run.stop() ends the run",
+                    code="WB-RUN-149",
+                )
+            self._asked.update(dict.fromkeys(chosen, why))
+            self._dismiss_asked()
+
+    def admit(self, engines: Sequence[int]) -> None:
+        """Have engines of the run take part again, those that left or died; returns at once.
+
+        They run the cell up to `wb.fit`, and are let in then: an event `joined` tells from which
+        step on. An engine that is dead is started anew.
+
+        Raises:
+            RunError: The run is over, or an engine is no engine of it, or takes part already.
+        """
+        with self._lock:
+            self._check_goes_on()
+            for engine in engines:
+                if engine not in self._run.members or self._takes_part(engine):
+                    raise RunError(
+                        "An engine cannot be let in.",
+                        seen=f"engine {engine}, of {self.members} who take part",
+                        allowed="an engine of the run that takes no part in it",
+                        code="WB-RUN-150",
+                    )
+            for engine in engines:
+                self._begin_replacing(engine)
+
+    def _takes_part(self, engine: int) -> bool:
+        return engine in {*self.members, *self._coming, *self._past, *self._leaving}
+
+    def _check_goes_on(self) -> None:
+        if not self._goes_on or set(self.members) <= self._past:
+            raise RunError(
+                "The workers of a run can change while it trains.",
+                seen=f"the run is {self._run.state}",
+                code="WB-RUN-151",
+            )
+
+    def _dismiss_asked(self) -> None:
+        """Do without those who are to leave, once all members train."""
+        if not self._asked or not self._goes_on or not self._in.issuperset(self.members):
+            return
+        chosen = [one for one in self._asked if one in self.members]
+        if chosen and not set(self.members) <= {*chosen, *self._change.fresh}:
+            for engine in chosen:
+                self.members.remove(engine)
+                self._leaving.append(engine)
+                self._change.left[engine] = self._asked[engine]
+                if engine in self._change.fresh:
+                    self._change.fresh.remove(engine)
+            self._announce()
+        self._asked.clear()
+
+    def _let_go(self) -> None:
+        """Let go of those who leave: the others are together, and have all that there is."""
+        go = Regroup(
+            run=self._run.number, generation=self.generation, places=(), ranks=(), hosts=(),
+            past=(), prefix="",
+        )  # fmt: skip
+        for engine in self._leaving:
+            self._launch.pool.engines.router.send(engine, go)
+        self._gone.update(self._leaving)
+        self._leaving.clear()
+
+    def _take_back(self) -> None:
+        """Have those take part again who were to leave: nobody else is left to train."""
+        self.members = self._in_order([*self.members, *self._leaving])
+        self._leaving.clear()
+        self._change.left.clear()
+
+    def _has_left(self, engine: int, outcome: CellOutcome) -> CellOutcome:
+        """Return what counts as the end of an engine that the others do without."""
+        self._gone.discard(engine)
+        if engine in self._leaving:
+            self._leaving.remove(engine)
+        if outcome.status == "died":
+            self._run.history.settle_before(self._reached)  # what it had not sent is lost
+            return outcome
+        return CellOutcome(status="ok", trained=outcome.trained)
+
     # -- who takes part ----------------------------------------------------------------------------
 
-    def _in_order(self, engines: Sequence[int]) -> list[int]:
+    def _in_order(self, engines: Collection[int]) -> list[int]:
         return [one for one in self._run.members if one in engines]
 
     def _announce(self) -> None:
@@ -233,6 +360,8 @@ class Healer:
         run, pool = self._run, self._launch.pool
         self.generation += 1
         self._change.heard.clear()
+        if self._leaving and set(self.members) <= set(self._change.fresh):
+            self._take_back()
         if set(self.members) <= set(self._change.fresh):  # all others have trained to the end
             self.members, self._change.fresh = [], []
             run.history.release()
@@ -252,7 +381,7 @@ class Healer:
             past=tuple(members.index(one) for one in sorted(self._past)),
             prefix=prefix,
         )
-        for engine in self.members:
+        for engine in (*self.members, *self._leaving):
             pool.engines.router.send(engine, message)
         self._watch(self.generation)
 
@@ -276,6 +405,9 @@ class Healer:
         change.heard[engine] = event
         if set(change.heard) >= set(self.members):
             self._met = self.generation
+            self._reached = event.step
+            self._keeper = self._in_order({*self.members, *self._past})[0]
+            self._let_go()
         self._conclude()
 
     def _conclude(self) -> None:
@@ -284,8 +416,9 @@ class Healer:
         if self._met != self.generation or not all(change.how.values()):
             return
         event = next(iter(change.heard.values()))
-        # Each tells after its rows: what is missing of earlier steps went with the dead.
-        run.history.settle_before(event.step)
+        if change.lost:
+            # Each tells after its rows: what is missing of earlier steps went with the dead.
+            run.history.settle_before(event.step)
         there = [one.seconds for i, one in change.heard.items() if i not in change.fresh]
         seconds, workers = max(there, default=0.0), len(self.members)
         if change.lost:
@@ -297,6 +430,17 @@ class Healer:
             done = Recovery(tuple(change.lost), how, event.step, 0, workers, seconds, again=False)
             run.recoveries.append(done)
             run.note(healed_words(done), change.lost)
+        if change.left:
+            ranks = [run.engines.index(one) for one in change.left]
+            who = [run.called(i) for i in change.left]
+            why = list(dict.fromkeys(change.left.values()))
+            run.history.event(
+                Left(
+                    ranks=ranks, step=event.step, seconds=seconds, workers=workers,
+                    reason="; ".join(why),
+                )
+            )  # fmt: skip
+            run.note(left_words(who, why, event.step, seconds, workers))
         if change.fresh:
             ranks = [run.engines.index(one) for one in change.fresh]
             run.history.event(
@@ -342,7 +486,7 @@ class Healer:
     def _start(self, engine: int) -> None:
         launch, task = self._launch, self._task
         engines = launch.pool.engines
-        if task is None or self._over or task.is_over:
+        if task is None or not self._ended_before(engine, task):
             return
         if engines.engines[engine].state == "dead":
             engines.restart([engine], launch.plan.framework)
@@ -358,10 +502,17 @@ class Healer:
             if self._over or set(self.members) <= self._past:
                 return
             self._coming[engine] = task.outcomes[engine]
+            self._in.discard(engine)
         if not task.rejoin(engine, launch.request_to_join(engine)):
             with self._lock:
                 self._coming.pop(engine, None)
         self._send_home()
+
+    def _ended_before(self, engine: int, task: Task) -> bool:
+        """Wait for what an engine that left has yet to end; return whether the run goes on."""
+        while engine in task.unfinished() and not self._over:
+            time.sleep(LOOK_S)
+        return not (self._over or task.is_over)
 
     def _send_home(self) -> None:
         """End the cell of engines that wait to be let in where nobody trains any more."""
@@ -381,10 +532,20 @@ def healed_words(done: Recovery) -> str:
     )
 
 
-def joined_words(who: Sequence[str], step: int, seconds: float) -> str:
-    """Tell the user who takes part again."""
-    one = len(who) == 1
+def left_words(
+    who: Sequence[str], why: Sequence[str], step: int, seconds: float, workers: int
+) -> str:
+    """Tell the user who takes part no more."""
     return (
-        f"{' and '.join(who)}: {'a fresh engine takes' if one else 'fresh engines take'} part from "
-        f"step {step} on; the others stood still for {1e3 * seconds:.0f} ms."
+        f"{' and '.join(who)} left ({'; '.join(why)}). {workers} worker"
+        f"{' goes' if workers == 1 else 's go'} on from step {step}, after "
+        f"{1e3 * seconds:.0f} ms; no step is lost."
+    )
+
+
+def joined_words(who: Sequence[str], step: int, seconds: float) -> str:
+    """Tell the user who has come to take part."""
+    return (
+        f"{' and '.join(who)} {'takes' if len(who) == 1 else 'take'} part from step {step} on; "
+        f"the others stood still for {1e3 * seconds:.0f} ms."
     )
