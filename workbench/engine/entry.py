@@ -255,7 +255,7 @@ def cell(request: Mapping[str, Any]) -> dict[str, Any]:
 def _answered(engine: Engine, outcome: CellOutcome) -> dict[str, Any]:
     """Return an outcome as it travels; who was told to end ends once it has."""
     if engine.departure.is_due:
-        engine.departure.leave()
+        engine.departure.leave(asyncio.get_running_loop())
     return outcome.to_wire()
 
 

@@ -261,9 +261,17 @@ def test_all_are_warned_and_the_run_goes_on_from_the_step_they_stopped_at(
     every_step_counts_once(run, STEPS)
 
 
-def test_all_are_warned_and_nobody_has_what_was_trained(cluster, paced):
+def test_all_are_warned_and_the_last_one_leaves_what_it_holds(
+    cluster, paced, undisturbed, tmp_path
+):
     run = cluster.run(paced, strategy="mirrored", on_failure="heal")
     trains(run)
     warn(cluster, 0, 1, 2)
-    with pytest.raises(RunError, match=r"WB-RUN-138"):
-        run.wait(WAIT_S)
+    assert soon(lambda: run.is_over or run.recoveries), run.events
+    (tmp_path / "hurry").touch()
+    assert run.over.wait(WAIT_S)
+    if run.error is not None:  # on a slow machine it has ended before it was asked
+        assert "WB-RUN-138" in str(run.error)
+        return
+    assert difference(run.weights(), undisturbed) <= EXACT
+    every_step_counts_once(run, STEPS)

@@ -401,7 +401,7 @@ class ControlLink:
                 step = run.gate.halt()
                 self._send(Position(run=run.spec.run, rank=run.membership.place, step=step))
             case HaltAt(purpose="leave_now"):
-                run.departure.leave(after_s=0.0)
+                run.departure.leave_now()
             case HaltAt():
                 run.gate.halt_at(message.purpose, message.step)
             case Resume():

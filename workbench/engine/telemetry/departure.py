@@ -23,15 +23,23 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 clock = time.monotonic
-REPLY_S = 0.3
-"""After its cell a process lives on for so long: what the cell came to is still on its way."""
+REPLY_S = 0.5
+"""After its cell a process lives on for so long: what the cell came to is still on its way, and
+somebody may ask it to write down what it holds."""
 TOGETHER_S = 1.0
 """Signals that come within this time are one."""
 ANSWER_S = 3.0
 """How long the kernel may take to answer; without one the process ends."""
+
+
+class Loop(Protocol):
+    """An event loop of asyncio."""
+
+    def call_later(self, delay: float, callback: Callable[[], object]) -> object:
+        """Call back after so many seconds."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +119,13 @@ class Departure:
         """Whether the process is to end, now that its cell is over."""
         return self._said
 
-    def leave(self, after_s: float = REPLY_S) -> None:
-        """End the process in a moment."""
-        timer = threading.Timer(after_s, self._end)
-        timer.daemon = True
-        timer.start()
+    def leave(self, loop: Loop) -> None:
+        """End the process in a moment, on its main thread's loop: between two calls."""
+        loop.call_later(REPLY_S, self._end)
+
+    def leave_now(self) -> None:
+        """End the process, whatever it does."""
+        self._end()
 
     def install(self) -> None:
         """Have a SIGTERM end this process only where nobody would wait for it; main thread."""

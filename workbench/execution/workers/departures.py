@@ -68,7 +68,8 @@ class Departures:
             case "regroup":
                 self._replace_later(engine, event)
             case "alone" | "at once" as way:
-                self._note(engine)
+                if not self._is_yet_to_come(engine):
+                    self._note(engine)
                 message = HaltAt(run=run.number, purpose=HOW[way], step=-1)
                 launch.pool.engines.router.send(engine, message)
             case "together":
@@ -76,10 +77,14 @@ class Departures:
                 run.advance("stop" if launch.plan.on_failure == "stop" else "recover")
                 run.halt("leave")
 
+    def _is_yet_to_come(self, engine: int) -> bool:
+        healer = self._launch.healer
+        return healer is not None and healer.expects(engine)
+
     def _way(self, engine: int) -> Way:
         launch, healer = self._launch, self._launch.healer
-        if healer is not None and healer.expects(engine):
-            return "at once"  # it has yet to come
+        if self._is_yet_to_come(engine):
+            return "at once"
         regroups = healer is not None and healer.can_regroup
         if healer is not None and regroups:
             try:
