@@ -11,11 +11,11 @@ from notebook_shell import soon
 
 from workbench.errors import RunError
 from workbench.execution.workers.departures import Departures, reason_of, told_words, way_of
-from workbench.shared.events import Leaving
+from workbench.shared.events import ToldToEnd
 from workbench.shared.messages import CellOutcome, HaltAt
 
-SIGTERM = Leaving(rank=1, reason="SIGTERM")
-HOST = Leaving(rank=1, reason="notice: /run/notice is there", seconds=120.0, host=True)
+SIGTERM = ToldToEnd(rank=1, reason="SIGTERM")
+HOST = ToldToEnd(rank=1, reason="notice: /run/notice is there", seconds=120.0, host=True)
 
 
 class FakeRun:
@@ -58,7 +58,7 @@ class FakeHealer:
         if len(self.left) + len(engines) == len(self.run.members):
             raise RunError("nobody is left", code="WB-RUN-149")
         self.left += engines
-        self.run.events.append({"event": "departed", "ranks": engines, "reason": why})
+        self.run.events.append({"event": "left", "ranks": engines, "reason": why})
 
     def admit(self, engines: list[int]) -> None:
         self.admitted += engines

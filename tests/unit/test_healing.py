@@ -473,7 +473,7 @@ def test_who_is_to_leave_waits_until_the_others_are_together(made) -> None:
     regrouped(healer, 20)
     assert let_go(launch) == [1]
     (change,) = run.history.story.changes
-    assert (change["event"], change["ranks"], change["step"]) == ("departed", [1], 20)
+    assert (change["event"], change["ranks"], change["step"]) == ("left", [1], 20)
     assert "too slow" in run.notes[-1]
     assert healer.spares(1, CellOutcome(status="stopped", trained=20)).status == "ok"
     assert healer.spares(0, WELL) is None
@@ -510,7 +510,7 @@ def test_who_dies_while_it_leaves_is_not_missed(made) -> None:
     assert healer.spares(1, DIED) is DIED
     regrouped(healer, 20)
     assert launch.replaced == []
-    assert [one["event"] for one in run.history.story.changes] == ["departed"]
+    assert [one["event"] for one in run.history.story.changes] == ["left"]
 
 
 def test_the_run_can_end_when_who_kept_the_weights_has_left(made) -> None:
@@ -547,4 +547,4 @@ def test_who_left_can_come_again(made) -> None:
     healer.admit([1])
     assert launch.replaced == [1]
     joined(healer, 1, 30)
-    assert [one["event"] for one in run.history.story.changes] == ["departed", "joined"]
+    assert [one["event"] for one in run.history.story.changes] == ["left", "joined"]

@@ -189,7 +189,7 @@ def _train(
 
 def _say_goodbye(run: RunContext, notice: Notice) -> None:
     run.emit(
-        events.Leaving(
+        events.ToldToEnd(
             rank=run.membership.place, reason=notice.reason, seconds=notice.seconds,
             host=notice.host,
         )

@@ -173,6 +173,49 @@ class RunExecution:
         asked["spec"] |= {"joins": True, "resume": "", "init_from": ""}
         return asked
 
+    def recruit(self, count: int) -> list[int]:
+        """Have more engines be of the run, started where there are too few; return which.
+
+        Each gets the next rank. They take no part yet.
+
+        Raises:
+            PlanError: More engines than the administrator allows.
+            RunError: The run's workers have GPUs.
+        """
+        run, pool = self.run, self.pool
+        first = self._specs[run.members[0]]
+        if first.device != "cpu" or run.task is None:
+            raise RunError(
+                "A run on GPUs takes no further workers while it trains.",
+                seen=first.device,
+                allowed="at most the workers that it began with",
+                next_step="begin it with as many workers as it may ever need, and scale it down",
+                code="WB-RUN-152",
+            )
+        free = [one for one in pool.worker_ids if one not in run.members][:count]
+        if len(free) < count:
+            free += pool.add(count - len(free), self.plan.framework)
+        pool.bring(free, self.plan.framework)
+        run.grow(free, [first.device] * len(free))
+        known = pool.engines.engines
+        hosts = tuple(known[one].place for one in run.engines)
+        specs = {
+            engine: replace(
+                first,
+                rank=run.engines.index(engine),
+                original_rank=run.engines.index(engine),
+                world_size=len(run.engines),
+                ranks=run.engines,
+                hosts=hosts,
+                address=known[engine].address,
+                threads=max(1, first.cores // len(run.engines)),
+            )
+            for engine in free
+        }
+        self._specs = {**self._specs, **specs}
+        run.task.recruit(members_of(specs, hosts=pool.hosts()))
+        return free
+
     def _spare(self) -> Sequence[int]:
         """Return the engines whose death the others survive without a pause."""
         entry = self.plan.entry
@@ -426,7 +469,8 @@ class Recoverer:
     def _go_once(self, dead: Sequence[int], how: str, began: float) -> None:
         launch, run = self._launch, self._launch.run
         launch.settle_healing()
-        members, known = run.members, launch.pool.engines.engines
+        members = run.members[: launch.plan.workers]  # who came later is done without
+        known = launch.pool.engines.engines
         launch.plan = without_kills(launch.plan, [run.engines.index(i) for i in dead
                                                   if i in run.engines])  # fmt: skip
         start = self._start()

@@ -15,10 +15,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import WorkbenchError
+from ..errors import PlanError, WorkbenchError
 from ..history.analysis.series import Feed
 from ..shared.events import OVER
-from ..shared.log_targets import parse_target
+from ..shared.log_targets import ALLOWED, parse_target, parse_targets
 from .sinks import About, Ending, Sink, kind_of
 
 if TYPE_CHECKING:
@@ -243,3 +243,20 @@ def _ending(run: RunData) -> Ending:
         {name: float(value) for name, value in figures.items() if math.isfinite(value)},
         run.meta(),
     )
+
+
+def log_to(run: RunData, logs: list[RunLog], targets: Sequence[str]) -> RunLog:
+    """Write a run to further places; return what does, also added to `logs`.
+
+    Raises:
+        PlanError: A target was not understood, or cannot be written to.
+    """
+    texts = parse_targets(targets)
+    if not texts:
+        raise PlanError("Log to where?", allowed=ALLOWED, code="WB-PLAN-118")
+    check_targets(texts)
+    log = RunLog(run, texts)
+    logs.append(log)
+    if run.is_over:
+        await_all(logs, run.note)
+    return log

@@ -175,6 +175,10 @@ class Names:
     def __init__(self, ids: Sequence[int], members: Mapping[int, Member]) -> None:
         self._members = {i: members.get(i) or Member.of_ranks(at) for at, i in enumerate(ids)}
 
+    def add(self, members: Mapping[int, Member]) -> None:
+        """Know of further engines."""
+        self._members.update(members)
+
     def member(self, engine: int) -> Member:
         """Which part an engine takes."""
         return self._members[engine]

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import PlanError, RunError
+from ..errors import RunError
 from ..history import disk
 from ..history.analysis.summary import RunSummary, summarise
 from ..history.store import RunHistory
 from ..shared import checkpoints, events
 from ..shared.events import Topic
 from ..shared.faults import lasting, parse_fault
-from ..shared.log_targets import ALLOWED, parse_targets
 from ..shared.members import Member
 from ..shared.messages import Advance, Down, Happened, Inject, Position, Purpose, Records, Told
-from ..shared.plan import Plan, cell_of
+from ..shared.plan import Plan, cell_of, check_scales
 from ..shared.protocol import records_from
-from .logging_to import RunLog, await_all, check_targets
+from .logging_to import RunLog, await_all, log_to
 from .paused import attend, unattended
 from .stop import StopCoordinator
+from .workers import scaling
 
 if TYPE_CHECKING:
     from ..cluster.engines import EngineInfo
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from .task import Task
 
 log = logging.getLogger("workbench.session")
+
+
+def _nowhere(engine: int, message: Down) -> None: ...
 
 
 class Run:
@@ -101,7 +104,7 @@ class Run:
         self._lock, self.over = threading.RLock(), threading.Event()
         self._paused_ranks: set[int] = set()
         self._everyone: tuple[int, ...] = ()
-        self._deliver: Callable[[int, Down], object] = lambda engine, message: None
+        self._deliver: Callable[[int, Down], object] = _nowhere
         self.began = time.time() if began is None else began
 
     def _make_halting(self, ranks: Collection[int] = ()) -> StopCoordinator:
@@ -176,6 +179,15 @@ class Run:
             self._paused_ranks.clear()
             self._halting = self._make_halting()
 
+    def grow(self, engines: Sequence[int], devices: Sequence[str]) -> None:
+        """Have further ranks, of these engines; they take part when its workers are regrouped."""
+        with self._lock:
+            self.engines, self.members = (*self.engines, *engines), (*self.members, *engines)
+            self.devices, self._everyone = (*self.devices, *devices), (*self._everyone, *engines)
+            self._clock_bound_s += [0.0] * len(engines)
+            self.results += [None] * len(engines)
+            self.history.grow(engines)
+
     def agree_among(self, ranks: Collection[int]) -> None:
         """Agree on steps with these workers from now on; the others have gone, or come later."""
         with self._lock:
@@ -204,9 +216,7 @@ class Run:
                 except Exception:  # noqa: PERF203 - one that fails keeps no other back
                     log.exception("The end of run %r went wrong", self.name)
         finally:
-            self._deliver = lambda engine, message: (
-                None
-            )  # else the run would keep its cluster's client for good
+            self._deliver = _nowhere  # else the run would keep its cluster's client for good
             self.over.set()
 
     def _conclude(self, error: RunError | None) -> None:
@@ -369,6 +379,17 @@ class Run:
         """While paused: do so many steps, then pause again."""
         self._send(Advance(run=self.number, steps=int(steps)))
 
+    def scale(self, workers: int, *, wait: bool = True) -> None:
+        """Go on with so many workers, more or fewer, from the next step on (docs/recovery.md).
+
+        Args:
+            wait: For those who come to take part, and those who leave to have left.
+
+        Raises WorkbenchError where that cannot be, with what is possible, or did not come about.
+        """
+        check_scales(self.plan, workers, self.history.story.started.get("batch_size"))
+        scaling.scale(self.task, workers, wait=wait)
+
     def inject(self, *faults: str) -> None:
         """Replace the run's faults while it goes on: `run.inject("slow=1:50ms")`; none clears.
 
@@ -524,23 +545,10 @@ class Run:
         Raises:
             RunError: The run has not ended, left no weights, or they are damaged.
         """
-        files = disk.weights_files(self.folder, self._files, rank)
-        if not files:
-            why = self.history.story.facts.get(Topic.NOT_ON_DISK)
-            if why is not None:
-                raise RunError(
-                    f"Run {self.name} has no weights: they could not be written to disk.", seen=why,
-                    next_step="make room there, and train again", code="WB-RUN-086",
-                )  # fmt: skip
-            whose = "" if rank is None else f" of rank {rank}"
-            raise RunError(
-                f"Run {self.name} has no weights{whose}.", seen=self.state, code="WB-RUN-087",
-                allowed="a run that finished or was stopped, trained by wb.fit or wb.prepare",
-            )  # fmt: skip
-        found: dict[str, np.ndarray[Any, Any]] = {}
-        for file in files:
-            found.update(disk.read_weights(file, self._files.get(file.name, ())))
-        return found
+        why = self.history.story.facts.get(Topic.NOT_ON_DISK)
+        return disk.final_weights(
+            self.folder, self._files, rank, name=self.name, state=self.state, why=why
+        )
 
     def load_into(self, model: Any) -> Any:
         """Copy the final weights into a torch or Keras model of the notebook and return it.
@@ -618,12 +626,4 @@ class Run:
         Raises:
             PlanError: A target was not understood, or cannot be written to.
         """
-        texts = parse_targets(targets)
-        if not texts:
-            raise PlanError("Log to where?", allowed=ALLOWED, code="WB-PLAN-118")
-        check_targets(texts)
-        log = RunLog(self, texts)
-        self.logs.append(log)
-        if self.is_over:
-            await_all(self.logs, self.note)
-        return log
+        return log_to(self, self.logs, targets)

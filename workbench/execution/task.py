@@ -22,10 +22,10 @@ from ..shared.events import (
     HEARD_S,
     KILL_ON_DEVICE_S,
     KILL_S,
-    Leaving,
     Regrouped,
     RunStarted,
     Standing,
+    ToldToEnd,
 )
 from ..shared.messages import BadMessageError, CellOutcome, Happened, Position, Records
 from ..views.output import OutputBoard
@@ -45,7 +45,12 @@ OnLoss = Callable[[str, Sequence[int]], None]
 
 
 class Mender(Protocol):
-    """Who sees to it that a cell goes on without some of its engines, or with others."""
+    """Who sees to it that a cell goes on without some of its engines, or with others.
+
+    Attributes:
+        members: Engines that take part.
+        failed: Why engines did not come that were asked for.
+    """
 
     def spares(self, engine: int, outcome: CellOutcome) -> CellOutcome | None:
         """Take note of an engine's end; None: the cell's, else what counts as the engine's."""
@@ -55,6 +60,19 @@ class Mender(Protocol):
 
     def hear(self, engine: int, event: Standing | Regrouped) -> None:
         """Take in what an engine says of that."""
+
+    members: list[int]
+    failed: list[str]
+
+    @property
+    def target(self) -> int | None:
+        """How many workers there are to be, while that is under way."""
+
+    def scale(self, workers: int) -> None:
+        """Go on with so many workers; returns when it is begun."""
+
+    def check_scales(self) -> None:
+        """Raise RunError where the run cannot have more or fewer workers."""
 
 
 class Task:
@@ -86,7 +104,7 @@ class Task:
         mender: Mender | None = None,
         chains: Iterable[Iterable[int]] = (),
         going: Callable[[], bool] = lambda: True,
-        on_leaving: Callable[[int, Leaving], object] = lambda engine, event: None,
+        on_leaving: Callable[[int, ToldToEnd], object] = lambda engine, event: None,
     ) -> None:
         self.engines = engines
         self.ids = list(requests)
@@ -155,7 +173,7 @@ class Task:
             return message
         if isinstance(message.event, (Standing, Regrouped)) and self.mender is not None:
             self.mender.hear(engine, message.event)
-        if isinstance(message.event, Leaving):
+        if isinstance(message.event, ToldToEnd):
             _guarded(self._on_leaving, engine, message.event)
         if not isinstance(message.event, RunStarted):
             return message
@@ -214,6 +232,16 @@ class Task:
             self._end()
         elif first or (outcome.status == "interrupted" and counts is None):
             self.end_soon()
+
+    def recruit(self, members: Mapping[int, Member]) -> None:
+        """Know of further engines, which run nothing until they `rejoin`."""
+        self.names.add(members)
+        self.board.expect(members)
+        with self._lock:
+            for engine in members:
+                self.ids.append(engine)
+                self.outcomes[engine] = CellOutcome(status="ok")
+                self._lost.add(engine)
 
     def rejoin(self, engine: int, request: Mapping[str, Any]) -> bool:
         """Have a fresh engine run the cell in the place of one that was spared.

@@ -557,3 +557,39 @@ class Tail:
                 return file.read(limit)
         except OSError:
             return b""
+
+
+def final_weights(
+    folder: Path, files_of: checkpoints.Sums, rank: int | None, *, name: str, state: str, why: Any
+) -> dict[str, NDArray[np.generic]]:
+    """Return the weights that a run ended with, by parameter name.
+
+    Args:
+        files_of: Sizes and sums of its files.
+        rank: Whose; None: those of rank 0, or of all where the model is split.
+        name, state: Of the run.
+        why: It is known not to have been written; None: nothing is known.
+
+    Raises:
+        RunError: The run has not ended, left no weights, or they are damaged.
+    """
+    files = weights_files(folder, files_of, rank)
+    if not files and why is not None:
+        raise RunError(
+            f"Run {name} has no weights: they could not be written to disk.",
+            seen=why,
+            next_step="make room there, and train again",
+            code="WB-RUN-086",
+        )
+    if not files:
+        whose = "" if rank is None else f" of rank {rank}"
+        raise RunError(
+            f"Run {name} has no weights{whose}.",
+            seen=state,
+            allowed="a run that finished or was stopped, trained by wb.fit or wb.prepare",
+            code="WB-RUN-087",
+        )
+    found: dict[str, NDArray[np.generic]] = {}
+    for file in files:
+        found.update(read_weights(file, files_of.get(file.name, ())))
+    return found

@@ -85,7 +85,7 @@ class Story:
         epoch: Latest epoch that began.
         pauses: When each pause ended, on the clock of events, and how many seconds it took.
         moments: What happened when, in the order in which it was heard of.
-        changes: Fields of `healed`, `joined` and `departed`, with the name as `event`.
+        changes: Fields of `healed`, `joined` and `left`, with the name as `event`.
         rewinds: The step from which the run went on, each time that it was set back.
     """
 
@@ -239,10 +239,11 @@ class Story:
 
 def _change_words(event: Healed) -> str:
     """Say in short who went or came: `healed without rank 1 at step 60: 2 workers, after 9 ms`."""
-    who = ", ".join(map(str, event.ranks))
+    ranks = f"rank{'s' if len(event.ranks) > 1 else ''} {', '.join(map(str, event.ranks))}"
+    who = ranks if event.ranks else "a server"
     did = {Healed.name: "healed without", Joined.name: "joined by", Left.name: "left by"}
     return (
-        f"{did[event.name]} rank{'s' if len(event.ranks) > 1 else ''} {who} at step {event.step}: "
+        f"{did[event.name]} {who} at step {event.step}: "
         f"{event.workers} workers, after {1e3 * event.seconds:.0f} ms"
     )
 

@@ -71,6 +71,18 @@ class Recent:
         self._tick_samples = np.zeros(_FEW)
         self._ticks = 0
 
+    def grow(self, ranks: int) -> None:
+        """Have room for more ranks, of which nothing has come yet."""
+        more = ranks - len(self._at)
+        for name, fill in (
+            ("_step", 0), ("_start_s", np.nan), ("_parts_s", np.nan), ("_blamed", -1),
+            ("_blamed_s", 0),
+        ):  # fmt: skip
+            ring = getattr(self, name)
+            room = np.full((len(ring), more, *ring.shape[2:]), fill, ring.dtype)
+            setattr(self, name, np.concatenate([ring, room], axis=1))
+        self._at = np.append(self._at, np.zeros(more, np.int64))
+
     def add(self, rank: int, rows: NDArray[Any], parts_s: Floats, blame: Blame) -> None:
         """Add one rank's rows: RECORD (rows,), their parts (rows, 5), who is to blame (rows,)."""
         rows, parts_s = rows[-KEPT_STEPS:], parts_s[-KEPT_STEPS:]

@@ -130,6 +130,13 @@ class Reducer:
         self._ranks = np.asarray(ranks)
         self._joiner.narrow(ranks)
 
+    def grow(self, workers: int) -> None:
+        """Know of more ranks; rows of theirs are expected from the next `regroup` on."""
+        self.totals.grow(workers)
+        self.recent.grow(workers)
+        self._joiner.grow(workers)
+        self._workers = workers
+
     def hold(self) -> None:
         """Take no step as complete until it is known which workers have taken it (`regroup`)."""
         self._joiner.held = True
@@ -275,6 +282,11 @@ class Joiner:
         self._first, self._takes = np.zeros(1, np.int64), self._row_of(ranks)
         self._waiting: JoinedRows = np.empty(0, RECORD)
         self.held = False
+
+    def grow(self, ranks: int) -> None:
+        """Know of more ranks, which have taken no step so far."""
+        room = np.zeros((len(self._takes), ranks - self._ranks), np.bool_)
+        self._takes, self._ranks = np.concatenate([self._takes, room], axis=1), ranks
 
     def regroup(self, step: int, ranks: Sequence[int]) -> None:
         """Expect rows of these ranks from this step on."""

@@ -425,6 +425,16 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             if self._live is not None:
                 self._live.release()
 
+    def grow(self, engines: Sequence[int]) -> None:
+        """Have further ranks, of these engines; they take part when `regroup` says so."""
+        with self._lock:
+            self._fold()
+            before = len(self.engines)
+            self._phases = self._phases or [(0, tuple(range(before)))]
+            self.engines = (*self.engines, *engines)
+            self._shape = (len(self.engines), self._shape[1])
+            self._reduced.grow(len(self.engines))
+
     def regroup(self, step: int, ranks: Sequence[int]) -> None:
         """Expect rows of these ranks alone from `step` on; rows of earlier steps still come in."""
         with self._lock:

@@ -79,6 +79,16 @@ class Totals:
         self.pauses: tuple[tuple[float, float], ...] = ()
         self.eval_s = 0.0
 
+    def grow(self, ranks: int) -> None:
+        """Have room for more ranks, of which nothing has come yet."""
+        fresh = Totals(ranks)
+        for name, held in vars(self).items():
+            if isinstance(held, np.ndarray):
+                wide = getattr(fresh, name)
+                wide[tuple(slice(size) for size in held.shape)] = held
+                setattr(self, name, wide)
+        self.ranks = ranks
+
     @property
     def wall_s(self) -> float:
         """Seconds from the first step's start to the last step's end, pauses included."""

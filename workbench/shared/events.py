@@ -252,7 +252,7 @@ class Resumed(Event):
 class CellLeft(Event):
     """A rank's cell is through; what follows is weights and clearing away."""
 
-    name: ClassVar[str] = "left"
+    name: ClassVar[str] = "cell_left"
     rank: int = 0
     status: str = ""
 
@@ -320,7 +320,7 @@ class Regrouped(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leaving(Event):
+class ToldToEnd(Event):
     """An engine was told to end, and waits to be let go.
 
     Attributes:
@@ -329,7 +329,7 @@ class Leaving(Event):
         host: Whether its whole host goes.
     """
 
-    name: ClassVar[str] = "leaving"
+    name: ClassVar[str] = "told_to_end"
     rank: int = 0
     reason: str = ""
     seconds: float | None = None
@@ -369,7 +369,7 @@ class Left(Healed):
     `ranks` is empty where a server left.
     """
 
-    name: ClassVar[str] = "departed"  # `left`: its cell
+    name: ClassVar[str] = "left"
     reason: str = ""
 
 

@@ -366,6 +366,43 @@ def check_fewer(plan: Plan, workers: int) -> None:
     _check_layout(plan.entry, plan.options, workers, plan.overrides.get("batch_size"))
 
 
+def check_scales(plan: Plan, workers: int | None = None, batch: int | None = None) -> None:
+    """Raise PlanError where a run cannot go on with other workers, or not with so many.
+
+    Args:
+        batch: Samples of its global batch; None where that is not known.
+    """
+    if not plan.entry.heals:
+        able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.framework == "torch")
+        raise PlanError(
+            f"{plan.entry.name} keeps its number of workers while it trains.",
+            seen=plan.entry.name,
+            allowed=f"more or fewer workers under {able}",
+            next_step="run.stop(), and the cell again with -n",
+            code="WB-PLAN-326",
+        )
+    if plan.on_failure != "heal":
+        raise PlanError(
+            "The run was begun so that it keeps its workers.",
+            seen=f"--on-failure {plan.on_failure}",
+            allowed="--on-failure heal",
+            next_step=f"begin it with %%distributed {plan.entry.name} --on-failure heal",
+            code="WB-PLAN-327",
+        )
+    if workers is None:
+        return
+    count = check_count("The number of workers", workers)
+    check_fewer(plan, count)
+    if batch is not None and count > batch:
+        raise PlanError(
+            "There are more workers than samples in a batch.",
+            seen=f"{count} workers, a global batch of {batch}",
+            allowed=f"at most {batch} workers",
+            next_step=f"run.scale({batch})",
+            code="WB-PLAN-325",
+        )
+
+
 def _check_on_failure(entry: catalog.Strategy, on_failure: str, count: int) -> None:
     if on_failure == "heal" and not entry.heals:
         able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.framework == "torch")

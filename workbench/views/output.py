@@ -72,6 +72,13 @@ class OutputBoard:
         self._lock = threading.Lock()
         self.banner = ""  # what holds the cell up at the moment; never part of what stays
 
+    def expect(self, members: Mapping[int, Member]) -> None:
+        """Take output of further senders from now on."""
+        with self._lock:
+            self._members.update(members)
+            for key in members:
+                self._ranks.setdefault(key, _Rank())
+
     @property
     def empty(self) -> bool:
         """Whether there is nothing to draw."""

@@ -19,7 +19,7 @@ need("torch")
 
 EXACT = 1e-10
 STEPS = 240
-WARNED = {"event": "departed", "reason": "SIGTERM"}
+WARNED = {"event": "left", "reason": "SIGTERM"}
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def healed(cluster, tmp_path):
         assert soon(lambda: run.is_over or joined()), (run.events, run.history.story.notes)
         (tmp_path / "hurry").touch()
         run.wait(WAIT_S)
-        assert changes(run, "departed") == changes(run, "joined") == sorted(engines), run.events
+        assert changes(run, "left") == changes(run, "joined") == sorted(engines), run.events
         return run
 
     return run_it
@@ -239,7 +239,7 @@ def test_one_is_warned_while_another_one_is_being_replaced(
     assert soon(lambda: run.is_over or changes(run, "joined") == [1, 2]), run.events
     (tmp_path / "hurry").touch()
     run.wait(WAIT_S)
-    assert (changes(run, "healed"), changes(run, "departed")) == ([1], [2])
+    assert (changes(run, "healed"), changes(run, "left")) == ([1], [2])
     assert difference(run.weights(), undisturbed) <= EXACT
     every_step_counts_once(run, STEPS)
 

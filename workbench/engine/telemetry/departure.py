@@ -4,8 +4,8 @@ Who tells it: the system, by SIGTERM (Slurm, Kubernetes, an administrator), or a
 host goes away soon (`notices.py`). While it takes part in a run it says so to the kernel, which
 decides how it leaves:
 
-    SIGTERM ──> `Leaving` ──> the others regroup without it,      ──> its cell is over ──> it ends
-                              or all stop at a step, and save
+    SIGTERM ──> `ToldToEnd` ──> the others regroup without it, ──> its cell is over ──> it ends
+                                or all stop at a step, and save
 
 Outside of a run nobody waits for it, and a SIGTERM does what it did without us. A second one ends
 the process at once; those that come together are one, since a platform may tell each process by

@@ -1,6 +1,6 @@
 """A run whose engines are told to end by the system: they leave first, and it goes on as it can.
 
-    an engine ── `Leaving` ──> how it leaves
+    an engine ── `ToldToEnd` ──> how it leaves
         regroup    the others go on without it, from the step under way (`healing.py`)
         alone      it stops after its step; the others wait for nobody
         at once    another one has a copy of all that it holds
@@ -22,7 +22,7 @@ from ...shared.events import Left
 from ...shared.messages import HaltAt, Purpose
 
 if TYPE_CHECKING:
-    from ...shared.events import Leaving
+    from ...shared.events import ToldToEnd
     from ...shared.plan import Plan
     from ..allocator import EngineAllocator
     from ..run import Run
@@ -52,10 +52,10 @@ class Departures:
 
     def __init__(self, launch: Execution) -> None:
         self._launch = launch
-        self._told: dict[int, Leaving] = {}
+        self._told: dict[int, ToldToEnd] = {}
         self._together = False  # all stop for the sake of who was told
 
-    def hear(self, engine: int, event: Leaving) -> None:
+    def hear(self, engine: int, event: ToldToEnd) -> None:
         """Take in that an engine was told to end, and see to it that it may."""
         launch, run = self._launch, self._launch.run
         if engine in self._told or run.is_over:
@@ -101,7 +101,7 @@ class Departures:
         step, reason = run.history.snapshot().step, reason_of(self._told[engine])
         run.history.event(Left(ranks=ranks, step=step, workers=left, reason=reason))
 
-    def _replace_later(self, engine: int, event: Leaving) -> None:
+    def _replace_later(self, engine: int, event: ToldToEnd) -> None:
         """Have a fresh engine take part once this one's process has ended, where there is room."""
         if event.host:
             self._launch.run.note(NO_ROOM)
@@ -161,19 +161,19 @@ def way_of(*, regroups: bool, works: bool, spared: bool) -> Way:
     return "alone" if works else "at once"
 
 
-def reason_of(event: Leaving) -> str:
+def reason_of(event: ToldToEnd) -> str:
     """Return what an engine was told: `SIGTERM`, `spot notice, 120 s left`."""
     left = "" if event.seconds is None else f", {event.seconds:.0f} s left"
     return f"{event.reason}{left}"
 
 
-def told_words(who: str, event: Leaving) -> str:
+def told_words(who: str, event: ToldToEnd) -> str:
     """Tell the user that an engine is about to leave."""
     what = "its host goes" if event.host else "it was told to end"
     return f"{who} leaves: {what} ({reason_of(event)})."
 
 
-def stopped_error(who: Sequence[str], event: Leaving, step: int, folder: str) -> RunError:
+def stopped_error(who: Sequence[str], event: ToldToEnd, step: int, folder: str) -> RunError:
     """Return what a run ends in that has stopped for those who had to leave."""
     saved = f" Its checkpoint is in {folder}." if folder else ""
     return RunError(

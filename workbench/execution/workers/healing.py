@@ -21,7 +21,6 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...cluster.processes import lives
@@ -30,6 +29,7 @@ from ...shared.events import Healed, Joined, Left, Regrouped, Standing
 from ...shared.messages import CellOutcome, Regroup
 from ..outcome import Recovery
 from ..requests import ARGS, PUSH
+from .change import Change, healed_words, joined_words, left_words
 
 if TYPE_CHECKING:
     from ...shared.plan import Plan
@@ -44,6 +44,7 @@ LOOK_S = 0.05
 TRAINS = ("starting", "recovering", "running", "paused")
 """States of a run whose members may be training: a death can be heard before the news that they
 have begun. Whoever has not says so, and the run fails for the death after all."""
+ENDED = "the run ended before"
 TRIES = 3
 """Fresh engines in one worker's place that never come to take part, one after the other."""
 
@@ -58,26 +59,11 @@ class Execution(Protocol):
     def meets(self, prefix: str) -> None:
         """Take note under which name its workers meet from now on."""
 
+    def recruit(self, count: int) -> list[int]:
+        """Have more engines be of the run; return which."""
+
     def request_to_join(self, engine: int) -> dict[str, Any]:
         """Return what an engine is asked that comes while the run goes on."""
-
-
-@dataclass
-class Change:
-    """What the generation under way is to bring, until all its members have told.
-
-    Attributes:
-        lost, fresh: Engines that are done without, and that are let in.
-        left: Why engines leave, in words, by engine.
-        how: What became of the lost, in words, by engine; empty as long as it is not known.
-        heard: What members have said, by engine.
-    """
-
-    lost: list[int] = field(default_factory=list)
-    fresh: list[int] = field(default_factory=list)
-    left: dict[int, str] = field(default_factory=dict)
-    how: dict[int, str] = field(default_factory=dict)
-    heard: dict[int, Regrouped] = field(default_factory=dict)
 
 
 class Healer:
@@ -89,6 +75,7 @@ class Healer:
     Attributes:
         generation: The newest that was announced; 0: none.
         members: Engines that take part, in the order of the run's ranks.
+        failed: Why engines that the latest `scale` had asked for did not come.
     """
 
     def __init__(self, launch: Execution, lent: Mapping[str, bytes]) -> None:
@@ -101,6 +88,12 @@ class Healer:
         self._asked: dict[int, str] = {}  # are to leave as soon as all train
         self._leaving: list[int] = []  # are no members, and wait to be let go
         self._gone: set[int] = set()  # were let go, and end their cell
+        self._awaited: set[int] = set()  # are started, or run the cell, to be let in
+        self._unwanted: set[int] = set()  # of those, are not to come after all
+        self._scaling = threading.Lock()
+        self._target: int | None = None
+        self.failed: list[str] = []
+        self._why_not = ""
         self._reached = 0  # the first step of the members there are now
         self._keeper = self.members[0]  # whose weights are the run's
         self._coming: dict[int, CellOutcome] = {}  # run the cell, in the place of one that so ended
@@ -193,6 +186,8 @@ class Healer:
                     self._send_home()
                     if not self.members and self._keeper in self._change.lost:
                         self._give_up()  # the weights went with it
+                case Standing(phase="apart"):
+                    self._why_not = event.why
                 case Standing(phase="in"):
                     self._in.add(engine)
                     self._dismiss_asked()
@@ -236,8 +231,12 @@ class Healer:
             self.members.remove(engine)
             self._change.fresh.remove(engine)
             self._announce()
+        self._awaited.discard(engine)
+        if outcome.status not in ("error", "died") and engine not in self._unwanted:
+            self.failed.append(f"{self._run.called(engine)}: {ENDED}")
         if not self._over and outcome.status in ("error", "died"):
             why = outcome.how if outcome.status == "died" else outcome.words
+            self.failed.append(f"{self._run.called(engine)}: {why}")
             self._run.note(
                 f"A fresh engine in the place of {self._run.called(engine)} did not come to take "
                 f"part: {why}"
@@ -297,8 +296,73 @@ class Healer:
             for engine in engines:
                 self._begin_replacing(engine)
 
+    def scale(self, workers: int) -> None:
+        """Go on with so many workers; returns when it is begun, before it is done.
+
+        Raises:
+            PlanError: More engines than the administrator allows.
+            RunError: It cannot be, or another number is under way.
+        """
+        if not self._scaling.acquire(blocking=False):
+            raise self._busy()
+        try:
+            with self._lock:
+                self.check_scales()
+                if self.target is not None:
+                    raise self._busy()
+                self.failed.clear()
+                self._target = workers
+                there = self._in_order({*self.members, *self._awaited} - set(self._asked))
+                self._shrink(there[workers:])
+                away = [one for one in self._run.members if not self._takes_part(one)]
+            try:
+                again = away[: max(0, workers - len(there))]
+                more = workers - len(there) - len(again)
+                fresh = self._launch.recruit(more) if more > 0 else []
+                self.admit([*again, *fresh])
+            except BaseException:
+                self._target = None
+                raise
+        finally:
+            self._scaling.release()
+
+    def _shrink(self, surplus: Sequence[int]) -> None:
+        going = [one for one in surplus if one in self.members]
+        coming = [one for one in surplus if one not in self.members]
+        self._unwanted.update(coming)
+        self._launch.pool.engines.interrupt([one for one in coming if one in self._coming])
+        if going:
+            self.dismiss(going, "fewer workers were asked for")
+
+    def _busy(self) -> RunError:
+        return RunError(
+            "The run's workers are being changed already.",
+            seen=f"{self._target} are on their way",
+            next_step="wait until they have come or left: run.events tells",
+            code="WB-RUN-153",
+        )
+
+    @property
+    def target(self) -> int | None:
+        """How many workers there are to be, while that is under way."""
+        with self._lock:
+            change = self._change
+            if not (self._awaited or self._asked or self._leaving or change.left or change.fresh):
+                self._target = None
+            return self._target
+
+    def check_scales(self) -> None:
+        """Raise RunError where the run cannot have more or fewer workers."""
+        self._check_goes_on()
+        if self._why_not:
+            raise RunError(
+                "This training keeps its workers.",
+                seen=self._why_not,
+                code="WB-RUN-154",
+            )
+
     def _takes_part(self, engine: int) -> bool:
-        return engine in {*self.members, *self._coming, *self._past, *self._leaving}
+        return engine in {*self.members, *self._awaited, *self._past, *self._leaving}
 
     def _check_goes_on(self) -> None:
         if not self._goes_on or set(self.members) <= self._past:
@@ -431,7 +495,7 @@ class Healer:
             run.recoveries.append(done)
             run.note(healed_words(done), change.lost)
         if change.left:
-            ranks = [run.engines.index(one) for one in change.left]
+            ranks = sorted(run.engines.index(one) for one in change.left)
             who = [run.called(i) for i in change.left]
             why = list(dict.fromkeys(change.left.values()))
             run.history.event(
@@ -442,12 +506,13 @@ class Healer:
             )  # fmt: skip
             run.note(left_words(who, why, event.step, seconds, workers))
         if change.fresh:
-            ranks = [run.engines.index(one) for one in change.fresh]
+            ranks = sorted(run.engines.index(one) for one in change.fresh)
             run.history.event(
                 Joined(ranks=ranks, step=event.step, seconds=seconds, workers=workers)
             )
             run.note(joined_words([run.called(i) for i in change.fresh], event.step, seconds))
             for one in change.fresh:
+                self._awaited.discard(one)
                 self._coming.pop(one, None)
                 self._tries.pop(one, None)
         self._change = Change()
@@ -463,10 +528,12 @@ class Healer:
     # -- in their places ---------------------------------------------------------------------------
 
     def _begin_replacing(self, engine: int) -> None:
+        self._unwanted.discard(engine)
         self._tries[engine] = self._tries.get(engine, 0) + 1
         if self._tries[engine] > TRIES:
             self._run.note(f"{TRIES} fresh engines died in one place; the others go on without.")
             return
+        self._awaited.add(engine)
         threading.Thread(
             target=self._replace, args=(engine,), name="workbench-heal", daemon=True
         ).start()
@@ -477,16 +544,24 @@ class Healer:
             with self._starting:
                 self._start(engine)
         except WorkbenchError as error:
+            self._failed(engine, str(error))
             if not self._over:
                 self._run.note(f"No fresh engine took the place of a dead one: {error}")
         except Exception as error:  # the others go on in any case
             log.exception("No engine could take the place of engine %d", engine)
+            self._failed(engine, str(error))
             self._run.note(f"No fresh engine took the place of a dead one: {error}")
+
+    def _failed(self, engine: int, why: str) -> None:
+        with self._lock:
+            self._awaited.discard(engine)
+            self.failed.append(f"{self._run.called(engine)}: {why}")
 
     def _start(self, engine: int) -> None:
         launch, task = self._launch, self._task
         engines = launch.pool.engines
         if task is None or not self._ended_before(engine, task):
+            self._failed(engine, ENDED)
             return
         if engines.engines[engine].state == "dead":
             engines.restart([engine], launch.plan.framework)
@@ -499,13 +574,18 @@ class Healer:
                 f"{', '.join(sorted(missing))}: it cannot be copied."
             )
         with self._lock:
+            if engine in self._unwanted:
+                self._awaited.discard(engine)
+                return
             if self._over or set(self.members) <= self._past:
+                self._failed(engine, ENDED)
                 return
             self._coming[engine] = task.outcomes[engine]
             self._in.discard(engine)
         if not task.rejoin(engine, launch.request_to_join(engine)):
             with self._lock:
                 self._coming.pop(engine, None)
+                self._failed(engine, ENDED)
         self._send_home()
 
     def _ended_before(self, engine: int, task: Task) -> bool:
@@ -521,31 +601,3 @@ class Healer:
             if not waiting or not (self._over or set(self.members) <= self._past):
                 return
         self._launch.pool.engines.interrupt(waiting)
-
-
-def healed_words(done: Recovery) -> str:
-    """Tell the user what happened and what it cost."""
-    one = done.workers == 1
-    return (
-        f"{done.how}. {done.workers} worker{' goes' if one else 's go'} on from step {done.step}, "
-        f"after {1e3 * done.seconds:.0f} ms; no step is lost."
-    )
-
-
-def left_words(
-    who: Sequence[str], why: Sequence[str], step: int, seconds: float, workers: int
-) -> str:
-    """Tell the user who takes part no more."""
-    return (
-        f"{' and '.join(who)} left ({'; '.join(why)}). {workers} worker"
-        f"{' goes' if workers == 1 else 's go'} on from step {step}, after "
-        f"{1e3 * seconds:.0f} ms; no step is lost."
-    )
-
-
-def joined_words(who: Sequence[str], step: int, seconds: float) -> str:
-    """Tell the user who has come to take part."""
-    return (
-        f"{' and '.join(who)} {'takes' if len(who) == 1 else 'take'} part from step {step} on; "
-        f"the others stood still for {1e3 * seconds:.0f} ms."
-    )
