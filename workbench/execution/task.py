@@ -296,8 +296,9 @@ class Task:
 
     @property
     def lost(self) -> int:
-        """How many workers have died that the others could do without."""
-        return len(self._lost.difference(*self._chains))
+        """How many workers have died, or left, that the others could do without."""
+        with self._lock:
+            return len(self._lost.union(self.outcomes).difference(*self._chains))
 
     def _end(self) -> None:
         self.seconds = time.perf_counter() - self.began

@@ -5,6 +5,7 @@ import os
 import signal
 
 import numpy as np
+import psutil
 import pytest
 from needs import need
 from notebook_shell import WAIT_S, soon
@@ -163,7 +164,9 @@ def test_a_worker_that_nobody_waits_for_leaves_alone(cluster, paced, tmp_path):
     trains(run)
     warn(cluster, 1)
     assert soon(lambda: exits(cluster)[1] == "SIGTERM"), exits(cluster)
-    assert not run.is_over
+    run.pause()
+    assert soon(lambda: run.state == "paused")
+    run.resume()
     (tmp_path / "hurry").touch()
     run.wait(WAIT_S)
     assert run.state == "finished"
@@ -171,6 +174,32 @@ def test_a_worker_that_nobody_waits_for_leaves_alone(cluster, paced, tmp_path):
     assert event.items() >= {**WARNED, "ranks": [1], "workers": 2}.items()
     rows = run.history.totals.rows
     assert rows[0] == rows[2] == STEPS > rows[1] >= 22
+
+
+def test_a_server_with_a_copy_leaves_and_its_copy_takes_over(cluster, paced, undisturbed, tmp_path):
+    run = cluster.run(paced, strategy="central_storage", options={"replicas": 2})
+    trains(run)
+    server = next(i for i in cluster.ids if i not in cluster.worker_ids)
+    warn(cluster, server)
+    assert soon(lambda: exits(cluster)[server] == "SIGTERM"), exits(cluster)
+    (tmp_path / "hurry").touch()
+    run.wait(WAIT_S)
+    assert run.recoveries == []
+    assert [one["ranks"] for one in run.events] == [[]]
+    assert difference(run.weights(), undisturbed) <= EXACT
+    every_step_counts_once(run, STEPS)
+
+
+def test_the_warm_parent_passes_it_on_and_ends_last(cluster, paced, tmp_path):
+    run = cluster.run(paced, strategy="mirrored", on_failure="stop", checkpoint=str(tmp_path / "c"))
+    trains(run)
+    parent = psutil.Process(pids(cluster)[0]).parent()
+    parent.terminate()
+    with pytest.raises(RunError, match=r"WB-RUN-165"):
+        run.wait(WAIT_S)
+    assert checkpoints.found(tmp_path / "c")[-1].step == run.history.totals.steps
+    assert soon(lambda: cluster.ids == []), exits(cluster)
+    assert soon(lambda: not parent.is_running() or parent.status() == psutil.STATUS_ZOMBIE)
 
 
 # -- healing ---------------------------------------------------------------------------------------
