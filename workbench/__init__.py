@@ -72,6 +72,7 @@ _LAZY = {
     "options": "workbench.engine.training.notes",
     "checkpoint": "workbench.engine.checkpoints.checkpoints",
     "resumed_step": "workbench.engine.checkpoints.checkpoints",
+    "leave_when": "workbench.engine.telemetry.notices",
     "run_job": "workbench.engine.job",
     # both
     "data": "workbench",

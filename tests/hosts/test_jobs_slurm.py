@@ -20,6 +20,7 @@ from notebook_shell import soon
 import workbench as wb
 from workbench.errors import RunError
 from workbench.history import disk
+from workbench.shared import checkpoints
 
 pytestmark = [pytest.mark.hosts, pytest.mark.torch]
 need("torch")
@@ -78,6 +79,30 @@ def test_a_job_that_is_warned_goes_on_from_its_checkpoint(shared: Path, queues: 
     assert again.state == "finished"
     assert again.history["step"].min() == stopped
     assert disk.read_meta(second)["job"]["resumed_from"] == f"step-{stopped}"
+
+
+@pytest.mark.parametrize("whom", [[], ["--batch"]], ids=["its processes", "its script"])
+def test_a_job_that_is_told_to_end_writes_its_checkpoint_and_goes_on_when_it_is_queued_again(
+    shared: Path, queues: LocalSlurm, whom: list[str]
+) -> None:
+    cell = SLOW.replace("steps=2000", "steps=150")
+    handed = submitted(shared, cell, checkpoint="kept", checkpoint_every=1000)
+    run = handed.follow()
+    assert soon(lambda: run.snapshot().step >= 3, WAIT_S)
+    queues.call("scancel", *whom, "--signal=TERM", handed.id)
+    run.wait(WAIT_S)
+    assert run.state == "stopped"
+    stopped = run.history.totals.steps
+    assert [one.step for one in checkpoints.found(shared / "checkpoints")] == [stopped]
+    assert soon(lambda: handed.look().state not in ("pending", "running"), WAIT_S)
+    queues.call("scontrol", "requeue", handed.id)
+    queues.call("scontrol", "update", f"JobId={handed.id}", "StartTime=now")
+    second = shared / "runs" / "2"
+    assert soon(lambda: (second / disk.META).exists(), WAIT_S)
+    again = wb.follow(second)
+    again.wait(WAIT_S)
+    assert again.state == "finished"
+    assert again.history["step"].min() == stopped
 
 
 def test_a_job_that_dies_is_named_with_what_it_printed(

@@ -459,6 +459,21 @@ def test_time_is_at_least_a_minute_for_slurm(folder):
     assert "--time=1-01:01:01" in write("slurm", folder, resources=long)["job.sbatch"]
 
 
+def test_a_pod_has_time_to_write_a_checkpoint_when_it_is_told_to_end(folder):
+    """torchrun gives its ranks 30 s, which is all that Kubernetes gives a pod by default."""
+    (job,) = documents(write("pytorchjob", folder)["pytorchjob.yaml"])[-1:]
+    for kind in job["spec"]["pytorchReplicaSpecs"].values():
+        assert kind["template"]["spec"]["terminationGracePeriodSeconds"] > 30
+
+
+def test_a_script_of_slurm_hears_of_both_warnings_and_is_queued_again_after_its_own(folder):
+    text = write("slurm", folder)["job.sbatch"]
+    assert "#SBATCH --signal=B:USR1@60" in text
+    assert "trap 'again=1; warn' USR1" in text
+    assert "trap warn TERM" in text
+    assert 'if [ -n "$again" ]' in text
+
+
 def test_gpus_are_asked_for_only_where_there_are_some(folder):
     without = dataclasses.replace(ALL, gpus_per_node=0)
     assert "gpu" not in write("slurm", folder, resources=without)["job.sbatch"]

@@ -46,6 +46,28 @@ def test_a_stop_lets_the_agreed_step_happen_and_no_more() -> None:
     assert gate.stopping
 
 
+@pytest.mark.parametrize(("purpose", "alone"), [("leave", False), ("leave_alone", True)])
+def test_a_worker_that_must_leave_stops_and_nothing_lets_it_go_on(
+    purpose: Purpose, alone: bool
+) -> None:
+    gate = Gate()
+    gate.enter(4)
+    gate.halt_at("pause", 4)
+    gate.halt_at(purpose, -1)
+    gate.resume()
+    gate.halt_at("pause", 9)
+    assert not gate.enter(5)
+    assert (gate.stopping, gate.leaving, gate.leaves_alone) == (True, True, alone)
+
+
+def test_a_stop_is_no_leave() -> None:
+    gate = Gate()
+    gate.halt_at("stop", 3)
+    gate.halt_at("leave", 9)
+    assert not gate.enter(4)
+    assert (gate.stopping, gate.leaving) == (True, False)
+
+
 @pytest.mark.parametrize(
     ("purpose", "named", "may_start"), [("stop", 3, False), ("pause", 4, True)]
 )

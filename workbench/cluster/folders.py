@@ -366,12 +366,13 @@ def clusters() -> list[Found]:
 def stop(found: Found) -> bool:
     """End a cluster, whoever owns it; return whether nothing of it is left.
 
-    Its warm parents are asked, by pid and start time; what is left then is killed.
+    Its warm parents are asked, by pid and start time; what is left then is killed. They are not
+    asked by SIGTERM, at which engines say goodbye first.
     """
     parents = [one for one in found.about["parents"].values() if alive(one)]
     for one in parents:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(int(one["pid"]), signal.SIGTERM)
+            os.kill(int(one["pid"]), signal.SIGHUP)
     end = time.monotonic() + STOP_S
     while any(map(alive, parents)) and time.monotonic() < end:
         time.sleep(0.05)

@@ -21,6 +21,7 @@ from .. import catalog
 from ..errors import ClusterError, RunError
 from ..shared import events
 from .debugging.marks import BOARD, waits_in
+from .telemetry.departure import Departure
 from .telemetry.membership import Membership
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class RunContext:
         remote_devices: Of workers for which this engine hands out work, the devices as shown.
         board: What the engines of the run had to say to each other, by way of the kernel.
         membership: Who takes part, where that may change while the training goes on.
+        departure: What this process does once it is told to end.
         checkpoints: What writes and reads this cell's checkpoints; made when first needed.
         train_s, eval_s: Wall time of training without evaluation and pauses; of evaluation.
         weights: Called at the end of the run for the final weights; None when nothing was trained.
@@ -150,6 +152,7 @@ class RunContext:
     remote_devices: tuple[str, ...] = ()
     board: Rendezvous = field(default_factory=Rendezvous)
     membership: Membership = field(default_factory=Membership)
+    departure: Departure = field(default_factory=Departure)
     checkpoints: Any = None
 
     def post(self, topic: str, value: Any = True) -> None:

@@ -53,7 +53,9 @@ from .interrupt import InterruptWatch, leave_signals_to_us
 from .kernel_watch import Home, KeptHome, LastHome
 from .output import held_back
 from .runtime import Engine, give_back, run_cell, support
+from .telemetry import notices
 from .telemetry.control_link import ControlLink
+from .telemetry.departure import Departure
 
 machinery(__name__)
 _engine: Engine | None = None
@@ -165,7 +167,13 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
         vars(multiprocessing.current_process())["_config"]["tempdir"] = cluster_env.folder()
     # What others (ipyparallel's launchers) have put there before the first cell is not the user's.
     found = set() if attached_before else set(IPythonShell().namespace)
-    _engine = Engine(info["engine"], link, InterruptWatch(_break_out), injected=found)
+    departure = Departure() if _engine is None else _engine.departure
+    watch = InterruptWatch(_break_out)
+    watch.on_terminate = departure.signalled
+    if _engine is None:
+        departure.install()
+        notices.serve(departure)
+    _engine = Engine(info["engine"], link, watch, injected=found, departure=departure)
     stdin_bridge.install(info["engine"], link.say)
     debugger.install()
     tracebacks.install(IPythonShell().shell)
@@ -234,13 +242,20 @@ def cell(request: Mapping[str, Any]) -> dict[str, Any]:
     shell.autoreload(request.get("autoreload") or "0")
     tracebacks.show_as(request.get("traceback") or tracebacks.KINDS[0])
     if _diary is None:
-        return run_cell(_engine, shell, request).to_wire()
+        return _answered(_engine, run_cell(_engine, shell, request))
     _diary.begin(str(request.get("call", "")), str(request.get("what", "a cell")))
     outcome = CellOutcome(status="error", ename="RuntimeError", evalue="it was cut off")
     try:
         outcome = run_cell(_engine, shell, request)
     finally:
         _diary.end(outcome)
+    return _answered(_engine, outcome)
+
+
+def _answered(engine: Engine, outcome: CellOutcome) -> dict[str, Any]:
+    """Return an outcome as it travels; who was told to end ends once it has."""
+    if engine.departure.is_due:
+        engine.departure.leave(asyncio.get_running_loop())
     return outcome.to_wire()
 
 

@@ -45,6 +45,7 @@ from .debugging.marks import machinery
 from .interrupt import InterruptWatch
 from .meeting import KEY, About, Surroundings, meeting_of
 from .runtime import Engine, run_cell, support
+from .telemetry import notices
 from .telemetry.control_link import ControlLink
 from .transport.address import addresses
 
@@ -324,6 +325,7 @@ def _take_part(path: Path, job: About) -> bool:
     )  # fmt: skip
     engine = Engine(where.rank, link, watch, framework=spec["framework"])
     watch.on_terminate = lambda: link.say(AskedToEnd(engine=where.rank, why="SIGTERM"))
+    notices.serve(engine.departure)
     # An interrupt is meant for the cell; what comes before or after it finds nothing to end.
     before = signal.signal(signal.SIGTERM, _heard), signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -37,6 +37,7 @@ from .debugging import marks, postmortem, stacks
 from .debugging.marks import begins_cell, doing, machinery
 from .debugging.tracebacks import advice, plain
 from .telemetry import profiler
+from .telemetry.departure import Departure, Notice
 from .telemetry.membership import Membership
 from .telemetry.recorder import Recorder
 from .telemetry.step_gate import FaultInjector, Gate
@@ -92,6 +93,7 @@ class Engine:
     framework: str = "torch"
     environ: dict[str, str | None] = field(default_factory=dict)
     injected: set[str] = field(default_factory=set)  # names of ours in the cells' namespace
+    departure: Departure = field(default_factory=Departure)
 
 
 def support(framework: str) -> Any:
@@ -181,6 +183,28 @@ def _train(
 ) -> CellOutcome:
     run = _new_run(engine, spec)
     _attach(engine, run)
+    with engine.departure.taking_part(lambda notice: _say_goodbye(run, notice)):
+        return _train_in(run, engine, shell, framework, request, injected)
+
+
+def _say_goodbye(run: RunContext, notice: Notice) -> None:
+    run.emit(
+        events.ToldToEnd(
+            rank=run.membership.place, reason=notice.reason, seconds=notice.seconds,
+            host=notice.host,
+        )
+    )  # fmt: skip
+
+
+def _train_in(
+    run: RunContext,
+    engine: Engine,
+    shell: Shell,
+    framework: Any,
+    request: Mapping[str, Any],
+    injected: dict[str, Any],
+) -> CellOutcome:
+    spec = run.spec
     run_context.set_current(run)
     profiler.install(run)
     kept = memory_snapshot.watch(run, framework)
@@ -232,6 +256,7 @@ def _new_run(engine: Engine, spec: RunSpec) -> RunContext:
         emit=engine.link.emit,
         started_s=time.perf_counter(),
         membership=Membership(spec.rank, joins=spec.joins),
+        departure=engine.departure,
     )
     place = run.membership.place
     run.membership.tell = lambda phase, generation: engine.link.emit(
@@ -253,7 +278,8 @@ def _cell_ended(
     if run.gate.stopping or outcome.status == "interrupted":
         engine.watch.begin_clearing(whole=not run.failed)
     run.emit(events.CellLeft(rank=run.membership.place, status=outcome.status))
-    if run.failed and run.checkpoints is not None and kept is not None:
+    goes = run.failed or run.gate.leaving
+    if goes and run.checkpoints is not None and kept is not None:
         outcome = replace(outcome, kept_step=kept.keep(run.checkpoints))
     if run.checkpoints is not None:
         run.checkpoints.conclude(failed=run.failed)
@@ -270,9 +296,11 @@ def _tell_end(run: RunContext, framework: Any, outcome: CellOutcome) -> CellOutc
         if not run.failed:
             raise
         weights = None  # they went with what the cell failed of, which is told already
+    status = "stopped" if outcome.status == "ok" and run.gate.stopping else outcome.status
     outcome = replace(
         outcome,
-        status="stopped" if outcome.status == "ok" and run.gate.stopping else outcome.status,
+        # Who leaves, or has stopped for one that does, did what it was to do.
+        status="ok" if status == "stopped" and run.gate.leaving else status,
         trained=run.trained,
         loop=OwnLoop(by=run.taken_over, backwards=run.backwards, updates=run.updates),
         options_read=run.options_read,
@@ -300,11 +328,12 @@ def _serve(engine: Engine, spec: RunSpec, framework: Any) -> CellOutcome:
     """Take part in a run as a server: no cell is run, no process group joined."""
     run = RunContext(
         spec, Recorder(spec.run, spec.rank, capacity=1), Gate(), FaultInjector(spec.rank),
-        engine.link.emit,
+        engine.link.emit, departure=engine.departure,
     )  # fmt: skip
     engine.link.attach(run, None)
+    goes = engine.departure.taking_part(lambda notice: _say_goodbye(run, notice))
     try:
-        with engine.watch.armed():
+        with engine.watch.armed(), goes:
             framework.setup(spec)
             serve(run, framework)
         return CellOutcome(status="ok")

@@ -21,7 +21,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,8 @@ from .requests import (
     with_original_ranks,
 )
 from .task import Task
-from .workers import halts, hangs, replacing
+from .workers import hangs, replacing
+from .workers.departures import Departures
 from .workers.healing import Healer
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class RunExecution:
         self._token = ""  # of the unfinished checkpoints of its last submission
         self._specs: Specs = {}
         self._key = secrets.token_hex(32)
-        self._healer: Healer | None = None
+        self.healer: Healer | None = None
+        self._departures = Departures(self)
 
     @functools.cached_property
     def files(self) -> FarFiles:
@@ -115,8 +117,9 @@ class RunExecution:
         specs = pool.specs(ids, self.plan, self.leases, prefix, framework, group)
         specs = self._specs = with_original_ranks(specs, run.engines)
         far = self.files.settings(again=run.task is not None)
-        self._healer = Healer(self, self._lend()) if self.plan.on_failure == "heal" else None
-        key = "" if self._healer is None else self._key
+        self.healer = Healer(self, self._lend()) if self.plan.on_failure == "heal" else None
+        self._departures = Departures(self)
+        key = "" if self.healer is None else self._key
         asked = run_requests(run, specs, self.number, self.autoreload, self.plan, far, key)
         about = {"number": self.number, "autoreload": self.autoreload}
         about |= {"run": run.number, "servers": list(self.servers)}
@@ -130,26 +133,25 @@ class RunExecution:
             self.settled,
             spare=self._spare(),
             least=1 if run.plan.entry.remote_workers else 0,
-            mender=self._healer,
+            mender=self.healer,
             listens=replacing.listener(
                 run,
                 pool.engines.router.send,
-                self._healer,
+                self.healer,
                 lambda engine: pool.engines.restart([engine], framework),
             ),
             on_loss=self.lose,
             chains=self.chains(),
             going=lambda: run.state not in ("starting", "recovering"),
+            on_leaving=lambda engine, event: self._departures.hear(engine, event),
         )
         run.begin(task)
         hangs.watch(task, pool.engines.router.questions.ask, lambda: run.held)
-        if (healer := self._healer) is not None:
-            halts.watch(task, pool.engines, lambda: healer.members, healer.end_halted)
 
     def settle_healing(self) -> None:
         """Let nobody in any more: the cell is over, and what comes next starts engines itself."""
-        if self._healer is not None:
-            self._healer.settle()
+        if self.healer is not None:
+            self.healer.settle()
 
     def meets(self, prefix: str) -> None:
         """Take note under which name its workers meet from now on."""
@@ -229,6 +231,11 @@ class RunExecution:
             return self.run.members[1:]
         return ()
 
+    def spares(self, engine: int) -> bool:
+        """Whether the others go on without a pause when this engine is gone."""
+        held_twice = any(engine in chain for chain in self.chains())
+        return engine in self._spare() or held_twice
+
     def chains(self) -> list[list[int]]:
         """Return, for each part of the parameters that is held twice, which engines hold it."""
         plan = self.plan
@@ -257,7 +264,9 @@ class RunExecution:
         run.begin(task)
         if task.group_broken:
             self.pool.drop_group()
-        if self._replace(task.outcomes) or self._recoverer.begin(task):
+        left = self._departures.left(task)
+        ends = self._departures.settle(left)
+        if self._replace(task.outcomes) or self._recoverer.begin(task, left):
             return
         shutil.rmtree(run.folder / RESCUED, ignore_errors=True)
         self._sweep(task.outcomes)
@@ -266,7 +275,8 @@ class RunExecution:
             error = None  # an agreed stop that needed an interrupt is still a stop
             for engine, text in task.ended.items():
                 run.note(text, [engine])
-        error = self._recoverer.explain(error) if error else outcome_error(run, task.outcomes)
+        error = self._recoverer.explain(error) if error else ends
+        error = error or outcome_error(run, task.outcomes)
         for text in outcome_notes(task.outcomes):
             run.note(text)
         if run.plan.recipe.function or self.files.hosts:
@@ -353,6 +363,8 @@ RESCUE = "workbench.engine.checkpoints.memory_snapshot:write"
 RESCUED = "rescued"
 """Folder, in the run's own, of what survivors held; gone with the run's end."""
 LOAN_TIMEOUT_S = 120.0
+LEAVE_S = 5.0
+"""How long an engine may take to end that has left."""
 
 
 def lost(task: Task) -> list[int]:
@@ -377,12 +389,16 @@ class Recoverer:
         self._origin = launch.run.resume_from
         self._why_not = ""
 
-    def begin(self, task: Task) -> bool:
-        """Return whether the run goes on; if so, it is begun again in the background."""
+    def begin(self, task: Task, left: Mapping[int, str]) -> bool:
+        """Return whether the run goes on; if so, it is begun again in the background.
+
+        Args:
+            left: Engines for whose sake all have stopped, and what those were told.
+        """
         launch, began = self._launch, time.perf_counter()
-        run, dead = launch.run, lost(task)
+        run, dead = launch.run, lost(task) or list(left)
         if (
-            not set(dead) - task.spared
+            not (left or set(dead) - task.spared)
             or launch.plan.on_failure == "stop"
             or run.state == "stopping"
         ):
@@ -391,7 +407,10 @@ class Recoverer:
         if self._why_not:
             return False
         how = "; ".join(
-            f"{run.called(i)} died: {task.outcomes[i].how or 'how is not known'}" for i in dead
+            f"{run.called(i)} left ({left[i]})"
+            if i in left
+            else f"{run.called(i)} died: {task.outcomes[i].how or 'how is not known'}"
+            for i in dead
         )
         run.advance("recover")
         threading.Thread(
@@ -467,6 +486,7 @@ class Recoverer:
             launch.narrow(members)
         run.go_on(launch.renumber(run), members, start.path if start else "", step)
         if launch.plan.on_failure in ANEW:
+            self._await_end(dead)
             gone = [i for i in dead if i in known and known[i].state == "dead"]
             launch.pool.engines.restart(gone or dead, launch.plan.framework)
             self._lend(dead)
@@ -483,7 +503,14 @@ class Recoverer:
         run.recoveries.append(done)
         run.note(recovery_words(done, launch.plan.on_failure, bool(start)), dead)
         launch.submit()
-        run.halt_again()  # Stop was pressed while nobody could hear it
+        if _stopping(run):  # Stop was pressed while nobody could hear it
+            run.halt("stop")
+
+    def _await_end(self, engines: Sequence[int]) -> None:
+        """Wait for engines that leave to have ended; they are ended else."""
+        known, end = self._launch.pool.engines.engines, time.monotonic() + LEAVE_S
+        while time.monotonic() < end and any(known[i].state != "dead" for i in engines):
+            time.sleep(0.02)
 
     def _died_meanwhile(self, engine: int) -> str:
         known = self._launch.pool.engines.engines.get(engine)  # none where the cluster was stopped

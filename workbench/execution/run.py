@@ -22,7 +22,7 @@ from ..shared import checkpoints, events
 from ..shared.events import Topic
 from ..shared.faults import lasting, parse_fault
 from ..shared.members import Member
-from ..shared.messages import Advance, Down, Happened, Inject, Position, Records, Told
+from ..shared.messages import Advance, Down, Happened, Inject, Position, Purpose, Records, Told
 from ..shared.plan import Plan, cell_of, check_scales
 from ..shared.protocol import records_from
 from .logging_to import RunLog, await_all, log_to
@@ -196,10 +196,9 @@ class Run:
             if (asking := before.asking) is not None:
                 self._halting.halt(asking)
 
-    def halt_again(self) -> None:
-        """Stop, if that was asked for while no engine could hear it."""
-        if self._state == "stopping":
-            self._halting.halt("stop")
+    def halt(self, purpose: Purpose) -> None:
+        """Have the workers come to a step that they agree on; returns at once."""
+        self._halting.halt(purpose)
 
     def finish(self, error: RunError | None) -> None:
         """Settle the run; whatever fails on the way, it is over then. Only the first call counts.

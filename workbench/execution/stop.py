@@ -59,7 +59,7 @@ class StopCoordinator:
                 return
             self._agreement = Agreement(purpose, self._workers)
             self._send(Halt(run=self._run, purpose=purpose))
-            if purpose == "stop":
+            if purpose == "stop":  # who is to leave soon ends in any case
                 self._later(ANSWER_S, self._interrupt_unless_agreed)
 
     @property

@@ -25,6 +25,7 @@ from ..shared.events import (
     Regrouped,
     RunStarted,
     Standing,
+    ToldToEnd,
 )
 from ..shared.messages import BadMessageError, CellOutcome, Happened, Position, Records
 from ..views.output import OutputBoard
@@ -85,6 +86,7 @@ class Task:
         mender: Decides the same where it depends on more; `on_loss` hears nothing of it.
         listens: Hears whatever an engine says of its run.
         chains: Groups of engines that may die, too, while one of each group lives and `going`.
+        on_leaving: Hears of engines that were told to end.
 
     Attributes:
         when_long: To be called by whoever waits for the cell, once it has lasted for a while.
@@ -104,6 +106,7 @@ class Task:
         chains: Iterable[Iterable[int]] = (),
         going: Callable[[], bool] = lambda: True,
         listens: Callable[[int, Records | Happened | Position], object] = lambda who, what: None,
+        on_leaving: Callable[[int, ToldToEnd], object] = lambda engine, event: None,
     ) -> None:
         self.engines = engines
         self.ids = list(requests)
@@ -124,6 +127,7 @@ class Task:
         self._chains, self._going = [frozenset(chain) for chain in chains], going
         self._lost: set[int] = set()  # of those
         self.mender, self._listens = mender, listens
+        self._on_leaving = on_leaving
         self._condemned: set[int] = set()
         self._errors: list[tuple[int, Mapping[str, Any]]] = []
         self._ended: set[int] = set()  # killed by us: they did not answer an interrupt
@@ -173,6 +177,8 @@ class Task:
             return message
         if isinstance(message.event, (Standing, Regrouped)) and self.mender is not None:
             self.mender.hear(engine, message.event)
+        if isinstance(message.event, ToldToEnd):
+            _guarded(self._on_leaving, engine, message.event)
         if not isinstance(message.event, RunStarted):
             return message
         host = self.member(engine).host if engine in self.ids else ""
@@ -294,8 +300,9 @@ class Task:
 
     @property
     def lost(self) -> int:
-        """How many workers have died that the others could do without."""
-        return len(self._lost.difference(*self._chains))
+        """How many workers have died, or left, that the others could do without."""
+        with self._lock:
+            return len(self._lost.union(self.outcomes).difference(*self._chains))
 
     def _end(self) -> None:
         self.seconds = time.perf_counter() - self.began

@@ -249,13 +249,14 @@ def _change_words(event: Healed) -> str:
     """Say in short who went or came: `healed without rank 1 at step 60: 2 workers, after 9 ms`."""
     if isinstance(event, Shed):
         return f"shares {' + '.join(map(str, event.shares))} from step {event.step} on"
-    who = ", ".join(map(str, event.ranks))
+    ranks = f"rank{'s' if len(event.ranks) > 1 else ''} {', '.join(map(str, event.ranks))}"
+    who = ranks if event.ranks else "a server"
     did = {
         Healed.name: "healed without", Joined.name: "joined by", Left.name: "left by",
         Replaced.name: "replaced",
     }  # fmt: skip
     return (
-        f"{did[event.name]} rank{'s' if len(event.ranks) > 1 else ''} {who} at step {event.step}: "
+        f"{did[event.name]} {who} at step {event.step}: "
         f"{event.workers} workers, after {1e3 * event.seconds:.0f} ms"
     )
 

@@ -265,6 +265,7 @@ class Conductor:
             cast(Any, self.engines), requests, members_of(specs, hosts=self._names()),
             self._settled, on_loss=run.note,
             listens=replacing.listener(run, self.router.send, tell=run.tell),
+            on_leaving=lambda engine, event: self._preempt(event.reason),
         )  # fmt: skip
         run.begin(self.task)
         hangs.watch(self.task, self.router.questions.ask, lambda: run.held)

@@ -320,6 +320,23 @@ class Regrouped(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ToldToEnd(Event):
+    """An engine was told to end, and waits to be let go.
+
+    Attributes:
+        reason: Who told it, or why: `SIGTERM`.
+        seconds: How much time is left, where that is known.
+        host: Whether its whole host goes.
+    """
+
+    name: ClassVar[str] = "told_to_end"
+    rank: int = 0
+    reason: str = ""
+    seconds: float | None = None
+    host: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Healed(Event):
     """The others go on without workers that died; nothing was lost with them.
 
@@ -347,9 +364,13 @@ class Joined(Healed):
 
 @dataclass(frozen=True, kw_only=True)
 class Left(Healed):
-    """The others go on without workers that were to leave, and that are well."""
+    """The others go on without workers that were to leave, `reason`, and that are well.
+
+    `ranks` is empty where a server left.
+    """
 
     name: ClassVar[str] = "left"
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

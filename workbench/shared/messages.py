@@ -23,7 +23,7 @@ from . import events
 
 Buffer = bytes | memoryview
 Self = TypeVar("Self", bound="Message")
-Purpose = Literal["stop", "pause"]
+Purpose = Literal["stop", "pause", "leave", "leave_alone", "leave_now"]
 
 
 class BadMessageError(Exception):

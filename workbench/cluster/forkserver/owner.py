@@ -167,6 +167,11 @@ class Nanny:
         """Whether `escalate` will have something to do soon."""
         return bool(self._doomed)
 
+    @property
+    def engines(self) -> list[int]:
+        """Pids of the engines among the children."""
+        return [pid for pid, what in self.children.items() if what == "engine"]
+
     def reap(self) -> Iterator[tuple[int, int | None, int | None, int]]:
         """Yield pid, exit code, signal and the most memory (bytes) of each child that ended."""
         for pid in list(self.children):

@@ -44,6 +44,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -58,6 +59,8 @@ from .owner import Nanny, Owner
 PARENT_CHECK_S = 1.0
 SOON_S = 10.0
 AGAIN_S = 1.0
+TOGETHER_S = 1.0
+"""SIGTERMs that come within this time are one: a platform may tell a process by several ways."""
 ESCALATE_EVERY_S = 0.05
 
 Job = Callable[[], None]
@@ -80,6 +83,7 @@ class WarmServer:
         self._nanny = Nanny()
         self._owner = Owner(self._nanny, framework)
         self._over = False
+        self._told_at: float | None = None  # when it was told to end
         self._report: Message = {}
         self._imported = False
         self._later = preload.SecondStage(framework, extra)
@@ -138,6 +142,7 @@ class WarmServer:
                 self._nanny.escalate()
                 self._warm_up()
                 self._over |= self._owner.alone and not self._owner.needed()
+                self._over |= self._has_left
         self._end()
         return None
 
@@ -171,8 +176,21 @@ class WarmServer:
         children = {str(pid): what for pid, what in self._nanny.children.items()}
         self._send({"children": children, "exits": exits, "report": self._report})
 
-    def _on_term(self, _number: int, _frame: FrameType | None) -> None:
-        self._over = True
+    def _on_term(self, number: int, _frame: FrameType | None) -> None:
+        """Pass a SIGTERM on to the engines, which say goodbye first; a later one ends all."""
+        now = time.monotonic()
+        if number == signal.SIGTERM and self._told_at is None:
+            self._told_at = now
+            for pid in self._nanny.engines:
+                with contextlib.suppress(ProcessLookupError):
+                    self._nanny.signal(pid, number)
+        elif number != signal.SIGTERM or now - (self._told_at or now) >= TOGETHER_S:
+            self._over = True
+
+    @property
+    def _has_left(self) -> bool:
+        """Whether it was told to end, and its engines have ended."""
+        return self._told_at is not None and not self._nanny.engines
 
     def _timeout(self) -> float:
         if self._nanny.busy:
@@ -466,6 +484,7 @@ def _leave(code: int) -> None:
 def run_keeper(job: Mapping[str, Any], parent_pid: int, listen_fd: int) -> None:
     """Turn this fresh child into the process that hosts the TCPStore; never returns."""
     _detach(parent_pid, job["log_path"], "store-keeper")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # engines that say goodbye may meet in it
     store = keeper.host(listen_fd)
     while True:
         signal.pause()

@@ -50,6 +50,8 @@ from . import wire
 PATIENCE_S = 6.0
 """How long a lost connection may take to come back."""
 BEAT_S = 1.0
+TOGETHER_S = 1.0
+"""SIGTERMs that come within this time are one: srun and Slurm's step daemon both tell."""
 LOOK_S = 0.2
 """How often logs are looked into, and whether the kernel is there."""
 HEARTBEAT_MS, SILENT_MS = 1000, 4000
@@ -74,7 +76,7 @@ class Agent:
         self.folder = folders.create()
         self._outbox: deque[wire.Up] = deque()
         self._wakeup = Wakeup()
-        self._over = False
+        self._over, self._leaving, self._warns, self._told_at = False, "", False, 0.0
         self._workers = ThreadPoolExecutor(8, thread_name_prefix="workbench-agent")
         self._orders: wire.Ready | None = None
         self._parents: dict[str, WarmParent] = {}
@@ -135,6 +137,8 @@ class Agent:
             now = time.monotonic()
             if self._wakeup.fileno() in ready:
                 self._wakeup.clear()
+            if self._warns:
+                self._warn()
             while monitor.poll(0):
                 event = recv_monitor_message(monitor)["event"]
                 lost_at = (lost_at or now) if event == zmq.EVENT_DISCONNECTED else None
@@ -189,7 +193,28 @@ class Agent:
 
     def _told_to_end(self, number: int, _frame: FrameType | None) -> None:
         why = f"it was told to end ({signal.Signals(number).name})"
-        self._outbox.append(wire.Leaving(why=why))
+        now = time.monotonic()
+        if not self._leaving and number == signal.SIGTERM:
+            self._leaving, self._told_at, self._warns = why, now, True
+        elif number != signal.SIGTERM or now - self._told_at >= TOGETHER_S:
+            self._leaving = why
+            self._leave()
+        self._wakeup.set()
+
+    def _warn(self) -> None:
+        """Pass a SIGTERM on to the engines, which say goodbye; the last one's end is this one's."""
+        self._warns = False
+        with self._lock:
+            pids = [pid for engine, pid in self._pids.items() if engine != wire.KEEPER]
+            owners = {pid: self._owners[pid] for pid in pids}
+        for pid, owner in owners.items():
+            with contextlib.suppress(ClusterError, ProcessLookupError):
+                owner.signal(pid, signal.SIGTERM)
+        if not pids:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._outbox.append(wire.Leaving(why=self._leaving))
         self._over = True
         self._wakeup.set()
 
@@ -392,6 +417,8 @@ class Agent:
         how = ending(end, self._memory.seen(end.pid, end.signal is not None))
         self._read_log(engine)
         self._say(wire.EngineLeft(engine=engine, pid=end.pid, ending=how))
+        if self._leaving and not self._pids.keys() - {wire.KEEPER}:
+            self._leave()
 
     def _read_log(self, engine: int) -> None:
         log = self._logs.get(engine)

@@ -55,6 +55,7 @@ from ...shared.record import RECORD, clock_name
 from ..debugging import stacks, stdin_bridge
 from ..transport import connection
 from .recorder import FINAL_S
+from .step_gate import ENDS
 
 if TYPE_CHECKING:
     from ..context import RunContext
@@ -382,7 +383,7 @@ class ControlLink:
             case Interrupt():
                 os.kill(os.getpid(), signal.SIGINT)
             case OfRun():
-                if isinstance(message, (Halt, HaltAt)) and message.purpose == "stop":
+                if isinstance(message, (Halt, HaltAt)) and message.purpose in ENDS:
                     stdin_bridge.release("Stop was pressed")
                 run = self._run
                 if run is None:
@@ -393,10 +394,14 @@ class ControlLink:
                 stdin_bridge.hear(message)
 
     def _steer(self, run: RunContext, message: OfRun) -> None:
+        if isinstance(message, (Halt, HaltAt, Regroup)):
+            run.departure.answered()
         match message:
             case Halt():
                 step = run.gate.halt()
                 self._send(Position(run=run.spec.run, rank=run.membership.place, step=step))
+            case HaltAt(purpose="leave_now"):
+                run.departure.leave_now()
             case HaltAt():
                 run.gate.halt_at(message.purpose, message.step)
             case Resume():

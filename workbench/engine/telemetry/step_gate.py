@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 NO_LIMIT = 1 << 62
 CANNOT = -2
 """In place of a step: this training's shares cannot be changed."""
+LEAVES: tuple[Purpose, ...] = ("leave", "leave_alone")
+"""A worker must leave: all end their cell, or it alone. What else is in the cell is not run."""
+ENDS: tuple[Purpose, ...] = ("stop", *LEAVES)
+"""Who was told so does not go on."""
 
 
 class Gate:
@@ -73,7 +77,7 @@ class Gate:
         with self._changed:
             self._at = step - 1  # this step has not begun: a Stop now must not cost one more
             while step >= self._halt_at or (step >= self._deal_at and not self._portions):
-                if self._purpose == "stop" and step >= self._halt_at:
+                if self._purpose in ENDS and step >= self._halt_at:
                     return False
                 if self._purpose == "pause" and not announced:
                     announced = True
@@ -88,8 +92,18 @@ class Gate:
 
     @property
     def stopping(self) -> bool:
-        """Whether a stop was agreed."""
-        return self._purpose == "stop"
+        """Whether a stop was agreed, for whatever reason."""
+        return self._purpose in ENDS
+
+    @property
+    def leaving(self) -> bool:
+        """Whether that is since a worker must leave."""
+        return self._purpose in LEAVES
+
+    @property
+    def leaves_alone(self) -> bool:
+        """Whether this worker must leave, and the others go on without it."""
+        return self._purpose == "leave_alone"
 
     def halt(self) -> int:
         """Hold the worker; return the step it has begun (-1: none yet)."""
@@ -112,7 +126,7 @@ class Gate:
     def halt_at(self, purpose: Purpose, step: int) -> None:
         """Let steps up to and including `step` happen, then stop or pause."""
         with self._changed:
-            if self._purpose != "stop":
+            if self._purpose not in ENDS:
                 # Workers that agree with nobody are told no step: the one under way is the last.
                 self._halt_at, self._purpose = max(step, self._begun()) + 1, purpose
             self._set_limit()
@@ -120,7 +134,7 @@ class Gate:
     def resume(self) -> None:
         """Lift a pause."""
         with self._changed:
-            if self._purpose != "stop":
+            if self._purpose not in ENDS:
                 self._halt_at, self._purpose = NO_LIMIT, None
             self._set_limit()
 

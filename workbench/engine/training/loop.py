@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...errors import FitError
+from ...errors import FitError, RunStopped
 from ...shared import events
 from ..checkpoints.checkpoints import checkpoints_of
 from ..context import RunContext, current
@@ -120,6 +120,8 @@ class Training:
             idle_s = context.gate.paused_s - paused_s + context.eval_s - eval_s
             idle_s += self.weighing_s + self.saving_s + self.aside_s
             context.train_s += clock() - began - idle_s
+        if context.gate.leaves_alone:
+            raise RunStopped  # what follows would wait for the others
         result = self.result
         result.steps = context.trained - self.base
         result.loss = _loss(last)
@@ -131,6 +133,8 @@ class Training:
         self.regrouping.finish(strategy)  # workers that meet nowhere have pushed only now
         if not strategy.owns_loop:
             self.checkpoints.save()
+        if context.gate.leaving:
+            raise RunStopped  # what else the cell does is for those who go on
         for hook in self.hooks.train_end:
             hook({**self.logs, "loss": result.loss})
         return result

@@ -96,7 +96,6 @@ class Healer:
         self._why_not = ""
         self._reached = 0  # the first step of the members there are now
         self._keeper = self.members[0]  # whose weights are the run's
-        self._halted: dict[int, str] = {}  # what is said of those that we end
         self._coming: dict[int, CellOutcome] = {}  # run the cell, in the place of one that so ended
         self._tries: dict[int, int] = {}
         self._change = Change()
@@ -145,20 +144,19 @@ class Healer:
         return not self._over and self._run.state in TRAINS
 
     def _words(self, engine: int, outcome: CellOutcome) -> str:
-        if halted := self._halted.pop(engine, ""):
-            return f"{self._run.called(engine)} {halted}"
         return f"{self._run.called(engine)} died: {outcome.how or 'how is not known'}"
-
-    def end_halted(self, engine: int, seconds: float) -> None:
-        """Take note of a member that was halted, and whose process is about to be ended."""
-        with self._lock:
-            self._halted[engine] = f"was halted for {seconds:g} s (SIGSTOP), and was ended"
 
     def _do_without(self, engine: int, how: str) -> None:
         self.members.remove(engine)
         self._tries.pop(engine, None)
         self._change.lost.append(engine)
         self._change.how[engine] = how
+
+    @property
+    def can_regroup(self) -> bool:
+        """Whether all who take part train, so that some of them may leave now."""
+        with self._lock:
+            return self._goes_on and self._in.issuperset(self.members)
 
     def expects(self, engine: int) -> bool:
         """Whether an engine has yet to come to take part: the others do without it."""
@@ -503,9 +501,14 @@ class Healer:
             run.note(healed_words(done), change.lost)
         if change.left:
             ranks = sorted(run.engines.index(one) for one in change.left)
-            run.history.event(Left(ranks=ranks, step=event.step, seconds=seconds, workers=workers))
             who = [run.called(i) for i in change.left]
             why = list(dict.fromkeys(change.left.values()))
+            run.history.event(
+                Left(
+                    ranks=ranks, step=event.step, seconds=seconds, workers=workers,
+                    reason="; ".join(why),
+                )
+            )  # fmt: skip
             run.note(left_words(who, why, event.step, seconds, workers))
         if change.fresh:
             ranks = sorted(run.engines.index(one) for one in change.fresh)

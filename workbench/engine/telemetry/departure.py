@@ -1,0 +1,159 @@
+"""A process that is told to end says goodbye first, and ends by itself.
+
+Who tells it: the system, by SIGTERM (Slurm, Kubernetes, an administrator), or a notice that its
+host goes away soon (`notices.py`). While it takes part in a run it says so to the kernel, which
+decides how it leaves:
+
+    SIGTERM ──> `ToldToEnd` ──> the others regroup without it, ──> its cell is over ──> it ends
+                                or all stop at a step, and save
+
+Outside of a run nobody waits for it, and a SIGTERM does what it did without us. A second one ends
+the process at once; those that come together are one, since a platform may tell each process by
+several ways. A handler of the user's own is called as ever; nothing here takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol
+
+clock = time.monotonic
+REPLY_S = 0.5
+"""After its cell a process lives on for so long: what the cell came to is still on its way, and
+somebody may ask it to write down what it holds."""
+TOGETHER_S = 1.0
+"""Signals that come within this time are one."""
+ANSWER_S = 3.0
+"""How long the kernel may take to answer; without one the process ends."""
+
+
+class Loop(Protocol):
+    """An event loop of asyncio."""
+
+    def call_later(self, delay: float, callback: Callable[[], object]) -> object:
+        """Call back after so many seconds."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a process was told of its end.
+
+    Attributes:
+        reason: Who told it, or why, in a few words.
+        seconds: How much time is left; None: nobody said.
+        host: Whether its whole host goes.
+    """
+
+    reason: str
+    seconds: float | None = None
+    host: bool = False
+
+
+class Departure:
+    """One for a process's life; told by the threads that hear of its end.
+
+    Args:
+        end: Ends this process.
+
+    Attributes:
+        notice: What it was told; None: nothing yet.
+    """
+
+    def __init__(self, end: Callable[[], object] | None = None) -> None:
+        self._end = end or end_by_sigterm
+        self.notice: Notice | None = None
+        self._say: Callable[[Notice], object] | None = None
+        self._said = self._answered = False
+        self._first_s: float | None = None  # when there was a signal
+        self._lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def taking_part(self, say: Callable[[Notice], object]) -> Iterator[None]:
+        """Have the kernel told by `say`, as long as a run is under way."""
+        with self._lock:
+            self._say, self._said, self._answered = say, False, False
+            self._tell()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._say = None
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether others would wait for this process."""
+        return self._say is not None
+
+    def hear(self, notice: Notice) -> None:
+        """Take a notice in; only the first counts."""
+        with self._lock:
+            if self.notice is None:
+                self.notice = notice
+                self._tell()
+
+    def signalled(self) -> None:
+        """Take in a SIGTERM; a second one ends the process."""
+        with self._lock:
+            first_s, now = self._first_s, clock()
+            if first_s is None:
+                self._first_s = now
+                if self.takes_part:
+                    self.hear(Notice(signal.Signals.SIGTERM.name))
+        if first_s is not None and now - first_s >= TOGETHER_S:
+            self._end()
+
+    def answered(self) -> None:
+        """Take note that the kernel has heard, and sees to it that this process may leave."""
+        self._answered = True
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the process is to end, now that its cell is over."""
+        return self._said
+
+    def leave(self, loop: Loop) -> None:
+        """End the process in a moment, on its main thread's loop: between two calls."""
+        loop.call_later(REPLY_S, self._end)
+
+    def leave_now(self) -> None:
+        """End the process, whatever it does."""
+        self._end()
+
+    def install(self) -> None:
+        """Have a SIGTERM end this process only where nobody would wait for it; main thread."""
+        before = signal.getsignal(signal.SIGTERM)
+
+        def handle(number: int, frame: FrameType | None) -> Any:
+            if not self.takes_part and callable(before):
+                return before(number, frame)
+            return None  # who reads of signals hears of it
+
+        if callable(before):
+            signal.signal(signal.SIGTERM, handle)
+
+    def _tell(self) -> None:
+        if self.notice is None or self._say is None or self._said:
+            return
+        self._said = True
+        self._say(self.notice)
+        timer = threading.Timer(ANSWER_S, self._end_unheard)
+        timer.daemon = True
+        timer.start()
+
+    def _end_unheard(self) -> None:
+        if not self._answered:
+            self._end()
+
+
+def end_by_sigterm() -> None:
+    """End this process as one that heeds a SIGTERM does; callable from any thread."""
+    ctypes.CDLL(None).signal(signal.SIGTERM, None)  # Python's own `signal` is for one thread
+    os.kill(os.getpid(), signal.SIGTERM)

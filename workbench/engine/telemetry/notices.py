@@ -1,0 +1,131 @@
+"""Notices that a host goes away soon, looked for from time to time (`wb.leave_when`).
+
+Clouds tell a spot machine two minutes or half a minute before they take it back, each in a way of
+its own. Whoever runs there knows it: as a file that something puts there, or as a function that
+asks. Nothing is asked by default.
+
+    every few seconds   the file is there, or the function says so ──> `Departure.hear`
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ...errors import PlanError, RunError
+from .departure import Departure, Notice
+
+Source = str | os.PathLike[str] | Callable[[], object]
+VARIABLE = "WORKBENCH_LEAVE_WHEN"
+"""Names a file whose appearance is a notice, for all engines that find it in their environment."""
+EVERY_S = 5.0
+
+_departure: Departure | None = None
+_watch: Watch | None = None
+
+
+def serve(departure: Departure) -> None:
+    """Have this process told by the notices that are looked for from now on."""
+    global _departure
+    _departure = departure
+    if path := os.environ.get(VARIABLE):
+        leave_when(path)
+
+
+def leave_when(source: Source, every_s: float = EVERY_S) -> None:
+    """Look for a notice that this host goes away soon; call it on every worker, before training.
+
+    When there is one, the workers of this host leave the run before the host goes, as after a
+    SIGTERM. Calling it again replaces what was looked for before.
+
+    Args:
+        source: A file: the notice is that it is there; where a number of seconds stands in it, so
+            much time is left. Or a function: it returns None as long as there is no notice, else
+            the seconds that are left, or True where that is not known. It is called on a thread
+            of its own.
+        every_s: Seconds from one look to the next.
+
+    Raises:
+        PlanError: That is no source, or no time.
+        RunError: This process is no engine, nor a job's.
+    """
+    global _watch
+    if not (callable(source) or isinstance(source, (str, os.PathLike))):
+        raise PlanError(
+            "What says that this host goes away?",
+            seen=type(source).__name__,
+            allowed="the path of a file, or a function that returns None or the seconds left",
+            code="WB-PLAN-333",
+        )
+    if isinstance(every_s, bool) or not isinstance(every_s, (int, float)) or not every_s > 0:
+        raise PlanError(
+            "How often is a notice looked for?",
+            seen=every_s,
+            allowed="a number of seconds greater than 0",
+            code="WB-PLAN-334",
+        )
+    if _departure is None:
+        raise RunError(
+            "wb.leave_when was called where no worker is.",
+            allowed="a cell under %%distributed, or a job's script",
+            next_step="put it into the cell that trains, above wb.fit",
+            code="WB-RUN-166",
+        )
+    if _watch is not None:
+        _watch.close()
+    _watch = Watch(source, float(every_s), _departure.hear)
+
+
+class Watch:
+    """Looks until there is a notice, on a thread of its own; the first look is at once."""
+
+    def __init__(self, source: Source, every_s: float, hear: Callable[[Notice], object]) -> None:
+        self._look = source if callable(source) else _file(Path(source))
+        self._hear, self._every_s = hear, every_s
+        self._reason = "its function says so" if callable(source) else f"{source} is there"
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="workbench-notices", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closed.set()
+
+    def _main(self) -> None:
+        told = ""
+        while not self._closed.is_set():
+            try:
+                found = self._look()
+            except Exception as error:  # what asks a network may fail, and is asked again
+                found, text = None, f"{type(error).__name__}: {error}"
+                if text != told:
+                    told = text
+                    os.write(2, f"wb.leave_when: no answer ({text}); asked again.\n".encode())
+            if found is not None and found is not False:
+                self._hear(Notice(f"notice: {self._reason}", _seconds(found), host=True))
+                return
+            self._closed.wait(self._every_s)
+
+
+def _seconds(found: object) -> float | None:
+    """Return how many seconds are left, where that was said."""
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
+        return None
+    return max(0.0, float(found))
+
+
+def _file(path: Path) -> Callable[[], object]:
+    """Return what looks for a file, and for the seconds that stand in it."""
+
+    def look() -> object:
+        if not path.exists():
+            return None
+        try:
+            return float(path.read_text(errors="replace").strip())
+        except (OSError, ValueError):  # nothing is in it, or something else
+            return True
+
+    return look

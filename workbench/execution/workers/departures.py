@@ -1,0 +1,186 @@
+"""A run whose engines are told to end by the system: they leave first, and it goes on as it can.
+
+    an engine ── `ToldToEnd` ──> how it leaves
+        regroup    the others go on without it, from the step under way (`healing.py`)
+        alone      it stops after its step; the others wait for nobody
+        at once    another one has a copy of all that it holds
+        together   all stop after the same step, with a checkpoint where there is a folder for it;
+                   then the run goes on as `--on-failure` says
+
+What it was told is in a note, in `run.events`, and in what the run ends in, where it must.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from ...errors import RunError
+from ...shared.events import Left
+from ...shared.messages import HaltAt, Purpose
+
+if TYPE_CHECKING:
+    from ...shared.events import ToldToEnd
+    from ...shared.plan import Plan
+    from ..allocator import EngineAllocator
+    from ..run import Run
+    from ..task import Task
+    from .healing import Healer
+
+Way = Literal["regroup", "alone", "at once", "together"]
+HOW: dict[Way, Purpose] = {"alone": "leave_alone", "at once": "leave_now"}
+LOOK_S = 0.05
+NO_ROOM = "No fresh engine takes its place: its host goes."
+
+
+class Execution(Protocol):
+    """What is needed of a run on its engines (`launch.RunExecution`)."""
+
+    pool: EngineAllocator
+    run: Run
+    plan: Plan
+    healer: Healer | None
+
+    def spares(self, engine: int) -> bool:
+        """Whether the others go on without a pause when this engine is gone."""
+
+
+class Departures:
+    """Decides how engines of one submission leave; told on the thread that hears the engines."""
+
+    def __init__(self, launch: Execution) -> None:
+        self._launch = launch
+        self._told: dict[int, ToldToEnd] = {}
+        self._together = False  # all stop for the sake of who was told
+
+    def hear(self, engine: int, event: ToldToEnd) -> None:
+        """Take in that an engine was told to end, and see to it that it may."""
+        launch, run = self._launch, self._launch.run
+        if engine in self._told or run.is_over:
+            return
+        self._told[engine] = event
+        run.note(told_words(run.called(engine), event))
+        if self._together or run.state == "stopping":
+            return
+        match self._way(engine):
+            case "regroup":
+                self._replace_later(engine, event)
+            case "alone" | "at once" as way:
+                if not self._is_yet_to_come(engine):
+                    self._note(engine)
+                message = HaltAt(run=run.number, purpose=HOW[way], step=-1)
+                launch.pool.engines.router.send(engine, message)
+            case "together":
+                self._together = True
+                run.advance("stop" if launch.plan.on_failure == "stop" else "recover")
+                run.halt("leave")
+
+    def _is_yet_to_come(self, engine: int) -> bool:
+        healer = self._launch.healer
+        return healer is not None and healer.expects(engine)
+
+    def _way(self, engine: int) -> Way:
+        launch, healer = self._launch, self._launch.healer
+        if self._is_yet_to_come(engine):
+            return "at once"
+        regroups = healer is not None and healer.can_regroup
+        if healer is not None and regroups:
+            try:
+                healer.dismiss([engine], reason_of(self._told[engine]))
+            except RunError:  # nobody else is left
+                regroups = False
+        works = engine in launch.run.members
+        return way_of(regroups=regroups, works=works, spared=launch.spares(engine))
+
+    def _note(self, engine: int) -> None:
+        run = self._launch.run
+        ranks = [rank for rank, one in enumerate(run.engines) if one == engine]
+        left = len(run.members) - (engine in run.members)
+        step, reason = run.history.snapshot().step, reason_of(self._told[engine])
+        run.history.event(Left(ranks=ranks, step=step, workers=left, reason=reason))
+
+    def _replace_later(self, engine: int, event: ToldToEnd) -> None:
+        """Have a fresh engine take part once this one's process has ended, where there is room."""
+        if event.host:
+            self._launch.run.note(NO_ROOM)
+            return
+        threading.Thread(
+            target=self._replace, args=(engine,), name="workbench-replace", daemon=True
+        ).start()
+
+    def _replace(self, engine: int) -> None:
+        run, healer = self._launch.run, self._launch.healer
+        known = self._launch.pool.engines.engines
+        while known[engine].state != "dead" or not self._has_left(engine):
+            if run.over.wait(LOOK_S):
+                return
+        if healer is not None and run.task is not None:
+            with contextlib.suppress(RunError):  # the run is through, or it was needed again
+                healer.admit([engine])
+
+    def _has_left(self, engine: int) -> bool:
+        """Whether the others went on without it; where all of them died it is needed again."""
+        run = self._launch.run
+        return any(
+            one["event"] == Left.name and run.engines.index(engine) in one["ranks"]
+            for one in run.events
+        )
+
+    def left(self, task: Task) -> dict[int, str]:
+        """Return for whose sake all have stopped, and what those were told; empty: for nobody's."""
+        if not self._together or task.failure() is not None:
+            return {}
+        return {engine: reason_of(self._told[engine]) for engine in sorted(self._told)}
+
+    def settle(self, left: Collection[int]) -> RunError | None:
+        """Take note that they have left; return what the run ends in where it does not go on."""
+        run, plan = self._launch.run, self._launch.plan
+        for engine in left:
+            self._note(engine)
+        if not left or (plan.on_failure != "stop" and run.state == "stopping"):
+            return None  # in the latter case its user has pressed Stop since
+        who = [run.called(one) for one in left]
+        step = run.history.snapshot().step
+        return stopped_error(who, self._told[min(left)], step, plan.checkpoint)
+
+
+def way_of(*, regroups: bool, works: bool, spared: bool) -> Way:
+    """Return how an engine leaves a run.
+
+    Args:
+        regroups: Whether the others go on without it, in a group of their own.
+        works: Whether it runs the cell; else it is a server.
+        spared: Whether the others go on without it.
+    """
+    if regroups:
+        return "regroup"
+    if not spared:
+        return "together"
+    return "alone" if works else "at once"
+
+
+def reason_of(event: ToldToEnd) -> str:
+    """Return what an engine was told: `SIGTERM`, `spot notice, 120 s left`."""
+    left = "" if event.seconds is None else f", {event.seconds:.0f} s left"
+    return f"{event.reason}{left}"
+
+
+def told_words(who: str, event: ToldToEnd) -> str:
+    """Tell the user that an engine is about to leave."""
+    what = "its host goes" if event.host else "it was told to end"
+    return f"{who} leaves: {what} ({reason_of(event)})."
+
+
+def stopped_error(who: Sequence[str], event: ToldToEnd, step: int, folder: str) -> RunError:
+    """Return what a run ends in that has stopped for those who had to leave."""
+    saved = f" Its checkpoint is in {folder}." if folder else ""
+    return RunError(
+        f"{', '.join(who)} had to leave ({reason_of(event)}), so the run stopped after "
+        f"{step} steps.{saved}",
+        next_step=f"wb.resume({folder!r}) goes on from there"
+        if folder
+        else "--checkpoint DIR keeps what is trained, and --on-failure replace or heal goes on",
+        code="WB-RUN-165",
+    )
