@@ -137,6 +137,8 @@ class RunExecution:
         )
         run.begin(task)
         hangs.watch(task, pool.engines.router.questions.ask, lambda: run.held)
+        if self._healer is not None:
+            self._healer.watch(task, lambda: run.held)
 
     def settle_healing(self) -> None:
         """Let nobody in any more: the cell is over, and what comes next starts engines itself."""

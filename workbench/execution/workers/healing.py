@@ -16,8 +16,9 @@ cell fails for the death after all, and the run goes on as `launch.Recoverer` ca
 from __future__ import annotations
 
 import logging
+import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,8 +28,10 @@ from ...shared.events import Healed, Joined, Regrouped, Standing
 from ...shared.messages import CellOutcome, Regroup
 from ..outcome import Recovery
 from ..requests import ARGS, PUSH
+from . import silence
 
 if TYPE_CHECKING:
+    from ...cluster.engines import EngineInfo
     from ...shared.plan import Plan
     from ..allocator import EngineAllocator
     from ..run import Run
@@ -95,6 +98,7 @@ class Healer:
         self._coming: dict[int, CellOutcome] = {}  # run the cell, in the place of one that so ended
         self._tries: dict[int, int] = {}
         self._change = Change()
+        self._halted: dict[int, float] = {}  # ended for that; for how many seconds
         self._over = False
         self._lock = threading.RLock()
         self._starting = threading.Lock()
@@ -133,7 +137,31 @@ class Healer:
         return not self._over and self._run.state in TRAINS
 
     def _words(self, engine: int, outcome: CellOutcome) -> str:
+        seconds = self._halted.pop(engine, None)
+        if seconds is not None:
+            return f"{self._run.called(engine)} {silence.halted_words(seconds)}"
         return f"{self._run.called(engine)} died: {outcome.how or 'how is not known'}"
+
+    # -- who is there, but halted ------------------------------------------------------------------
+
+    def watch(self, task: Task, held: Callable[[], bool]) -> None:
+        """End workers that are halted while the others wait, until the cell is over."""
+        steps_s = lambda: self._run.history["step_s"][-silence.WINDOW :].tolist()  # noqa: E731
+        silence.watch(task.over, self._awaited, steps_s, self._end, held)
+
+    def _awaited(self) -> dict[int, EngineInfo]:
+        with self._lock:
+            if not self._goes_on:
+                return {}
+            there = {*self.members, *self._coming} - self._past
+        known = self._launch.pool.engines.engines
+        return {one: known[one] for one in there if known[one].state != "dead"}
+
+    def _end(self, engine: int, seconds: float) -> None:
+        """End an engine that is halted; its death is heard as any other."""
+        with self._lock:
+            self._halted[engine] = seconds
+        self._launch.pool.engines.signal(engine, signal.SIGKILL)
 
     def _do_without(self, engine: int, how: str) -> None:
         self.members.remove(engine)
@@ -209,12 +237,14 @@ class Healer:
     def _did_not_come(self, engine: int, outcome: CellOutcome) -> CellOutcome:
         """Go on without an engine that was to be let in."""
         death = self._coming.pop(engine)
+        halted_s = self._halted.pop(engine, None)
         if engine in self.members:
             self.members.remove(engine)
             self._change.fresh.remove(engine)
             self._announce()
         if not self._over and outcome.status in ("error", "died"):
             why = outcome.how if outcome.status == "died" else outcome.words
+            why = why if halted_s is None else f"it {silence.halted_words(halted_s)}"
             self._run.note(
                 f"A fresh engine in the place of {self._run.called(engine)} did not come to take "
                 f"part: {why}"
