@@ -124,3 +124,30 @@ def test_a_killed_kernel_leaves_nothing_anywhere(reached: SimulatedHosts) -> Non
         _, alive = psutil.wait_procs(started_here, timeout=15)
         assert not alive
         assert time.monotonic() - began < 15
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("how", ["killed", "cut off"])
+def test_a_lost_host_is_done_without_and_the_other_takes_its_engines(
+    book: Notebook, reached: SimulatedHosts, how: str
+) -> None:
+    cluster = cluster_of(book)
+    run = going(cluster, on_failure="heal")
+    began = time.perf_counter()
+    if how == "killed":
+        reached.kill("xh2")
+    else:
+        reached.link("xh2", up=False)
+    assert soon(lambda: run.is_over or bool(run.events), 20), run.history.story.notes
+    print(f"{how}: healed after {time.perf_counter() - began:.1f} s")
+    assert soon(lambda: run.is_over or run.events[-1]["workers"] == 4, WAIT_S), (
+        run.history.story.notes
+    )
+    assert not run.is_over, run.error
+    print(f"{how}: whole after {time.perf_counter() - began:.1f} s", run.events)
+    assert set(hosts_of(cluster).values()) == {"xh1"}
+    assert not any(done.again or done.lost_steps for done in run.recoveries)
+    steps = run.history.totals.steps
+    assert soon(lambda: run.history.totals.steps > steps + 5, WAIT_S)
+    run.stop()
+    assert run.wait(WAIT_S).state == "stopped"
