@@ -142,7 +142,7 @@ class Failures:
 
     def all_passed(self, step):
         """Whether all workers have completed a step after this one."""
-        rank, at = self.run.history["rank"], self.run.history["step"]
+        rank, at = self.run.history.together("rank", "step").values()
         return all((at[rank == one] > step).any() for one in range(3))
 
     def told(self):
