@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from hosts.on_hosts import (
     kernel,
     left,
     met,
+    pids,
     settled,
     started,
 )
@@ -149,5 +151,21 @@ def test_a_lost_host_is_done_without_and_the_other_takes_its_engines(
     assert not any(done.again or done.lost_steps for done in run.recoveries)
     steps = run.history.totals.steps
     assert soon(lambda: run.history.totals.steps > steps + 5, WAIT_S)
+    run.stop()
+    assert run.wait(WAIT_S).state == "stopped"
+
+
+@pytest.mark.timing
+def test_a_halted_worker_of_a_host_is_done_without(book: Notebook, reached: SimulatedHosts) -> None:
+    cluster = cluster_of(book)
+    run = going(cluster, on_failure="heal")
+    before = pids(cluster)
+    began = time.perf_counter()
+    os.kill(before[2], signal.SIGSTOP)
+    assert soon(lambda: run.is_over or bool(run.events), 20), run.history.story.notes
+    print(f"halted: healed after {time.perf_counter() - began:.1f} s")
+    assert soon(lambda: run.is_over or run.events[-1]["workers"] == 4, WAIT_S), run.history.story
+    assert {i for i, pid in pids(cluster).items() if pid != before[i]} == {2}
+    assert "was halted (SIGSTOP)" in run.recoveries[0].how
     run.stop()
     assert run.wait(WAIT_S).state == "stopped"

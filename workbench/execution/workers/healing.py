@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...cluster.processes import lives
+from ...cluster.processes import is_halted, lives
 from ...errors import WorkbenchError
 from ...shared.events import Healed, Joined, Regrouped, Standing
 from ...shared.messages import CellOutcome, Regroup
@@ -147,7 +147,14 @@ class Healer:
     def watch(self, task: Task, held: Callable[[], bool]) -> None:
         """End workers that are halted while the others wait, until the cell is over."""
         steps_s = lambda: self._run.history["step_s"][-silence.WINDOW :].tolist()  # noqa: E731
-        silence.watch(task.over, self._awaited, steps_s, self._end, held)
+        silence.watch(task.over, self._awaited, self._is_halted, steps_s, self._end, held)
+
+    def _is_halted(self, engine: int) -> bool:
+        engines = self._launch.pool.engines
+        host, info = engines.host_of(engine), engines.engines[engine]
+        if host is not None:
+            return engine in host.halted
+        return info.is_here and is_halted(info.pid)
 
     def _awaited(self) -> dict[int, EngineInfo]:
         with self._lock:

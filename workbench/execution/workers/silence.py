@@ -10,8 +10,8 @@ halted for as long as some steps take; whoever it was cannot wake up later and w
 
     halted ──3 steps' time──> SIGKILL ──> reaped: a death as any other (`healing.Healer`)
 
-Engines on other hosts are looked at by nobody here. A host that falls silent is given up by
-`cluster/hosts/agents.py`, and its engines have died then.
+Engines on other hosts are looked at by their host's agent, which says so at once. A host that
+falls silent is given up by `cluster/hosts/agents.py`; its engines have died then.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
-
-from ...cluster.processes import is_halted
 
 LOOK_S = 0.05
 STEPS = 3
@@ -38,10 +36,6 @@ class Engine(Protocol):
     """What is known of an engine (`cluster.engines.EngineInfo`)."""
 
     pid: int
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it runs on this machine."""
 
 
 def patience_s(steps_s: Iterable[float]) -> float:
@@ -58,10 +52,10 @@ class Halted:
     """Which workers are halted, and for how long.
 
     Args:
-        halted: Says it of a process.
+        halted: Says it of an engine.
     """
 
-    def __init__(self, halted: Callable[[int], bool] = is_halted) -> None:
+    def __init__(self, halted: Callable[[int], bool]) -> None:
         self._halted = halted
         self._since_s: dict[tuple[int, int], float] = {}  # by engine and pid
 
@@ -73,7 +67,7 @@ class Halted:
         self._since_s = {
             (engine, info.pid): self._since_s.get((engine, info.pid), now_s)
             for engine, info in workers.items()
-            if info.is_here and self._halted(info.pid)
+            if self._halted(engine)
         }
         if len(self._since_s) == len(workers):
             return {}
@@ -87,6 +81,7 @@ class Halted:
 def watch(
     over: threading.Event,
     workers: Callable[[], Mapping[int, Engine]],
+    halted: Callable[[int], bool],
     steps_s: Callable[[], Iterable[float]],
     end: Callable[[int, float], object],
     held: Callable[[], bool],
@@ -95,20 +90,21 @@ def watch(
 
     Args:
         workers: Those that the others wait for, or that are about to take part.
+        halted: Whether a signal has stopped an engine.
         steps_s: How long the latest steps took; asked where one is halted.
         end: Called with an engine and the seconds for which it has been halted.
         held: Whether the run stands still because its user wants it to: nobody waits then.
     """
 
     def main() -> None:
-        halted = Halted()
+        known = Halted(halted)
         ended: set[tuple[int, int]] = set()
         while not over.wait(LOOK_S):
             if held():
-                halted.forget()
+                known.forget()
                 continue
             there = workers()
-            for engine, seconds in halted.look(there, time.perf_counter()).items():
+            for engine, seconds in known.look(there, time.perf_counter()).items():
                 one = engine, there[engine].pid
                 if one not in ended and seconds >= patience_s(steps_s()):
                     ended.add(one)
