@@ -132,6 +132,18 @@ ON_ENGINES = {
         {"ratio": RATIO, "steps_per_s": RATE, "rival_steps_per_s": RATE},
         results=4,
     ),
+    "bench_healing.py": Short(
+        "--quick",
+        {
+            "overhead_share": (-1.0, 1.0),
+            "lost_workers_share": (-1.0, 1.0),
+            "noticed_sigstop_s": SECONDS,
+            "healed_s": SECONDS,
+            "joined_s": SECONDS,
+            "rows_twice": NONE,
+            "difference": (0.0, 1e-10),
+        },
+    ),
     "bench_class.py": Short(
         "--notebooks 2 --engines 1 --seconds 1",
         {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 
@@ -20,6 +20,7 @@ from hosts.on_hosts import (
     kernel,
     left,
     met,
+    pids,
     settled,
     started,
 )
@@ -100,43 +101,6 @@ def test_the_others_go_on_without_a_dead_host(book: Notebook, reached: Simulated
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("how", ["dead", "silent"])
-def test_training_heals_when_a_host_is_lost(
-    book: Notebook, reached: SimulatedHosts, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    """The others train on, and fresh engines on the host that is left join them."""
-    monkeypatch.setattr(disk, "IDLE_S", 0.2)  # rows that come late are written, for so long
-    cluster = cluster_of(book)
-    run = going(cluster, on_failure="heal")
-    lost_at = time.monotonic()
-    if how == "dead":
-        reached.kill("xh2")
-    else:
-        reached.link("xh2", up=False)
-    assert soon(lambda: bool(run.events) or run.is_over, 30), run
-    assert not run.is_over, run.error
-    print(f"{how}: healed after {time.monotonic() - lost_at:.1f} s")
-    changed = lambda event: sorted(  # noqa: E731
-        rank for one in run.events if one["event"] == event for rank in one["ranks"]
-    )
-    assert soon(lambda: changed("joined") == [2, 3] or run.is_over, WAIT_S), (run, run.events)
-    assert changed("healed") == changed("joined") == [2, 3]
-    assert run.events[-1]["workers"] == 4
-    assert set(hosts_of(cluster).values()) == {"xh1"}
-    assert not any(done.again for done in run.recoveries)
-    steps = run.history.totals.steps
-    assert soon(lambda: run.history.totals.steps > steps + 5, WAIT_S)
-    run.stop()
-    assert run.wait(WAIT_S).state == "stopped"
-    if how == "silent":
-        reached.link("xh2", up=True)
-        assert soon(lambda: not left(reached, "xh2"), 15), left(reached, "xh2")
-        book.ok("%cluster stop")
-        writing = lambda: [t for t in threading.enumerate() if t.name == "workbench-run-files"]  # noqa: E731
-        assert soon(lambda: not writing(), 10)
-
-
-@pytest.mark.timing
 def test_a_stopped_cluster_leaves_nothing_on_the_hosts(
     book: Notebook, reached: SimulatedHosts
 ) -> None:
@@ -162,3 +126,46 @@ def test_a_killed_kernel_leaves_nothing_anywhere(reached: SimulatedHosts) -> Non
         _, alive = psutil.wait_procs(started_here, timeout=15)
         assert not alive
         assert time.monotonic() - began < 15
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("how", ["killed", "cut off"])
+def test_a_lost_host_is_done_without_and_the_other_takes_its_engines(
+    book: Notebook, reached: SimulatedHosts, how: str
+) -> None:
+    cluster = cluster_of(book)
+    run = going(cluster, on_failure="heal")
+    began = time.perf_counter()
+    if how == "killed":
+        reached.kill("xh2")
+    else:
+        reached.link("xh2", up=False)
+    assert soon(lambda: run.is_over or bool(run.events), 20), run.history.story.notes
+    print(f"{how}: healed after {time.perf_counter() - began:.1f} s")
+    assert soon(lambda: run.is_over or run.events[-1]["workers"] == 4, WAIT_S), (
+        run.history.story.notes
+    )
+    assert not run.is_over, run.error
+    print(f"{how}: whole after {time.perf_counter() - began:.1f} s", run.events)
+    assert set(hosts_of(cluster).values()) == {"xh1"}
+    assert not any(done.again or done.lost_steps for done in run.recoveries)
+    steps = run.history.totals.steps
+    assert soon(lambda: run.history.totals.steps > steps + 5, WAIT_S)
+    run.stop()
+    assert run.wait(WAIT_S).state == "stopped"
+
+
+@pytest.mark.timing
+def test_a_halted_worker_of_a_host_is_done_without(book: Notebook, reached: SimulatedHosts) -> None:
+    cluster = cluster_of(book)
+    run = going(cluster, on_failure="heal")
+    before = pids(cluster)
+    began = time.perf_counter()
+    os.kill(before[2], signal.SIGSTOP)
+    assert soon(lambda: run.is_over or bool(run.events), 20), run.history.story.notes
+    print(f"halted: healed after {time.perf_counter() - began:.1f} s")
+    assert soon(lambda: run.is_over or run.events[-1]["workers"] == 4, WAIT_S), run.history.story
+    assert {i for i, pid in pids(cluster).items() if pid != before[i]} == {2}
+    assert "was halted (SIGSTOP)" in run.recoveries[0].how
+    run.stop()
+    assert run.wait(WAIT_S).state == "stopped"

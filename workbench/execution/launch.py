@@ -35,7 +35,7 @@ from ..shared.messages import SERVER_GONE, Told
 from ..shared.plan import Plan, check_fewer
 from . import outcome
 from .allocator import EngineAllocator, replacement_words, spent
-from .outcome import Recovery, outcome_error, outcome_notes
+from .outcome import Recovery, outcome_error, outcome_notes, recovery_words
 from .requests import (
     ARGS,
     PUSH,
@@ -49,7 +49,7 @@ from .requests import (
     with_original_ranks,
 )
 from .task import Task
-from .workers import hangs, replacing
+from .workers import hangs, replacing, silence
 from .workers.departures import Departures
 from .workers.healing import Healer
 
@@ -147,6 +147,8 @@ class RunExecution:
         )
         run.begin(task)
         hangs.watch(task, pool.engines.router.questions.ask, lambda: run.held)
+        if self.healer is not None:
+            silence.look_after(task, self.healer, pool.engines, lambda: run.held)
 
     def settle_healing(self) -> None:
         """Let nobody in any more: the cell is over, and what comes next starts engines itself."""
@@ -607,24 +609,3 @@ def without_kills(plan: Plan, ranks: Sequence[int]) -> Plan:
     """Return the plan without the faults that killed these ranks: a kill happens once."""
     kept = tuple(f for f in plan.faults if f.kind != "kill" or f.rank not in ranks)
     return replace(plan, faults=kept)
-
-
-def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
-    """Tell the user what happened and what it cost."""
-    text = f"{done.how}. "
-    if on_failure == "continue":
-        text += f"{done.workers} worker{'s go' if done.workers > 1 else ' goes'} on"
-    elif len(done.engines) > 1:
-        text += "Fresh engines took their places, and the run went on"
-    else:
-        text += "A fresh engine took its place, and the run went on"
-    if not saved:
-        text += " from its beginning"
-    elif done.lost_steps == 0 and on_failure == "continue":
-        text += f" from step {done.step}, as the furthest of them had it"
-    else:
-        text += f" from the checkpoint of step {done.step}"
-    text += f" after {done.seconds:.1f} s; "
-    if done.lost_steps == 0:
-        return text + "no step is lost."
-    return text + f"{done.lost_steps} step{'s are' if done.lost_steps > 1 else ' is'} done again."

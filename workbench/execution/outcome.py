@@ -554,3 +554,24 @@ def _reassigned(outcomes: Outcomes) -> list[str]:
         f"The cell gave {', '.join(names)} another value; before the next cell "
         f"{'they are' if len(names) > 1 else 'it is'} set again."
     ]
+
+
+def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
+    """Tell the user what happened and what it cost."""
+    text = f"{done.how}. "
+    if on_failure == "continue":
+        text += f"{done.workers} worker{'s go' if done.workers > 1 else ' goes'} on"
+    elif len(done.engines) > 1:
+        text += "Fresh engines took their places, and the run went on"
+    else:
+        text += "A fresh engine took its place, and the run went on"
+    if not saved:
+        text += " from its beginning"
+    elif done.lost_steps == 0 and on_failure == "continue":
+        text += f" from step {done.step}, as the furthest of them had it"
+    else:
+        text += f" from the checkpoint of step {done.step}"
+    text += f" after {done.seconds:.1f} s; "
+    if done.lost_steps == 0:
+        return text + "no step is lost."
+    return text + f"{done.lost_steps} step{'s are' if done.lost_steps > 1 else ' is'} done again."

@@ -4,7 +4,6 @@ import random
 import time
 
 import numpy as np
-import psutil
 import pytest
 from needs import need
 from notebook_shell import WAIT_S, soon
@@ -301,44 +300,6 @@ def test_an_error_of_the_users_code_still_ends_the_run(cluster, paced):
     with pytest.raises(RunError, match="ZeroDivisionError"):
         run.wait(WAIT_S)
     assert run.events == []
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_halted_worker_is_ended_and_done_without(cluster, undisturbed, paced, heal, rank):
-    """It has not died, so nobody reaps it; the others wait until the kernel sees it halted."""
-    before = pids(cluster)
-    source = paced().replace(
-        "def pace(step, logs):\n",
-        "def pace(step, logs):\n"
-        f"    if step == 25 and rank == {rank} and once('halted'):\n"
-        "        os.kill(os.getpid(), signal.SIGSTOP)\n",
-    )
-    run = heal(source, rank)
-    assert difference(run.weights(), undisturbed) <= EXACT
-    assert "was halted" in run.recoveries[0].how
-    assert "SIGSTOP" in run.recoveries[0].how
-    assert not psutil.pid_exists(before[rank])
-    counts_once(run)
-    start = run.history["start_s"][run.history["rank"] == (2 if rank == 0 else 0)]
-    print(f"halted to healed: {np.diff(np.sort(start)).max():.2f} s at most")
-
-
-def test_who_is_halted_for_a_moment_goes_on(cluster, undisturbed, tmp_path, paced):
-    (tmp_path / "hurry").touch()
-    source = paced().replace(
-        "def pace(step, logs):\n",
-        "def pace(step, logs):\n"
-        "    if step == 25 and rank == 1 and once('halted'):\n"
-        "        pid = os.getpid()\n"
-        "        if os.fork() == 0:\n"
-        "            time.sleep(0.4)\n"
-        "            os.kill(pid, signal.SIGCONT)\n"
-        "            os._exit(0)\n"
-        "        os.kill(pid, signal.SIGSTOP)\n",
-    )
-    run = cluster.run(source, strategy="mirrored", on_failure="heal").wait(WAIT_S)
-    assert run.recoveries == []
-    assert difference(run.weights(), undisturbed) <= EXACT
 
 
 def test_the_pause_is_short(cluster, undisturbed, paced, heal):

@@ -43,7 +43,7 @@ from ...shared.messages import BadMessageError
 from .. import folders
 from ..forkserver.client import WarmParent
 from ..hub import ENGINE_ARGS
-from ..processes import Exit, MemoryWatch, ending
+from ..processes import Exit, MemoryWatch, ending, is_halted
 from ..vitals import Gpus, Processes
 from . import wire
 
@@ -132,6 +132,7 @@ class Agent:
             poller.register(one, zmq.POLLIN)
         lost_at: float | None = None
         beat_at = 0.0
+        halted: tuple[int, ...] = ()
         while not (self._over and not self._outbox):
             ready = dict(poller.poll(int(1e3 * LOOK_S)))
             now = time.monotonic()
@@ -149,11 +150,18 @@ class Agent:
             if len(self._outbox) < MOST_WAITING:
                 for engine in list(self._logs):
                     self._read_log(engine)
-            if now - beat_at >= BEAT_S:
+            before, halted = halted, self._halted()
+            if now - beat_at >= BEAT_S or halted != before:
                 beat_at = now
-                self._outbox.append(wire.Alive())
+                self._outbox.append(wire.Alive(halted=halted))
             while self._outbox and self._send(sock, self._outbox[0]):
                 self._outbox.popleft()
+
+    def _halted(self) -> tuple[int, ...]:
+        """Return the engines that a signal has stopped."""
+        with self._lock:
+            pids = list(self._pids.items())
+        return tuple(i for i, pid in pids if i != wire.KEEPER and is_halted(pid))
 
     def _send(self, sock: Any, message: wire.Up) -> bool:
         """Send a message; return False where the connection takes none now."""

@@ -60,6 +60,7 @@ class Host:
         gone: Why it is there no more; empty while it is.
         was_told: Whether somebody told its agent to end: it did not fall silent.
         has_cwd: Whether it has the notebook's folder, and it is the same one.
+        halted: Engines of it that a signal has stopped, as its agent said last.
     """
 
     place: int
@@ -71,6 +72,7 @@ class Host:
     gone: str = ""
     was_told: bool = False
     has_cwd: bool = True
+    halted: frozenset[int] = frozenset()
     waiting: dict[int, Future[wire.Answer]] = field(default_factory=dict)
 
 
@@ -305,6 +307,8 @@ class Agents:
                     future = host.waiting.pop(message.ask, None)
                 if future is not None:
                     future.set_result(message)
+            case wire.Alive():
+                host.halted = frozenset(message.halted)
             case wire.Leaving():
                 host.was_told = True
                 self.lose([host], message.why)

@@ -126,9 +126,14 @@ class Arrived(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Alive(Message):
-    """The agent lives; said every second, so that a host that fell silent shows."""
+    """The agent lives; said every second, so that a host that fell silent shows.
+
+    Attributes:
+        halted: Engines whose processes are halted (SIGSTOP); a change is said at once.
+    """
 
     kind: ClassVar[str] = "alive"
+    halted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

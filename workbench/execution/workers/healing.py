@@ -29,6 +29,7 @@ from ...shared.events import Healed, Joined, Left, Regrouped, Standing
 from ...shared.messages import CellOutcome, Regroup
 from ..outcome import Recovery
 from ..requests import ARGS, PUSH
+from . import silence
 from .change import Change, healed_words, joined_words, left_words
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class Healer:
         self._coming: dict[int, CellOutcome] = {}  # run the cell, in the place of one that so ended
         self._tries: dict[int, int] = {}
         self._change = Change()
+        self._halted: dict[int, float] = {}  # ended for that; for how many seconds
         self._over = False
         self._lock = threading.RLock()
         self._starting = threading.Lock()
@@ -144,7 +146,24 @@ class Healer:
         return not self._over and self._run.state in TRAINS
 
     def _words(self, engine: int, outcome: CellOutcome) -> str:
+        seconds = self._halted.pop(engine, None)
+        if seconds is not None:
+            return f"{self._run.called(engine)} {silence.halted_words(seconds)}"
         return f"{self._run.called(engine)} died: {outcome.how or 'how is not known'}"
+
+    def watched(self) -> list[int]:
+        """Return those that the others wait for, or that are about to take part."""
+        with self._lock:
+            return [] if not self._goes_on else [*({*self.members, *self._coming} - self._past)]
+
+    def latest_steps_s(self) -> list[float]:
+        """Return how long the latest steps took."""
+        return [float(step_s) for step_s in self._run.history["step_s"][-silence.WINDOW :]]
+
+    def note_halted(self, engine: int, seconds: float) -> None:
+        """Take note that an engine is ended for having been halted, before its death is heard."""
+        with self._lock:
+            self._halted[engine] = seconds
 
     def _do_without(self, engine: int, how: str) -> None:
         self.members.remove(engine)
@@ -232,6 +251,7 @@ class Healer:
     def _did_not_come(self, engine: int, outcome: CellOutcome) -> CellOutcome:
         """Go on without an engine that was to be let in."""
         death = self._coming.pop(engine)
+        halted_s = self._halted.pop(engine, None)
         if engine in self.members:
             self.members.remove(engine)
             self._change.fresh.remove(engine)
@@ -241,6 +261,7 @@ class Healer:
             self.failed.append(f"{self._run.called(engine)}: {ENDED}")
         if not self._over and outcome.status in ("error", "died"):
             why = outcome.how if outcome.status == "died" else outcome.words
+            why = why if halted_s is None else f"it {silence.halted_words(halted_s)}"
             self.failed.append(f"{self._run.called(engine)}: {why}")
             self._run.note(
                 f"A fresh engine in the place of {self._run.called(engine)} did not come to take "
