@@ -296,7 +296,7 @@ class Healer:
             how = "; ".join(change.how.values())
             done = Recovery(tuple(change.lost), how, event.step, 0, workers, seconds, again=False)
             run.recoveries.append(done)
-            run.note(healed_words(done), change.lost)
+            run.note(healed_words(done, run.plan.entry.dies_with), change.lost)
         if change.fresh:
             ranks = [run.engines.index(one) for one in change.fresh]
             run.history.event(
@@ -372,12 +372,17 @@ class Healer:
         self._launch.pool.engines.interrupt(waiting)
 
 
-def healed_words(done: Recovery) -> str:
-    """Tell the user what happened and what it cost."""
+def healed_words(done: Recovery, dies_with: str = "") -> str:
+    """Tell the user what happened and what it cost.
+
+    Args:
+        dies_with: What is lost with a worker, at most.
+    """
     one = done.workers == 1
+    lost = f"lost at most: {dies_with}" if dies_with else "no step is lost"
     return (
         f"{done.how}. {done.workers} worker{' goes' if one else 's go'} on from step {done.step}, "
-        f"after {1e3 * done.seconds:.0f} ms; no step is lost."
+        f"after {1e3 * done.seconds:.0f} ms; {lost}."
     )
 
 

@@ -20,6 +20,11 @@ messages carry the time at which their sender was ready, which gives the wait. B
 parameters and floating-point buffers, twice per step on a ring (once with two workers), once per
 step on the exponential graph.
 
+Where a worker dies the graph is made anew for those that are there, each with its own replica: a
+step whose mixing broke off stands without it. Nobody waits for the dead, and nothing of the others
+is lost; what it had passed on to its neighbours lives on in them. Who comes takes over a replica,
+a neighbour's where that is as far as any.
+
 Replica spread (logged as `spread`): root mean square, over all numbers, of the difference between
 a worker's replica and the neighbours' that it meets, before mixing.
 """
@@ -80,7 +85,7 @@ class Gossip(ParameterAveraging):
             why = "the workers' hosts have clocks of their own"
             self.context.emit(events.Unmeasured(columns=dict.fromkeys(("sync_wait_s",), why)))
 
-    def meets(self) -> bool:
+    def meets(self, done: int) -> bool:
         """Neighbours meet after every step."""
         return True
 
