@@ -10,8 +10,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")
 
 EXACT = 1e-10
-MOST = 0.05
-"""Of the undisturbed run's final loss: what deaths may change it by."""
+MOST = 0.05 * np.log(4)
+"""What deaths may change the final loss by: a twentieth of what it was before training."""
 EVERY = 6
 VARIANTS = {
     "local_sgd": ("local_sgd", {"every": EVERY}),
@@ -20,6 +20,12 @@ VARIANTS = {
     "ring": ("gossip", {}),
     "exponential": ("gossip", {"graph": "exponential"}),
 }
+EXACTLY = {
+    "mean": ("mirrored", {}),
+    "nesterov": ("local_sgd", {"every": 1, "outer": "nesterov"}),
+}
+"""What undisturbed runs are held against that average after each step."""
+MET_AT_ONCE = {"mean": {"every": 1}, "nesterov": {"every": 1, "outer": "nesterov"}}
 EVALUATED = ", eval_data=(x, y), eval_every=40"
 
 
@@ -30,8 +36,17 @@ def plain(source):
 
 @pytest.fixture(scope="module")
 def exact(cluster):
-    """Weights after all steps when nobody dies."""
-    return cluster.run(plain(cell(HEALING_STEPS)), strategy="mirrored").wait(WAIT_S).weights()
+    """Return the weights after all steps when nobody dies; each is trained once."""
+    known = {}
+
+    def weights(variant):
+        if variant not in known:
+            strategy, options = EXACTLY[variant]
+            run = cluster.run(plain(cell(HEALING_STEPS)), strategy=strategy, options=options)
+            known[variant] = run.wait(WAIT_S).weights()
+        return known[variant]
+
+    return weights
 
 
 @pytest.fixture(scope="module")
@@ -59,21 +74,24 @@ def died_with(run, rank, every):
     return int(((rank_of == rank) & (step >= met) & (step < joined)).sum())
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_averaged_after_each_step_nothing_is_lost(exact, paced, heal, rank):
+@pytest.mark.parametrize(
+    ("rank", "variant"), [(0, "mean"), (1, "nesterov"), (2, "mean")], ids=["0", "1", "2"]
+)
+def test_averaged_after_each_step_nothing_is_lost(exact, paced, heal, rank, variant):
     run = heal(
-        plain(paced()), rank, strategy="local_sgd", options={"every": 1}, inject=[f"kill={rank}@40"]
-    )
-    assert difference(run.weights(), exact) <= EXACT
+        plain(paced()), rank, strategy="local_sgd", options=MET_AT_ONCE[variant],
+        inject=[f"kill={rank}@40"],
+    )  # fmt: skip
+    assert difference(run.weights(), exact(variant)) <= EXACT
     counts_once(run)
 
 
 def test_two_at_once_and_down_to_one(exact, paced, heal):
     run = heal(
-        plain(paced()), 0, 2, strategy="local_sgd", options={"every": 1},
+        plain(paced()), 0, 2, strategy="local_sgd", options=MET_AT_ONCE["nesterov"],
         inject=["kill=0@30", "kill=2@30"],
     )  # fmt: skip
-    assert difference(run.weights(), exact) <= EXACT
+    assert difference(run.weights(), exact("nesterov")) <= EXACT
     counts_once(run)
 
 
@@ -105,15 +123,16 @@ def in_average(paced, at, dies, *fail, more=""):
     return paced(before.replace("FAIL", repr(fail)), more) + "\ndist.all_reduce = plain_reduce\n"
 
 
+@pytest.mark.parametrize("variant", EXACTLY)
 @pytest.mark.parametrize(
     ("dies", "fail", "step"),
     [("before", (), 40), ("after", (2,), 41), ("after", (0, 2), 40)],
     ids=["nobody has the mean", "one has the mean", "all let go of it"],
 )
-def test_a_death_in_the_middle_of_an_average(exact, paced, heal, dies, fail, step):
+def test_a_death_in_the_middle_of_an_average(exact, paced, heal, dies, fail, step, variant):
     source = plain(in_average(paced, 41, dies, *fail))
-    run = heal(source, 1, strategy="local_sgd", options={"every": 1})
-    assert difference(run.weights(), exact) <= EXACT
+    run = heal(source, 1, strategy="local_sgd", options=MET_AT_ONCE[variant])
+    assert difference(run.weights(), exact(variant)) <= EXACT
     assert run.events[0]["step"] == step
     counts_once(run)
 
@@ -125,22 +144,21 @@ def test_the_loss_is_near_that_of_an_undisturbed_run(losses, paced, heal, varian
         paced(more=EVALUATED), 0, 2, strategy=strategy, options=options,
         inject=["kill=0@39", "kill=2@52"],
     )  # fmt: skip
-    assert abs(run.evals[-1]["loss"] / losses(variant) - 1) <= MOST
+    assert abs(run.evals[-1]["loss"] - losses(variant)) <= MOST
     assert [one["step"] for one in run.evals] == list(range(39, HEALING_STEPS, 40))
     counts_once(run)
     every = options.get("every", 1)
     assert all(died_with(run, rank, every) <= every for rank in (0, 2))
 
 
-@pytest.mark.parametrize("variant", ["nesterov", "fragments"])
+@pytest.mark.parametrize("variant", ["local_sgd", "fragments"])
 def test_a_mean_that_one_worker_has_is_taken_over(losses, paced, heal, variant):
-    """With it the outer optimizer's state, without which later rounds would lead elsewhere."""
     strategy, options = VARIANTS[variant]
-    sizes = {"nesterov": 212, "fragments": 71}
+    sizes = {"local_sgd": 212, "fragments": 71}
     source = in_average(paced, 8, "after", 2, more=EVALUATED)
     source = source.replace("212", str(sizes[variant]))
     run = heal(source, 1, strategy=strategy, options=options)
-    assert abs(run.evals[-1]["loss"] / losses(variant) - 1) <= MOST
+    assert abs(run.evals[-1]["loss"] - losses(variant)) <= MOST
     counts_once(run)
 
 

@@ -40,12 +40,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...engine.contract import NAN, Job
+from ...engine.debugging.marks import MESSAGE, waits_in
 from ...engine.torch import accelerator
 from ...engine.torch.group import control_wire
 from ...shared import events
 from .parts.parameter_averaging import ParameterAveraging
 
 clock = time.perf_counter
+RECEIVE: Any = dist.irecv
 
 
 def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
@@ -71,6 +73,8 @@ def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -
 
 class Gossip(ParameterAveraging):
     """Averages with neighbours on a graph."""
+
+    _acknowledged: Any = None
 
     def begin(self, model: torch.nn.Module) -> None:
         """Make all replicas equal, and room for two neighbours' replicas."""
@@ -109,6 +113,7 @@ class Gossip(ParameterAveraging):
         self.message.spread()
         return max(0.0, max(others_s) - ready_s) if self._same_clock else NAN
 
+    @waits_in(MESSAGE)
     def _exchange(self, to: list[int], sources: list[int], ready_s: float) -> list[float]:
         """Send the replica, receive the neighbours'; return when each of them was ready.
 
@@ -127,9 +132,30 @@ class Gossip(ParameterAveraging):
             stamps.append(dist.P2POp(dist.isend, own, rank))
             flats = enumerate(self.message.flats, 1)
             parts += [dist.P2POp(dist.isend, part, rank, tag=tag) for tag, part in flats]
-        for each in dist.batch_isend_irecv(stamps) + dist.batch_isend_irecv(parts):
+        works = dist.batch_isend_irecv(stamps) + dist.batch_isend_irecv(parts)
+        if self.context.membership.trains:
+            arrives = [one.op is RECEIVE for one in stamps + parts]
+            for each in (work for work, one in zip(works, arrives, strict=True) if one):
+                each.wait()
+            self._acknowledge(to, sources)
+            works = [work for work, one in zip(works, arrives, strict=True) if not one]
+        for each in works:
             each.wait()
         return [float(stamp) for stamp in theirs]
+
+    def _acknowledge(self, to: list[int], sources: list[int]) -> None:
+        """Wait until all has arrived that this worker sent.
+
+        Gloo cannot be broken out of waiting for what it sends (`membership.Membership`), only out
+        of waiting for what it receives. So nobody waits for a message that is still on its way.
+        """
+        ours, theirs = torch.zeros(1), [torch.zeros(1) for _ in to]
+        sent = [dist.isend(ours, rank) for rank in sources]
+        arrive = [dist.irecv(one, rank) for one, rank in zip(theirs, to, strict=True)]
+        for each in arrive:
+            if each is not None:
+                each.wait()
+        self._acknowledged = [ours, sent]  # until the next: they are not waited for
 
     def _log_spread(self, count: int) -> None:
         """Log how far this replica is from those it met."""
