@@ -1,10 +1,12 @@
-"""Replicas that differ keep what they have: those that are left go on, a fresh engine joins them."""
+"""Replicas that differ stay what they are: who is left goes on, and a fresh engine joins."""
 
 import numpy as np
 import pytest
 from needs import need
 from notebook_shell import WAIT_S
 from recovering import HEALING_STEPS, cell, counts_once, difference
+
+from workbench.shared import checkpoints
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")
@@ -69,7 +71,7 @@ def died_with(run, rank, every):
     """Return how many steps of a dead worker no average has taken in: the others had none since."""
     rank_of, step = run.history["rank"], run.history["step"]
     (healed,) = [one for one in run.events if one["event"] == "healed" and rank in one["ranks"]]
-    joined = [one["step"] for one in run.events if one["event"] == "joined"][0]
+    joined = next(one["step"] for one in run.events if one["event"] == "joined")
     met = healed["step"] // every * every
     return int(((rank_of == rank) & (step >= met) & (step < joined)).sum())
 
@@ -163,8 +165,6 @@ def test_a_mean_that_one_worker_has_is_taken_over(losses, paced, heal, variant):
 
 
 def test_checkpoints_are_written_by_those_that_are_there(tmp_path, paced, heal):
-    from workbench.shared import checkpoints
-
     run = heal(
         paced(), 1, strategy="local_sgd", options={"every": EVERY}, inject=["kill=1@27"],
         checkpoint=str(tmp_path / "c"), checkpoint_every=25,

@@ -296,7 +296,8 @@ class Healer:
             how = "; ".join(change.how.values())
             done = Recovery(tuple(change.lost), how, event.step, 0, workers, seconds, again=False)
             run.recoveries.append(done)
-            run.note(healed_words(done, run.plan.entry.dies_with), change.lost)
+            lost = self._launch.plan.entry.dies_with
+            run.note(healed_words(done, lost), change.lost)
         if change.fresh:
             ranks = [run.engines.index(one) for one in change.fresh]
             run.history.event(
