@@ -105,6 +105,7 @@ class Regrouping:
         self._framework: Any = fit_arguments.support(self.context.spec.framework)
         self._together = 0  # the step that the furthest had come to
         self._owed: events.Regrouped | None = None
+        self._passed_over = 0  # the step whose checkpoint broke off; some may be further by now
 
     # -- from where to where it can be done --------------------------------------------------------
 
@@ -186,7 +187,8 @@ class Regrouping:
         except Exception as error:
             if not self.can_follow(error):
                 raise
-            self.go_on()  # some may have taken their part of it, and are further by now
+            self._passed_over = self.context.trained
+            self.go_on()
             return True
 
     def finish(self, strategy: Strategy) -> None:
@@ -282,7 +284,10 @@ class Regrouping:
         training = self._training
         at = self.context.trained, training.evaluated, strategy.met
         at = NOWHERE if self._membership.waits else at
-        mine = {"at": at, "agreed": strategy.agreed(), "saved": training.checkpoints.saved}
+        saved = training.checkpoints.saved
+        if not strategy.copies:
+            saved = max(saved, self._passed_over)
+        mine = {"at": at, "agreed": strategy.agreed(), "saved": saved}
         store.set(f"at/{spec.rank}", json.dumps(mine))
         return [json.loads(store.get(f"at/{rank}")) for rank in range(spec.world_size)]
 
