@@ -30,6 +30,31 @@ def cell(steps=STEPS, more="", model=MODEL):
     return model + FIT.replace("STEPS", str(steps)).replace("MORE", more)
 
 
+HEALING_STEPS = 240
+
+
+def healing_cell(folder, before="", more="", steps=HEALING_STEPS):
+    """Return a cell whose steps take long enough to be disturbed, until its file `hurry` is there.
+
+    So all that is to happen happens in the run, however long this machine takes for it.
+    """
+    source = (
+        "import os, pathlib, signal, time\n"
+        f"folder = pathlib.Path({str(folder)!r})\n"
+        "def once(what):\n"
+        "    flag = folder / f'{what}-{rank}'\n"
+        "    there = flag.exists()\n"
+        "    flag.touch()\n"
+        "    return not there\n"
+        "def die():\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def pace(step, logs):\n"
+        "    if step >= 20 and not (folder / 'hurry').exists():\n"
+        "        time.sleep(0.05)\n"
+    )
+    return source + before + cell(steps, f", callbacks=[pace] {more}")
+
+
 def pids(cluster):
     return {engine.id: engine.pid for engine in cluster.engines}
 
@@ -55,3 +80,18 @@ def every_step_counts_once(run, steps=STEPS):
     assert len(seen) == len(set(seen))
     assert run.history.totals.steps == steps
     assert run.history.totals.samples == 24 * steps
+
+
+def counts_once(run, steps=HEALING_STEPS):
+    """Every step once; of the last before a death the row of who died may be missing."""
+    run.history.finish()
+    rank, step, samples = (run.history[name] for name in ("rank", "step", "samples"))
+    assert len(set(zip(rank.tolist(), step.tolist(), strict=True))) == len(step)
+    assert run.history.totals.steps == steps
+    each = np.bincount(step, samples, minlength=steps)
+    fallen = [one["step"] for one in run.events if one["event"] == "healed"]
+    whole = [at for at in range(steps) if not any(end - 50 <= at < end for end in fallen)]
+    assert (each[whole] == 24).all()
+    assert (each <= 24).all()
+    assert run.history.totals.samples == samples.sum()
+    assert run.history.totals.rows.sum() == len(step)

@@ -283,6 +283,7 @@ class Launch:
             interrupt=self.interrupted.extend,
         )
         self.pool = SimpleNamespace(engines=engines, new_prefix=lambda what: what)
+        self.plan = SimpleNamespace(entry=SimpleNamespace(dies_with=""))
 
     def meets(self, prefix: str) -> None:
         pass
@@ -316,6 +317,14 @@ def regrouped(healer: Healer, step: int) -> None:
         healer.hear(
             engine, Regrouped(rank=engine, generation=healer.generation, step=step, seconds=0.1)
         )
+
+
+def test_a_note_says_what_dies_with_a_worker_whose_replica_is_its_own(made) -> None:
+    healer, run, launch = made
+    launch.plan.entry.dies_with = "its own steps"
+    healer.spares(1, DIED)
+    regrouped(healer, 5)
+    assert run.notes[-1].endswith("; lost at most: its own steps.")
 
 
 def joined(healer: Healer, engine: int, step: int) -> None:

@@ -296,6 +296,8 @@ TORCH: tuple[Strategy, ...] = (
         aliases=("fedavg",),
         supports=FIT_FEATURES - {"clip_norm"},
         exact_with=(("every", 1),),
+        heals=True,
+        dies_with="its own steps since the last average, and its optimizer's state",
         loses="the steps since the last checkpoint; with another number of workers also how the "
         "replicas differed: all begin with their mean",
         linear_only=True,
@@ -349,6 +351,8 @@ TORCH: tuple[Strategy, ...] = (
         aliases=("decentralised", "decentralized"),
         supports=FIT_FEATURES - {"clip_norm"},
         exact_with=None,
+        heals=True,
+        dies_with="what it had not passed on to its neighbours, and its optimizer's state",
         loses="the steps since the last checkpoint; with another number of workers also how the "
         "replicas differed: all begin with their mean",
         links=True,

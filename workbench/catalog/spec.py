@@ -166,9 +166,11 @@ class Strategy:
         replicated: Whether each worker holds all of the model and of the optimizer's state between
             steps, so that a run goes on from what a survivor has.
         heals: Whether a training of `wb.fit` goes on without a restart when a worker dies, with
-            nothing lost and nothing done again, and with a fresh worker as soon as there is one.
+            nothing done again and nothing lost but what `dies_with` says, and with a fresh worker
+            as soon as there is one.
         sheds: Whether a worker that is slow for long can have a smaller share of each batch: shares
             are weighted by their samples, so the result is the same.
+        dies_with: What is lost with a worker then, at most; empty where nothing is.
         spares_workers: Whether the others go on without a pause when a worker dies, as long as they
             wait for nobody and it is not rank 0, which evaluates and saves. The rest of its share
             of the steps is lost.
@@ -219,6 +221,7 @@ class Strategy:
     replicated: bool = False
     heals: bool = False
     sheds: bool = False
+    dies_with: str = ""
     spares_workers: bool = False
     whole: bool = True
     keeps: Literal["all", "weights", "part"] = "all"

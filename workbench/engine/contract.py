@@ -119,6 +119,8 @@ class Strategy(ABC):
         injects_data_delay: Whether it spends the delays that are injected into `data` by itself.
         state_is_collective: Whether `state` is a collective call.
         regroups: Whether its workers can go on with others (`leave_group`, `enter_group`).
+        copies: Whether all replicas are equal between steps, so that any worker's stands for all.
+        met: How many meetings are complete after which all have agreed, where they are no copies.
         owns_loop: Whether it takes all steps of a `wb.fit` by itself (`run_loop`), as its workers
             take them from one engine, each at its own pace.
     """
@@ -127,6 +129,8 @@ class Strategy(ABC):
     injects_data_delay = False
     owns_loop = False
     regroups = False
+    copies = True
+    met = 0
     state_is_collective = False
 
     def __init__(self, context: RunContext) -> None:
@@ -256,6 +260,46 @@ class Strategy(ABC):
     def agreed(self) -> dict[str, Any]:
         """Return what the workers have agreed on so far, plain data for those who come."""
         return {}
+
+    def bound(self) -> str:
+        """Return why its workers must stay the same under these options; empty where they need not.
+
+        Asked only where it `regroups`.
+        """
+        return ""
+
+    # Replicas that are not copies stay what they are. Who is behind takes its steps alone (`shares`
+    # says on what), and takes over what all have agreed on, where it was broken out of that.
+
+    def completes_alone(self) -> bool:
+        """Whether a step that failed counts all the same; asked once, after `leave_group`."""
+        return False
+
+    def undo(self) -> None:  # noqa: B027 - most steps change nothing before they can fail
+        """Leave no trace of a step that failed and that nobody has completed."""
+
+    def handed_over(self) -> dict[str, Any]:
+        """Return what others take over from this worker."""
+        return self.state()
+
+    def take_over(self, state: dict[str, Any], *, comes: bool) -> bool:
+        """Go on from what another worker handed over.
+
+        Args:
+            comes: Whether this worker has just come, and has nothing of its own.
+
+        Returns:
+            Whether a step that had failed here is complete with that.
+        """
+        self.load_state(state)
+        return False
+
+    def shares(self, first: int) -> list[tuple[tuple[int, int], int | None]]:
+        """Return which shares of batches this worker takes from a step on, as `shard` gives them.
+
+        Each with the number of steps; the last one's is None: for good.
+        """
+        return [(self.shard, None)]
 
     def break_off(self) -> None:  # noqa: B027 - most have no connections of their own
         """End what blocks the training thread on connections of its own; from another thread."""

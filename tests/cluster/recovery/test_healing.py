@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from needs import need
 from notebook_shell import WAIT_S, soon
-from recovering import cell, difference, kill, pids
+from recovering import HEALING_STEPS, cell, counts_once, difference, kill, pids
 
 from workbench.errors import RunError
 from workbench.execution.workers.healing import Healer
@@ -17,78 +17,13 @@ pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")
 
 EXACT = 1e-10
-STEPS = 240
+STEPS = HEALING_STEPS
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster):
     """Weights after all steps when nobody dies."""
     return cluster.run(cell(STEPS), strategy="mirrored").wait(WAIT_S).weights()
-
-
-@pytest.fixture
-def paced(tmp_path):
-    """Return a cell whose steps take long enough to be disturbed, until its file `hurry` is there.
-
-    So all that is to happen happens in the run, however long this machine takes for it.
-    """
-
-    def make(before="", more="", plain=True):
-        source = (
-            "import os, pathlib, signal, time\n"
-            f"folder = pathlib.Path({str(tmp_path)!r})\n"
-            "def once(what):\n"
-            "    flag = folder / f'{what}-{rank}'\n"
-            "    there = flag.exists()\n"
-            "    flag.touch()\n"
-            "    return not there\n"
-            "def die():\n"
-            "    os.kill(os.getpid(), signal.SIGKILL)\n"
-            "def pace(step, logs):\n"
-            "    if step >= 20 and not (folder / 'hurry').exists():\n"
-            "        time.sleep(0.05)\n"
-        )
-        return source + before + cell(STEPS, f", callbacks=[pace] {more}")
-
-    return make
-
-
-@pytest.fixture
-def heal(cluster, tmp_path):
-    """Run a cell until these ranks went and came, then to its end."""
-
-    def run_it(source, *ranks, **more):
-        run = cluster.run(source, strategy="mirrored", on_failure="heal", **more)
-        changed = lambda event: sorted(  # noqa: E731
-            rank for one in run.events if one["event"] == event for rank in one["ranks"]
-        )
-        assert soon(lambda: run.is_over or changed("joined") == sorted(ranks)), (
-            run,
-            run.events,
-            run.history.story.notes,
-        )
-        (tmp_path / "hurry").touch()
-        run.wait(3 * WAIT_S)
-        assert changed("healed") == changed("joined") == sorted(ranks), run.history.story.notes
-        assert run.events[-1]["workers"] == 3
-        return run
-
-    return run_it
-
-
-def counts_once(run):
-    """Every step once; of the last before a death the row of who died may be missing."""
-    run.history.finish()
-    rank, step, samples = (run.history[name] for name in ("rank", "step", "samples"))
-    assert len(set(zip(rank.tolist(), step.tolist(), strict=True))) == len(step)
-    assert run.history.totals.steps == STEPS
-    each = np.bincount(step, samples, minlength=STEPS)
-    fallen = [one["step"] for one in run.events if one["event"] == "healed"]
-    whole = [at for at in range(STEPS) if not any(end - 50 <= at < end for end in fallen)]
-    assert (each[whole] == 24).all()
-    assert (each <= 24).all()
-    assert run.history.totals.samples == samples.sum()
-    assert run.history.totals.rows.sum() == len(step)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

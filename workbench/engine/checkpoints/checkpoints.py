@@ -213,9 +213,8 @@ class Checkpoints:
         if not self.every:
             return False
         done = self.context.trained if done is None else done
-        return done != self._saved and (
-            self.asked or done // self.every != self._saved // self.every
-        )
+        # Who catches up passes steps at which the others have saved.
+        return done > self._saved and (self.asked or done // self.every > self._saved // self.every)
 
     def step_done(self) -> bool:
         """Save if it is time; called between steps, on all ranks alike. Returns whether it did."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from ...errors import FitError, RunStopped
@@ -128,7 +129,7 @@ class Training:
         if self.eval_source is not None and not result.stopped and self.evaluated != context.step:
             self.evaluate(strategy, self.job.total_steps // self.job.steps_per_epoch)
         if context.sync:
-            self.checkpoints.save()
+            self.regrouping.save(self.checkpoints.save)
         context.gate.deals = False
         self.regrouping.finish(strategy)  # workers that meet nowhere have pushed only now
         if not strategy.owns_loop:
@@ -222,6 +223,8 @@ class Training:
                 self.aside_s += result.aside_s
                 self._record(step, result, start, end, fed - asked)
                 context.trained += 1
+                if self.regrouping.lags:
+                    self.regrouping.tell_if_together()
             start = end
             done = step - self.base + 1
             if after:
@@ -279,8 +282,11 @@ class Training:
     def _shares(self, strategy: Strategy, source: Any, first: int) -> Iterator[Share]:
         if strategy.owns_loop:  # it deals the data itself
             return iter(())
-        shares: Iterator[Share] = source.shares(*self.part(strategy.shard), first)
-        return shares
+        dealt: list[Iterator[Share]] = []
+        for shard, steps in strategy.shares(first):
+            dealt.append(islice(source.shares(*self.part(shard), first), steps))
+            first += steps or 0
+        return chain.from_iterable(dealt)
 
     def _after_step(self, strategy: Strategy, done: int, end_s: float, result: StepResult) -> float:
         """Call hooks and evaluate; return when the next step begins."""
@@ -297,7 +303,7 @@ class Training:
     def _checkpoint(self, start_s: float) -> float:
         """Save if it is time; return when the next step begins."""
         began = clock()
-        if not self.checkpoints.step_done():
+        if not self.regrouping.save(self.checkpoints.step_done):
             return start_s
         end = clock()
         self.saving_s += end - began

@@ -5,17 +5,32 @@ wherever they were: between two steps, or out of a collective that failed.
 
     leave    wrappers, links and the process group of before
     meet     in a group of the new members, under the generation's name
-    compare  how far is each: (steps completed, step evaluated last); the furthest are right
+    compare  how far is each: (steps completed, step evaluated last, meetings); the furthest are
+             right
     catch up who is behind takes over, from one of the furthest, model, optimizer, scheduler,
              evaluations and place in the data (`transport/handover.py`); who has just come also
              random states
     go on    each with its share of the same global batches in the same order
 
-A step is thus completed by all or by none. Nobody can be ahead by more than one: the next step
-needs everybody. Where some worker has completed the step that others failed in, all their gradients
-were in its sum, so its result is that of an undisturbed run, and they take it over. Where nobody
-has, all take the step anew, with the shares of the members that there are now. A step that failed
-has changed gradients only, and buffers, which the strategy puts back.
+Where replicas are copies, a step is thus completed by all or by none. Nobody can be ahead by more
+than one: the next step needs everybody. Where some worker has completed the step that others failed
+in, all their gradients were in its sum, so its result is that of an undisturbed run, and they take
+it over. Where nobody has, all take the step anew, with the shares of the members that there are
+now. A step that failed has changed gradients only, and buffers, which the strategy puts back.
+
+Where replicas differ between meetings (`contract.Strategy.copies`), each keeps its own. Workers
+take steps alone between meetings, so they stand at different ones when a change comes:
+
+    meeting           F: where the furthest is                next meeting
+       |--- worker 0: ======| ------------------------------------->|
+       |--- worker 1: ==|...| ------------------------------------->|
+       |--- (dead):   =x    | ------------------------------------->|   comes: begins at F
+            shares as before|  the same batches, divided anew
+
+Who is behind takes its steps up to F on the shares it had: the others have taken theirs. From F on
+all have new shares. What all have agreed on in a meeting is what they all gave, so whoever was
+broken out of one that another worker completed takes over what came of it. A meeting that nobody
+completed is met anew, and the step that it ended is taken anew or stands, as the strategy says.
 
 What is not as in an undisturbed run: random numbers that a step drew before it failed (dropout) are
 drawn anew, and which all-reduce is the fastest is not measured again.
@@ -27,7 +42,6 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...errors import FitError, RunError, RunStopped
@@ -44,7 +58,7 @@ if TYPE_CHECKING:
     from ..contract import Strategy
 
 clock = time.perf_counter
-NOWHERE = (-1, -1)
+NOWHERE = (-1, -1, -1)
 """Where a worker stands that has just come."""
 
 
@@ -86,13 +100,21 @@ class Training(Protocol):
 
 
 class Regrouping:
-    """What one `wb.fit` does when others are to take part."""
+    """What one `wb.fit` does when others are to take part.
+
+    Attributes:
+        lags: Whether this worker has yet to come to where the furthest of the others is.
+    """
+
+    lags = False
 
     def __init__(self, training: Training) -> None:
         self._training, self.context = training, training.context
         self._membership = self.context.membership
         self._framework: Any = fit_arguments.support(self.context.spec.framework)
-        self._tell: Callable[[], object] = lambda: None
+        self._together = 0  # the step that the furthest had come to
+        self._owed: events.Regrouped | None = None
+        self._passed_over = 0  # the step whose checkpoint broke off; some may be further by now
 
     # -- from where to where it can be done --------------------------------------------------------
 
@@ -134,6 +156,8 @@ class Regrouping:
         training = self._training
         if not strategy.regroups:
             return f"{self.context.spec.strategy} keeps more than copies"
+        if why_not := strategy.bound():
+            return why_not
         if self.context.spec.backend != "gloo":
             return "its workers meet on their GPUs"
         if training.base:
@@ -179,6 +203,17 @@ class Regrouping:
                 if self._training.evaluated == self.context.step:
                     return None
 
+    def save(self, save: Callable[[], object]) -> bool:
+        """Save, and return what that returns; left out where a worker is lost meanwhile."""
+        try:
+            return bool(save())
+        except Exception as error:
+            if not self.can_follow(error):
+                raise
+            self._passed_over = self.context.trained
+            self.go_on()
+            return True
+
     def finish(self, strategy: Strategy) -> None:
         """Settle what is left after the last step; from then on nobody waits for this worker."""
         while True:
@@ -207,6 +242,7 @@ class Regrouping:
         while True:
             membership.waiting()
             strategy.leave_group()
+            self.context.trained += strategy.completes_alone()
             self._framework.destroy_group()
             try:
                 message = membership.await_next()
@@ -221,18 +257,27 @@ class Regrouping:
                     raise
         if self.context.trained != before and not membership.waits:
             completed()
-        regrouped = events.Regrouped(
-            rank=membership.place, generation=message.generation, step=self.context.trained,
+        self._owed = events.Regrouped(
+            rank=membership.place, generation=message.generation, step=self._together,
             seconds=clock() - began,
         )  # fmt: skip
-        self._tell = partial(self.context.emit, regrouped)
         if not (membership.waits and self._training.arrives_later):
             self.arrived()
 
     def arrived(self) -> None:
-        """Say that this worker goes on with the others."""
+        """Be let in; say so once this worker has come to the others."""
         self._membership.waits = False
-        self._tell()
+        self.tell_if_together()
+
+    def tell_if_together(self) -> None:
+        """Tell the kernel that this worker goes on with the others, once it has come to them.
+
+        It takes rows of earlier steps as complete then.
+        """
+        self.lags = self.context.trained < self._together
+        if self._owed is not None and not self.lags:
+            self.context.emit(self._owed)
+            self._owed = None
 
     def _leave(self) -> None:
         """Leave nothing behind: the others keep what was trained."""
@@ -249,8 +294,12 @@ class Regrouping:
         at = [tuple(one["at"]) for one in about]
         if max(at) == NOWHERE:
             raise RunError("Nobody is there who has what was trained.", code="WB-RUN-139")
-        donor = at.index(max(at))
-        behind = [rank for rank, one in enumerate(at) if one != at[donor]]
+        best = max(at)
+        self._together, self.lags = best[0], False
+        behind = [rank for rank, one in enumerate(at) if _lacks(strategy, one, best)]
+        donor = _nearest([rank for rank, one in enumerate(at) if one == best], behind, len(at))
+        if spec.rank not in behind:
+            strategy.undo()
         random = None
         if behind and spec.rank == donor:
             self._hand_over(store, strategy, behind)
@@ -260,7 +309,7 @@ class Regrouping:
         if context.entry.whole:
             lead = min((*message.places, *message.past))
             context.weights = strategy.weights if membership.place == lead else None
-        training.checkpoints.regrouped(int(about[donor]["saved"]))
+        training.checkpoints.regrouped(max(int(one["saved"]) for one in about))
         training.deal()
         if spec.rank == 0:
             training.tell_evaluation()
@@ -270,8 +319,12 @@ class Regrouping:
     def _compare(self, store: Any, spec: RunSpec, strategy: Strategy) -> list[dict[str, Any]]:
         """Return where each member stands, and what it knows of what was agreed on."""
         training = self._training
-        at = NOWHERE if self._membership.waits else (self.context.trained, training.evaluated)
-        mine = {"at": at, "agreed": strategy.agreed(), "saved": training.checkpoints.saved}
+        at = self.context.trained, training.evaluated, strategy.met
+        at = NOWHERE if self._membership.waits else at
+        saved = training.checkpoints.saved
+        if not strategy.copies:
+            saved = max(saved, self._passed_over)
+        mine = {"at": at, "agreed": strategy.agreed(), "saved": saved}
         store.set(f"at/{spec.rank}", json.dumps(mine))
         return [json.loads(store.get(f"at/{rank}")) for rank in range(spec.world_size)]
 
@@ -281,7 +334,7 @@ class Regrouping:
         donor = handover.Donor(store, key, address.address_in(spec), spec.ports)
         try:
             state = {
-                "strategy": strategy.state(),
+                "strategy": strategy.handed_over(),
                 "random": format_of(self.context).random_state(spec.device),
                 "training": self._training.place(),
             }
@@ -302,9 +355,29 @@ class Regrouping:
 
         handover.take(store, bytes.fromhex(spec.key), spec.rank, room_for)
         state = made[0]()
-        strategy.load_state(state["strategy"])
-        self._training.take_place(state["training"])
+        comes, place = self._membership.waits, dict(state["training"])
+        completed = strategy.take_over(state["strategy"], comes=comes)
+        if not (comes or strategy.copies):
+            place["trained"] = self.context.trained + completed
+        self._training.take_place(place)
         return state["random"]
+
+
+Standing = tuple[int, ...]
+"""Where a worker is: steps completed, step evaluated last, meetings."""
+
+
+def _lacks(strategy: Strategy, one: Standing, best: Standing) -> bool:
+    """Whether a worker has to take something over; steps of its own it takes itself."""
+    return one != best if strategy.copies else one[1:] != best[1:]
+
+
+def _nearest(ranks: list[int], behind: list[int], workers: int) -> int:
+    """Return which of these ranks is the nearest, on a ring, to the first that is behind."""
+    if not behind:
+        return ranks[0]
+    apart = {rank: abs(rank - behind[0]) for rank in ranks}
+    return min(ranks, key=lambda rank: min(apart[rank], workers - apart[rank]))
 
 
 def spec_of(spec: RunSpec, message: Regroup, place: int) -> RunSpec:

@@ -29,12 +29,17 @@ class Change:
     heard: dict[int, Regrouped] = field(default_factory=dict)
 
 
-def healed_words(done: Recovery) -> str:
-    """Tell the user what happened and what it cost."""
+def healed_words(done: Recovery, dies_with: str = "") -> str:
+    """Tell the user what happened and what it cost.
+
+    Args:
+        dies_with: What is lost with a worker, at most.
+    """
     one = done.workers == 1
+    lost = f"lost at most: {dies_with}" if dies_with else "no step is lost"
     return (
         f"{done.how}. {done.workers} worker{' goes' if one else 's go'} on from step {done.step}, "
-        f"after {1e3 * done.seconds:.0f} ms; no step is lost."
+        f"after {1e3 * done.seconds:.0f} ms; {lost}."
     )
 
 

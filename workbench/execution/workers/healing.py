@@ -519,7 +519,8 @@ class Healer:
             how = "; ".join(change.how.values())
             done = Recovery(tuple(change.lost), how, event.step, 0, workers, seconds, again=False)
             run.recoveries.append(done)
-            run.note(healed_words(done), change.lost)
+            lost = self._launch.plan.entry.dies_with
+            run.note(healed_words(done, lost), change.lost)
         if change.left:
             ranks = sorted(run.engines.index(one) for one in change.left)
             who = [run.called(i) for i in change.left]

@@ -20,6 +20,11 @@ messages carry the time at which their sender was ready, which gives the wait. B
 parameters and floating-point buffers, twice per step on a ring (once with two workers), once per
 step on the exponential graph.
 
+Where a worker dies the graph is made anew for those that are there, each with its own replica: a
+step whose mixing broke off stands without it. Nobody waits for the dead, and nothing of the others
+is lost; what it had passed on to its neighbours lives on in them. Who comes takes over a replica,
+a neighbour's where that is as far as any.
+
 Replica spread (logged as `spread`): root mean square, over all numbers, of the difference between
 a worker's replica and the neighbours' that it meets, before mixing.
 """
@@ -35,12 +40,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...engine.contract import NAN, Job
+from ...engine.debugging.marks import MESSAGE, waits_in
 from ...engine.torch import accelerator
 from ...engine.torch.group import control_wire
 from ...shared import events
 from .parts.parameter_averaging import ParameterAveraging
 
 clock = time.perf_counter
+RECEIVE: Any = dist.irecv
 
 
 def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
@@ -67,6 +74,8 @@ def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -
 class Gossip(ParameterAveraging):
     """Averages with neighbours on a graph."""
 
+    _acknowledged: Any = None
+
     def begin(self, model: torch.nn.Module) -> None:
         """Make all replicas equal, and room for two neighbours' replicas."""
         super().begin(model)
@@ -80,7 +89,7 @@ class Gossip(ParameterAveraging):
             why = "the workers' hosts have clocks of their own"
             self.context.emit(events.Unmeasured(columns=dict.fromkeys(("sync_wait_s",), why)))
 
-    def meets(self) -> bool:
+    def meets(self, done: int) -> bool:
         """Neighbours meet after every step."""
         return True
 
@@ -104,6 +113,7 @@ class Gossip(ParameterAveraging):
         self.message.spread()
         return max(0.0, max(others_s) - ready_s) if self._same_clock else NAN
 
+    @waits_in(MESSAGE)
     def _exchange(self, to: list[int], sources: list[int], ready_s: float) -> list[float]:
         """Send the replica, receive the neighbours'; return when each of them was ready.
 
@@ -122,9 +132,30 @@ class Gossip(ParameterAveraging):
             stamps.append(dist.P2POp(dist.isend, own, rank))
             flats = enumerate(self.message.flats, 1)
             parts += [dist.P2POp(dist.isend, part, rank, tag=tag) for tag, part in flats]
-        for each in dist.batch_isend_irecv(stamps) + dist.batch_isend_irecv(parts):
+        works = dist.batch_isend_irecv(stamps) + dist.batch_isend_irecv(parts)
+        if self.context.membership.trains:
+            arrives = [one.op is RECEIVE for one in stamps + parts]
+            for each in (work for work, one in zip(works, arrives, strict=True) if one):
+                each.wait()
+            self._acknowledge(to, sources)
+            works = [work for work, one in zip(works, arrives, strict=True) if not one]
+        for each in works:
             each.wait()
         return [float(stamp) for stamp in theirs]
+
+    def _acknowledge(self, to: list[int], sources: list[int]) -> None:
+        """Wait until all has arrived that this worker sent.
+
+        Gloo cannot be broken out of waiting for what it sends (`membership.Membership`), only out
+        of waiting for what it receives. So nobody waits for a message that is still on its way.
+        """
+        ours, theirs = torch.zeros(1), [torch.zeros(1) for _ in to]
+        sent = [dist.isend(ours, rank) for rank in sources]
+        arrive = [dist.irecv(one, rank) for one, rank in zip(theirs, to, strict=True)]
+        for each in arrive:
+            if each is not None:
+                each.wait()
+        self._acknowledged = [ours, sent]  # until the next: they are not waited for
 
     def _log_spread(self, count: int) -> None:
         """Log how far this replica is from those it met."""

@@ -39,6 +39,13 @@ Options of federated averaging: `fraction` of the workers is drawn for each roun
 train and are averaged; `skew=alpha` deals the data out by class (Dirichlet shards), so that the
 workers' data differs, the more the smaller alpha.
 
+Where a worker dies, each of the others goes on from its own replica. An average is completed by all
+or by none: who was broken out of one that another has completed takes over the mean, and the outer
+optimizer's state with it. Where nobody has completed it, the step that it ended is taken anew among
+those that are there. So with `every=1` and SGD without momentum nothing is lost; else at most what
+the dead worker had done since the last average, and its optimizer's state. Who comes takes over a
+replica of another: what that one has done since the last average counts twice in the next.
+
 Bytes sent: a ring all-reduce of parameters and floating-point buffers, 2 (n-1)/n of their size, at
 averaging steps (of one fragment in its turn); nothing elsewhere. Workers wait at averaging steps
 alone: for the last of them.
@@ -64,7 +71,7 @@ from ...engine.training.shares import share_bounds
 from ...errors import FitError
 from .parts.guard import Guard
 from .parts.parameter_averaging import ParameterAveraging
-from .parts.replica import bytes_of, on_host
+from .parts.replica import BeforeStep, bytes_of, on_host
 
 if TYPE_CHECKING:
     from ...engine.telemetry.recorder import StepResult
@@ -118,6 +125,9 @@ class LocalSGD(ParameterAveraging):
     """
 
     outer: OuterStep | None = None
+    _before: BeforeStep | None = None
+    _agreed_on: list[Tensor] | None = None  # what the latest meeting came to, and of which fragment
+    _agreed_place = 0
 
     def begin(self, model: torch.nn.Module) -> None:
         """Make all replicas equal, which they are again after each average of all they have."""
@@ -132,26 +142,35 @@ class LocalSGD(ParameterAveraging):
         if self.options["outer"] == "nesterov":
             lr, momentum = float(self.options["outer_lr"]), float(self.options["outer_momentum"])
             self.outer = OuterStep(model, self.message, count, lr=lr, momentum=momentum)
-        if count == 1:
+        if not self.context.membership.waits:
+            self._compare(model)
+
+    def _compare(self, model: torch.nn.Module) -> None:
+        if len(self.fragments) == 1:
             self.guard = Guard(self.context, "copies" if self.outer is None else "updates")
             self.guard.add(model)
 
     def step(self, share: Share) -> StepResult:
         """Take a step alone, or sit the round out; average at its end."""
-        if self.rank in self._chosen(self.done):
+        if self.context.membership.trains and self.world_size > 1 and self.meets(self.done + 1):
+            if self._before is None:
+                kept = () if self.outer is None else self.outer.kept
+                self._before = BeforeStep(self._trainer, kept)
+            self._before.take()
+        if self.rank in self._chosen(self.done, self.world_size):
             return super().step(share)
         trainer = self._trainer
         trainer.sit_out()
         self.step_done(trainer.timer)
         return self.complete(trainer.measured(replace(share, samples=0), self.sent_bytes))
 
-    def meets(self) -> bool:
+    def meets(self, done: int) -> bool:
         """Whether a round ends here, or a fragment has its turn."""
-        return self.done % int(self.options["every"]) in self._turns
+        return done % int(self.options["every"]) in self._turns
 
     def meet(self) -> float:
         """Average; who was last, and how long the others waited, shows in all ranks' rows."""
-        place = self._turns[self.done % int(self.options["every"])]
+        place = self._turn
         fragment = self.fragments[place]
         size_bytes = 2 * (self.world_size - 1) / self.world_size * sum(f.nbytes for f in fragment)
         self.context.faults.travel(round(size_bytes))
@@ -166,8 +185,12 @@ class LocalSGD(ParameterAveraging):
         """Take the outer step of one worker: the mean is what it has."""
         if self.outer is not None:
             self.message.fill()
-            self._step_on(self._turns[self.done % int(self.options["every"])])
+            self._step_on(self._turn)
             self.message.spread()
+
+    @property
+    def _turn(self) -> int:
+        return self._turns[self.done % int(self.options["every"])]
 
     def _step_on(self, place: int) -> None:
         if self.outer is not None:
@@ -181,7 +204,7 @@ class LocalSGD(ParameterAveraging):
         self.message.spread()
 
     def _average(self, flats: Iterable[Tensor]) -> None:
-        chosen = self._chosen(self.done - 1)
+        chosen = self._chosen(self.done - 1, self.world_size)
         for flat in flats:
             if self.rank in chosen:
                 flat.div_(len(chosen))
@@ -191,19 +214,71 @@ class LocalSGD(ParameterAveraging):
 
     def weight(self, share: Share) -> float:
         """Return the factor that makes the mean over those who take part one over samples."""
-        chosen = self._chosen(self.done)
-        bounds = [share_bounds(share.global_samples, r, self.world_size) for r in chosen]
+        chosen = self._chosen(self.done, self.workers)
+        bounds = [share_bounds(share.global_samples, r, self.workers) for r in chosen]
         total = sum(stop - start for start, stop in bounds)
         return share.samples * len(chosen) / total if total else 0.0
 
-    def _chosen(self, step: int) -> list[int]:
+    def _chosen(self, step: int, workers: int) -> list[int]:
         """Return the workers that take part in the round of a step; the same on all workers."""
-        count = max(1, round(self.options["fraction"] * self.world_size))
-        if count == self.world_size:
+        count = max(1, round(self.options["fraction"] * workers))
+        if count == workers:
             return list(range(count))
         rng = np.random.default_rng([self.seed, step // int(self.options["every"])])
-        drawn = rng.choice(self.world_size, count, replace=False)
+        drawn = rng.choice(workers, count, replace=False)
         return [int(rank) for rank in sorted(drawn)]
+
+    # -- with others -------------------------------------------------------------------------------
+
+    def bound(self) -> str:
+        """Return why workers must stay the same: those that sit out are drawn among all."""
+        return "" if self.options["fraction"] == 1 else "some of its workers sit rounds out"
+
+    def have_met(self) -> None:
+        """Keep what the meeting came to, for those that may have been broken out of it."""
+        self.met += 1
+        if self.context.membership.trains:
+            self._agreed_on = [flat.clone() for flat in self.fragments[self._turn]]
+            self._agreed_place = self._turn
+
+    def completes_alone(self) -> bool:
+        """Whether a step that broke off counts: only as one that ends in the average."""
+        return False
+
+    def undo(self) -> None:
+        """Be as before the step that broke off in its average."""
+        if self._breaks:
+            assert self._before is not None, "it is taken before each step that ends in an average"
+            self._before.put_back()
+            self._breaks = False
+            self.done -= 1
+
+    def enter_group(self, agreed: dict[str, Any]) -> None:
+        """Go on with the replica that is here, and compare what becomes equal from here on."""
+        super().enter_group(agreed)
+        self._compare(self._trainer.model)
+
+    def handed_over(self) -> dict[str, Any]:
+        """Return this replica, what the latest meeting came to, and the outer optimizer's state."""
+        state = {**super().handed_over(), "agreed": self._agreed_on, "place": self._agreed_place}
+        return state if self.outer is None else {**state, "outer": self.outer.state()}
+
+    def take_over(self, state: dict[str, Any], *, comes: bool) -> bool:
+        """Begin with another one's replica; or complete the meeting that broke off here."""
+        broke = self._breaks and state["met"] > self.met
+        if broke:
+            self.message.fill()
+            for mine, mean in zip(self.fragments[state["place"]], state["agreed"], strict=True):
+                mine.copy_(mean)
+            self.message.spread()
+            self.equal, self.met, self._breaks = len(self.fragments) == 1, self.met + 1, False
+        else:
+            super().take_over(state, comes=comes)
+        if comes or broke:
+            self._agreed_on, self._agreed_place = state["agreed"], int(state["place"])
+            if self.outer is not None:
+                self.outer.load(state["outer"])
+        return broke
 
     def shard_source(self, source: Any) -> Any:
         """Give each worker a shard of its own, where `skew` asks for it."""
@@ -245,7 +320,7 @@ class LocalSGD(ParameterAveraging):
     def close(self) -> None:
         """Leave the user's loop alone again."""
         super().close()
-        self.outer = None
+        self.outer = self._before = None
 
 
 class _Piece(NamedTuple):
@@ -265,6 +340,9 @@ class OuterStep:
     Args:
         message: In which the mean arrives, and the step's result is left.
         fragments: In how many parts the message meets.
+
+    Attributes:
+        kept: Where rounds began, and the momenta; `size_bytes` in all.
     """
 
     def __init__(
@@ -276,7 +354,8 @@ class OuterStep:
         began = {name: p.detach().reshape(-1).clone() for name, p in self._parameters.items()}
         self._began = began
         self._momenta = {name: torch.zeros_like(flat) for name, flat in began.items()}
-        self.size_bytes = bytes_of([*began.values(), *self._momenta.values()])
+        self.kept = [*began.values(), *self._momenta.values()]
+        self.size_bytes = bytes_of(self.kept)
         self._pieces = [list(self._cut(message, place, fragments)) for place in range(fragments)]
 
     def _cut(self, message: Message, place: int, fragments: int) -> Iterator[_Piece]:

@@ -281,6 +281,10 @@ class LoopHealing:
         self._standing.served -= 1 if again else 0
         self._standing.dealt += 1
 
+    def part(self, shard: tuple[int, int]) -> tuple[int, Any]:
+        """Return which share is this worker's: a loop's are equal."""
+        return shard
+
     def tell_evaluation(self) -> None:
         """Tell nothing: a loop's evaluations are the user's own."""
 

@@ -4,6 +4,16 @@
 
 How often they meet, whom, and how parameters are mixed is in the strategies (`local_sgd.py`,
 `gossip.py`). What is evaluated, and what a run ends with, is the mean of all replicas.
+
+Where a worker dies, or comes, the others keep their replicas and go on among those that are there
+(`engine/training/regrouping.py`). Who stands behind the furthest takes its steps up to there alone:
+
+    steps   0 .. 4         5, 6              7 ..
+            as rank 1 of 3  alone, the same   as rank 0 of 2: with all others again
+
+Who comes begins with another one's replica, its optimizer's state included. With a worker that dies
+go the steps it has taken since it last met others, and its optimizer's state. At the end nobody
+leaves before all have the mean.
 """
 
 from __future__ import annotations
@@ -17,11 +27,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ....engine.contract import Job, Share, Strategy
+from ....engine.torch.group import control_wire
 from .guard import Message, begin_equal, broadcast
 from .replica import Trainer, copied_state, held_bytes, load_parts
 from .user_loop import OwnLoop
 
 if TYPE_CHECKING:
+    from ....engine.context import RunContext
     from ....engine.telemetry.recorder import StepResult
     from .guard import Guard
 
@@ -31,7 +43,7 @@ class ParameterAveraging(Strategy):
 
     Attributes:
         message: This worker's parameters and floating-point buffers, flat.
-        done: Steps done.
+        done: Steps done, and the one under way once it has changed parameters.
         equal: Whether the replicas are equal now.
         guard: Compares replicas that have just been made equal; None where they never are.
         sent_bytes: Bytes this worker sent in the latest step.
@@ -44,11 +56,21 @@ class ParameterAveraging(Strategy):
     equal = True
     guard: Guard | None = None
     state_is_collective = True
+    regroups = True
+    copies = False
     sent_bytes = wait_s = 0.0
+    _mean: list[torch.Tensor] | None = None  # that all replicas have become in the end
+
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        # From which step on it took which shares, (rank, workers); and until when it is alone.
+        self._dealt = [(0, self.rank, self.world_size)]
+        self._together = 0
+        self._breaks = False  # whether the step under way may break off: its meeting has begun
 
     @abstractmethod
-    def meets(self) -> bool:
-        """Whether the step just done ends in a meeting."""
+    def meets(self, done: int) -> bool:
+        """Whether a meeting follows when so many steps are done."""
 
     @abstractmethod
     def meet(self) -> float:
@@ -59,7 +81,12 @@ class ParameterAveraging(Strategy):
 
     def weight(self, share: Share) -> float:
         """Return the factor on a share's mean loss: a mean over workers is one over samples."""
-        return share.samples * self.world_size / share.global_samples
+        return share.samples * self.workers / share.global_samples
+
+    @property
+    def workers(self) -> int:
+        """Over how many workers the batch of the step under way is divided."""
+        return next(workers for first, _, workers in reversed(self._dealt) if first <= self.done)
 
     def prepare(self, job: Job) -> None:
         """Begin with rank 0's model everywhere."""
@@ -70,7 +97,8 @@ class ParameterAveraging(Strategy):
     def begin(self, model: torch.nn.Module) -> None:
         """Make all replicas equal."""
         self.model, self.device = model, torch.device(self.context.spec.device)
-        begin_equal(model, self.device)
+        if not self.context.membership.waits:
+            begin_equal(model, self.device)
         self.message = Message(model, self.device)
 
     def step(self, share: Share) -> StepResult:
@@ -86,17 +114,24 @@ class ParameterAveraging(Strategy):
         self.done += 1
         self.wait_s = self.sent_bytes = 0.0
         if self.world_size == 1:
-            if self.meets():
+            if self.meets(self.done):
                 self.meet_nobody()
             return
         self.equal = False
-        if self.meets():
-            timer.ready()
-            with timer.blocked():
-                self.wait_s = self.meet()
+        if self.done <= self._together or not self.meets(self.done):
+            return
+        self._breaks = True
+        timer.ready()
+        with timer.blocked():
+            self.wait_s = self.meet()
         if self.guard is not None and self.equal:
             with timer.aside():
                 self.guard.tick()
+        self._breaks = False
+        self.have_met()
+
+    def have_met(self) -> None:
+        """Take note that a meeting is complete here."""
 
     def complete(self, result: StepResult) -> StepResult:
         """Add the wait: nobody waits between meetings."""
@@ -130,10 +165,66 @@ class ParameterAveraging(Strategy):
         if not self.equal:
             self.mean()
             self.equal = True
+            self.met += 1
+            self._mean = self.message.copy() if self.context.membership.trains else None
         if self.guard is not None:
             self.guard.settle(last=self.loop is None)
         counters = [b for b in self.model.buffers() if not b.is_floating_point()]
         broadcast(counters, self.device)
+        if self.context.membership.trains:  # who has left could not hand the mean over any more
+            dist.all_reduce(torch.zeros(1, device=control_wire(None, self.device)))
+
+    # -- with others -------------------------------------------------------------------------------
+
+    def leave_group(self) -> None:
+        """Let go of what compares replicas."""
+        self.guard = None
+
+    def completes_alone(self) -> bool:
+        """Whether a step that broke off in its meeting counts: its update stands."""
+        broke, self._breaks = self._breaks, False
+        return broke
+
+    def enter_group(self, agreed: dict[str, Any]) -> None:
+        """Take steps alone up to the furthest's, and from there on with those that are there."""
+        spec, self._together = self.context.spec, int(agreed["done"])
+        self.rank, self.world_size = spec.rank, spec.world_size
+        self._trainer.be_one_of(spec.world_size)
+        before = [one for one in self._dealt if one[0] < self._together]
+        self._dealt = [*before, (self._together, self.rank, self.world_size)]
+
+    def agreed(self) -> dict[str, Any]:
+        """Return how many steps are complete."""
+        return {"done": self.done - self._breaks}
+
+    def shares(self, first: int) -> list[tuple[tuple[int, int], int | None]]:
+        """Return the shares up to the furthest's step, as they were, and then those there are."""
+        ends = [*(begin for begin, _, _ in self._dealt[1:]), None]
+        found: list[tuple[tuple[int, int], int | None]] = []
+        for (begin, rank, workers), end in zip(self._dealt, ends, strict=True):
+            steps = None if end is None else end - max(begin, first)
+            if steps is None or steps > 0:
+                found.append(((rank, workers), steps))
+        return found
+
+    def handed_over(self) -> dict[str, Any]:
+        """Return this replica, and the mean of all where it has become that."""
+        return {**self._replica(), "equal": self.equal, "met": self.met, "mean": self._mean}
+
+    def take_over(self, state: dict[str, Any], *, comes: bool) -> bool:
+        """Begin with another one's replica; or take over the mean, which lacks this one alone."""
+        if comes:
+            self._load_replica(state)
+        elif state["met"] > self.met:
+            self.message.restore(state["mean"])
+        else:
+            return False
+        self.equal, self.met, self._mean = bool(state["equal"]), int(state["met"]), state["mean"]
+        return False
+
+    def contributed(self, share: Share) -> StepResult:
+        """Return the loss of this worker's share."""
+        return self._trainer.contributed(share)
 
     def weights(self) -> dict[str, NDArray[np.generic]]:
         """Return parameters and buffers by name; equal on all workers after `finish`."""
@@ -146,7 +237,8 @@ class ParameterAveraging(Strategy):
         return self._replica()
 
     def _replica(self) -> dict[str, Any]:
-        return {**copied_state(self.loop or self._trainer), "done": self.done}
+        done = self.done - self._breaks
+        return {**copied_state(self.loop or self._trainer), "done": done}
 
     def snapshot(self) -> dict[str, Any]:
         """Return the mean of the replicas and of their optimizers' states. Collective."""

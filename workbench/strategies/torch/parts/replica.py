@@ -261,6 +261,31 @@ class Trainer:
         load_parts(self, state)
 
 
+class BeforeStep:
+    """A copy of a replica, for a step that changes it before it can fail."""
+
+    def __init__(self, trainer: Trainer, more: Iterable[torch.Tensor] = ()) -> None:
+        self._trainer = trainer
+        model = trainer.model
+        self._tensors = [t for t in (*model.parameters(), *model.buffers(), *more) if t.numel()]
+        self._copies: list[torch.Tensor] = []
+        self._rest: dict[str, Any] = {}
+
+    def take(self) -> None:
+        """Take the copy, in the place of the last one."""
+        with torch.no_grad():
+            if not self._copies:
+                self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
+            torch._foreach_copy_(self._copies, self._tensors)
+        self._rest = map_batch(lambda t: t.detach().clone(), steps_state(self._trainer))
+
+    def put_back(self) -> None:
+        """Let the replica be as it was."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._tensors, self._copies)
+        load_steps(self._trainer, self._rest)
+
+
 def needs_scaling(device: torch.device) -> bool:
     """Whether losses are scaled under fp16: on a CPU it is there to try a recipe out."""
     return device.type != "cpu"
@@ -389,14 +414,17 @@ class Parts(Protocol):
 
 def parts_state(parts: Parts) -> dict[str, Any]:
     """Return the state as it lies here: on the device, partitioned if the model is."""
+    return {**steps_state(parts), "model": parts.model.state_dict()}
+
+
+def steps_state(parts: Parts) -> dict[str, Any]:
+    """Return the state of what takes the steps, as it lies here."""
     every = {
         "optimizer": parts.optimizer,
         "scheduler": parts.scheduler,
         "scaler": parts.scaler,
     }
-    state = {name: part.state_dict() for name, part in every.items() if part is not None}
-    state["model"] = parts.model.state_dict()
-    return state
+    return {name: part.state_dict() for name, part in every.items() if part is not None}
 
 
 def copied_state(parts: Parts) -> dict[str, Any]:
@@ -407,6 +435,11 @@ def copied_state(parts: Parts) -> dict[str, Any]:
 def load_parts(parts: Parts, state: dict[str, Any]) -> None:
     """Go on from what `parts_state` gave."""
     parts.model.load_state_dict(state["model"])
+    load_steps(parts, state)
+
+
+def load_steps(parts: Parts, state: dict[str, Any]) -> None:
+    """Go on from what `steps_state` gave."""
     parts.optimizer.load_state_dict(state["optimizer"])
     for name, part in (("scheduler", parts.scheduler), ("scaler", parts.scaler)):
         if part is not None and state.get(name) is not None:
