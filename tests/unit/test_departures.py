@@ -56,7 +56,7 @@ class FakeHealer:
 
     def dismiss(self, engines: list[int], why: str) -> None:
         if len(self.left) + len(engines) == len(self.run.members):
-            raise RunError("nobody is left", code="WB-RUN-149")
+            raise RunError("nobody is left", code="WB-RUN-141")
         self.left += engines
         self.run.events.append({"event": "left", "ranks": engines, "reason": why})
 

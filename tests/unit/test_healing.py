@@ -538,10 +538,10 @@ def test_not_all_can_leave(made) -> None:
     all_train(healer, 0, 1, 2)
     healer.dismiss([0], "to make room")
     for chosen in ([1, 2], [7], []):
-        with pytest.raises(RunError, match="WB-RUN-149"):
+        with pytest.raises(RunError, match="WB-RUN-141"):
             healer.dismiss(chosen, "to make room")
     run.state = "finished"
-    with pytest.raises(RunError, match="WB-RUN-151"):
+    with pytest.raises(RunError, match="WB-RUN-143"):
         healer.dismiss([1], "to make room")
 
 
@@ -550,7 +550,7 @@ def test_who_left_can_come_again(made) -> None:
     all_train(healer, 0, 1, 2)
     healer.dismiss([1], "to make room")
     regrouped(healer, 20)
-    with pytest.raises(RunError, match="WB-RUN-150"):
+    with pytest.raises(RunError, match="WB-RUN-142"):
         healer.admit([0])
     healer.spares(1, WELL)
     healer.admit([1])

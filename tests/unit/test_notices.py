@@ -102,17 +102,17 @@ def test_the_environment_names_a_file_for_all_engines(
 
 @pytest.mark.parametrize("source", [None, 5, ["a", "b"]])
 def test_what_is_no_source_is_refused(departure: Departure, source: Any) -> None:
-    with pytest.raises(PlanError, match="WB-PLAN-333"):
+    with pytest.raises(PlanError, match="WB-PLAN-328"):
         leave_when(source)
 
 
 @pytest.mark.parametrize("every_s", [0, -1, True, "5", float("nan")])
 def test_what_is_no_time_is_refused(departure: Departure, every_s: Any) -> None:
-    with pytest.raises(PlanError, match="WB-PLAN-334"):
+    with pytest.raises(PlanError, match="WB-PLAN-329"):
         leave_when("/nowhere", every_s=every_s)
 
 
 def test_where_no_worker_is_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notices, "_departure", None)
-    with pytest.raises(RunError, match="WB-RUN-166"):
+    with pytest.raises(RunError, match="WB-RUN-150"):
         leave_when("/nowhere")

@@ -149,7 +149,7 @@ def test_a_slow_worker_can_be_given_less_where_shares_are_weighted(strategy: str
 def test_where_a_slow_worker_cannot_have_less_it_is_said_before_an_engine_is_touched(
     strategy: str, how: dict[str, str], why: str
 ) -> None:
-    with pytest.raises(PlanError, match=rf"{why}[\s\S]*WB-PLAN-330[\s\S]*mirrored, central_stor"):
+    with pytest.raises(PlanError, match=rf"{why}[\s\S]*WB-PLAN-325[\s\S]*mirrored, central_stor"):
         make_plan(CELL, strategy, workers=3, on_straggler="shed", **how)
     assert make_plan(CELL, strategy, workers=3, **how).on_straggler == "wait"
 
@@ -161,7 +161,7 @@ def test_servers_that_wait_for_all_can() -> None:
 
 
 def test_what_to_do_with_a_straggler_is_one_of_a_few_words() -> None:
-    with pytest.raises(PlanError, match=r"WB-PLAN-329[\s\S]*wait, shed"):
+    with pytest.raises(PlanError, match=r"WB-PLAN-324[\s\S]*wait, shed"):
         make_plan(CELL, "mirrored", workers=3, on_straggler="scold")
 
 
@@ -170,11 +170,11 @@ def test_who_replaces_slow_workers_heals_deaths_too() -> None:
     assert plan.on_failure == "heal"
     again = make_plan(CELL, "mirrored", workers=3, on_straggler="replace", on_failure="heal")
     assert again == plan
-    with pytest.raises(PlanError, match="WB-PLAN-332"):
+    with pytest.raises(PlanError, match="WB-PLAN-327"):
         make_plan(CELL, "mirrored", workers=3, on_straggler="replace", on_failure="stop")
 
 
 @pytest.mark.parametrize("strategy", ["gossip", "sharded", "one_device"])
 def test_where_no_fresh_worker_can_be_let_in_it_is_said(strategy: str) -> None:
-    with pytest.raises(PlanError, match=r"WB-PLAN-331[\s\S]*replace under mirrored"):
+    with pytest.raises(PlanError, match=r"WB-PLAN-326[\s\S]*replace under mirrored"):
         make_plan(CELL, strategy, workers=3, on_straggler="replace")

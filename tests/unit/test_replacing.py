@@ -116,7 +116,7 @@ def test_nobody_is_replaced_where_all_are_slow(stage) -> None:
 
 
 def test_what_cannot_be_is_told_and_the_others_go_on(stage) -> None:
-    stage.healer.error = RunError("It trains no more.", code="WB-RUN-151")
+    stage.healer.error = RunError("It trains no more.", code="WB-RUN-143")
     stage.train(20)
     assert soon(lambda: stage.notes)
     assert stage.notes[0].startswith("Rank 1 could not be replaced: It trains no more.")

@@ -198,7 +198,7 @@ class RunExecution:
                 seen=first.device,
                 allowed="at most the workers that it began with",
                 next_step="begin it with as many workers as it may ever need, and scale it down",
-                code="WB-RUN-152",
+                code="WB-RUN-144",
             )
         free = [one for one in pool.worker_ids if one not in run.members][:count]
         if len(free) < count:

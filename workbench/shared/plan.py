@@ -381,7 +381,7 @@ def check_scales(plan: Plan, workers: int | None = None, batch: int | None = Non
             seen=plan.entry.name,
             allowed=f"more or fewer workers under {able}",
             next_step="run.stop(), and the cell again with -n",
-            code="WB-PLAN-326",
+            code="WB-PLAN-322",
         )
     if plan.on_failure != "heal":
         raise PlanError(
@@ -389,7 +389,7 @@ def check_scales(plan: Plan, workers: int | None = None, batch: int | None = Non
             seen=f"--on-failure {plan.on_failure}",
             allowed="--on-failure heal",
             next_step=f"begin it with %%distributed {plan.entry.name} --on-failure heal",
-            code="WB-PLAN-327",
+            code="WB-PLAN-323",
         )
     if workers is None:
         return
@@ -401,7 +401,7 @@ def check_scales(plan: Plan, workers: int | None = None, batch: int | None = Non
             seen=f"{count} workers, a global batch of {batch}",
             allowed=f"at most {batch} workers",
             next_step=f"run.scale({batch})",
-            code="WB-PLAN-325",
+            code="WB-PLAN-321",
         )
 
 

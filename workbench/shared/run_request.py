@@ -465,7 +465,7 @@ def check_straggler(entry: catalog.Strategy, asked: RunSettings, chosen: dict[st
             "--on-straggler was not understood.",
             seen=what,
             allowed=", ".join(ON_STRAGGLER),
-            code="WB-PLAN-329",
+            code="WB-PLAN-324",
         )
     if what == "replace":
         _check_replacing(entry, asked)
@@ -479,7 +479,7 @@ def check_straggler(entry: catalog.Strategy, asked: RunSettings, chosen: dict[st
         seen=f"--on-straggler {what}",
         allowed=f"wait; {what} under {', '.join(names)}, in PyTorch",
         next_step="leave --on-straggler out, or take one of these",
-        code="WB-PLAN-330",
+        code="WB-PLAN-325",
     )
 
 
@@ -492,7 +492,7 @@ def _check_replacing(entry: catalog.Strategy, asked: RunSettings) -> None:
             seen="--on-straggler replace",
             allowed=f"replace under {able}; wait" + ("; shed" if entry.sheds else ""),
             next_step="leave --on-straggler out, or take one of these",
-            code="WB-PLAN-331",
+            code="WB-PLAN-326",
         )
     if asked.on_failure not in ("", "heal"):
         raise PlanError(
@@ -500,5 +500,5 @@ def _check_replacing(entry: catalog.Strategy, asked: RunSettings) -> None:
             seen=f"--on-straggler replace --on-failure {asked.on_failure}",
             allowed="--on-failure heal, or none",
             next_step="leave --on-failure out",
-            code="WB-PLAN-332",
+            code="WB-PLAN-327",
         )

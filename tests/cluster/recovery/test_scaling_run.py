@@ -159,22 +159,22 @@ def test_stop_during_a_scale(cluster, begun):
 
 def test_what_cannot_be_is_refused_and_disturbs_nothing(cluster, begun, ended):
     run = begun(workers=2)
-    for workers, code in ((0, "WB-PLAN"), (2.5, "WB-PLAN"), (25, "WB-PLAN-325")):
+    for workers, code in ((0, "WB-PLAN"), (2.5, "WB-PLAN"), (25, "WB-PLAN-321")):
         with pytest.raises(PlanError, match=code):
             run.scale(workers)
     run.scale(3, wait=False)
-    with pytest.raises(RunError, match="WB-RUN-153"):
+    with pytest.raises(RunError, match="WB-RUN-145"):
         run.scale(1)
     assert soon(lambda: joined(run) == [2])
     run.scale(3)  # nothing to do
     ended(run)
-    with pytest.raises(RunError, match="WB-RUN-151"):
+    with pytest.raises(RunError, match="WB-RUN-143"):
         run.scale(2)
 
 
 @pytest.mark.parametrize(
     ("how", "code"),
-    [({"strategy": "local_sgd"}, "WB-PLAN-326"), ({"on_failure": "stop"}, "WB-PLAN-327")],
+    [({"strategy": "local_sgd"}, "WB-PLAN-322"), ({"on_failure": "stop"}, "WB-PLAN-323")],
 )
 def test_runs_that_keep_their_workers_say_so(begun, tmp_path, how, code):
     run = begun(**{"on_failure": "stop"} | how)

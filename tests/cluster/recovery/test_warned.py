@@ -72,7 +72,7 @@ def test_a_run_that_does_not_go_on_stops_at_a_step_with_its_checkpoint(
     )  # fmt: skip
     trains(run)
     warn(cluster, rank)
-    with pytest.raises(RunError, match=r"WB-RUN-165") as caught:
+    with pytest.raises(RunError, match=r"WB-RUN-149") as caught:
         run.wait(WAIT_S)
     assert "SIGTERM" in str(caught.value)
     steps = run.history.totals.steps
@@ -113,7 +113,7 @@ def test_a_handler_of_the_users_own_is_called_too(cluster, paced, tmp_path):
     )
     trains(run)
     warn(cluster, 2)
-    with pytest.raises(RunError, match=r"WB-RUN-165"):
+    with pytest.raises(RunError, match=r"WB-RUN-149"):
         run.wait(WAIT_S)
     assert (tmp_path / "heard-2").exists()
     assert soon(lambda: exits(cluster)[2] == "SIGTERM"), exits(cluster)
@@ -152,7 +152,7 @@ def test_a_notice_that_the_host_goes_is_a_warning_of_all_on_it(cluster, paced, t
     )  # fmt: skip
     trains(run)
     notice.write_text("120")
-    with pytest.raises(RunError, match=r"WB-RUN-165") as caught:
+    with pytest.raises(RunError, match=r"WB-RUN-149") as caught:
         run.wait(WAIT_S)
     assert "120 s left" in str(caught.value)
     assert checkpoints.found(tmp_path / "c")[-1].step == run.history.totals.steps
@@ -195,7 +195,7 @@ def test_the_warm_parent_passes_it_on_and_ends_last(cluster, paced, tmp_path):
     trains(run)
     parent = psutil.Process(pids(cluster)[0]).parent()
     parent.terminate()
-    with pytest.raises(RunError, match=r"WB-RUN-165"):
+    with pytest.raises(RunError, match=r"WB-RUN-149"):
         run.wait(WAIT_S)
     assert checkpoints.found(tmp_path / "c")[-1].step == run.history.totals.steps
     assert soon(lambda: cluster.ids == []), exits(cluster)

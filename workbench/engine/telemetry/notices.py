@@ -58,21 +58,21 @@ def leave_when(source: Source, every_s: float = EVERY_S) -> None:
             "What says that this host goes away?",
             seen=type(source).__name__,
             allowed="the path of a file, or a function that returns None or the seconds left",
-            code="WB-PLAN-333",
+            code="WB-PLAN-328",
         )
     if isinstance(every_s, bool) or not isinstance(every_s, (int, float)) or not every_s > 0:
         raise PlanError(
             "How often is a notice looked for?",
             seen=every_s,
             allowed="a number of seconds greater than 0",
-            code="WB-PLAN-334",
+            code="WB-PLAN-329",
         )
     if _departure is None:
         raise RunError(
             "wb.leave_when was called where no worker is.",
             allowed="a cell under %%distributed, or a job's script",
             next_step="put it into the cell that trains, above wb.fit",
-            code="WB-RUN-166",
+            code="WB-RUN-150",
         )
     if _watch is not None:
         _watch.close()

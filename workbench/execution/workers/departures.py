@@ -182,5 +182,5 @@ def stopped_error(who: Sequence[str], event: ToldToEnd, step: int, folder: str) 
         next_step=f"wb.resume({folder!r}) goes on from there"
         if folder
         else "--checkpoint DIR keeps what is trained, and --on-failure replace or heal goes on",
-        code="WB-RUN-165",
+        code="WB-RUN-149",
     )

@@ -295,7 +295,7 @@ class Healer:
                     seen=f"engines {list(engines)} of {self.members}",
                     allowed="some of its workers, and not all",
                     next_step="run.stop() ends the run",
-                    code="WB-RUN-149",
+                    code="WB-RUN-141",
                 )
             self._asked.update(dict.fromkeys(chosen, why))
             self._dismiss_asked()
@@ -317,7 +317,7 @@ class Healer:
                         "An engine cannot be let in.",
                         seen=f"engine {engine}, of {self.members} who take part",
                         allowed="an engine of the run that takes no part in it",
-                        code="WB-RUN-150",
+                        code="WB-RUN-142",
                     )
             for engine in engines:
                 self._begin_replacing(engine)
@@ -365,7 +365,7 @@ class Healer:
             "The run's workers are being changed already.",
             seen=f"{self._target} are on their way",
             next_step="wait until they have come or left: run.events tells",
-            code="WB-RUN-153",
+            code="WB-RUN-145",
         )
 
     @property
@@ -384,7 +384,7 @@ class Healer:
             raise RunError(
                 "This training keeps its workers.",
                 seen=self._why_not,
-                code="WB-RUN-154",
+                code="WB-RUN-146",
             )
 
     def _takes_part(self, engine: int) -> bool:
@@ -395,7 +395,7 @@ class Healer:
             raise RunError(
                 "The workers of a run can change while it trains.",
                 seen=f"the run is {self._run.state}",
-                code="WB-RUN-151",
+                code="WB-RUN-143",
             )
 
     def _dismiss_asked(self) -> None:

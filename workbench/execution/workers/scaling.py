@@ -34,7 +34,7 @@ def scale(task: Task | None, workers: int, *, wait: bool = True) -> None:
         raise RunError(
             f"The run has {len(mender.members)} workers, and not {workers}.",
             seen="; ".join(mender.failed) or "the run ended before",
-            code="WB-RUN-155",
+            code="WB-RUN-147",
         )
 
 
@@ -49,6 +49,6 @@ def _mender(task: Task | None) -> tuple[Task, Mender]:
         raise RunError(
             "Nobody here decides about the workers of the run.",
             seen="it is over, has not begun, or belongs to another notebook",
-            code="WB-RUN-156",
+            code="WB-RUN-148",
         )
     return task, task.mender
