@@ -174,7 +174,7 @@ def test_what_cannot_be_is_refused_and_disturbs_nothing(cluster, begun, ended):
 
 @pytest.mark.parametrize(
     ("how", "code"),
-    [({"strategy": "local_sgd"}, "WB-PLAN-322"), ({"on_failure": "stop"}, "WB-PLAN-323")],
+    [({"strategy": "sharded"}, "WB-PLAN-322"), ({"on_failure": "stop"}, "WB-PLAN-323")],
 )
 def test_runs_that_keep_their_workers_say_so(begun, tmp_path, how, code):
     run = begun(**{"on_failure": "stop"} | how)
