@@ -98,6 +98,7 @@ TORCH: tuple[Strategy, ...] = (
         source="Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
         aliases=("central",),
         servers=1,
+        heals=True,
         copies_option="replicas",
         links=True,
         options=(
@@ -126,6 +127,7 @@ TORCH: tuple[Strategy, ...] = (
         "2014; Ho et al., Stale Synchronous Parallel, NIPS 2013",
         aliases=("ps", "pserver", "kvstore"),
         sync=False,
+        heals=True,
         servers_option="servers",
         copies_option="replicas",
         sync_option="sync",

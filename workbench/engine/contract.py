@@ -129,6 +129,11 @@ class Strategy(ABC):
     regroups = False
     state_is_collective = False
 
+    @property
+    def apart(self) -> bool:
+        """Whether workers meet nobody to go on with others: each keeps its own pace."""
+        return False
+
     def __init__(self, context: RunContext) -> None:
         self.context = context
         self.options = context.spec.options
@@ -242,6 +247,25 @@ class Strategy(ABC):
             agreed: What one worker that was there before said (`agreed`); the same for all.
         """
         raise NotImplementedError(type(self).__name__)  # pragma: no cover - `regroups` forbids it
+
+    def settle_steps(self, generation: int) -> int:
+        """Settle with those who hold what is trained, besides the workers, which steps stand.
+
+        Called before workers compare how far they are; who is let in and meets nobody has taken
+        over before.
+
+        Returns:
+            How many steps further training is than this worker knew.
+        """
+        return 0
+
+    def member_state(self) -> dict[str, Any]:
+        """Return what a worker that is let in takes over from this one."""
+        return self.state()
+
+    def load_member_state(self, state: dict[str, Any]) -> None:
+        """Go on from what another worker's `member_state` gave."""
+        self.load_state(state)
 
     def agreed(self) -> dict[str, Any]:
         """Return what the workers have agreed on so far, plain data for those who come."""

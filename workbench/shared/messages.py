@@ -405,6 +405,8 @@ class Inject(OfRun):
 
 SERVER_GONE = "server gone"
 """Topic on which the kernel says that a server has died, by its number, while others go on."""
+WORKERS_DONE = "workers done"
+"""Topic on which the kernel tells servers that no worker comes any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,7 +423,8 @@ class Told(OfRun):
 class Regroup(OfRun):
     """From the step under way on others take part, and meet in the store under `prefix`.
 
-    Of each its rank in the run's tables (`places`), engine, host; who is `past` has trained all.
+    Of each its rank in the run's tables (`places`), engine, host; who is `past` has trained all,
+    who is `fresh` is let in.
     """
 
     kind: ClassVar[str] = "regroup"
@@ -431,6 +434,7 @@ class Regroup(OfRun):
     hosts: tuple[str, ...]
     past: tuple[int, ...]
     prefix: str
+    fresh: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

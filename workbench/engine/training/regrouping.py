@@ -17,6 +17,11 @@ were in its sum, so its result is that of an undisturbed run, and they take it o
 has, all take the step anew, with the shares of the members that there are now. A step that failed
 has changed gradients only, and buffers, which the strategy puts back.
 
+Where servers hold what is trained, they know which step stands (`Strategy.settle_steps`): each
+worker hears it from them before it compares. Workers that meet nowhere (`Strategy.apart`) do not
+wait for each other here either: before a step each takes note of who takes part now, and one of
+them hands over to who has come.
+
 What is not as in an undisturbed run: random numbers that a step drew before it failed (dropout) are
 drawn anew, and which all-reduce is the fastest is not measured again.
 """
@@ -103,6 +108,7 @@ class Regrouping:
                 text = f"If a worker dies this training cannot go on without a restart: {why_not}."
                 context.emit(events.Noted(rank=0, text=text))
             return
+        membership.apart = strategy.apart
         membership.break_out = lambda: self._break_out(strategy)
         context.closers.append(self._end)
         membership.begin()
@@ -118,7 +124,7 @@ class Regrouping:
         if training.source.samples is None:
             return "its data is a stream, in which nobody can go back"
         try:
-            format_of(self.context).packed(strategy.state())
+            format_of(self.context).packed(strategy.member_state())
         except FitError as error:
             return f"its state cannot be handed over ({error.seen})"
         return ""
@@ -181,11 +187,12 @@ class Regrouping:
         strategy: Strategy = self.context.strategy
         while True:
             membership.waiting()
-            strategy.leave_group()
-            self._framework.destroy_group()
+            if not strategy.apart:
+                strategy.leave_group()
+                self._framework.destroy_group()
             message = membership.await_next()
             try:
-                self._meet(strategy, message)
+                (self._pass if strategy.apart else self._meet)(strategy, message)
                 break
             except Exception as error:
                 if not self.can_follow(error):
@@ -206,6 +213,7 @@ class Regrouping:
         self._framework.ensure_group(spec)
         context.spec = spec
         store = self._framework.open_store(spec)
+        self._advance(strategy.settle_steps(message.generation))
         about = self._compare(store, spec, strategy)
         at = [tuple(one["at"]) for one in about]
         if max(at) == NOWHERE:
@@ -218,14 +226,48 @@ class Regrouping:
         elif spec.rank in behind:
             random = self._take_over(store, strategy)
         strategy.enter_group(about[donor]["agreed"])
-        if context.entry.whole:
-            lead = min((*message.places, *message.past))
-            context.weights = strategy.weights if membership.place == lead else None
+        self._lead(strategy, message)
         training.checkpoints.regrouped(int(about[donor]["saved"]))
         training.deal()
         if spec.rank == 0:
             training.tell_evaluation()
         if random is not None and membership.waits:
+            format_of(context).set_random_state(random, spec.device)
+
+    def _lead(self, strategy: Strategy, message: Regroup) -> None:
+        """Have one worker leave the weights."""
+        if self.context.entry.whole:
+            lead = min((*message.places, *message.past)) == self._membership.place
+            self.context.weights = strategy.weights if lead else None
+
+    def _advance(self, steps: int) -> None:
+        """Count steps that stand, though this worker did not know."""
+        if not self._membership.waits or self._membership.apart:
+            self.context.trained += steps
+            self.context.step = self.context.trained - 1 if steps else self.context.step
+
+    def _pass(self, strategy: Strategy, message: Regroup) -> None:
+        """Take note of who takes part now, at this worker's own pace; hand over to who has come."""
+        context, training, membership = self.context, self._training, self._membership
+        before = context.spec.rank
+        context.spec = spec = spec_of(context.spec, message, membership.place)
+        random: Any = None
+        fresh = [message.places.index(place) for place in message.fresh]
+        others = [rank for rank in range(spec.world_size) if rank not in fresh]
+        if spec.rank in fresh:
+            store = self._framework.open_store(spec)
+            random = self._take_over(store, strategy, keep=membership.waits)
+            if membership.waits:
+                self._advance(strategy.settle_steps(message.generation))
+                training.evaluated = context.trained - 1
+        elif fresh and spec.rank == others[0]:
+            self._hand_over(self._framework.open_store(spec), strategy, fresh)
+        strategy.enter_group({})
+        self._lead(strategy, message)
+        if spec.rank != before or membership.waits:  # who saves may be another one
+            training.checkpoints.regrouped(max(training.checkpoints.saved, context.trained))
+        if membership.waits:
+            training.deal()
             format_of(context).set_random_state(random, spec.device)
 
     def _compare(self, store: Any, spec: RunSpec, strategy: Strategy) -> list[dict[str, Any]]:
@@ -242,7 +284,7 @@ class Regrouping:
         donor = handover.Donor(store, key, address.address_in(spec), spec.ports)
         try:
             state = {
-                "strategy": strategy.state(),
+                "strategy": strategy.member_state(),
                 "random": format_of(self.context).random_state(spec.device),
                 "training": self._training.place(),
             }
@@ -251,8 +293,8 @@ class Regrouping:
         finally:
             donor.close()
 
-    def _take_over(self, store: Any, strategy: Strategy) -> Any:
-        """Be where the donor is; return its random states."""
+    def _take_over(self, store: Any, strategy: Strategy, *, keep: bool = True) -> Any:
+        """Be where the donor is, unless nothing of it is to be kept; return its random states."""
         spec = self.context.spec
         made: list[Any] = []
 
@@ -263,8 +305,9 @@ class Regrouping:
 
         handover.take(store, bytes.fromhex(spec.key), spec.rank, room_for)
         state = made[0]()
-        strategy.load_state(state["strategy"])
-        self._training.take_place(state["training"])
+        if keep:
+            strategy.load_member_state(state["strategy"])
+            self._training.take_place(state["training"])
         return state["random"]
 
 

@@ -51,6 +51,13 @@ class Execution(Protocol):
     pool: EngineAllocator
     run: Run
     plan: Plan
+    servers: Sequence[int]
+
+    def chains(self) -> list[list[int]]:
+        """Return which servers hold the same, so that one of each may die."""
+
+    def dismiss_servers(self) -> None:
+        """Tell the servers that no worker comes any more."""
 
     def meets(self, prefix: str) -> None:
         """Take note under which name its workers meet from now on."""
@@ -108,6 +115,17 @@ class Healer:
     def spares(self, engine: int, outcome: CellOutcome) -> CellOutcome | None:
         """Take note of an engine's end; return what counts as it where the others go on."""
         with self._lock:
+            if engine in self._launch.servers:
+                spared = any(engine in chain for chain in self._launch.chains())
+                self._over = self._over or not (outcome.is_well or spared)
+                return None
+            try:
+                return self._spares(engine, outcome)
+            finally:
+                self._dismiss_servers(engine)
+
+    def _spares(self, engine: int, outcome: CellOutcome) -> CellOutcome | None:
+        with self._lock:
             if engine in self._coming:
                 return self._did_not_come(engine, outcome)
             if outcome.status != "died":
@@ -127,6 +145,15 @@ class Healer:
             self._announce()
         self._begin_replacing(engine)
         return outcome
+
+    def _dismiss_servers(self, engine: int) -> None:
+        """Let servers end when this engine was the last that they could have to answer."""
+        task, servers = self._task, self._launch.servers
+        if task is None or not servers:
+            return
+        left = set(task.unfinished()) - {engine, *servers}
+        if not left and (self._over or not set(self.members) - self._past):
+            self._launch.dismiss_servers()
 
     @property
     def _goes_on(self) -> bool:
@@ -251,6 +278,7 @@ class Healer:
             hosts=tuple(pool.engines.engines[one].place for one in self.members),
             past=tuple(members.index(one) for one in sorted(self._past)),
             prefix=prefix,
+            fresh=tuple(members.index(one) for one in self._change.fresh),
         )
         for engine in self.members:
             pool.engines.router.send(engine, message)
@@ -271,7 +299,7 @@ class Healer:
         change, run = self._change, self._run
         if event.generation != self.generation or engine not in self.members:
             return
-        if not change.heard:
+        if not change.heard and run.plan.sync:  # else each worker's rows stand alone
             run.history.regroup(event.step, [run.engines.index(one) for one in self.members])
         change.heard[engine] = event
         if set(change.heard) >= set(self.members):
