@@ -166,7 +166,10 @@ class Strategy:
         replicated: Whether each worker holds all of the model and of the optimizer's state between
             steps, so that a run goes on from what a survivor has.
         heals: Whether a training of `wb.fit` goes on without a restart when a worker dies, with
-            nothing lost and nothing done again, and with a fresh worker as soon as there is one.
+            nothing done again, and with a fresh worker as soon as there is one; nothing is lost
+            where workers take each step together.
+        unhealed: Why it does not.
+        unhealed_with: Options (name, value) under which it does not.
         spares_workers: Whether the others go on without a pause when a worker dies, as long as they
             wait for nobody and it is not rank 0, which evaluates and saves. The rest of its share
             of the steps is lost.
@@ -216,6 +219,8 @@ class Strategy:
     remote_workers: bool = False
     replicated: bool = False
     heals: bool = False
+    unhealed: str = ""
+    unhealed_with: tuple[tuple[str, Any], ...] = ()
     spares_workers: bool = False
     whole: bool = True
     keeps: Literal["all", "weights", "part"] = "all"

@@ -405,8 +405,7 @@ class Inject(OfRun):
 
 SERVER_GONE = "server gone"
 """Topic on which the kernel says that a server has died, by its number, while others go on."""
-WORKERS_DONE = "workers done"
-"""Topic on which the kernel tells servers that no worker comes any more."""
+WORKERS_DONE = "workers done"  # to servers: no worker comes any more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -423,8 +422,7 @@ class Told(OfRun):
 class Regroup(OfRun):
     """From the step under way on others take part, and meet in the store under `prefix`.
 
-    Of each its rank in the run's tables (`places`), engine, host; who is `past` has trained all,
-    who is `fresh` is let in.
+    Of each its rank in the run's tables (`places`), engine, host; who is `past` has trained all.
     """
 
     kind: ClassVar[str] = "regroup"
@@ -434,7 +432,7 @@ class Regroup(OfRun):
     hosts: tuple[str, ...]
     past: tuple[int, ...]
     prefix: str
-    fresh: tuple[int, ...] = ()
+    fresh: tuple[int, ...] = ()  # of the places: who is let in
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -184,7 +184,7 @@ def make_plan(
     folder, every, on_failure = checkpoints.settings(
         asked.checkpoint, asked.checkpoint_every, asked.on_failure
     )
-    _check_on_failure(entry, on_failure, count)
+    _check_on_failure(entry, on_failure, count, chosen)
     decided = {
         **asked.settings,
         "checkpoint": folder,
@@ -366,16 +366,33 @@ def check_fewer(plan: Plan, workers: int) -> None:
     _check_layout(plan.entry, plan.options, workers, plan.overrides.get("batch_size"))
 
 
-def _check_on_failure(entry: catalog.Strategy, on_failure: str, count: int) -> None:
+def _check_on_failure(
+    entry: catalog.Strategy, on_failure: str, count: int, settings: Mapping[str, Any]
+) -> None:
     if on_failure == "heal" and not entry.heals:
         able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.framework == "torch")
+        why = entry.unhealed or (
+            "TensorFlow's workers are fixed when it begins" if entry.framework == "tensorflow"
+            else "its workers cannot be exchanged yet"
+        )  # fmt: skip
         raise PlanError(
-            f"{entry.name} cannot go on without a restart when a worker dies.",
+            f"{entry.name} cannot go on without a restart when a worker dies: {why}.",
             seen="--on-failure heal",
             allowed=f"heal under {able}; stop, continue, or replace with --checkpoint DIR",
             next_step="--checkpoint DIR --on-failure replace",
             code="WB-PLAN-320",
         )
+    for name, value in entry.unhealed_with if on_failure == "heal" else ():
+        if settings[name] == value:
+            raise PlanError(
+                f"{entry.name} cannot go on without a restart when a worker dies while its servers "
+                f"keep to one order of pushes ({name}={value}): one of them may have counted a "
+                "push that the others never get.",
+                seen=f"--on-failure heal, {name}={value}",
+                allowed=f"heal without {name}={value}; stop, or replace with --checkpoint DIR",
+                next_step=f"leave out -o {name}={value}",
+                code="WB-PLAN-323",
+            )
     if on_failure != "continue":
         return
     one = "one engine holds all its replicas" if entry.one_engine else ""

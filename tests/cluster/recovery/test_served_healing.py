@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 from needs import need
 from notebook_shell import WAIT_S, soon
-from recovering import cell, difference
+from recovering import MODEL, cell, difference, kill
+
+from workbench.execution.workers.healing import Healer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")
+import torch  # noqa: E402
 
 EXACT = 1e-10
 STEPS = 120
@@ -27,7 +30,7 @@ def paced(tmp_path):
     So all that is to happen happens in the run, however long this machine takes for it.
     """
 
-    def make(before="", more=""):
+    def make(before="", more="", pause_s=0.05):
         source = (
             "import os, pathlib, signal, time\n"
             f"folder = pathlib.Path({str(tmp_path)!r})\n"
@@ -40,11 +43,24 @@ def paced(tmp_path):
             "    os.kill(os.getpid(), signal.SIGKILL)\n"
             "def pace(step, logs):\n"
             "    if step >= 20 and not (folder / 'hurry').exists():\n"
-            "        time.sleep(0.05)\n"
+            f"        time.sleep({pause_s})\n"
         )
         return source + before + cell(STEPS, f", callbacks=[pace] {more}")
 
     return make
+
+
+def loss_of(run):
+    """Return the loss of what it has trained, over all its data."""
+    scope = {}
+    exec(MODEL, scope)
+    model = scope["model"]
+    model.load_state_dict({name: torch.from_numpy(w) for name, w in run.weights().items()})
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(96, 8, generator=generator).double()
+    y = torch.randint(0, 4, (96,), generator=generator)
+    with torch.no_grad():
+        return float(torch.nn.functional.cross_entropy(model(x), y))
 
 
 def changed(run, event):
@@ -168,3 +184,103 @@ def test_a_death_of_who_tells_two_servers_to_step(undisturbed, paced, heal):
     assert difference(run.weights(), undisturbed) <= EXACT
     assert run.events[0]["step"] == 31  # that step stands
     counts_once(run)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_at_their_own_pace_nobody_waits_and_a_fresh_engine_does_the_rest(
+    cluster, paced, heal, rank
+):
+    more = ", eval_data=(x, y), eval_every=20"
+    run = heal(
+        paced(more=more, pause_s=0.2),
+        "parameter_server",
+        {},
+        rank,
+        inject=[f"kill={rank}@30"],
+    )
+    run.history.finish()
+    healed, joined = run.events
+    assert joined["workers"] == 3
+    assert joined["step"] >= healed["step"]
+    rows = list(zip(run.history["rank"].tolist(), run.history["step"].tolist(), strict=True))
+    assert len(set(rows)) == len(rows)
+    steps = {r: {step for one, step in rows if one == r} for r in range(3)}
+    for other in {0, 1, 2} - {rank}:
+        assert steps[other] == set(range(STEPS))
+    missing = set(range(STEPS)) - steps[rank]
+    assert missing <= set(range(20, 30))  # rows that it had not sent yet; their pushes count
+    assert {one["step"] for one in run.evals} >= set(range(59, STEPS, 20))
+    whole = cluster.run(cell(STEPS), strategy="parameter_server").wait(WAIT_S)
+    first = float(run.history["loss"][0])
+    assert first - loss_of(run) >= 0.8 * (first - loss_of(whole))
+
+
+def test_two_deaths_at_once_and_down_to_one(undisturbed, paced, heal):
+    run = heal(paced(), *SYNC[0], 0, 2, inject=["kill=0@30", "kill=2@30"])
+    assert difference(run.weights(), undisturbed) <= EXACT
+    counts_once(run)
+
+
+def test_a_second_death_while_a_fresh_engine_starts(cluster, undisturbed, paced, heal, monkeypatch):
+    start, begun = Healer._start, []
+
+    def killing(self, engine):
+        if not begun:
+            begun.append(engine)
+            kill(cluster, 2)
+            assert soon(lambda: 2 not in cluster.ids)
+        start(self, engine)
+
+    monkeypatch.setattr(Healer, "_start", killing)
+    run = heal(paced(), *SYNC[0], 1, 2, inject=["kill=1@30"])
+    assert difference(run.weights(), undisturbed) <= EXACT
+    counts_once(run)
+
+
+IN_HANDOVER = """
+from workbench.engine.transport import handover
+plain = getattr(handover.Donor.give, 'plain', handover.Donor.give)
+def dying(self, *args):
+    if rank == 0 and once('killed'):
+        die()
+    return plain(self, *args)
+dying.plain = plain
+handover.Donor.give = dying
+"""
+
+
+@pytest.mark.parametrize("strategy", ["central_storage", "parameter_server"])
+def test_who_hands_over_dies(undisturbed, paced, heal, strategy):
+    source = paced(IN_HANDOVER, pause_s=0.2) + "\nhandover.Donor.give = plain\n"
+    run = heal(source, strategy, {}, 0, 2, inject=["kill=2@30"])
+    if strategy == "central_storage":
+        assert difference(run.weights(), undisturbed) <= EXACT
+        counts_once(run)
+
+
+@pytest.mark.parametrize("server", [0, 1], ids=["s0", "s1"])
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [SYNC[0], SYNC[1], ("parameter_server", {})],
+    ids=["central", "two servers", "at their own pace"],
+)
+def test_a_worker_and_a_server_of_two_that_hold_the_same(
+    cluster, undisturbed, paced, tmp_path, strategy, options, server
+):
+    """Before the fresh worker has come, so that it finds the copy in the server's place."""
+    run = cluster.run(
+        paced(pause_s=0.2), strategy=strategy, options={**options, "replicas": 2},
+        on_failure="heal",
+    )  # fmt: skip
+    assert soon(lambda: run.is_over or run.history.snapshot().step >= 20)
+    kill(cluster, 1, [i for i in cluster.ids if i not in cluster.worker_ids][server])
+    assert soon(lambda: run.is_over or changed(run, "joined") == [1]), (
+        run, run.events, run.history.story.notes,
+    )  # fmt: skip
+    (tmp_path / "hurry").touch()
+    run.wait(3 * WAIT_S)
+    assert changed(run, "healed") == changed(run, "joined") == [1], run.history.story.notes
+    assert not any(done.again for done in run.recoveries)
+    if strategy == "central_storage" or options:
+        assert difference(run.weights(), undisturbed) <= EXACT
+        counts_once(run)

@@ -30,7 +30,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..parts.replica import bytes_of
 from .rows import Changes, Parted, counts_of, norm_of, rows_of, sparse_of, summed
 from .shards import Shard, as_bytes, build_optimizer, restored
 
@@ -415,7 +414,7 @@ class Holder:
         tensors = (v for state in states for v in state.values() if isinstance(v, torch.Tensor))
         return {
             "parameters_bytes": self.shard.size_bytes,
-            "optimizer_bytes": bytes_of(tensors),
+            "optimizer_bytes": sum(tensor.nbytes for tensor in tensors),
             "gradients_bytes": sum(self._filled_bytes.values())
             if self._tables  # of memory that was never written to there is none
             else sum(len(mailbox) for mailbox in self.mailboxes.values()),
