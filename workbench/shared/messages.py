@@ -403,9 +403,8 @@ class Inject(OfRun):
     faults: tuple[str, ...] = ()
 
 
-SERVER_GONE = "server gone"
-"""Topic on which the kernel says that a server has died, by its number, while others go on."""
-WORKERS_DONE = "workers done"  # to servers: no worker comes any more
+SERVER_GONE, WORKERS_DONE = "server gone", "workers done"
+"""Topics of the kernel: a server has died (by its number), others go on; no worker comes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -420,18 +419,15 @@ class Told(OfRun):
 
 @dataclass(frozen=True, kw_only=True)
 class Regroup(OfRun):
-    """From the step under way on others take part, and meet in the store under `prefix`.
-
-    Of each its rank in the run's tables (`places`), engine, host; who is `past` has trained all.
-    """
+    """Others take part from the step under way on; who is `past` has trained all."""
 
     kind: ClassVar[str] = "regroup"
     generation: int
-    places: tuple[int, ...]
+    places: tuple[int, ...]  # ranks in the run's tables; `ranks` are their engines
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     past: tuple[int, ...]
-    prefix: str
+    prefix: str  # of where they meet in the store
     fresh: tuple[int, ...] = ()  # of the places: who is let in
 
 

@@ -324,7 +324,7 @@ class Healer:
             how = "; ".join(change.how.values())
             done = Recovery(tuple(change.lost), how, event.step, 0, workers, seconds, again=False)
             run.recoveries.append(done)
-            run.note(healed_words(done), change.lost)
+            run.note(healed_words(done, joined=run.plan.sync), change.lost)
         if change.fresh:
             ranks = [run.engines.index(one) for one in change.fresh]
             run.history.event(
@@ -400,9 +400,18 @@ class Healer:
         self._launch.pool.engines.interrupt(waiting)
 
 
-def healed_words(done: Recovery) -> str:
-    """Tell the user what happened and what it cost."""
+def healed_words(done: Recovery, *, joined: bool = True) -> str:
+    """Tell the user what happened and what it cost.
+
+    Args:
+        joined: Whether workers take each step together.
+    """
     one = done.workers == 1
+    if not joined:
+        return (
+            f"{done.how}. {done.workers} worker{' goes' if one else 's go'} on, and what is left "
+            "of its share waits for a fresh engine."
+        )
     return (
         f"{done.how}. {done.workers} worker{' goes' if one else 's go'} on from step {done.step}, "
         f"after {1e3 * done.seconds:.0f} ms; no step is lost."
