@@ -121,7 +121,7 @@ class Training:
         if self.eval_source is not None and not result.stopped and self.evaluated != context.step:
             self.evaluate(strategy, self.job.total_steps // self.job.steps_per_epoch)
         if context.sync:
-            self.checkpoints.save()
+            self.regrouping.save(self.checkpoints.save)
         self.regrouping.finish(strategy)  # workers that meet nowhere have pushed only now
         if not strategy.owns_loop:
             self.checkpoints.save()
@@ -276,7 +276,7 @@ class Training:
     def _checkpoint(self, start_s: float) -> float:
         """Save if it is time; return when the next step begins."""
         began = clock()
-        if not self.checkpoints.step_done():
+        if not self.regrouping.save(self.checkpoints.step_done):
             return start_s
         end = clock()
         self.saving_s += end - began

@@ -160,6 +160,16 @@ class Regrouping:
                 if self._training.evaluated == self.context.step:
                     return None
 
+    def save(self, save: Callable[[], bool]) -> bool:
+        """Take a checkpoint; where others take part by then, they take it later."""
+        try:
+            return save()
+        except Exception as error:
+            if not self.can_follow(error):
+                raise
+            self.go_on()
+            return True
+
     def finish(self, strategy: Strategy) -> None:
         """Settle what is left after the last step; from then on nobody waits for this worker."""
         while True:

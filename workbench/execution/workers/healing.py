@@ -99,6 +99,7 @@ class Healer:
         self.members = list(launch.run.members)
         self._met = 0  # the newest generation whose members are together
         self._past: set[int] = set()  # have trained to the end
+        self._ended: set[int] = set()  # their cells are over
         self._coming: dict[int, CellOutcome] = {}  # run the cell, in the place of one that so ended
         self._tries: dict[int, int] = {}
         self._change = Change()
@@ -119,10 +120,11 @@ class Healer:
                 spared = any(engine in chain for chain in self._launch.chains())
                 self._over = self._over or not (outcome.is_well or spared)
                 return None
+            self._ended.add(engine)
             try:
                 return self._spares(engine, outcome)
             finally:
-                self._dismiss_servers(engine)
+                self._dismiss_servers()
 
     def _spares(self, engine: int, outcome: CellOutcome) -> CellOutcome | None:
         with self._lock:
@@ -146,13 +148,10 @@ class Healer:
         self._begin_replacing(engine)
         return outcome
 
-    def _dismiss_servers(self, engine: int) -> None:
-        """Let servers end when this engine was the last that they could have to answer."""
-        task, servers = self._task, self._launch.servers
-        if task is None or not servers:
-            return
-        left = set(task.unfinished()) - {engine, *servers}
-        if not left and (self._over or not set(self.members) - self._past):
+    def _dismiss_servers(self) -> None:
+        """Let servers end when they can have nobody to answer any more."""
+        over = self._over or set(self.members) <= self._past
+        if over and set(self._run.members) <= self._ended:
             self._launch.dismiss_servers()
 
     @property
@@ -386,9 +385,12 @@ class Healer:
             if self._over or set(self.members) <= self._past:
                 return
             self._coming[engine] = task.outcomes[engine]
+            self._ended.discard(engine)
         if not task.rejoin(engine, launch.request_to_join(engine)):
             with self._lock:
                 self._coming.pop(engine, None)
+                self._ended.add(engine)
+                self._dismiss_servers()
         self._send_home()
 
     def _send_home(self) -> None:
