@@ -1,5 +1,8 @@
 """Workers of servers die: the others train on, nothing is done again, and fresh ones join them."""
 
+import random
+import time
+
 import numpy as np
 import pytest
 from needs import need
@@ -7,6 +10,7 @@ from notebook_shell import WAIT_S, soon
 from recovering import MODEL, cell, difference, kill
 
 from workbench.execution.workers.healing import Healer
+from workbench.shared import checkpoints
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")
@@ -284,3 +288,42 @@ def test_a_worker_and_a_server_of_two_that_hold_the_same(
     if strategy == "central_storage" or options:
         assert difference(run.weights(), undisturbed) <= EXACT
         counts_once(run)
+
+
+def test_with_evaluations_and_checkpoints(undisturbed, tmp_path, paced, heal):
+    run = heal(
+        paced(more=", eval_data=(x, y), eval_every=20"), *SYNC[0], 1, inject=["kill=1@27"],
+        checkpoint=str(tmp_path / "c"), checkpoint_every=25,
+    )  # fmt: skip
+    assert difference(run.weights(), undisturbed) <= EXACT
+    assert [one["step"] for one in run.evals] == list(range(19, STEPS, 20))
+    counts_once(run)
+    assert [one.step for one in checkpoints.found(tmp_path / "c")] == [100, STEPS]
+
+
+@pytest.mark.parametrize(("strategy", "options"), SYNC, ids=["central", "two servers"])
+def test_deaths_at_random_moments(cluster, undisturbed, tmp_path, paced, strategy, options):
+    """Whoever it is and wherever it was: at a server, in an evaluation, while one is let in."""
+    draw = random.Random(11)
+    run = cluster.run(
+        paced(more=", eval_data=(x, y), eval_every=5", pause_s=0.2), strategy=strategy,
+        options=options, on_failure="heal",
+    )  # fmt: skip
+    assert soon(lambda: run.is_over or run.history.snapshot().step >= 20)
+
+    def is_whole(deaths):
+        whole = not run.events or run.events[-1]["workers"] == 3
+        return run.is_over or (len(run.recoveries) >= deaths and whole)
+
+    for deaths in range(3):
+        assert soon(lambda deaths=deaths: is_whole(deaths)), (run, run.events)
+        time.sleep(draw.uniform(0, 0.25))  # some moment
+        if not run.is_over:
+            kill(cluster, draw.randrange(3))
+    assert soon(lambda: is_whole(3)), (run, run.events, run.history.story.notes)
+    (tmp_path / "hurry").touch()
+    run.wait(3 * WAIT_S)
+    assert difference(run.weights(), undisturbed) <= EXACT
+    assert not any(done.again for done in run.recoveries)
+    assert [one["step"] for one in run.evals] == list(range(4, STEPS, 5))
+    counts_once(run)
