@@ -258,6 +258,7 @@ class Run:
         self.recoveries: list[object] = []
         self.notes: list[str] = []
         self.agreeing: tuple[int, ...] = ()
+        self.plan = SimpleNamespace(sync=True)
 
     def called(self, engine: int) -> str:
         return f"Rank {engine}"
@@ -274,6 +275,9 @@ class Launch:
 
     def __init__(self, run: Run) -> None:
         self.run, self.sent, self.interrupted = run, [], []
+        self.servers: tuple[int, ...] = ()
+        self.held_twice: list[list[int]] = []
+        self.dismissed = 0
         known = {i: SimpleNamespace(place="h", is_here=True, pid=i) for i in run.engines}
         engines = SimpleNamespace(
             engines=known,
@@ -283,10 +287,16 @@ class Launch:
             interrupt=self.interrupted.extend,
         )
         self.pool = SimpleNamespace(engines=engines, new_prefix=lambda what: what)
-        self.plan = SimpleNamespace(entry=SimpleNamespace(dies_with=""))
+        self.plan = SimpleNamespace(entry=SimpleNamespace(dies_with="", replicated=True))
 
     def meets(self, prefix: str) -> None:
         pass
+
+    def chains(self) -> list[list[int]]:
+        return self.held_twice
+
+    def dismiss_servers(self) -> None:
+        self.dismissed += 1
 
 
 @pytest.fixture
@@ -557,3 +567,51 @@ def test_who_left_can_come_again(made) -> None:
     assert launch.replaced == [1]
     joined(healer, 1, 30)
     assert [one["event"] for one in run.history.story.changes] == ["left", "joined"]
+
+
+WELL = CellOutcome(status="ok", trained=9)
+
+
+def test_servers_are_dismissed_once_no_worker_can_come(made):
+    healer, _, launch = made
+    launch.servers = (3,)
+    healer.spares(1, DIED)
+    regrouped(healer, 5)
+    for engine in (0, 2):
+        assert not launch.dismissed
+        healer.hear(engine, Standing(rank=engine, generation=healer.generation, phase="past"))
+        assert healer.spares(engine, WELL) is None
+    assert launch.dismissed
+
+
+def test_a_server_that_another_one_can_stand_in_for_leaves_the_healing_as_it_is(made):
+    healer, _, launch = made
+    launch.servers, launch.held_twice = (3, 4), [[3, 4]]
+    assert healer.spares(3, DIED) is None  # the task sees to it
+    assert healer.spares(1, DIED) is DIED
+    assert healer.members == [0, 2]
+
+
+def test_without_its_only_server_nobody_goes_on(made):
+    healer, _, launch = made
+    launch.servers = (3,)
+    assert healer.spares(3, DIED) is None
+    assert healer.spares(1, DIED) is None
+
+
+def test_who_comes_is_named_to_those_who_hand_over(made):
+    healer, _, launch = made
+    healer.spares(1, DIED)
+    regrouped(healer, 5)
+    healer._coming[1] = DIED
+    healer.hear(1, Standing(rank=1, generation=0, phase="ready"))
+    assert launch.sent[-1][1].fresh == (1,)
+
+
+def test_at_their_own_pace_rows_of_all_workers_stand_alone(made):
+    healer, run, _ = made
+    run.plan.sync = False
+    healer.spares(1, DIED)
+    regrouped(healer, 5)
+    assert "waits for a fresh engine" in run.notes[-1]
+    assert "no step is lost" not in run.notes[-1]

@@ -178,3 +178,30 @@ def test_who_replaces_slow_workers_heals_deaths_too() -> None:
 def test_where_no_fresh_worker_can_be_let_in_it_is_said(strategy: str) -> None:
     with pytest.raises(PlanError, match=r"WB-PLAN-326[\s\S]*replace under mirrored"):
         make_plan(CELL, strategy, workers=3, on_straggler="replace")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        ("one_device", "one worker"), ("sharded", "nobody else has"),
+        ("model_split", "a stage that nobody else has"), ("hybrid", "cannot hand it over yet"),
+        ("tensor_parallel", "a part of each layer"),
+    ],
+)  # fmt: skip
+def test_what_cannot_heal_says_why_and_what_can(strategy: str, why: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        plan(strategy=strategy, on_failure="heal")
+    assert raised.value.code == "WB-PLAN-320"
+    assert why in raised.value.what
+    assert "mirrored, central_storage, parameter_server, local_sgd, gossip" in str(raised.value)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "central_storage", "parameter_server"])
+def test_replicas_and_workers_of_servers_heal(strategy: str) -> None:
+    assert plan(strategy=strategy, on_failure="heal").on_failure == "heal"
+
+
+def test_one_order_of_pushes_on_all_servers_does_not_outlive_a_worker() -> None:
+    options = {"consistency": "snapshot", "servers": 2}
+    with pytest.raises(PlanError, match=r"WB-PLAN-330"):
+        plan(strategy="parameter_server", on_failure="heal", options=options)

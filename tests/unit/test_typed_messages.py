@@ -23,6 +23,7 @@ SAID: dict[str, Any] = {
     "reason": "nobody is there", "pid": 12, "host": "here", "python": "3.12", "before": True,
     "missing": "no debugpy", "taken": "in use", "announce": False, "clock": "a1 time:[1]",
     "generation": 2, "places": (0, 2), "ranks": (0, 2), "hosts": ("a", "a"), "past": (1,),
+    "fresh": (2,),
     "prefix": "run-1-regrouped", "at_s": 74007.5, "why": "SIGTERM",
     "outcome": CellOutcome(status="ok", trained=3),
 }  # fmt: skip

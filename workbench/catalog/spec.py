@@ -171,6 +171,8 @@ class Strategy:
         sheds: Whether a worker that is slow for long can have a smaller share of each batch: shares
             are weighted by their samples, so the result is the same.
         dies_with: What is lost with a worker then, at most; empty where nothing is.
+        unhealed: Why it does not.
+        unhealed_with: Options (name, value) under which it does not.
         spares_workers: Whether the others go on without a pause when a worker dies, as long as they
             wait for nobody and it is not rank 0, which evaluates and saves. The rest of its share
             of the steps is lost.
@@ -222,6 +224,8 @@ class Strategy:
     heals: bool = False
     sheds: bool = False
     dies_with: str = ""
+    unhealed: str = ""
+    unhealed_with: tuple[tuple[str, Any], ...] = ()
     spares_workers: bool = False
     whole: bool = True
     keeps: Literal["all", "weights", "part"] = "all"

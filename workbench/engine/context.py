@@ -109,6 +109,8 @@ class RunContext:
         settle: Waits until the device has done all that it was given: where a phase ends.
         fetch_s: How long the batch under way took to fetch, for timers that read clocks later.
         links: To each server of the run, where the strategy has servers.
+        dialled: The connections that they are made of, as soon as each is there.
+        connect: Makes them anew, given by which rank and in which generation of the workers.
         hub: On a server: its links to the workers.
         copy_hub: On a server that holds a copy of another's part: the links for that.
         successor: On a server whose part is held twice: its link to the copy.
@@ -146,6 +148,8 @@ class RunContext:
     train_s: float = 0.0
     eval_s: float = 0.0
     links: list[Link] = field(default_factory=list)
+    dialled: list[Link] = field(default_factory=list)
+    connect: Callable[[int, int], None] = lambda rank, generation: None
     hub: Hub | None = None
     copy_hub: Hub | None = None
     successor: Link | None = None
@@ -164,6 +168,24 @@ class RunContext:
         if held_bytes == held_bytes:
             values = {"memory_bytes": float(held_bytes)}
             self.emit(events.Logged(rank=self.spec.row_rank, step=self.step, values=values))
+
+    def disconnect(self) -> None:
+        """Close the links to the servers."""
+        for link in self.dialled:
+            link.close()
+        self.dialled.clear()
+        self.links = []
+
+    def break_off(self) -> None:
+        """Let waits for servers end; from any thread."""
+        for link in list(self.dialled):
+            link.break_off()
+
+    def workers_done(self) -> None:
+        """On a server: no worker comes any more to take another one's place; from any thread."""
+        for hub in (self.hub, self.copy_hub):
+            if hub is not None:
+                hub.expect_nobody()
 
     def server_gone(self, server: int) -> None:
         """Let waits for a server end, also where its host is silent; its copy takes over."""

@@ -133,6 +133,11 @@ class Strategy(ABC):
     met = 0
     state_is_collective = False
 
+    @property
+    def apart(self) -> bool:
+        """Whether workers meet nobody to go on with others: each keeps its own pace."""
+        return False
+
     def __init__(self, context: RunContext) -> None:
         self.context = context
         self.options = context.spec.options
@@ -257,6 +262,25 @@ class Strategy(ABC):
             regrouping: Makes the `Regrouping` of a training.
         """
 
+    def settle_steps(self, generation: int) -> int:
+        """Settle with those who hold what is trained, besides the workers, which steps stand.
+
+        Called before workers compare how far they are; who is let in and meets nobody has taken
+        over before.
+
+        Returns:
+            How many steps further training is than this worker knew.
+        """
+        return 0
+
+    def member_state(self) -> dict[str, Any]:
+        """Return what a worker that is let in takes over from this one."""
+        return self.state()
+
+    def load_member_state(self, state: dict[str, Any]) -> None:
+        """Go on from what another worker's `member_state` gave."""
+        self.load_state(state)
+
     def agreed(self) -> dict[str, Any]:
         """Return what the workers have agreed on so far, plain data for those who come."""
         return {}
@@ -280,7 +304,7 @@ class Strategy(ABC):
 
     def handed_over(self) -> dict[str, Any]:
         """Return what others take over from this worker."""
-        return self.state()
+        return self.member_state()
 
     def take_over(self, state: dict[str, Any], *, comes: bool) -> bool:
         """Go on from what another worker handed over.
@@ -291,7 +315,7 @@ class Strategy(ABC):
         Returns:
             Whether a step that had failed here is complete with that.
         """
-        self.load_state(state)
+        self.load_member_state(state)
         return False
 
     def shares(self, first: int) -> list[tuple[tuple[int, int], int | None]]:

@@ -42,7 +42,7 @@ from .telemetry.membership import Membership
 from .telemetry.recorder import Recorder
 from .telemetry.step_gate import FaultInjector, Gate
 from .training import fit_arguments
-from .transport import ServerLinks, address, connect_chains
+from .transport import ServerLinks, address, connect_chains, sessions_before
 from .transport.connection import LinkError
 
 if TYPE_CHECKING:
@@ -507,14 +507,24 @@ def outcome_of(error: BaseException | None, traceback: str = "") -> CellOutcome:
 
 def open_links(run: RunContext, framework: Any) -> None:
     """Connect a worker to the servers of its run, for as long as the cell runs."""
-    spec = run.spec
+    spec = run.spec  # servers are found where they were when the run began
     if not (spec.servers and run.entry.links):
         return
     way = str(spec.options.get("link", "auto"))
-    store = framework.open_store(spec)
     chains = run.entry.chains(spec.options)
-    run.links = connect_chains(store, chains, spec.rank, bytes.fromhex(spec.key), way)
-    run.closers += [link.close for link in run.links]
+
+    def connect(rank: int, generation: int) -> None:
+        run.disconnect()
+        store, key = framework.open_store(spec), bytes.fromhex(spec.key)
+        run.links = connect_chains(
+            store, chains, rank, key, way, generation=generation, made=run.dialled,
+            session=sessions_before(generation) if run.sync else 0,
+        )  # fmt: skip
+
+    run.connect = connect
+    run.closers.append(run.disconnect)
+    if not spec.joins:  # who is let in later connects then
+        connect(spec.rank, 0)
 
 
 def serve(run: RunContext, framework: Any) -> None:
@@ -531,8 +541,9 @@ def serve(run: RunContext, framework: Any) -> None:
     store, host = framework.open_store(spec), address.address_in(spec)
     server, way = spec.rank - spec.world_size, str(spec.options.get("link", "auto"))
     links = ServerLinks(
-        run.entry.chains(spec.options), server, spec.world_size, bytes.fromhex(spec.key), way
-    )
+        run.entry.chains(spec.options), server, spec.world_size, bytes.fromhex(spec.key), way,
+        ("together" if run.sync else "singly") if spec.heals else "never",
+    )  # fmt: skip
     run.hub, run.copy_hub = links.hub, links.copy_hub
     try:
         links.open(store, host, spec.ports, strategy.keep_copy)

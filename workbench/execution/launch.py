@@ -31,7 +31,7 @@ from ..history import disk
 from ..shared import checkpoints
 from ..shared.checkpoints import Checkpoint, at, faults, found, refusal
 from ..shared.faults import parse_fault
-from ..shared.messages import SERVER_GONE, Told
+from ..shared.messages import SERVER_GONE, WORKERS_DONE, Told
 from ..shared.plan import Plan, check_fewer
 from . import outcome
 from .allocator import EngineAllocator, replacement_words, spent
@@ -227,6 +227,8 @@ class RunExecution:
     def _spare(self) -> Sequence[int]:
         """Return the engines whose death the others survive without a pause."""
         entry = self.plan.entry
+        if self.healer is not None:
+            return ()
         if entry.remote_workers:
             return self.servers[: self.plan.workers]
         if entry.spares_workers and not self.plan.sync:
@@ -243,6 +245,12 @@ class RunExecution:
         plan = self.plan
         chains = plan.entry.chains(plan.options)
         return [[self.servers[one] for one in chain] for chain in chains if len(chain) > 1]
+
+    def dismiss_servers(self) -> None:
+        """Tell the servers that no worker comes any more."""
+        told = Told(run=self.run.number, rank=-1, topic=WORKERS_DONE)
+        for server in self.servers:
+            self.pool.engines.router.send(server, told)
 
     def lose(self, text: str, engines: Sequence[int]) -> None:
         """Take note of engines that the others do without; who waits for a server hears of it."""

@@ -403,8 +403,8 @@ class Inject(OfRun):
     faults: tuple[str, ...] = ()
 
 
-SERVER_GONE = "server gone"
-"""Topic on which the kernel says that a server has died, by its number, while others go on."""
+SERVER_GONE, WORKERS_DONE = "server gone", "workers done"
+"""Topics of the kernel: a server has died (by its number), others go on; no worker comes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,18 +419,16 @@ class Told(OfRun):
 
 @dataclass(frozen=True, kw_only=True)
 class Regroup(OfRun):
-    """From the step under way on others take part, and meet in the store under `prefix`.
-    Of each its rank in the run's tables (`places`; none: this worker is to leave), engine, host;
-    who is `past` has trained all.
-    """
+    """From the step under way on others take part; those who are `past` have trained all."""
 
     kind: ClassVar[str] = "regroup"
     generation: int
-    places: tuple[int, ...]
+    places: tuple[int, ...]  # ranks in the run's tables, none: leave; `ranks` are their engines
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     past: tuple[int, ...]
-    prefix: str
+    prefix: str  # of where they meet in the store
+    fresh: tuple[int, ...] = ()  # of the places: who is let in
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -186,7 +186,7 @@ def make_plan(
         asked.checkpoint, asked.checkpoint_every, asked.on_failure or asked.needed_on_failure
     )
     check_straggler(entry, asked, chosen)
-    _check_on_failure(entry, on_failure, count)
+    _check_on_failure(entry, on_failure, count, chosen)
     decided = {
         **asked.settings,
         "checkpoint": folder,
@@ -374,8 +374,8 @@ def check_scales(plan: Plan, workers: int | None = None, batch: int | None = Non
     Args:
         batch: Samples of its global batch; None where that is not known.
     """
-    if not plan.entry.heals:
-        able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.framework == "torch")
+    if not (plan.entry.heals and plan.entry.replicated):
+        able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated)
         raise PlanError(
             f"{plan.entry.name} keeps its number of workers while it trains.",
             seen=plan.entry.name,
@@ -405,16 +405,33 @@ def check_scales(plan: Plan, workers: int | None = None, batch: int | None = Non
         )
 
 
-def _check_on_failure(entry: catalog.Strategy, on_failure: str, count: int) -> None:
+def _check_on_failure(
+    entry: catalog.Strategy, on_failure: str, count: int, settings: Mapping[str, Any]
+) -> None:
     if on_failure == "heal" and not entry.heals:
         able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.framework == "torch")
+        why = entry.unhealed or (
+            "TensorFlow's workers are fixed when it begins" if entry.framework == "tensorflow"
+            else "its workers cannot be exchanged yet"
+        )  # fmt: skip
         raise PlanError(
-            f"{entry.name} cannot go on without a restart when a worker dies.",
+            f"{entry.name} cannot go on without a restart when a worker dies: {why}.",
             seen="--on-failure heal",
             allowed=f"heal under {able}; stop, continue, or replace with --checkpoint DIR",
             next_step="--checkpoint DIR --on-failure replace",
             code="WB-PLAN-320",
         )
+    for name, value in entry.unhealed_with if on_failure == "heal" else ():
+        if settings[name] == value:
+            raise PlanError(
+                f"{entry.name} cannot go on without a restart when a worker dies while its servers "
+                f"keep to one order of pushes ({name}={value}): one of them may have counted a "
+                "push that the others never get.",
+                seen=f"--on-failure heal, {name}={value}",
+                allowed=f"heal without {name}={value}; stop, or replace with --checkpoint DIR",
+                next_step=f"leave out -o {name}={value}",
+                code="WB-PLAN-330",
+            )
     if on_failure != "continue":
         return
     one = "one engine holds all its replicas" if entry.one_engine else ""

@@ -485,8 +485,8 @@ def check_straggler(entry: catalog.Strategy, asked: RunSettings, chosen: dict[st
 
 def _check_replacing(entry: catalog.Strategy, asked: RunSettings) -> None:
     """Raise PlanError where a worker cannot be replaced while the others train."""
-    if not entry.heals:
-        able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.framework == "torch")
+    if not (entry.heals and entry.replicated):
+        able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated)
         raise PlanError(
             f"{entry.name} cannot let a fresh worker in while the others train.",
             seen="--on-straggler replace",

@@ -218,25 +218,27 @@ class Checkpoints:
 
     def step_done(self) -> bool:
         """Save if it is time; called between steps, on all ranks alike. Returns whether it did."""
-        if not self.is_due():
-            return False
-        self.save()
-        return True
+        return self.is_due() and self.save()
 
-    def save(self, done: int | None = None) -> None:
-        """Take a copy now and let it be written; nothing where this very step is saved."""
+    def save(self, done: int | None = None) -> bool:
+        """Take a copy now and let it be written; return whether this very step was not saved."""
         step = self.context.trained if done is None else done
         if not self.every or step == self._saved or self._strategy is None:
-            return
+            return False
         assert self._writer is not None, "there is a folder where some are written"
         began = clock()
         self._writer.wait()
         strategy, spec = self._strategy, self.context.spec
-        self._saved, self.asked = step, False
+        before, self._saved, self.asked = self._saved, step, False
         if not self.context.sync and spec.rank:
-            return
+            return True
+        try:
+            snapshot = strategy.snapshot()
+        except BaseException:  # it is taken when those who take part then come to it
+            self._saved = before
+            raise
         shared = {
-            "strategy": strategy.snapshot(),
+            "strategy": snapshot,
             "kept": [self._format.copied(thing.state_dict()) for thing in self._kept],
         }
         random = self._format.random_state(spec.device)
@@ -245,6 +247,7 @@ class Checkpoints:
         stall_s = clock() - began
         self.stalled_s += stall_s
         self._writer.begin(self._format, step, shared, own, about, stall_s)
+        return True
 
     def _about(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint's manifest says."""

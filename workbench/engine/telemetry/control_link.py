@@ -27,6 +27,7 @@ from ...shared import events
 from ...shared.cluster_env import Wakeup
 from ...shared.messages import (
     SERVER_GONE,
+    WORKERS_DONE,
     Advance,
     AskClock,
     AskStacks,
@@ -412,6 +413,8 @@ class ControlLink:
                 self._change_shares(run, message.value)
             case Told(topic=topic) if topic == SERVER_GONE:
                 run.server_gone(int(message.value))
+            case Told(topic=topic) if topic == WORKERS_DONE:
+                run.workers_done()
             case Told():
                 run.board.hear(message.topic, message.rank, message.value)
             case Regroup():

@@ -48,6 +48,7 @@ class Membership:
     Attributes:
         generation: Of the members it trains with; 0: those that the run began with.
         waits: Whether it has yet to be let in.
+        apart: Whether it meets the others nowhere: it hears of them before a step of its own.
         stale: Whether others than those are to take part from the next step on.
         tell: Tells the kernel where this worker stands.
         break_out: Ends what blocks the training thread in a collective; callable from any thread.
@@ -59,7 +60,7 @@ class Membership:
     def __init__(self, place: int = 0, *, joins: bool = False) -> None:
         self.place, self.waits = place, joins
         self.generation = 0
-        self.stale = False
+        self.stale = self.apart = False
         self.tell: Callable[[Phase, int], object] = _nothing
         self.break_out: Callable[[], object] = _nothing
         self.hangs: Callable[[], bool] = lambda: False
@@ -114,9 +115,14 @@ class Membership:
             self._changed.notify_all()
             if not self.trains:
                 self._answer()
-            elif not self._listens:
+            elif self._can_be_blocked and not self._listens:
                 self._look_at_s, self._hung = clock() + LOOK_S, 0
                 self.break_out()
+
+    @property
+    def _can_be_blocked(self) -> bool:
+        """Whether it may wait for somebody who is not to take part any more."""
+        return self.waits or not self.apart
 
     def remind(self) -> None:
         """Break the training thread out again, if it has not come to where it learns of others.
@@ -125,7 +131,7 @@ class Membership:
         had been in. Called from time to time while `stale`.
         """
         with self._changed:
-            if not (self.stale and self.trains) or self._listens:
+            if not (self.stale and self.trains and self._can_be_blocked) or self._listens:
                 return
             self.break_out()
         if clock() >= self._look_at_s:

@@ -32,6 +32,11 @@ all have new shares. What all have agreed on in a meeting is what they all gave,
 broken out of one that another worker completed takes over what came of it. A meeting that nobody
 completed is met anew, and the step that it ended is taken anew or stands, as the strategy says.
 
+Where servers hold what is trained, they know which step stands (`Strategy.settle_steps`): each
+worker hears it from them before it compares. Workers that meet nowhere (`Strategy.apart`) do not
+wait for each other here either: before a step each takes note of who takes part now, and one of
+them hands over to who has come.
+
 What is not as in an undisturbed run: random numbers that a step drew before it failed (dropout) are
 drawn anew, and which all-reduce is the fastest is not measured again.
 """
@@ -134,6 +139,7 @@ class Regrouping:
                 )
             self._tell_why_not(why_not)
             return
+        membership.apart = strategy.apart
         membership.break_out = lambda: self._break_out(strategy)
         context.closers.append(self._end)
         membership.begin()
@@ -167,7 +173,7 @@ class Regrouping:
         if training.source.samples is None:
             return "its data is a stream, in which nobody can go back"
         try:
-            format_of(self.context).packed([strategy.state(), training.place()])
+            format_of(self.context).packed([strategy.handed_over(), training.place()])
         except FitError as error:
             return f"its state cannot be handed over ({error.seen})"
         return ""
@@ -241,16 +247,17 @@ class Regrouping:
         strategy: Strategy = self.context.strategy
         while True:
             membership.waiting()
-            strategy.leave_group()
-            self.context.trained += strategy.completes_alone()
-            self._framework.destroy_group()
+            if not strategy.apart:
+                strategy.leave_group()
+                self.context.trained += strategy.completes_alone()
+                self._framework.destroy_group()
             try:
                 message = membership.await_next()
             except RunStopped:
                 self._leave()
                 raise
             try:
-                self._meet(strategy, message)
+                (self._pass if strategy.apart else self._meet)(strategy, message)
                 break
             except Exception as error:
                 if not self.can_follow(error):
@@ -290,6 +297,7 @@ class Regrouping:
         self._framework.ensure_group(spec)
         context.spec = spec
         store = self._framework.open_store(spec)
+        self._advance(strategy.settle_steps(message.generation))
         about = self._compare(store, spec, strategy)
         at = [tuple(one["at"]) for one in about]
         if max(at) == NOWHERE:
@@ -306,15 +314,50 @@ class Regrouping:
         elif spec.rank in behind:
             random = self._take_over(store, strategy)
         strategy.enter_group(about[donor]["agreed"])
-        if context.entry.whole:
-            lead = min((*message.places, *message.past))
-            context.weights = strategy.weights if membership.place == lead else None
+        self._lead(strategy, message)
         training.checkpoints.regrouped(max(int(one["saved"]) for one in about))
         training.deal()
         if spec.rank == 0:
             training.tell_evaluation()
         if random is not None and membership.waits:
             format_of(context).set_random_state(random, spec.device)
+
+    def _lead(self, strategy: Strategy, message: Regroup) -> None:
+        """Have one worker leave the weights."""
+        if self.context.entry.whole:
+            lead = min((*message.places, *message.past)) == self._membership.place
+            self.context.weights = strategy.weights if lead else None
+
+    def _advance(self, steps: int) -> None:
+        """Count steps that stand, though this worker did not know."""
+        if not self._membership.waits or self._membership.apart:
+            self.context.trained += steps
+            self.context.step = self.context.trained - 1 if steps else self.context.step
+
+    def _pass(self, strategy: Strategy, message: Regroup) -> None:
+        """Take note of who takes part now, at this worker's own pace; hand over to who has come."""
+        context, training, membership = self.context, self._training, self._membership
+        before = context.spec.rank
+        context.spec = spec = spec_of(context.spec, message, membership.place)
+        random: Any = None
+        fresh = [message.places.index(place) for place in message.fresh]
+        others = [rank for rank in range(spec.world_size) if rank not in fresh]
+        if spec.rank in fresh:
+            store = self._framework.open_store(spec)
+            random = self._take_over(store, strategy, keep=membership.waits)
+            if membership.waits:
+                self._advance(strategy.settle_steps(message.generation))
+                training.evaluated = context.trained - 1
+        elif fresh and spec.rank == others[0]:
+            self._hand_over(self._framework.open_store(spec), strategy, fresh)
+        strategy.enter_group({})
+        self._lead(strategy, message)
+        if spec.rank != before or membership.waits:  # who saves may be another one
+            training.checkpoints.regrouped(max(training.checkpoints.saved, context.trained))
+        if membership.waits:
+            training.deal()
+            format_of(context).set_random_state(random, spec.device)
+        self._together, self.lags = context.trained, False
 
     def _compare(self, store: Any, spec: RunSpec, strategy: Strategy) -> list[dict[str, Any]]:
         """Return where each member stands, and what it knows of what was agreed on."""
@@ -343,8 +386,8 @@ class Regrouping:
         finally:
             donor.close()
 
-    def _take_over(self, store: Any, strategy: Strategy) -> Any:
-        """Be where the donor is; return its random states."""
+    def _take_over(self, store: Any, strategy: Strategy, *, keep: bool = True) -> Any:
+        """Be where the donor is, unless nothing of it is to be kept; return its random states."""
         spec = self.context.spec
         made: list[Any] = []
 
@@ -355,11 +398,12 @@ class Regrouping:
 
         handover.take(store, bytes.fromhex(spec.key), spec.rank, room_for)
         state = made[0]()
-        comes, place = self._membership.waits, dict(state["training"])
-        completed = strategy.take_over(state["strategy"], comes=comes)
-        if not (comes or strategy.copies):
-            place["trained"] = self.context.trained + completed
-        self._training.take_place(place)
+        if keep:
+            comes, place = self._membership.waits, dict(state["training"])
+            completed = strategy.take_over(state["strategy"], comes=comes)
+            if not (comes or strategy.copies):
+                place["trained"] = self.context.trained + completed
+            self._training.take_place(place)
         return state["random"]
 
 

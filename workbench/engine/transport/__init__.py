@@ -27,13 +27,13 @@ it until each has said that it holds a copy (`release`), or sends its next push.
     handover    how does one worker hand others all that it knows
 """
 
-from .chained import connect_chains
+from .chained import connect_chains, sessions_before
 from .connection import LinkClosedError, LinkError, Message
 from .ring import ServerLinks
-from .server import Gone, Hub
+from .server import REGROUP, Gone, Hub
 from .worker import Link, connect, dial_server
 
 __all__ = [
-    "Gone", "Hub", "Link", "LinkClosedError", "LinkError", "Message", "ServerLinks", "connect",
-    "connect_chains", "dial_server",
+    "REGROUP", "Gone", "Hub", "Link", "LinkClosedError", "LinkError", "Message", "ServerLinks",
+    "connect", "connect_chains", "dial_server", "sessions_before",
 ]  # fmt: skip

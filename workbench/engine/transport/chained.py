@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .connection import Bytes, LinkClosedError, LinkError, Message
+from .connection import SEATS, Bytes, LinkClosedError, LinkError, Message
 from .worker import Link, dial_server
 
 if TYPE_CHECKING:
@@ -34,17 +34,23 @@ Heard = TypeVar("Heard")
 class ChainedLink(Link):
     """Two links used as one: the second takes over when the other end of the first is gone.
 
+    Args:
+        session: The number of the last one before; where there was one, the second link takes over
+            once all servers go on from one step (`settled`).
+
     Attributes:
         taken_over: Called with (server that is gone, server that took over, seconds that took).
     """
 
-    def __init__(self, own: Link, copy: Link) -> None:
+    def __init__(self, own: Link, copy: Link, session: int = 0) -> None:
         self._link = own
         self._copy: Link | None = copy
         self._asked: list[Ask] = []  # since the last answer: what a copy would be asked again
         self._answered = True
         self._opening: tuple[int, Mapping[str, Any], int | None] | None = None
-        self._session = self._pushes = self._begins = 0
+        self._pushes = self._begins = 0
+        self._session = session
+        self._settled = not session
         self._pulled_version: int | None = None
         self._again: Callable[[Mapping[str, Any]], Ask]
         self.taken_over: Callable[[int, int, float], None] = lambda gone, server, seconds: None
@@ -77,10 +83,10 @@ class ChainedLink(Link):
         with self._unless_closed():
             self._link.begin(*self._opening)
 
-    def opened(self) -> Message:
+    def opened(self, answer: Message | None = None) -> Message:
         """As of a link."""
         try:
-            return self._link.opened()
+            return self._link.opened(answer)
         except LinkClosedError as error:
             return self._go_over(error)
 
@@ -166,6 +172,8 @@ class ChainedLink(Link):
             LinkError: There is none, or it is gone as well.
         """
         began, gone, copy = time.perf_counter(), self._link, self._copy
+        if not self._settled:
+            raise error
         if copy is None:
             raise LinkError(
                 f"{error.felt}: both servers that held a part of the parameters are gone, "
@@ -198,6 +206,16 @@ class ChainedLink(Link):
             if self._copy is None:
                 raise
 
+    def settled(self) -> None:
+        """As of a link."""
+        self._settled = True
+
+    def break_off(self) -> None:
+        """As of a link, of both."""
+        self._link.break_off()
+        if (copy := self._copy) is not None:
+            copy.break_off()
+
     def cut(self, server: int) -> None:
         """As of a link; a copy that is gone is not turned to in vain."""
         self._link.cut(server)
@@ -219,38 +237,61 @@ class ChainedLink(Link):
             self._copy.close()
 
 
+def sessions_before(generation: int) -> int:
+    """Return a number beyond that of any session of earlier generations."""
+    return generation * SEATS
+
+
 def connect_chains(
-    store: Store, chains: Sequence[Sequence[int]], rank: int, key: bytes, way: str = "auto"
+    store: Store,
+    chains: Sequence[Sequence[int]],
+    rank: int,
+    key: bytes,
+    way: str = "auto",
+    *,
+    generation: int = 0,
+    session: int = 0,
+    made: list[Link] | None = None,
 ) -> list[Link]:
     """Connect this worker to the servers of each part of the parameters.
 
     Args:
         chains: Of each part, the server that answers for it, and then that with its copy, if any.
+        generation: Of the workers that it is one of; in a later one servers may be gone.
+        session: The number of the last session before, where there was one (`ChainedLink`).
+        made: Takes each link as soon as it is there, so that another thread can break it off.
 
     Raises:
         LinkError: A server did not come up or does not know the key.
     """
-    made: list[Link] = []
+    made = [] if made is None else made
+    seat = generation * SEATS + rank
+
+    def linked(server: int, of_copy: int | None = None) -> Link:
+        link = dial_server(store, server, seat, key, way, of_copy=of_copy)
+        made.append(link)
+        return link
+
     try:
-        owns = [_made(made, store, part, rank, key, way) for part in range(len(chains))]
-        links: list[Link] = []
-        for part, (own, chain) in enumerate(zip(owns, chains, strict=True)):
-            if len(chain) == 1:
-                links.append(own)
-                continue
-            copy = dial_server(store, chain[1], rank, key, way, of_copy=part)
-            made.append(copy)
-            links.append(ChainedLink(own, copy))
+        found = [_chain_of(linked, part, chain, generation) for part, chain in enumerate(chains)]
     except BaseException:
         for link in made:
             link.close()
         raise
-    return links
+    return [link if copy is None else ChainedLink(link, copy, session) for link, copy in found]
 
 
-def _made(
-    made: list[Link], store: Store, server: int, rank: int, key: bytes, way: str
-) -> Link:  # fmt: skip
-    link = dial_server(store, server, rank, key, way)
-    made.append(link)
-    return link
+def _chain_of(
+    linked: Callable[..., Link], part: int, chain: Sequence[int], generation: int
+) -> tuple[Link, Link | None]:
+    """Return the links to a part's own server and its copy; to who is left of them, if one is."""
+    if len(chain) == 1:
+        return linked(part), None
+    there: list[Link] = []
+    for server, of_copy in ((part, None), (chain[1], part)):
+        try:
+            there.append(linked(server, of_copy))
+        except LinkClosedError:  # noqa: PERF203 - there are two
+            if not generation or (of_copy is not None and not there):
+                raise
+    return there[0], there[1] if len(there) > 1 else None

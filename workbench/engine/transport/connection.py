@@ -256,6 +256,8 @@ def copy_out(area: Bytes, parts: Sequence[Bytes]) -> None:
         at += part.size
 
 
+SEATS = 1 << 16
+"""A worker proves itself as `generation * SEATS + rank`, to servers that know generations."""
 NONCE_BYTES = 32
 TIMEOUT_S = 10.0
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from .server import Hub
+from .server import Hub, Others
 from .worker import Link, dial_server
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class ServerLinks:
         chains: Of each part, the server that answers for it, and then that with its copy, if any.
         server: This one.
         workers: How many there are.
+        others: Whether others come later (`server.Others`).
 
     Attributes:
         hub: To the workers, for its own part; None: it has none.
@@ -39,14 +40,15 @@ class ServerLinks:
     """
 
     def __init__(
-        self, chains: Sequence[Sequence[int]], server: int, workers: int, key: bytes, way: str
-    ) -> None:
+        self, chains: Sequence[Sequence[int]], server: int, workers: int, key: bytes, way: str,
+        others: Others = "never",
+    ) -> None:  # fmt: skip
         self._server, self._workers, self._key, self._way = server, workers, key, way
         self._chain = chains[server] if server < len(chains) else ()
         followed = [part for part, chain in enumerate(chains) if server in chain[1:]]
         self._followed = followed[0] if followed else None
-        self.hub = Hub(workers, key) if self._chain else None
-        self.copy_hub = Hub(workers + 1, key) if followed else None
+        self.hub = Hub(workers, key, others) if self._chain else None
+        self.copy_hub = Hub(workers + 1, key, others, workers) if followed else None
         self.successor: Link | None = None
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None

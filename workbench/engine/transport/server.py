@@ -7,19 +7,25 @@ import selectors
 import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ..debugging.marks import ANSWER, waits_in
 from . import connection
 from .address import Listeners, Store, keep_alive, publish
-from .connection import Bytes, LinkError, Message, Region, hand_over, prove_server
+from .connection import SEATS, Bytes, LinkError, Message, Region, hand_over, prove_server
 
 PUSHES = ("init", "push", "update")
 """Kinds of messages that fill a worker's mailbox."""
 LOOK_S = 0.5
 """How often a hub that waits for workers looks whether it still should."""
+Others = Literal["never", "together", "singly"]
+"""Whether workers come after the first ones: never; all that there are in one generation, in the
+place of those before; or one by one, each in the place of one that is gone."""
+NOBODY = -1
+REGROUP = "regroup"
+"""What `Hub.next` gives when the first of a new generation has come: nothing of those before."""
 
 
 class Gone(Message):
@@ -35,14 +41,19 @@ class Hub:
     Args:
         workers: How many are to come.
         key: The run's key.
+        others: Whether others may come later (`Others`).
+        stays: The rank of a peer that is no worker and belongs to no generation.
 
     Attributes:
         living: Ranks whose links are open.
+        generation: The newest of which a worker has come, where all come together.
         strangers: Connections that did not know the key, or claimed a rank that was taken.
     """
 
-    def __init__(self, workers: int, key: bytes) -> None:
-        self._workers, self._key = workers, key
+    def __init__(self, workers: int, key: bytes, others: Others = "never", stays: int = -1) -> None:
+        self._workers, self._key, self._others, self._stays = workers, key, others, stays
+        self.generation = 0
+        self._waits = others != "never"  # for others, also while nobody is here
         self._peers: dict[int, _Peer] = {}
         self._selector = selectors.DefaultSelector()
         self._ready: deque[tuple[int, Message]] = deque()
@@ -83,20 +94,53 @@ class Hub:
                     for key, _ in selector.select(LOOK_S):
                         self._let_in(key.fileobj)
         finally:
-            self._listeners.close()
+            if not self._waits:
+                self._listeners.close()
+        for sock in self._listeners.sockets if self._waits else ():
+            self._selector.register(sock, selectors.EVENT_READ)
 
     def _let_in(self, listener: Any) -> None:
-        sock, _ = listener.accept()
-        rank = prove_server(sock, self._key)
-        if rank is None or rank in self._peers or rank >= self._workers:
+        try:
+            sock, _ = listener.accept()
+        except OSError:  # it has gone again
+            return
+        seat = prove_server(sock, self._key)
+        generation, rank = divmod(0 if seat is None else seat, SEATS)
+        if seat is None or not self._admits(generation, rank):
             self.strangers += 1
             sock.close()
             return
+        self._make_room(generation, rank)
         if sock.family == socket.AF_INET:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             keep_alive(sock)
-        peer = self._peers[rank] = _Peer(sock, rank)
+        peer = self._peers[rank] = _Peer(sock, rank, generation)
         self._selector.register(sock, selectors.EVENT_READ, peer)
+
+    def _admits(self, generation: int, rank: int) -> bool:
+        """Whether a worker is not of a generation that others have left behind."""
+        if not generation:
+            return rank not in self._peers and rank < self._workers and not self.generation
+        if self._others == "singly" and (there := self._peers.get(rank)) is not None:
+            return generation > there.generation
+        return self._others != "never" and generation >= self.generation and rank != self._stays
+
+    def _make_room(self, generation: int, rank: int) -> None:
+        """Have nothing more of those in whose place a worker comes."""
+        if self._others == "singly" and rank in self._peers:
+            self.drop(rank)
+        elif generation > self.generation and self._others == "together":
+            self.generation = generation
+            for one in [one for one in self._peers if one != self._stays]:
+                self._forget(one)
+            self._ready.append((NOBODY, Message(REGROUP)))
+        elif rank in self._peers:  # its first try found another server gone
+            self._forget(rank)
+
+    def _forget(self, rank: int) -> None:
+        """Close a link, and let go of what it had said."""
+        self.drop(rank)
+        self._ready = deque(item for item in self._ready if item[0] != rank)
 
     @property
     def living(self) -> list[int]:
@@ -127,13 +171,22 @@ class Hub:
         The payload of a push is in the worker's mailbox by then.
         """
         while not self._ready:
-            if not self._peers:
+            if not self._peers and (self._hung_up or not self._waits):
                 return None
-            for key, _ in self._selector.select():
-                self._advance(key.data)
+            for key, _ in self._selector.select(LOOK_S if self._waits else None):
+                if key.data is None:
+                    self._let_in(key.fileobj)
+                else:
+                    self._advance(key.data)
         return self._ready.popleft()
 
+    def expect_nobody(self) -> None:
+        """Have `next` end when nobody is left: no others will come; called by another thread."""
+        self._waits = False
+
     def _advance(self, peer: _Peer) -> None:
+        if self._peers.get(peer.rank) is not peer:  # another one has just taken its place
+            return
         try:
             message = peer.advance()
         except LinkError as error:
@@ -219,13 +272,16 @@ class Hub:
         for rank in self.living:
             self.drop(rank)
         self._selector.close()
+        if self._listeners is not None:
+            self._listeners.close()
 
 
 class _Peer:
     """One worker's connection, read piece by piece: a slow one holds up nobody."""
 
-    def __init__(self, sock: socket.socket, rank: int) -> None:
+    def __init__(self, sock: socket.socket, rank: int, generation: int = 0) -> None:
         self.sock, self.rank, self.name = sock, rank, f"worker {rank}"
+        self.generation = generation
         self.shared = False
         self.region: Region | None = None
         self._mailbox: Bytes = np.empty(0, np.uint8)

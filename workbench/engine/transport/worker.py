@@ -53,13 +53,16 @@ class Link:
         self._shared = self.way == "shared_memory" and most_bytes is None
         self.send("open", {**meta, "size_bytes": size_bytes, "shared": self._shared})
 
-    def opened(self) -> Message:
+    def opened(self, answer: Message | None = None) -> Message:
         """Wait until the session is open; return the server's answer.
+
+        Args:
+            answer: Given where it has come already.
 
         Raises:
             LinkError: The server refused, or is gone.
         """
-        answer = self.receive()
+        answer = answer or self.receive()
         if self._shared:
             sizes = [(self._size_bytes, True), (self._size_bytes, False)]
             self._mailbox, self._board = take_over(self._sock, sizes, self.name)
@@ -156,6 +159,14 @@ class Link:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
 
+    def settled(self) -> None:
+        """All servers go on from one step: where two hold the same, either may answer."""
+
+    def break_off(self) -> None:
+        """Let any wait end, whoever is there; from any thread."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
     def release(self, message: Message) -> None:
         """Let the server change what it sent with this message."""
         if message.meta.get("held"):
@@ -222,8 +233,18 @@ def dial_server(
         LinkError: It did not come up or does not know the key.
     """
     about = look_up(store, server) if of_copy is None else look_up(store, of_copy, "copy")
-    sock = dial(about, way)
-    prove_worker(sock, key, rank)
+    peer = f"server s{server}"
+    try:
+        sock = dial(about, way)
+    except OSError as error:
+        raise connection.closed(peer) from error
+    try:
+        prove_worker(sock, key, rank)
+    except LinkError as error:
+        sock.close()
+        if isinstance(error.__cause__, ConnectionError) and rank >= connection.SEATS:
+            raise connection.closed(peer) from error  # it is gone, or others are wanted by now
+        raise
     near = "unix" if sock.family != socket.AF_INET else "tcp"
     if near == "unix" and way in ("auto", "shared_memory"):
         near = "shared_memory"

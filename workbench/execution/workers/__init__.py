@@ -8,6 +8,7 @@ In reading order:
     stragglers  who is slow for long, and which shares of the batch suit all
     shedding    the rows that tell; such shares, agreed on with the workers
     replacing   a fresh engine for a worker that is slow for long
+    silence     who has been halted, and is ended for that
     departures  who was told to end, and how it leaves
     hangs       who waits for whom, and for how long already
 """

@@ -4,11 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from ...shared.events import Regrouped
+    from ...shared.plan import Plan
+    from ..allocator import EngineAllocator
     from ..outcome import Recovery
+    from ..run import Run
+
+
+TRAINS = ("starting", "recovering", "running", "paused")
+"""States of a run whose members may be training: a death can be heard before the news that they
+have begun. Whoever has not says so, and the run fails for the death after all."""
+ENDED = "the run ended before"
+
+
+class Execution(Protocol):
+    """What is needed of a run on its engines (`launch.RunExecution`)."""
+
+    pool: EngineAllocator
+    run: Run
+    plan: Plan
+    servers: Sequence[int]
+
+    def chains(self) -> list[list[int]]:
+        """Return which servers hold the same, so that one of each may die."""
+
+    def dismiss_servers(self) -> None:
+        """Tell the servers that no worker comes any more."""
+
+    def meets(self, prefix: str) -> None:
+        """Take note under which name its workers meet from now on."""
+
+    def recruit(self, count: int) -> list[int]:
+        """Have more engines be of the run; return which."""
+
+    def request_to_join(self, engine: int) -> dict[str, Any]:
+        """Return what an engine is asked that comes while the run goes on."""
 
 
 @dataclass
@@ -29,18 +62,19 @@ class Change:
     heard: dict[int, Regrouped] = field(default_factory=dict)
 
 
-def healed_words(done: Recovery, dies_with: str = "") -> str:
+def healed_words(done: Recovery, dies_with: str = "", *, joined: bool = True) -> str:
     """Tell the user what happened and what it cost.
 
     Args:
         dies_with: What is lost with a worker, at most.
+        joined: Whether workers take each step together.
     """
     one = done.workers == 1
+    goes = f"{done.how}. {done.workers} worker{' goes' if one else 's go'} on"
+    if not joined:
+        return f"{goes}, and what is left of its share waits for a fresh engine."
     lost = f"lost at most: {dies_with}" if dies_with else "no step is lost"
-    return (
-        f"{done.how}. {done.workers} worker{' goes' if one else 's go'} on from step {done.step}, "
-        f"after {1e3 * done.seconds:.0f} ms; {lost}."
-    )
+    return f"{goes} from step {done.step}, after {1e3 * done.seconds:.0f} ms; {lost}."
 
 
 def left_words(

@@ -21,7 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from ...cluster.processes import lives
 from ...errors import RunError, WorkbenchError
@@ -30,41 +30,17 @@ from ...shared.messages import CellOutcome, Regroup
 from ..outcome import Recovery
 from ..requests import ARGS, PUSH
 from . import silence
-from .change import Change, healed_words, joined_words, left_words
+from .change import ENDED, TRAINS, Change, Execution, healed_words, joined_words, left_words
 
 if TYPE_CHECKING:
-    from ...shared.plan import Plan
-    from ..allocator import EngineAllocator
-    from ..run import Run
     from ..task import Task
 
 log = logging.getLogger("workbench.session")
 BORROW = "workbench.engine.entry:borrow"
 BORROW_S = 120.0
 LOOK_S = 0.05
-TRAINS = ("starting", "recovering", "running", "paused")
-"""States of a run whose members may be training: a death can be heard before the news that they
-have begun. Whoever has not says so, and the run fails for the death after all."""
-ENDED = "the run ended before"
 TRIES = 3
 """Fresh engines in one worker's place that never come to take part, one after the other."""
-
-
-class Execution(Protocol):
-    """What is needed of a run on its engines (`launch.RunExecution`)."""
-
-    pool: EngineAllocator
-    run: Run
-    plan: Plan
-
-    def meets(self, prefix: str) -> None:
-        """Take note under which name its workers meet from now on."""
-
-    def recruit(self, count: int) -> list[int]:
-        """Have more engines be of the run; return which."""
-
-    def request_to_join(self, engine: int) -> dict[str, Any]:
-        """Return what an engine is asked that comes while the run goes on."""
 
 
 class Healer:
@@ -97,6 +73,7 @@ class Healer:
         self._why_not = ""
         self._reached = 0  # the first step of the members there are now
         self._keeper = self.members[0]  # whose weights are the run's
+        self._ended: set[int] = set()  # their cells are over
         self._coming: dict[int, CellOutcome] = {}  # run the cell, in the place of one that so ended
         self._tries: dict[int, int] = {}
         self._change = Change()
@@ -119,6 +96,18 @@ class Healer:
     def spares(self, engine: int, outcome: CellOutcome) -> CellOutcome | None:
         """Take note of an engine's end; return what counts as it where the others go on."""
         with self._lock:
+            if engine in self._launch.servers:
+                spared = any(engine in chain for chain in self._launch.chains())
+                self._over = self._over or not (outcome.is_well or spared)
+                return None
+            self._ended.add(engine)
+            try:
+                return self._spares(engine, outcome)
+            finally:
+                self._dismiss_servers()
+
+    def _spares(self, engine: int, outcome: CellOutcome) -> CellOutcome | None:
+        with self._lock:
             if engine in self._coming:
                 return self._did_not_come(engine, outcome)
             if engine in self._gone or (engine in self._leaving and outcome.status == "died"):
@@ -140,6 +129,12 @@ class Healer:
             self._announce()
         self._begin_replacing(engine)
         return outcome
+
+    def _dismiss_servers(self) -> None:
+        """Let servers end when they can have nobody to answer any more."""
+        over = self._over or set(self.members) <= self._past
+        if over and set(self._run.members) <= self._ended:
+            self._launch.dismiss_servers()
 
     @property
     def _goes_on(self) -> bool:
@@ -173,9 +168,10 @@ class Healer:
 
     @property
     def can_regroup(self) -> bool:
-        """Whether all who take part train, so that some of them may leave now."""
+        """Whether all who take part train, so that some may leave now, with whom nothing goes."""
+        copies = self._launch.plan.entry.replicated
         with self._lock:
-            return self._goes_on and self._in.issuperset(self.members)
+            return copies and self._goes_on and set(self.members) <= self._in
 
     def expects(self, engine: int) -> bool:
         """Whether an engine has yet to come to take part: the others do without it."""
@@ -470,6 +466,7 @@ class Healer:
             hosts=tuple(pool.engines.engines[one].place for one in self.members),
             past=tuple(members.index(one) for one in sorted(self._past)),
             prefix=prefix,
+            fresh=tuple(members.index(one) for one in self._change.fresh),
         )
         for engine in (*self.members, *self._leaving):
             pool.engines.router.send(engine, message)
@@ -490,7 +487,7 @@ class Healer:
         change, run = self._change, self._run
         if event.generation != self.generation or engine not in self.members:
             return
-        if not change.heard:
+        if not change.heard and run.plan.sync:  # else each worker's rows stand alone
             run.history.regroup(event.step, [run.engines.index(one) for one in self.members])
         change.heard[engine] = event
         if set(change.heard) >= set(self.members):
@@ -520,7 +517,8 @@ class Healer:
             done = Recovery(tuple(change.lost), how, event.step, 0, workers, seconds, again=False)
             run.recoveries.append(done)
             lost = self._launch.plan.entry.dies_with
-            run.note(healed_words(done, lost), change.lost)
+            words = healed_words(done, lost, joined=run.plan.sync)
+            run.note(words, change.lost)
         if change.left:
             ranks = sorted(run.engines.index(one) for one in change.left)
             who = [run.called(i) for i in change.left]
@@ -609,10 +607,13 @@ class Healer:
                 return
             self._coming[engine] = task.outcomes[engine]
             self._in.discard(engine)
+            self._ended.discard(engine)
         if not task.rejoin(engine, launch.request_to_join(engine)):
             with self._lock:
                 self._coming.pop(engine, None)
                 self._failed(engine, ENDED)
+                self._ended.add(engine)
+                self._dismiss_servers()
         self._send_home()
 
     def _ended_before(self, engine: int, task: Task) -> bool:

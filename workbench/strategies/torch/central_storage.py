@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...engine.telemetry.recorder import StepResult
-    from .servers.strategy import Answer
+    from .servers.remote import Answer
 
 clock = time.perf_counter
 
@@ -114,29 +114,49 @@ class Rounds(Policy):
         holder = self.holder
         holder.add_rows(self._ranks)
         gradients = holder.gradients[self._ranks[0]]
-        if holder.clip_norm is None:
+        if holder.clip_norm is None and not holder.agrees:
             self._step()
         elif holder.servers == 1:
+            assert holder.clip_norm is not None, "one server need not agree with others"
             norm = holder.norm(self._present(gradients))
             self.scaled(min(1.0, holder.clip_norm / (norm + 1e-6)))
         elif (factor := self._arrived[self._ranks[0]].get("factor")) is not None:
             self.scaled(float(factor))  # rank 0 knew it before this server took over
         else:  # every server knows its part of the norm; rank 0 adds them up
-            norm = holder.norm(self._present(gradients))
+            norm = 0.0 if holder.clip_norm is None else holder.norm(self._present(gradients))
             holder.send(self._ranks[0], "norm", norm=norm, clip_norm=holder.clip_norm)
 
     def scaled(self, factor: float) -> None:
         """Shorten the sum, then step."""
-        for total in self._sum:
-            total.mul_(factor)
-        self.holder.scale_rows(self._ranks[0], factor)
+        self._shorten(factor)
         self._step()
 
-    def _step(self) -> None:
+    def _shorten(self, factor: float) -> None:
+        self.holder.factor = factor
+        if factor != 1.0:
+            for total in self._sum:
+                total.mul_(factor)
+            self.holder.scale_rows(self._ranks[0], factor)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether all pushes are here of a step that all servers are to take."""
+        return self._added == len(self._ranks)
+
+    def commit(self, factor: float) -> None:
+        """Take that step; who waited for it has left."""
+        self._shorten(factor)
+        self._take()
+
+    def _take(self) -> None:
         holder, first = self.holder, self._ranks[0]
         holder.update(holder.gradients[first], first, of=self._ranks, absent=self._absent)
         self._arrived.clear()
         self._added = 0
+
+    def _step(self) -> None:
+        holder = self.holder
+        self._take()
         last = max(self._ranks, key=self._came_s.__getitem__)
         for rank in self._ranks:
             waited_s = self._came_s[last] - self._came_s[rank]

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
     from ...engine.contract import Share
     from ...engine.telemetry.recorder import StepResult
-    from .servers.strategy import Answer
+    from .servers.remote import Answer
 
 clock = time.perf_counter
 
@@ -122,6 +122,11 @@ class Asynchronous(Policy):
         self._asked.pop(rank, None)
         self._answer_held_back(rank)
         self._go_on()
+
+    def joined(self, rank: int) -> None:
+        """Under a bound it is as far as the slowest: nobody was to wait for the dead one."""
+        self._steps[rank] = min(self._steps.values(), default=0)
+        self._pulled[rank] = self.holder.version
 
     def followed(self, rank: int, meta: Meta) -> None:
         """Count the push here too: bounds hold when this copy takes over."""
@@ -210,6 +215,13 @@ class ParameterServer(Served):
         """A step per push, or per round."""
         kind = Rounds if self.context.sync else Asynchronous
         return kind(holder, self.options)
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """At an own pace a worker keeps its share of each batch, whoever else is there."""
+        if self.context.sync:
+            return super().shard
+        return self.context.membership.place, self.world_size
 
     @property
     def eval_shard(self) -> tuple[int, int]:

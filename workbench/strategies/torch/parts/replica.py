@@ -161,6 +161,10 @@ class Trainer:
         """Let a step pass without training; the learning rate's schedule goes on."""
         self.timer.begin()
         self._loss = torch.tensor(NAN)
+        self.schedule()
+
+    def schedule(self) -> None:
+        """Let the learning rate's schedule go on by a step that was taken elsewhere, or not."""
         if self.scheduler is not None:
             with warnings.catch_warnings():  # it expects the optimizer to have stepped
                 warnings.simplefilter("ignore", UserWarning)

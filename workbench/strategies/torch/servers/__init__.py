@@ -6,6 +6,8 @@ In reading order:
     links         how do gradients get to all servers, and parameters back
     shards        which server holds which parameters
     rows          what travels of a table of which a step uses a few rows
+    remote        how is an optimizer's step an exchange with the servers
     shard_server  what does a server hold, and how does it answer
+    sessions      who opens what it holds, and who goes on in it when workers die
     copies        how is a part held by two servers, and what if one of them dies
 """

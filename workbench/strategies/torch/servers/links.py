@@ -60,27 +60,65 @@ class ShardLinks:
         tables: Collection[int] = (),
     ) -> None:
         self._context, self._parameters = context, parameters
-        self._links: list[Link] = context.links
-        self._rank0 = context.spec.rank == 0
-        self._clipped_together = clips and len(self._links) > 1
-        self._sequenced = snapshot and len(self._links) > 1
-        self._shards = divide(parameters, len(self._links))
+        servers = context.entry.part_count(context.spec.options)
+        # Where workers may die, no server takes a step that another one might never take.
+        agrees = context.sync and context.spec.heals and servers > 1
+        self._about = {"agrees": True} if agrees else {}
+        self._together = agrees or (clips and servers > 1)
+        self._sequenced = snapshot and servers > 1
+        self._shards = divide(parameters, servers)
         self._parted = [Parted(shard, tables) for shard in self._shards]
         self._tables = frozenset(tables)
         self._staging = Staging(parameters, self._tables)
         self.sent_bytes = 0
         self._held: dict[int, Mapping[str, Any]] = {}  # what servers have told of their memory
-        for link in self._links:
-            link.taken_over = self._taken_over
 
-    def open(self, about: Mapping[str, Any]) -> None:
+    @property
+    def _links(self) -> list[Link]:
+        return self._context.links
+
+    @property
+    def _rank0(self) -> bool:
+        return self._context.spec.rank == 0
+
+    def open(self, about: Mapping[str, Any]) -> list[Message]:
         """Tell every server which tensors it holds and what it does with them."""
-        about = {**about, "tables": sorted(self._tables)}
+        self._begin(about)
+        return [link.opened() for link in self._links]
+
+    def _begin(self, about: Mapping[str, Any]) -> None:
+        about = {**about, **self._about, "tables": sorted(self._tables)}
         for link, shard, parted in zip(self._links, self._shards, self._parted, strict=True):
+            link.taken_over = self._taken_over
             most_bytes = parted.most_bytes if parted.tables else None
             link.begin(shard.size_bytes, {**about, "shard": shard.to_wire()}, most_bytes)
+
+    def go_on(self, about: Mapping[str, Any]) -> int:
+        """Open a session in which other workers go on; return how many steps were taken before.
+
+        Raises:
+            LinkClosedError: A server is gone, or expects yet others.
+        """
+        self._begin(about)
+        stands: list[Message | None] = [None for _ in self._links]
+        if self._rank0:
+            stands = [link.receive() for link in self._links]
+            self._settle([one for one in stands if one is not None])
+        opened = [
+            link.opened(None if one is None or one.kind == "stands" else one)
+            for link, one in zip(self._links, stands, strict=True)
+        ]
         for link in self._links:
-            link.opened()
+            link.settled()
+        return max(int(one.meta["version"]) for one in opened)
+
+    def _settle(self, stands: Sequence[Message]) -> None:
+        """Have all servers be where one of them is; a copy that took over has opened already."""
+        ahead = max(stands, key=lambda one: one.meta["version"]).meta
+        decided = {"version": ahead["version"], "factor": ahead.get("factor", 1.0)}
+        for link, one in zip(self._links, stands, strict=True):
+            if one.kind == "stands":
+                link.send("settle", decided)
 
     def begin(self) -> None:
         """Rank 0 sends the values to begin with; all workers get them back."""
@@ -131,15 +169,18 @@ class ShardLinks:
     def _push(self, pushes: Sequence[Push], meta: Mapping[str, Any], wanted: bool) -> list[Message]:
         for link, (parts, rows) in zip(self._links, pushes, strict=True):
             link.push("push", {**meta, **rows}, parts)
-        if self._clipped_together and self._rank0:
-            self._clip_together()
+        if self._together and self._rank0:
+            self._step_together()
         return self._take() if wanted else [link.receive() for link in self._links]
 
-    def _clip_together(self) -> None:
-        """Each server knows its part of the norm; rank 0 adds them up, as clip_grad_norm_ does."""
+    def _step_together(self) -> None:
+        """Let the servers step once all of them have all gradients; rank 0 hears that from each.
+
+        Each knows its part of the norm; rank 0 adds them up, as clip_grad_norm_ does.
+        """
         told = [link.receive().meta for link in self._links]
-        norm = math.sqrt(sum(meta["norm"] ** 2 for meta in told))
-        factor = min(1.0, told[0]["clip_norm"] / (norm + 1e-6))
+        norm, most = math.sqrt(sum(meta["norm"] ** 2 for meta in told)), told[0]["clip_norm"]
+        factor = 1.0 if most is None else min(1.0, most / (norm + 1e-6))
         for link in self._links:
             link.complete("scale", {"factor": factor})
 

@@ -11,6 +11,8 @@
            <-------  params, once nobody pushes any more
     close  ------->  the session is over; another wb.fit of the cell may open the next
 
+Who opens and ends sessions, also when workers die and others come, is in `sessions.py`.
+
 Where a part is held twice, every change goes to its copy before anybody is answered (`copies.py`).
 
 What is done to the optimizer is what one device does: clip, step. Its hyper-parameters are those of
@@ -21,7 +23,6 @@ from __future__ import annotations
 
 import io
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..parts.replica import bytes_of
 from .rows import Changes, Parted, counts_of, norm_of, rows_of, sparse_of, summed
 from .shards import Shard, as_bytes, build_optimizer, restored
 
@@ -71,6 +71,17 @@ class Policy(ABC):
     def scaled(self, factor: float) -> None:  # noqa: B027 - only where servers clip together
         """Rank 0 says by how much clipping shortens the gradient."""
 
+    def joined(self, rank: int) -> None:  # noqa: B027 - only where each worker counts for itself
+        """A worker comes in the place of one that has left."""
+
+    @property
+    def prepared(self) -> bool:
+        """Whether all pushes of a step are here that is not taken yet: all servers must agree."""
+        return False
+
+    def commit(self, factor: float) -> None:  # noqa: B027 - only where servers must agree
+        """Take the step that was prepared, shortened by a factor, and answer nobody."""
+
     def repeated(self, rank: int, meta: Meta) -> None:
         """A push that counts already is sent again: its answer was lost with a server."""
         self.holder.send_parameters(rank, staleness=0, blocked_s=0.0, blamed=-1)
@@ -92,7 +103,12 @@ class Holder:
         gradients: What each worker has pushed last, in the order of the shard.
         session: Its number, where the part is held twice.
         counted: The number of each worker's last push that counts.
+        pushes: How many of each worker's pushes count.
+        agrees: Whether a step is taken once all servers have all its pushes.
+        factor: By how much clipping has shortened the last step.
     """
+
+    factor = 1.0
 
     def __init__(
         self,
@@ -103,6 +119,7 @@ class Holder:
         *,
         successor: Successor | None = None,
         follows: bool = False,
+        before: Holder | None = None,
     ) -> None:
         """Open a session.
 
@@ -110,12 +127,16 @@ class Holder:
             opened: What each worker says of it.
             successor: Who holds a copy of it all.
             follows: Whether this is that copy: workers come when it has taken over (`admit`).
+            before: The session that this one goes on from, with other workers.
         """
         self.hub, self.servers = hub, servers
         first = opened[min(opened)]
         self.session = int(first.get("session", 0))
         self._successor, self._follows = successor, follows
+        self.generation = int(first.get("generation", 0))
+        self.agrees = bool(first.get("agrees"))
         self.counted = dict.fromkeys(opened, 0)
+        self.pushes = dict.fromkeys(opened, 0)
         self._came = dict.fromkeys(opened, 0)
         self._begins = 0
         self._awaiting: dict[int, int] = {}  # who waits for which of them
@@ -125,7 +146,7 @@ class Holder:
         self.clip_norm: float | None = first["clip_norm"]
         self._about = first
         self.workers = len(opened)
-        self.version = 0
+        self.version = int(first.get("version", 0))
         self.training, self.open = set(opened), set(opened)
         self.reading: set[int] = set()
         self._waiting_for_end: set[int] = set()
@@ -146,11 +167,29 @@ class Holder:
             self.make_mailbox(rank, shared=bool(meta["shared"]))
         self.parameters = [torch.nn.Parameter(view) for view in self.shard.views(self.board)]
         self.hyper: dict[int, list[dict[str, Any]]] = {}
+        if before is not None:
+            self._go_on_from(before)
         self.policy = make_policy(self)
         if successor is not None:
-            successor.begin(self.shard, self.parted, first, sorted(opened))
+            about = {**first, "version": self.version}
+            successor.begin(self.shard, self.parted, about, sorted(opened))
+            if before is not None:
+                successor.load(self._state())
+                successor.change("init", {}, [self.board])
         for rank in self.mailboxes:
             self._welcome(rank)
+
+    def _go_on_from(self, before: Holder) -> None:
+        """Hold what a session held whose workers are others."""
+        self.board[:] = before.board
+        self.version, self._begins, self._told = before.version, before._begins, before._told
+        self.factor = before.factor
+        self.pushes |= {rank: before.pushes.get(rank, 0) for rank in self.pushes}
+        self.optimizer = build_optimizer(self._about, self.shard, self.parameters)
+        states = before.optimizer.state if before.optimizer is not None else {}
+        for old, new in zip(before.parameters, self.parameters, strict=True):
+            if old in states:
+                self.optimizer.state[new] = states[old]
 
     def make_mailbox(self, rank: int, *, shared: bool) -> None:
         """Make the memory to which somebody's pushes go."""
@@ -160,13 +199,30 @@ class Holder:
         self.mailboxes[rank], self.gradients[rank] = mailbox, self._views(mailbox)
 
     def _welcome(self, rank: int) -> None:
-        self.hub.reply(rank, "opened")
+        about = {"version": self.version, "pushes": self.pushes[rank]}
+        self.hub.reply(rank, "opened", about)
         self.hub.hand_over(rank)
 
     def lacks(self, rank: int, meta: Meta) -> bool:
         """Whether a worker that opens a session comes from another server into this one."""
         same = self._follows and rank in self.open and meta.get("session") == self.session
         return same and rank not in self.mailboxes and rank in self.hub.living
+
+    def join(self, rank: int, meta: Meta | None = None) -> None:
+        """Count a worker in that comes in the place of one that has left, at its own pace.
+
+        Args:
+            meta: What it says of the session; None on a copy, where it comes when that takes over.
+        """
+        if self._successor is not None:
+            self._successor.change("joined", {"rank": rank})
+        self.counted[rank] = self._came[rank] = 0
+        self.open.add(rank)
+        self.training.add(rank)
+        self.mailboxes.pop(rank, None)
+        self.policy.joined(rank)
+        if meta is not None:
+            self.admit(rank, meta)
 
     def admit(self, rank: int, meta: Meta) -> None:
         """Let in a worker whose server is gone; what it knows of tables is not known here."""
@@ -297,6 +353,9 @@ class Holder:
             self._waiting_for_end.clear()
 
     def _send_state(self, rank: int) -> None:
+        self.hub.reply_bytes(rank, "state", self._state())
+
+    def _state(self) -> bytes:
         assert self.optimizer is not None
         state = {
             piece.index: self.optimizer.state[parameter]
@@ -305,7 +364,7 @@ class Holder:
         }
         saved = io.BytesIO()
         torch.save(state, saved)
-        self.hub.reply_bytes(rank, "state", saved.getvalue())
+        return saved.getvalue()
 
     def fail(self, text: str, felt: str = "") -> None:
         """End the session: every worker's next wait raises.
@@ -355,7 +414,7 @@ class Holder:
         tensors = (v for state in states for v in state.values() if isinstance(v, torch.Tensor))
         return {
             "parameters_bytes": self.shard.size_bytes,
-            "optimizer_bytes": bytes_of(tensors),
+            "optimizer_bytes": sum(tensor.nbytes for tensor in tensors),
             "gradients_bytes": sum(self._filled_bytes.values())
             if self._tables  # of memory that was never written to there is none
             else sum(len(mailbox) for mailbox in self.mailboxes.values()),
@@ -410,6 +469,7 @@ class Holder:
         """
         for member in of or (rank,):
             self.counted[member] = self._came[member]
+            self.pushes[member] += 1
         if self._successor is not None:
             hyper = self.hyper[rank]
             about: dict[str, Any] = {"rank": rank, "staleness": staleness}
@@ -439,6 +499,7 @@ class Holder:
         self._step(self.gradients[sender], rank, absent, float(meta.get("lr_factor", 1.0)))
         for member, number in meta["counted"]:
             self.counted[member] = number
+            self.pushes[member] += 1
         self.policy.followed(rank, meta)
 
     def _sent_on(
@@ -471,141 +532,3 @@ class Holder:
                 {piece.index: self.parameters[place].grad for place, piece in self._tables}
             )
         self.version += 1
-
-
-def serve(
-    hub: Hub,
-    servers: int,
-    make_policy: Callable[[Holder], Policy],
-    successor: Successor | None = None,
-    *,
-    taken: Holder | None = None,
-    waiting: Sequence[tuple[int, Message]] = (),
-) -> None:
-    """Answer the workers, one session (one `wb.fit`, one `wb.prepare`) after the other.
-
-    Args:
-        servers: Among which the parameters are divided.
-        successor: Who holds a copy of what this server holds.
-        taken: The session in which this one takes the place of a server that is gone.
-        waiting: What workers have said to it before it could.
-    """
-    early: dict[int, Meta] = {}
-    queue = deque(waiting)
-
-    def heard() -> tuple[int, Message] | None:
-        return queue.popleft() if queue else hub.next()
-
-    holder = taken
-    del taken
-    while True:
-        if holder is not None:
-            if not _session(holder, heard, early):
-                return
-            holder = None
-            hub.close_session()
-        opened, early = early, {}
-        while set(opened) != set(hub.living) or not opened:
-            item = heard()
-            if item is None:
-                return
-            rank, message = item
-            if message.kind == "open":
-                opened[rank] = message.meta
-            elif message.kind == "gone":
-                opened.pop(rank, None)
-        texts = {Shard.from_wire(meta["shard"]).digest for meta in opened.values()}
-        if len(texts) > 1:
-            for rank in opened:
-                text = "the workers' models differ in the shapes or types of their parameters"
-                hub.reply(rank, "error", {"text": text})
-            continue
-        holder = Holder(hub, opened, servers, make_policy, successor=successor)
-
-
-def _session(
-    holder: Holder, heard: Callable[[], tuple[int, Message] | None], early: dict[int, Meta]
-) -> bool:
-    """Go through a session; return whether workers are left.
-
-    Args:
-        early: Takes what workers say that are in the next one already.
-    """
-    while holder.open:
-        item = heard()
-        if item is None:
-            return False
-        rank, message = item
-        if message.kind == "open":
-            if holder.lacks(rank, message.meta):
-                holder.admit(rank, message.meta)
-            else:
-                early[rank] = message.meta
-        elif rank in holder.open:
-            holder.handle(rank, message)
-    return True
-
-
-class Copy:
-    """The copy of a part: follows the server that answers for it, and takes its place.
-
-    Args:
-        hub: Its links: of every worker, and of that server, as the one after the last worker.
-        sender: Its number there.
-        servers: Among which the parameters are divided.
-    """
-
-    def __init__(
-        self, hub: Hub, sender: int, servers: int, make_policy: Callable[[Holder], Policy]
-    ) -> None:
-        self._hub, self._sender, self._servers = hub, sender, servers
-        self._make_policy = make_policy
-        self._holder: Holder | None = None
-
-    def keep(self) -> None:
-        """Follow until there is nobody to be followed, then answer the workers."""
-        waiting: list[tuple[int, Message]] = []
-        while True:
-            item = self._hub.next()
-            if item is None:
-                return
-            rank, message = item
-            if rank != self._sender:
-                if message.kind in ("close", "gone") and self._holder is not None:
-                    self._holder.handle(rank, message)
-                if message.kind != "close":
-                    waiting.append(item)  # until it is certain that the other one counts no more
-            elif message.kind == "gone":
-                break
-            else:
-                self._follow(message)
-        taken, self._holder = self._holder, None
-        if taken is not None:
-            taken.take_over(self._sender)
-        serve(self._hub, self._servers, self._make_policy, taken=taken, waiting=waiting)
-
-    def _follow(self, message: Message) -> None:
-        """Change as the server did, and say so."""
-        meta, kind, hub = message.meta, message.kind, self._hub
-        if kind == "open":
-            if self._holder is not None:
-                self._holder = None
-                hub.close_session()
-            opened = dict.fromkeys(meta["ranks"], meta)
-            self._holder = Holder(hub, opened, self._servers, self._make_policy, follows=True)
-            self._holder.make_mailbox(self._sender, shared=bool(meta["shared"]))
-            hub.reply(self._sender, "opened")
-            hub.hand_over(self._sender)
-            return
-        assert self._holder is not None, "a session is opened first"
-        holder = self._holder
-        if kind == "update":
-            holder.follow(self._sender, {**meta, "size_bytes": message.size_bytes})
-        elif kind == "init":
-            holder.take_values(self._sender, meta)
-        elif kind == "left":
-            holder.leave(int(meta["rank"]))
-        else:
-            holder.handle(self._sender, message)
-        told = {"holds": holder.held_bytes()} if kind != "update" or holder.version <= 2 else {}
-        hub.reply(self._sender, "ack", told)

@@ -15,10 +15,9 @@ that any worker has changed (`rows.py`).
 
 from __future__ import annotations
 
-import io
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,249 +30,16 @@ from ....errors import FitError
 from ....shared import events
 from ....shared.faults import ON_LINKS
 from ..parts.guard import Guard, broadcast_buffers
-from ..parts.replica import Trainer, bytes_of, copied_state, to_numpy
+from ..parts.replica import Trainer, bytes_of, copied_state, on_host, to_numpy
 from ..parts.user_loop import OwnLoop
 from .copies import Successor
-from .links import ShardLinks
-from .rows import check_row_wise, tables_of
-from .shard_server import Copy, Holder, Policy, serve
-from .shards import Shard, hyper_of, importable, plain
+from .remote import Answer, Remote
+from .rows import tables_of
+from .sessions import Copy, Sessions
 
 if TYPE_CHECKING:
-    from ....engine.context import RunContext
     from ....engine.telemetry.recorder import StepResult
-
-
-@dataclass
-class Answer:
-    """What the servers said to a push.
-
-    Attributes:
-        staleness: Updates between this worker's pull and its push's turn, mean over servers.
-        blocked_s: How long the slowest server held the answer back, for others (bounded staleness,
-            or the last push of a round).
-        sent_bytes: What was pushed.
-        blamed: The worker whose push let that answer go; -1 where nothing was held back.
-    """
-
-    staleness: float = 0.0
-    blocked_s: float = 0.0
-    sent_bytes: float = 0.0
-    blamed: int = -1
-
-
-class Remote:
-    """The parameters of one session on the servers, seen from a worker.
-
-    Args:
-        clip_norm: Clip there, over the sum of all workers' gradients.
-        whole: Whether gradients must reach the servers as backward left them: what they hold is one
-            worker's share of a sum, so that a norm taken of it here would be wrong.
-        snapshot: Whether the parameters of all servers are to be of one version.
-        tables: Parameters whose gradients are sparse: of them rows travel.
-        exchanged: Called with a function that does the exchange, and times it.
-
-    Raises:
-        FitError: The optimizer or the model cannot be put on servers.
-    """
-
-    def __init__(
-        self,
-        context: RunContext,
-        optimizer: torch.optim.Optimizer,
-        *,
-        clip_norm: float | None = None,
-        whole: bool = False,
-        snapshot: bool = False,
-        pull_every: int = 1,
-        tables: Collection[torch.Tensor] = (),
-        exchanged: Callable[[Callable[[], Answer]], None],
-    ) -> None:
-        self._context, self._optimizer = context, optimizer
-        self._whole, self._pull_every = whole, pull_every
-        self._exchanged = exchanged
-        self._pushes = 0
-        every = [p for group in optimizer.param_groups for p in group["params"]]
-        self._slots = [i for i, p in enumerate(every) if p.requires_grad]
-        self.parameters = [every[i] for i in self._slots]
-        self._known = set(self.parameters)
-        self._tables = frozenset(i for i, p in enumerate(self.parameters) if p in tables)
-        check_row_wise(optimizer, tables)
-        self._servers = ShardLinks(
-            context,
-            self.parameters,
-            clips=clip_norm is not None,
-            snapshot=snapshot,
-            tables=self._tables,
-        )
-        self._hyper: list[dict[str, Any]] | None = None
-        self._hidden: list[torch.Tensor | None] = []
-        self._versions: list[int] = []
-        self._pins: list[Any] = []
-        self._open(clip_norm)
-        self._pins = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
-
-    def _open(self, clip_norm: float | None) -> None:
-        optimizer = self._optimizer
-        index = {id(p): i for i, p in enumerate(self.parameters)}
-        about = {
-            "optimizer": importable(type(optimizer)),
-            "defaults": plain(optimizer.defaults),
-            "hyper": hyper_of(optimizer),
-            "groups": [
-                [index[id(p)] for p in group["params"] if id(p) in index]
-                for group in optimizer.param_groups
-            ],
-            "clip_norm": clip_norm,
-        }
-        self._servers.open(about)
-        self._servers.begin()
-
-    # -- a step ------------------------------------------------------------------------------------
-
-    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(a is not None for a in args[1:]) or kwargs.get("closure") is not None:
-            raise FitError(
-                "An optimizer whose step takes a closure cannot work on a server: the closure "
-                "computes the loss again in the middle of the step.",
-                seen=type(optimizer).__name__,
-                next_step="use another optimizer, or strategy mirrored",
-                code="WB-FIT-123",
-            )
-        self._check_known()
-        self._check_untouched()
-        self._exchanged(self.exchange)
-        self._hidden = [p.grad for p in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def _after_step(self, *unused: Any) -> None:
-        for parameter, gradient in zip(self.parameters, self._hidden, strict=True):
-            parameter.grad = gradient
-        self._hidden = []
-
-    def _check_known(self) -> None:
-        """Raise FitError where the step would change what is on no server: here alone."""
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter not in self._known:
-                    raise FitError(
-                        "A parameter is trained that was frozen, or not the optimizer's, when the "
-                        "others were put on the servers; this worker's copy alone would change.",
-                        seen=f"a parameter of shape {tuple(parameter.shape)}",
-                        allowed="requires_grad and param_groups as they were; freezing is possible",
-                        next_step="call wb.prepare with all layers unfrozen and freeze some after "
-                        "it, or use strategy mirrored",
-                        code="WB-FIT-124",
-                    )
-
-    def backward_ended(self) -> None:
-        """Note what the gradients are like when backward leaves them."""
-        if self._whole:
-            self._versions = [-1 if p.grad is None else p.grad._version for p in self.parameters]
-
-    def _check_untouched(self) -> None:
-        if not self._whole or not self._versions or self._context.spec.world_size == 1:
-            return
-        now = [-1 if p.grad is None else p.grad._version for p in self.parameters]
-        if now != self._versions:
-            raise FitError(
-                "The gradients were changed between backward and optimizer.step(). On this worker "
-                "they are only its share of the sum, so a norm taken of them is not the whole's.",
-                seen="clipping, or another change in place",
-                next_step="use wb.fit(clip_norm=...), which clips on the server, or strategy "
-                "mirrored",
-                code="WB-FIT-125",
-            )
-        self._versions = []
-
-    def exchange(self) -> Answer:
-        """Push the gradients, get the parameters."""
-        self._pushes += 1
-        wanted = self._pushes % self._pull_every == 0
-        self._check_dense()
-        gradients = [p.grad for p in self.parameters]
-        absent = [i for i, gradient in enumerate(gradients) if gradient is None]
-        meta: dict[str, Any] = {"pull": wanted}
-        if absent:
-            meta["absent"] = absent
-        hyper = hyper_of(self._optimizer)
-        if hyper != self._hyper:
-            check_row_wise(self._optimizer, {self.parameters[i] for i in self._tables})
-            meta["hyper"] = self._hyper = hyper
-        answers = self._servers.exchange(gradients, meta, wanted=wanted)
-        size_bytes = self._servers.sent_bytes
-        told = [answer.meta for answer in answers if "staleness" in answer.meta]
-        if not told:
-            return Answer(sent_bytes=size_bytes)
-        longest = max(told, key=lambda m: m["blocked_s"])
-        return Answer(
-            sum(m["staleness"] for m in told) / len(told),
-            longest["blocked_s"],
-            size_bytes,
-            longest["blamed"],
-        )
-
-    def pull(self) -> None:
-        """Get the parameters as they are now."""
-        self._servers.pull()
-
-    def end(self) -> None:
-        """Push no more; wait until nobody does, and get the final parameters."""
-        self._servers.end()
-
-    @property
-    def gradients(self) -> list[torch.Tensor]:
-        """What this worker's parameters have of gradients, also while they are out of sight."""
-        held = self._hidden or [p.grad for p in self.parameters]
-        return [gradient for gradient in held if gradient is not None]
-
-    def _check_dense(self) -> None:
-        for i, parameter in enumerate(self.parameters):
-            if i not in self._tables and parameter.grad is not None and parameter.grad.is_sparse:
-                raise FitError(
-                    "A sparse gradient came where none was expected: the servers' memory is laid "
-                    "out before the first step, for whole tensors where no layer says otherwise.",
-                    seen=f"parameter {i} of shape {tuple(parameter.shape)}",
-                    allowed="sparse gradients of layers made with sparse=True",
-                    next_step="make the embedding with nn.Embedding(..., sparse=True), or look it "
-                    "up with sparse=False",
-                    code="WB-FIT-126",
-                )
-
-    # -- saving ------------------------------------------------------------------------------------
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's state_dict, its state brought from the servers."""
-        state: dict[int, Any] = {}
-        for written in self._servers.states():
-            for index, values in torch.load(io.BytesIO(written), weights_only=True).items():
-                state[self._slots[index]] = values
-        return {**self._optimizer.state_dict(), "state": state}
-
-    def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        """Put a saved state, and this worker's parameters, on the servers."""
-        for group, values in zip(self._optimizer.param_groups, saved["param_groups"], strict=True):
-            group.update({k: v for k, v in values.items() if k != "params"})
-
-        def written(shard: Shard) -> bytes:
-            part = {p.index: saved["state"].get(self._slots[p.index]) for p in shard.pieces}
-            whole = io.BytesIO()
-            torch.save({k: v for k, v in part.items() if v is not None}, whole)
-            return whole.getvalue()
-
-        self._servers.load(written)
-        self._servers.begin()
-
-    def close(self) -> None:
-        """End the session and take the hooks out."""
-        for pin in self._pins:
-            pin.remove()
-        self._pins.clear()
-        self._servers.close()
+    from .shard_server import Holder, Policy
 
 
 class Served(Strategy):
@@ -284,6 +50,10 @@ class Served(Strategy):
     remote: Remote | None = None
     guard: Guard | None = None
     answer = Answer()
+    regroups = True
+    _steps = 0  # that stand, of this training since it began here
+    _first = 0  # steps before it that the scheduler has yet to know
+    _scheduled = 0  # of them, those that the scheduler knows
     _model: torch.nn.Module | None = None
     _timer: Any = None
     _ended = False
@@ -306,7 +76,7 @@ class Served(Strategy):
         if context.hub is None:  # it holds a copy and nothing else
             return
         successor = None if context.successor is None else Successor(context.successor)
-        serve(context.hub, self._parts, self.make_policy, successor)
+        Sessions(context.hub, self._parts, self.make_policy, successor).serve()
 
     def keep_copy(self) -> None:
         """Hold a copy of another server's part, and take its place when it is gone."""
@@ -341,11 +111,89 @@ class Served(Strategy):
             weight = share.samples / share.global_samples
         else:  # a worker without a sample pushes nothing but its turn
             weight = 1.0 if share.samples else 0.0
+        if self.context.membership.trains:
+            trainer.buffers.keep()
         trainer.gradients(share, weight=weight)
         trainer.update()
+        self._scheduled += 1
         result = trainer.measured(share)
         self._complete(result)
+        self._steps += 1
         return result
+
+    # -- with others -------------------------------------------------------------------------------
+
+    @property
+    def apart(self) -> bool:
+        """Asynchronous workers meet nowhere."""
+        return not self.context.sync
+
+    def leave_group(self) -> None:
+        """Close the links: what servers have of a step without all its pushes is let go of."""
+        self.guard = None
+        self.context.disconnect()
+
+    def break_off(self) -> None:
+        """End waits for servers; from another thread."""
+        self.context.break_off()
+
+    def settle_steps(self, generation: int) -> int:
+        """Hear from the servers which steps stand, or how many pushes of this one's place count."""
+        remote, membership = self._remote, self.context.membership
+        if self.apart:
+            taken = remote.join(membership.place, generation)
+        else:
+            taken = remote.go_on(generation)
+        further, self._steps = taken - self._steps, taken
+        if not further and not self.apart:
+            self._trainer.buffers.restore()
+        if self.apart or not membership.waits:  # else another worker's scheduler is taken over
+            for _ in range(self._first + taken - self._scheduled):
+                self._trainer.schedule()
+        self._scheduled = self._first + taken
+        return further
+
+    def enter_group(self, agreed: dict[str, Any]) -> None:
+        """Take the servers' parameters, under the present rank."""
+        spec, waits = self.context.spec, self.context.membership.waits
+        self.rank = spec.rank
+        if self.apart:
+            if waits:
+                self._remote.pull()
+            return
+        self.world_size = spec.world_size
+        self._trainer.be_one_of(spec.world_size)
+        self._compare_copies()
+        self._remote.pull()
+
+    def contributed(self, share: Share) -> StepResult:
+        """Return the loss of this worker's share."""
+        return self._trainer.contributed(share)
+
+    def member_state(self) -> dict[str, Any]:
+        """Return what is not on servers: buffers, the optimizer's settings, the scheduler."""
+        trainer = self._trainer
+        return {
+            "steps": self._steps,
+            "first": self.context.trained - self._steps,
+            "buffers": on_host(dict(trainer.model.named_buffers())),
+            "groups": trainer.optimizer.state_dict()["param_groups"],
+            "scheduler": None if trainer.scheduler is None else trainer.scheduler.state_dict(),
+        }
+
+    def load_member_state(self, state: dict[str, Any]) -> None:
+        """Go on from another worker's; at an own pace the schedule is that of the own steps."""
+        trainer, self._steps = self._trainer, int(state["steps"])
+        with torch.no_grad():
+            for name, buffer in trainer.model.named_buffers():
+                buffer.copy_(state["buffers"][name])
+        if self.apart and trainer.scheduler is not None:
+            self._first = int(state["first"])
+            return
+        for group, saved in zip(trainer.optimizer.param_groups, state["groups"], strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+        if trainer.scheduler is not None:
+            trainer.scheduler.load_state_dict(state["scheduler"])
 
     def wrap_loop(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
         """Let a user's own loop train on servers: its `optimizer.step()` is an exchange."""
@@ -400,10 +248,10 @@ class Served(Strategy):
     ) -> None:
         options, model = self.options, self._model
         assert model is not None
-        broadcast_buffers(model)
-        if self.context.sync:
-            self.guard = Guard(self.context, "copies", at_end=True)
-            self.guard.add(model)
+        waits = self.context.membership.waits
+        if not waits:  # who is let in later meets the others then
+            broadcast_buffers(model)
+            self._compare_copies()
         self._note_simulation()
         self.remote = Remote(
             self.context,
@@ -413,8 +261,14 @@ class Served(Strategy):
             snapshot=options.get("consistency") == "snapshot",
             pull_every=options.get("pull_every", 1),
             tables=tables_of(model),
+            waits=waits,
             exchanged=self._exchange,
         )
+
+    def _compare_copies(self) -> None:
+        if self.context.sync and self._model is not None:
+            self.guard = Guard(self.context, "copies", at_end=True)
+            self.guard.add(self._model)
 
     def _exchange(self, exchange: Callable[[], Answer]) -> None:
         if self.context.sync:
@@ -492,6 +346,11 @@ class Served(Strategy):
         if self.loop is not None:
             self.loop.close()
         self.trainer = self.loop = self.remote = self._model = self._timer = self.guard = None
+
+    @property
+    def _remote(self) -> Remote:
+        assert self.remote is not None, "prepare comes first"
+        return self.remote
 
     @property
     def _trainer(self) -> Trainer:
