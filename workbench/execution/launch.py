@@ -135,7 +135,10 @@ class RunExecution:
             chains=self.chains(),
             going=lambda: run.state not in ("starting", "recovering"),
         )
+        is_first = run.task is None
         run.begin(task)
+        if is_first and self.plan.spares and self._healer is not None:
+            self._healer.keep_spares(self.plan.spares)
         hangs.watch(task, pool.engines.router.questions.ask, lambda: run.held)
 
     def settle_healing(self) -> None:
@@ -192,7 +195,7 @@ class RunExecution:
         if len(free) < count:
             free += pool.add(count - len(free), self.plan.framework)
         pool.bring(free, self.plan.framework)
-        run.grow(free, [first.device] * len(free))
+        run.grow(free, first.device)
         known = pool.engines.engines
         hosts = tuple(known[one].place for one in run.engines)
         specs = {

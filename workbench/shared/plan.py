@@ -184,6 +184,16 @@ def make_plan(
     folder, every, on_failure = checkpoints.settings(
         asked.checkpoint, asked.checkpoint_every, asked.on_failure
     )
+    if asked.spares and not asked.on_failure:
+        on_failure = "heal"
+    if asked.spares and on_failure != "heal":
+        raise PlanError(
+            "Spare engines are of use where the others train on when one dies.",
+            seen=f"--spares {asked.spares} --on-failure {on_failure}",
+            allowed="--on-failure heal, which --spares means by itself",
+            next_step="leave out --on-failure, or --spares",
+            code="WB-PLAN-328",
+        )
     _check_on_failure(entry, on_failure, count)
     decided = {
         **asked.settings,

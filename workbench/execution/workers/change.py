@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from ...shared.events import Regrouped
+    from ...shared.plan import Plan
+    from ..allocator import EngineAllocator
     from ..outcome import Recovery
+    from ..run import Run
+
+
+class Execution(Protocol):
+    """What is needed of a run on its engines (`launch.RunExecution`)."""
+
+    pool: EngineAllocator
+    run: Run
+    plan: Plan
+
+    def meets(self, prefix: str) -> None:
+        """Take note under which name its workers meet from now on."""
+
+    def recruit(self, count: int) -> list[int]:
+        """Have more engines be of the run; return which."""
+
+    def request_to_join(self, engine: int) -> dict[str, Any]:
+        """Return what an engine is asked that comes while the run goes on."""
 
 
 @dataclass
