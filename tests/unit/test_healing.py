@@ -654,3 +654,5 @@ def test_a_training_that_cannot_go_on_with_others_says_why(scaled) -> None:
     healer.hear(0, Standing(rank=0, phase="apart", why="its data is a stream"))
     with pytest.raises(RunError, match="a stream"):
         healer.scale(4)
+    with pytest.raises(RunError, match="a stream"):
+        healer.dismiss([1], "to make room")

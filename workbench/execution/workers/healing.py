@@ -165,6 +165,7 @@ class Healer:
                         self._give_up()  # the weights went with it
                 case Standing(phase="apart"):
                     self._why_not = event.why
+                    self._asked.clear()
                 case Standing(phase="in"):
                     self._in.add(engine)
                     self._dismiss_asked()
@@ -266,7 +267,7 @@ class Healer:
             RunError: The run is over, they take no part, or nobody would be left.
         """
         with self._lock:
-            self._check_goes_on()
+            self.check_scales()
             chosen = [one for one in engines if one in self.members]
             if not chosen or set(self.members) <= {*chosen, *self._asked, *self._change.fresh}:
                 raise RunError(
@@ -290,7 +291,7 @@ class Healer:
             RunError: The run is over, or an engine is no engine of it, or takes part already.
         """
         with self._lock:
-            self._check_goes_on()
+            self.check_scales()
             for engine in engines:
                 if engine not in self._run.members or self._takes_part(engine):
                     raise RunError(
