@@ -615,3 +615,111 @@ def test_at_their_own_pace_rows_of_all_workers_stand_alone(made):
     regrouped(healer, 5)
     assert "waits for a fresh engine" in run.notes[-1]
     assert "no step is lost" not in run.notes[-1]
+
+
+# -- more and fewer --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scaled(made):
+    """Return a healer of three engines that all train, its run, and what it asks of others."""
+    healer, run, launch = made
+
+    def recruit(count: int) -> list[int]:
+        fresh = [len(run.members) + at for at in range(count)]
+        run.engines = run.members = (*run.members, *fresh)
+        run.history.grow(fresh)
+        known = launch.pool.engines.engines
+        known |= {one: SimpleNamespace(place="h", is_here=True, pid=one) for one in fresh}
+        return fresh
+
+    def begin(engine: int) -> None:
+        launch.replaced.append(engine)
+        healer._awaited.add(engine)
+
+    launch.recruit, healer._begin_replacing = recruit, begin
+    all_train(healer, 0, 1, 2)
+    return healer, run, launch
+
+
+def at_the_door(healer: Healer, engine: int) -> None:
+    healer._coming[engine] = DIED
+    healer.hear(engine, Standing(rank=engine, phase="ready"))
+
+
+def test_more_workers_are_recruited_and_come(scaled) -> None:
+    healer, run, launch = scaled
+    healer.scale(5)
+    assert launch.replaced == [3, 4]
+    assert healer.target == 5
+    with pytest.raises(RunError, match="WB-RUN-145"):
+        healer.scale(4)
+    for engine in (3, 4):
+        at_the_door(healer, engine)
+    regrouped(healer, 30)
+    assert healer.members == [0, 1, 2, 3, 4]
+    assert healer.target is None
+    assert run.history.phases == [(0, (0, 1, 2)), (30, (0, 1, 2, 3, 4))]
+
+
+def test_fewer_workers_are_those_of_the_lowest_ranks(scaled) -> None:
+    healer, _, launch = scaled
+    healer.scale(1)
+    assert told(launch) == dict.fromkeys(range(3), (0,))
+    assert healer.target == 1
+    regrouped(healer, 30)
+    assert healer.target is None
+    for engine in (1, 2):
+        healer.spares(engine, WELL)
+    healer.scale(2)
+    assert launch.replaced == [1]  # who was there before comes before anybody else
+
+
+def test_who_is_still_being_started_need_not_come(scaled) -> None:
+    healer, _, launch = scaled
+    healer.spares(2, DIED)
+    regrouped(healer, 20)
+    healer._coming[2] = DIED
+    healer.scale(2)
+    assert healer.members == [0, 1]
+    assert launch.interrupted == [2]
+    healer.spares(2, CellOutcome(status="interrupted"))
+    assert healer.target is None
+    assert healer.failed == []
+
+
+def test_a_spare_takes_part_in_the_step_that_a_death_breaks_off(scaled) -> None:
+    healer, run, launch = scaled
+    (spare,) = launch.recruit(1)
+    healer._begin_replacing(spare)
+    at_the_door(healer, spare)
+    assert healer.members == [0, 1, 2]
+    assert healer.waiting == (spare,)
+    healer.spares(1, DIED)
+    assert launch.sent[-1][1].places == (0, 2, 3)
+    regrouped(healer, 20)
+    assert [(one["event"], one["step"]) for one in run.history.story.changes] == [
+        ("healed", 20), ("joined", 20),
+    ]  # fmt: skip
+    at_the_door(healer, 1)
+    assert healer.waiting == (1,)  # the next spare
+    healer.scale(4)
+    assert launch.sent[-1][1].places == (0, 1, 2, 3)
+
+
+def test_who_does_not_come_is_told_of(scaled) -> None:
+    healer, _, _ = scaled
+    healer.scale(4)
+    healer._coming[3] = DIED
+    healer.spares(3, CellOutcome(status="error", ename="NameError", evalue="no x"))
+    assert healer.target is None
+    assert "NameError" in healer.failed[0]
+
+
+def test_a_training_that_cannot_go_on_with_others_says_why(scaled) -> None:
+    healer, _, _ = scaled
+    healer.hear(0, Standing(rank=0, phase="apart", why="its data is a stream"))
+    with pytest.raises(RunError, match="a stream"):
+        healer.scale(4)
+    with pytest.raises(RunError, match="a stream"):
+        healer.dismiss([1], "to make room")

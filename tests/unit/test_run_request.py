@@ -23,7 +23,7 @@ from workbench.shared.run_request import (
 CELL = Recipe("wb.fit()")
 LINE = (
     "mirrored -n 2 --inject slow=1:50ms --init-from base --checkpoint /tmp --checkpoint-every 5 "
-    "--on-failure replace --on-straggler shed --profile 1:3 --traceback full --set lr=0.1 "
+    "--on-failure heal --on-straggler shed --spares 1 --profile 1:3 --traceback full --set lr=0.1 "
     "--log tensorboard:/tmp/a --name x"
 )
 

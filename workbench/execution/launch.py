@@ -145,7 +145,10 @@ class RunExecution:
             going=lambda: run.state not in ("starting", "recovering"),
             on_leaving=lambda engine, event: self._departures.hear(engine, event),
         )
+        is_first = run.task is None
         run.begin(task)
+        if is_first and self.plan.spares and self.healer is not None:
+            self.healer.keep_spares(self.plan.spares)
         hangs.watch(task, pool.engines.router.questions.ask, lambda: run.held)
         if self.healer is not None:
             silence.look_after(task, self.healer, pool.engines, lambda: run.held)
@@ -204,7 +207,7 @@ class RunExecution:
         if len(free) < count:
             free += pool.add(count - len(free), self.plan.framework)
         pool.bring(free, self.plan.framework)
-        run.grow(free, [first.device] * len(free))
+        run.grow(free, first.device)
         known = pool.engines.engines
         hosts = tuple(known[one].place for one in run.engines)
         specs = {

@@ -179,11 +179,14 @@ class Run:
             self._paused_ranks.clear()
             self._halting = self._make_halting()
 
-    def grow(self, engines: Sequence[int], devices: Sequence[str]) -> None:
+    def grow(self, engines: Sequence[int], device: str) -> None:
         """Have further ranks, of these engines; they take part when its workers are regrouped."""
         with self._lock:
-            self.engines, self.members = (*self.engines, *engines), (*self.members, *engines)
-            self.devices, self._everyone = (*self.devices, *devices), (*self._everyone, *engines)
+            self.members = (*self.members, *(one for one in engines if one not in self.members))
+            engines = [one for one in engines if one not in self.engines]
+            self.engines = (*self.engines, *engines)
+            self.devices = (*self.devices, *[device] * len(engines))
+            self._everyone = (*self._everyone, *engines)
             self._clock_bound_s += [0.0] * len(engines)
             self.results += [None] * len(engines)
             self.history.grow(engines)
@@ -380,12 +383,9 @@ class Run:
         self._send(Advance(run=self.number, steps=int(steps)))
 
     def scale(self, workers: int, *, wait: bool = True) -> None:
-        """Go on with so many workers, more or fewer, from the next step on (docs/recovery.md).
+        """Go on with so many workers, more or fewer; `wait` for those who come and leave.
 
-        Args:
-            wait: For those who come to take part, and those who leave to have left.
-
-        Raises WorkbenchError where that cannot be, with what is possible, or did not come about.
+        Raises PlanError or RunError where that cannot be, with what is possible.
         """
         check_scales(self.plan, workers, self.history.story.started.get("batch_size"))
         scaling.scale(self.task, workers, wait=wait)

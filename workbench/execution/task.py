@@ -243,7 +243,8 @@ class Task:
         self.board.expect(members)
         with self._lock:
             for engine in members:
-                self.ids.append(engine)
+                if engine not in self.ids:
+                    self.ids.append(engine)
                 self.outcomes[engine] = CellOutcome(status="ok")
                 self._lost.add(engine)
 

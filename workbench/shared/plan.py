@@ -186,6 +186,17 @@ def make_plan(
         asked.checkpoint, asked.checkpoint_every, asked.on_failure or asked.needed_on_failure
     )
     check_straggler(entry, asked, chosen)
+    if asked.spares and not asked.on_failure:
+        on_failure = "heal"
+    if asked.spares and not (entry.replicated and on_failure == "heal"):
+        raise PlanError(
+            "Spare engines are of use where the others train on when one dies.",
+            seen=f"{entry.name} --spares {asked.spares} --on-failure {on_failure}",
+            allowed="--on-failure heal, which --spares means by itself, under "
+            + ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated),
+            next_step="leave out --on-failure, or --spares",
+            code="WB-PLAN-331",
+        )
     _check_on_failure(entry, on_failure, count, chosen)
     decided = {
         **asked.settings,

@@ -182,3 +182,21 @@ def test_runs_that_keep_their_workers_say_so(begun, tmp_path, how, code):
         run.scale(2)
     (tmp_path / "hurry").touch()
     assert run.wait(WAIT_S).state == "finished"
+
+
+def at_the_door(run):
+    return soon(lambda: run.is_over or run.task.mender.waiting)
+
+
+def test_a_spare_takes_a_dead_ones_place_at_once(cluster, begun, ended):
+    run = begun(workers=2, on_failure="", spares=1)
+    assert at_the_door(run), run.history.story.notes
+    kill(cluster, 1)
+    assert soon(lambda: joined(run)), run.history.story.notes
+    healed, came = run.events
+    assert (healed["ranks"], came["ranks"]) == ([1], [2])
+    assert healed["step"] == came["step"]  # nobody trained a step without it
+    assert at_the_door(run)  # the next spare: a fresh engine in the dead one's place
+    run.scale(3)
+    assert sorted(joined(run)) == [1, 2]
+    ended(run, lost=[1])

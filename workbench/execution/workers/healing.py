@@ -66,6 +66,8 @@ class Healer:
         self._leaving: list[int] = []  # are no members, and wait to be let go
         self._gone: set[int] = set()  # were let go, and end their cell
         self._awaited: set[int] = set()  # are started, or run the cell, to be let in
+        self._size = len(self.members)  # how many there are to be
+        self._at_door: list[int] = []  # wait to be let in
         self._unwanted: set[int] = set()  # of those, are not to come after all
         self._scaling = threading.Lock()
         self._target: int | None = None
@@ -126,6 +128,7 @@ class Healer:
                 self._over = True
                 return None
             self._do_without(engine, self._words(engine, outcome))
+            self._fill()
             self._announce()
         self._begin_replacing(engine)
         return outcome
@@ -208,6 +211,7 @@ class Healer:
                         self._give_up()  # the weights went with it
                 case Standing(phase="apart"):
                     self._why_not = event.why
+                    self._asked.clear()
                 case Standing(phase="in"):
                     self._in.add(engine)
                     self._dismiss_asked()
@@ -221,9 +225,33 @@ class Healer:
         if not (self.members and self._goes_on):
             self._launch.pool.engines.interrupt([engine])
             return
-        self.members = self._in_order([*self.members, engine])
-        self._change.fresh.append(engine)
-        self._announce()
+        if engine not in self._at_door:
+            self._at_door.append(engine)
+        if self._fill():
+            self._announce()
+
+    def _fill(self) -> bool:
+        """Have those at the door take part where there are fewer than are to be."""
+        lacking = self._size - len(self.members) - len(self._past)
+        chosen = self._at_door[: max(0, lacking)] if self._goes_on else []
+        del self._at_door[: len(chosen)]
+        self.members = self._in_order([*self.members, *chosen])
+        self._change.fresh += chosen
+        return bool(chosen)
+
+    def keep_spares(self, count: int) -> None:
+        """Have engines run the cell up to where they can be let in, and wait there."""
+
+        def start() -> None:
+            try:
+                spares = self._launch.recruit(count)
+            except WorkbenchError as error:
+                self._run.note(f"There are no spare engines: {error}")
+                return
+            for engine in spares:
+                self._begin_replacing(engine)
+
+        threading.Thread(target=start, name="workbench-spares", daemon=True).start()
 
     def _look_for_dead(self) -> None:
         """Do without members whose processes are gone, before those who reap them say so.
@@ -236,6 +264,7 @@ class Healer:
         if self._goes_on and gone and left:
             for engine in gone:
                 self._do_without(engine, "")
+            self._fill()
             self._announce()
 
     def _left(self, engine: int, outcome: CellOutcome) -> None:
@@ -251,7 +280,10 @@ class Healer:
         if engine in self.members:
             self.members.remove(engine)
             self._change.fresh.remove(engine)
+            self._fill()
             self._announce()
+        if engine in self._at_door:
+            self._at_door.remove(engine)
         self._awaited.discard(engine)
         if outcome.status not in ("error", "died") and engine not in self._unwanted:
             self.failed.append(f"{self._run.called(engine)}: {ENDED}")
@@ -283,7 +315,7 @@ class Healer:
             RunError: The run is over, they take no part, or nobody would be left.
         """
         with self._lock:
-            self._check_goes_on()
+            self.check_scales()
             chosen = [one for one in engines if one in self.members]
             if not chosen or set(self.members) <= {*chosen, *self._asked, *self._change.fresh}:
                 raise RunError(
@@ -294,6 +326,7 @@ class Healer:
                     code="WB-RUN-141",
                 )
             self._asked.update(dict.fromkeys(chosen, why))
+            self._size -= len(chosen)
             self._dismiss_asked()
 
     def admit(self, engines: Sequence[int]) -> None:
@@ -306,7 +339,7 @@ class Healer:
             RunError: The run is over, or an engine is no engine of it, or takes part already.
         """
         with self._lock:
-            self._check_goes_on()
+            self.check_scales()
             for engine in engines:
                 if engine not in self._run.members or self._takes_part(engine):
                     raise RunError(
@@ -315,6 +348,7 @@ class Healer:
                         allowed="an engine of the run that takes no part in it",
                         code="WB-RUN-142",
                     )
+            self._size += len(engines)
             for engine in engines:
                 self._begin_replacing(engine)
 
@@ -334,13 +368,22 @@ class Healer:
                     raise self._busy()
                 self.failed.clear()
                 self._target = workers
-                there = self._in_order({*self.members, *self._awaited} - set(self._asked))
-                self._shrink(there[workers:])
+                coming = self._awaited - set(self._at_door)
+                there = self._in_order({*self.members, *coming} - set(self._asked))
+                more = max(0, workers - len(there))
+                if there[workers:]:
+                    self._shrink(there[workers:])
+                self._size = workers - more
+                at_once = min(more, len(self._at_door))  # spares
+                self._size += at_once
+                if self._fill():
+                    self._announce()
+                more -= at_once
                 away = [one for one in self._run.members if not self._takes_part(one)]
             try:
-                again = away[: max(0, workers - len(there))]
-                more = workers - len(there) - len(again)
-                fresh = self._launch.recruit(more) if more > 0 else []
+                again = away[:more]
+                more -= len(again)
+                fresh = self._launch.recruit(more) if more else []
                 self.admit([*again, *fresh])
             except BaseException:
                 self._target = None
@@ -368,10 +411,15 @@ class Healer:
     def target(self) -> int | None:
         """How many workers there are to be, while that is under way."""
         with self._lock:
-            change = self._change
-            if not (self._awaited or self._asked or self._leaving or change.left or change.fresh):
+            change, coming = self._change, self._awaited - set(self._at_door)
+            if not (coming or self._asked or self._leaving or change.left or change.fresh):
                 self._target = None
             return self._target
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Spare engines that can take part at once."""
+        return tuple(self._at_door)
 
     def check_scales(self) -> None:
         """Raise RunError where the run cannot have more or fewer workers."""

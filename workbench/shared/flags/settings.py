@@ -39,6 +39,7 @@ class RunSettings:
         on_failure: What the death of an engine does: one of `checkpoints.ON_FAILURE`; empty where
             nobody said.
         on_straggler: What is done where a worker is slow for long: one of `ON_STRAGGLER`.
+        spares: Engines that wait to take part, so that they can at once.
         profile: First step to profile, and the step before which it ends.
         traceback: How errors of the cell are shown: `short`, or `full` with every frame.
         values: What `--set` gives the cell, by name: numbers, truth values, texts.
@@ -112,6 +113,18 @@ class RunSettings:
         "replace it by a fresh engine",
         without="`wait`: each step takes as long as its slowest worker",
         example="%%distributed mirrored --on-straggler shed",
+    )
+    spares: int = _said(
+        "--spares",
+        0,
+        metavar="N",
+        trains=True,
+        argument="spares",
+        read=number("--spares", 0),
+        help="engines that run the cell up to wb.fit and wait there, to take a dead one's place "
+        "at once (--on-failure heal)",
+        without="a fresh engine is started when one has died",
+        example="%%distributed mirrored --spares 1",
     )
     profile: Window | None = _said(  # noqa: RUF009 - it returns a field
         "--profile",
