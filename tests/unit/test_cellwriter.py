@@ -160,7 +160,7 @@ def test_every_field_of_a_plan_is_written() -> None:
     )  # fmt: skip
     default = make_plan(CELL, "mirrored", workers=2)
     same = [name for name in vars(plan) if getattr(plan, name) == getattr(default, name)]
-    assert set(same) <= {"recipe", "framework", "on_failure"}
+    assert set(same) <= {"recipe", "framework", "on_failure", "spares"}  # spares heal
     assert cell_of(plan) == (
         "%%distributed parameter_server -n 3 -o servers=2 -o sync=true --epochs 2 --seed 1"
         " --inject slow=1:50ms"

@@ -76,7 +76,7 @@ class Life(RuleBasedStateMachine):
     def started(self, rank: int) -> None:
         self.hear("event", {"name": "run_started", "rank": rank, "device": "cpu"})
 
-    @rule(rank=RANKS, name=st.sampled_from(["paused", "resumed", "left"]), step=STEPS)
+    @rule(rank=RANKS, name=st.sampled_from(["paused", "resumed", "cell_left"]), step=STEPS)
     def paused_or_not(self, rank: int, name: str, step: int) -> None:
         self.hear("event", {"name": name, "rank": rank, "step": step})
 

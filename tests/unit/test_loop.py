@@ -116,6 +116,9 @@ class Strategy:
     def memory_bytes(self) -> float:
         return 0.0
 
+    def shares(self, first: int) -> list[tuple[tuple[int, int], int | None]]:
+        return [(self.shard, None)]
+
 
 class Source:
     """Four shares a pass."""

@@ -63,8 +63,8 @@ def test_plans_of_older_versions_load_without_the_settings_they_lack() -> None:
 def test_python_gives_the_same_plan_as_the_line() -> None:
     asked = from_arguments("mirrored", {
         "workers": 2, "inject": ["slow=1:50ms"], "init_from": "base", "checkpoint": "/tmp",
-        "checkpoint_every": 5, "on_failure": "replace",
-        "on_straggler": "shed", "profile": "1:3", "traceback": "full",
+        "checkpoint_every": 5, "on_failure": "heal",
+        "on_straggler": "shed", "spares": 1, "profile": "1:3", "traceback": "full",
         "values": {"lr": 0.1}, "log": "tensorboard:/tmp/a", "name": "x", "seed": None,
     })  # fmt: skip
     assert plan(asked) == plan(parse_cell_line(LINE))

@@ -176,7 +176,10 @@ def engine(monkeypatch):
     """Return a function that hands a control link a message, its gate, and what it says."""
     link, said = object.__new__(ControlLink), []
     monkeypatch.setattr(link, "emit", said.append, raising=False)
-    run = SimpleNamespace(gate=Gate(), membership=Membership(2), spec=SimpleNamespace(run=7))
+    run = SimpleNamespace(
+        gate=Gate(), membership=Membership(2), spec=SimpleNamespace(run=7),
+        departure=SimpleNamespace(answered=lambda: None),
+    )  # fmt: skip
     run.gate.deals = True
     run.gate.enter(5)
 

@@ -98,11 +98,11 @@ def test_of_each_two_servers_that_hold_the_same_one_may_die(lost):
     task = chained(lost=lost)
     dies(task, 2)
     dies(task, 4)
+    assert task.lost == 0  # no worker
     ends(task, 0, 1, 3, 5)
     assert task.is_over
     assert task.failure() is None
     assert [engines for _, engines in lost] == [[2], [4]]
-    assert task.lost == 0  # no worker
 
 
 def test_of_two_servers_that_hold_the_same_both_may_not(lost):
