@@ -258,8 +258,9 @@ class Healer:
 
         The warm parent may be importing, and then reaps nobody for seconds.
         """
-        known = self._launch.pool.engines.engines
-        gone = [one for one in self.members if known[one].is_here and not lives(known[one].pid)]
+        known = self._launch.pool.engines.engines  # empty once the cluster has been stopped
+        there = [one for one in self.members if one in known and known[one].is_here]
+        gone = [one for one in there if not lives(known[one].pid)]
         left = {*self.members, *self._leaving} - {*gone, *self._change.fresh}
         if self._goes_on and gone and left:
             for engine in gone:
