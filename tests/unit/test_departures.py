@@ -11,7 +11,7 @@ from notebook_shell import soon
 
 from workbench.errors import RunError
 from workbench.execution.workers.departures import Departures, reason_of, told_words, way_of
-from workbench.shared.events import ToldToEnd
+from workbench.shared.events import Event, ToldToEnd
 from workbench.shared.messages import CellOutcome, HaltAt
 
 SIGTERM = ToldToEnd(rank=1, reason="SIGTERM")
@@ -25,10 +25,7 @@ class FakeRun:
         self.notes: list[str] = []
         self.done: list[Any] = []
         self.events: list[dict[str, Any]] = []
-        self.history = SimpleNamespace(
-            snapshot=lambda: SimpleNamespace(step=40),
-            event=lambda event: self.events.append({"event": event.name, **event.to_wire()}),
-        )
+        self.history = SimpleNamespace(snapshot=lambda: SimpleNamespace(step=40))
         self.task: Any = None
 
     def called(self, engine: int) -> str:
@@ -36,6 +33,9 @@ class FakeRun:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+    def tell(self, event: Event) -> None:
+        self.events.append({"event": event.name, **event.to_wire()})
 
     def advance(self, event: str) -> None:
         self.done.append(event)

@@ -17,7 +17,7 @@ from workbench.errors import RunError, RunStopped
 from workbench.execution.workers import healing
 from workbench.execution.workers.healing import Healer
 from workbench.history.store import RunHistory
-from workbench.shared.events import Regrouped, Standing
+from workbench.shared.events import Event, Regrouped, Standing
 from workbench.shared.messages import CellOutcome, Regroup
 
 DIED = CellOutcome(status="died", how="killed by SIGKILL", recoverable=True)
@@ -265,6 +265,9 @@ class Run:
 
     def note(self, text: str, deaths: object = ()) -> None:
         self.notes.append(text)
+
+    def tell(self, event: Event) -> None:
+        self.history.event(event)
 
     def agree_among(self, ranks: tuple[int, ...]) -> None:
         self.agreeing = ranks

@@ -22,7 +22,7 @@ from workbench.execution.registry import load
 from workbench.execution.run import Run
 from workbench.history import disk, folders, store
 from workbench.notebook.compare import compare
-from workbench.shared.events import Topic
+from workbench.shared.events import Gained, Healed, Joined, Shed, Topic
 from workbench.shared.plan import make_plan
 
 
@@ -397,3 +397,30 @@ def test_rows_without_a_measured_loss_survive_the_round_trip(tmp_path: Path) -> 
     rows["local_loss"] = NAN
     _, history = store.read_run(write_run(tmp_path, rows))
     assert "loss" in history.unmeasured
+
+
+def test_who_went_and_came_is_read_back_and_saved_with_the_run(tmp_path: Path) -> None:
+    plan = make_plan(Recipe("x"), "mirrored", workers=3)
+    folder = tmp_path / "run"
+    run = Run(plan, number=1, name="heals", engines=(0, 1, 2), devices=(), folder=folder)
+    write_run(folder, make_rows(60, 3))
+    run.tell(Healed(ranks=[1], step=20, seconds=0.25, workers=2))
+    run.tell(Shed(ranks=[2], step=30, seconds=0.01, workers=2, shares=[10, 5], before_s=0.04))
+    run.tell(Gained(step=30, before_s=0.04, after_s=0.03))
+    run.tell(Joined(ranks=[1], step=40, seconds=0.125, workers=3))
+    for loaded in (load(run.save(tmp_path / "saved")), load(folder)):
+        assert loaded.events == run.events
+        assert loaded.snapshot().changes == tuple(run.events)
+    assert run.events[1]["after_s"] == 0.03
+
+
+def test_what_happens_after_a_runs_files_were_counted_is_not_written_to_them(
+    tmp_path: Path,
+) -> None:
+    plan = make_plan(Recipe("x"), "mirrored", workers=3)
+    run = Run(plan, number=1, name="over", engines=(0, 1, 2), devices=(), folder=tmp_path)
+    write_run(tmp_path, make_rows(6, 3))
+    run.over.set()
+    run.tell(Joined(ranks=[1], step=5, seconds=0.1, workers=3))
+    assert not (tmp_path / disk.KERNELS_EVENTS).exists()
+    assert len(run.events) == 1

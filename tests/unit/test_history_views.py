@@ -6,7 +6,7 @@ from history_rows import NAN, make_history, make_rows
 
 from workbench.history.events import Story
 from workbench.history.store import RunHistory
-from workbench.shared.events import Topic, read
+from workbench.shared.events import Healed, Joined, Left, Topic, read
 
 
 def test_a_snapshot_names_the_worker_the_others_wait_for() -> None:
@@ -212,3 +212,65 @@ def test_a_wait_for_data_is_no_part_of_the_bubble_and_none_of_the_work() -> None
 def test_elsewhere_a_worker_has_no_bubble() -> None:
     shot = make_history(make_rows(5, 2)).snapshot()
     assert all(np.isnan(w.bubble) for w in shot.workers)
+
+
+def _went_away(joined: bool = True) -> tuple[RunHistory, np.ndarray]:
+    """Return a history of three workers in which rank 1 is missing from step 30 on, and all rows.
+
+    Rank 2 holds the others up.
+    """
+    history = RunHistory(range(3), joined=joined)
+    rows = make_rows(120, 3, slow_rank=2, slow_s=0.02)
+    history.append(rows[:30].reshape(-1))
+    if joined:
+        history.regroup(30, [0, 2])
+    history.event(Healed(ranks=[1], step=30, seconds=0.1, workers=2))
+    history.append(rows[30:50, [0, 2]].reshape(-1))
+    return history, rows
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_nothing_is_drawn_of_a_worker_while_it_is_away(joined: bool) -> None:
+    history, _ = _went_away(joined)
+    shot = history.snapshot()
+    assert [worker.away for worker in shot.workers] == [False, True, False]
+    assert np.isnan(shot.timeline.start_s[-20:, 1]).all()
+    assert not shot.timeline.parts_s[-20:, 1].any()
+    assert np.isfinite(shot.timeline.start_s[-20:, [0, 2]]).all()
+
+
+def test_a_workers_latest_steps_stand_beside_those_of_the_others_with_a_gap() -> None:
+    history, rows = _went_away()
+    history.regroup(50, [0, 1, 2])
+    history.event(Joined(ranks=[1], step=50, seconds=0.1, workers=3))
+    history.append(rows[50:60].reshape(-1))
+    line = history.snapshot().timeline
+    assert line.step.tolist() == list(range(60))
+    there = np.isfinite(line.start_s)
+    assert there[:, [0, 2]].all()
+    assert np.flatnonzero(~there[:, 1]).tolist() == list(range(30, 50))
+    assert np.allclose(line.start_s[there[:, 1], 1], line.start_s[there[:, 1], 0])
+
+
+def test_steps_in_which_a_worker_was_away_count_for_no_mean_of_its_own() -> None:
+    history, rows = _went_away()
+    shot = history.snapshot()
+    assert shot.slow_rank == 2
+    assert shot.slow_ms == pytest.approx(20, rel=1e-3)  # what rank 0 waits, alone
+    assert shot.workers[1].wait_ms == pytest.approx(20, rel=1e-3)
+    assert shot.workers[1].potential_per_s == pytest.approx(shot.workers[0].potential_per_s)
+    history.regroup(50, [0, 1, 2])
+    history.append(rows[50:].reshape(-1))
+    assert history.snapshot().workers[1].wait_ms == pytest.approx(20, rel=1e-3)
+
+
+def test_who_is_away_is_known_until_it_comes_again_or_the_run_begins_anew() -> None:
+    story = Story()
+    story.fold(Healed(ranks=[1], step=5, workers=2), 1.0)
+    story.fold(Left(ranks=[2], step=6, workers=1), 2.0)
+    assert story.away == {1, 2}
+    story.fold(Joined(ranks=[1], step=9, workers=2), 3.0)
+    assert story.away == {2}
+    story.rewind(4)
+    assert story.away == set()
+    assert len(story.changes) == 3  # they have been all the same

@@ -36,7 +36,7 @@ class Healer:
         self.did.append(("admit", *engines))
         self.members = sorted({*self.members, *engines})
         self.generation += 1
-        self.run.history.event(Joined(ranks=engines, step=70, seconds=0.05, workers=3))
+        self.run.tell(Joined(ranks=engines, step=70, seconds=0.05, workers=3))
 
 
 class Stage:
@@ -51,6 +51,7 @@ class Stage:
             task=SimpleNamespace(unfinished=list), called=lambda engine: f"Rank {engine}",
             note=lambda text, deaths=(): self.notes.append(text),
         )  # fmt: skip
+        run.tell = run.history.event
         self.healer = Healer(run, self.did)
         restart = lambda engine: self.did.append(("restart", engine))  # noqa: E731
         self.replacing = Replacing(run, lambda *unused: None, self.healer, restart)

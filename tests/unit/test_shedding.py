@@ -16,7 +16,7 @@ from workbench.execution.workers.replacing import listener
 from workbench.execution.workers.shedding import Shedding
 from workbench.execution.workers.stragglers import Rule
 from workbench.history.store import RunHistory
-from workbench.shared.events import SHARES, Dealing
+from workbench.shared.events import SHARES, Dealing, Event
 from workbench.shared.messages import Happened, Records, Regroup, Told
 
 
@@ -36,6 +36,9 @@ class Run:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+    def tell(self, event: Event) -> None:
+        self.history.event(event)
 
 
 class Stage:

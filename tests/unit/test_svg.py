@@ -104,6 +104,19 @@ def test_where_workers_went_or_came_is_marked_and_said():
     )
     svg = run_svg(replace(fake_snapshot(step=60), changes=changes))
     titles = [one.text for one in ET.fromstring(svg).iter() if one.tag.endswith("title")]
-    assert titles.count("rank 1 gone at step 20") == 2  # in both curves
+    assert titles.count("rank 1 died at step 20") == 2  # in both curves
     assert titles.count("rank 1 joined at step 40") == 2
     assert not any("500" in one for one in titles if one)  # beyond what is drawn
+    shown = words(svg)
+    assert shown.count("rank 1 died") == shown.count("rank 1 joined") == 2
+
+
+def test_the_words_of_many_marks_are_left_to_the_pointer():
+    changes = tuple(
+        {"event": "joined", "step": 5 + 7 * rank, "ranks": [rank], "workers": 9, "seconds": 0.1}
+        for rank in range(text.MOST_LABELS + 1)
+    )
+    svg = run_svg(replace(fake_snapshot(step=60), changes=changes))
+    titles = [one.text for one in ET.fromstring(svg).iter() if one.tag.endswith("title")]
+    assert titles.count("rank 6 joined at step 47") == 2
+    assert not any("joined" in one for one in words(svg))

@@ -10,6 +10,8 @@ from history_rows import NAN, make_history, make_rows, make_summary
 from workbench import catalog
 from workbench.history.analysis.comparison import compare
 from workbench.history.analysis.summary import summarise
+from workbench.history.store import RunHistory
+from workbench.shared.events import Healed, Joined
 from workbench.views.table import Column, Table
 from workbench.views.tables import (
     cluster_table,
@@ -258,3 +260,18 @@ def test_long_words_are_not_broken() -> None:
 def test_the_steps_asked_for_are_named_where_fewer_were_taken(total: int, said: str) -> None:
     run = replace(make_summary("parameter_server"), total_steps=total)
     assert summary_table(run).notes[0].startswith(said)
+
+
+def test_a_summary_says_when_workers_went_and_came() -> None:
+    history = make_history(make_rows(60, 3))
+    assert not any(note.startswith("Workers:") for note in summary_of(history).notes)
+    history.event(Healed(ranks=[1], step=20, seconds=0.1, workers=1))
+    history.event(Joined(ranks=[1], step=40, seconds=0.1, workers=3))
+    assert (
+        "Workers: step 20: rank 1 died (1 worker); step 40: rank 1 joined (3 workers)."
+        in summary_of(history).notes
+    )
+
+
+def summary_of(history: RunHistory) -> Table:
+    return summary_table(summarise(history, {"strategy": "mirrored", "state": "finished"}))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from fake_run import empty_snapshot, fake_pipeline, fake_snapshot
 
+from workbench.shared.events import EVENTS, Healed
 from workbench.views import text
 from workbench.views.live.frames import make_head
 
@@ -147,5 +148,53 @@ def test_who_went_or_came_together_shares_a_label():
     )
     snapshot = replace(fake_snapshot(), changes=changes)
     assert text.change_labels(snapshot) == [
-        (20, "ranks 0, 2 gone"), (31, "rank 0 joined"), (40, "rank 1 of a later version"),
+        (20, "ranks 0, 2 died"), (31, "rank 0 joined"), (40, "rank 1 of a later version"),
     ]  # fmt: skip
+
+
+def test_events_without_ranks_and_replaced_workers_have_words_of_their_own():
+    changes = (
+        {"event": "left", "step": 10, "ranks": []},
+        {"event": "shed", "step": 20, "ranks": [1]},
+        {"event": "shed", "step": 30, "ranks": []},
+        {"event": "joined", "step": 40, "ranks": [1]},
+        {"event": "replaced", "step": 40, "ranks": [1]},
+    )
+    snapshot = replace(fake_snapshot(), changes=changes)
+    assert text.change_labels(snapshot) == [
+        (10, "a server left"), (20, "less work for rank 1"), (30, "equal shares"),
+        (40, "rank 1 replaced"),
+    ]  # fmt: skip
+
+
+def test_every_event_of_workers_has_words():
+    assert set(text.CHANGES) == {name for name, kind in EVENTS.items() if issubclass(kind, Healed)}
+
+
+def test_the_report_tells_when_workers_went_and_came():
+    changes = (
+        {"event": "healed", "step": 60, "ranks": [1], "workers": 2, "seconds": 0.129},
+        {"event": "joined", "step": 113, "ranks": [1], "workers": 3, "seconds": 0.099},
+    )
+    lines = text.report(replace(fake_snapshot(), changes=changes)).splitlines()
+    assert "step 60   rank 1 died    2 workers  stood still for 129 ms" in lines
+    assert "step 113  rank 1 joined  3 workers  stood still for 99 ms" in lines
+
+
+def test_a_worker_that_is_away_is_called_so():
+    worker = fake_snapshot().workers[1]
+    assert text.worker_label(replace(worker, away=True)) == "rank 1 · away"
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        ([(10, 30), (60, 30)], [14, 64]),  # right of their marks
+        ([(10, 30), (95, 30)], [14, 61]),  # the second has no room before the edge
+        ([(10, 30), (20, 30)], [None, 24]),  # the first has no room on either side
+        ([(40, 30), (50, 30)], [6, 54]),  # one on each side of a pair
+        ([(40, 30), (50, 30), (60, 30)], [6, None, 64]),
+    ],
+)
+def test_labels_stand_beside_their_marks_and_never_on_each_other(marks, expected):
+    assert text.change_places(marks, 0, 100) == expected

@@ -340,16 +340,18 @@ class Run:
         return self.task.names.member(engine)
 
     def note(self, text: str, deaths: Sequence[int] = ()) -> None:
-        """Add something the user should know about this run.
-
-        Args:
-            deaths: Engines of whose deaths it says all, so that nothing else need be said of them.
-        """
+        """Add something the user should know; it says all of the deaths of these engines."""
         self.history.event(events.Noted(text=text, deaths=list(deaths)))
+
+    def tell(self, event: events.Event) -> None:
+        """Add what has happened, also where the run is read again."""
+        self.history.event(event)
+        if not self.is_over:  # else its files have been counted
+            disk.add_event(self.folder, event)
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """One mapping each time that workers went or came: event, ranks, step, seconds, workers."""
+        """Each time that workers went, came or had other shares (docs/recovery.md: fields)."""
         return self.history.changes
 
     @property
@@ -566,10 +568,7 @@ class Run:
         return disk.profiles(self.folder)
 
     def to_cell(self) -> str:
-        """The cell that asks for this run again: its `%%distributed` line and its code.
-
-        Raises PlanError where no cell can say it (`shared.plan.cell_of`).
-        """
+        """The cell that asks for this run again; PlanError where none can (`plan.cell_of`)."""
         from .allocator import notebook_framework
 
         return cell_of(self.plan, framework=notebook_framework())

@@ -4,6 +4,7 @@
       run.json                 what was asked for and how it ended
       records-rank<r>.bin      rows of `RECORD`, one after the other
       events-rank<r>.jsonl     one event a line: name, t_s, fields
+      events-rankkernel.jsonl  the same, of workers that went or came
       weights.npz, weights.pt  written at the end of the run
 
 The rows and events of engines on other machines are written by the kernel, as they arrive
@@ -38,7 +39,7 @@ from numpy.typing import NDArray
 
 from ..errors import RunError, WorkbenchError
 from ..shared import checkpoints, cluster_env
-from ..shared.events import Noted, Topic
+from ..shared.events import Event, Noted, Topic
 from ..shared.messages import Happened, Position, Records
 from ..shared.record import RECORD
 
@@ -50,6 +51,7 @@ IDLE_S = 5.0
 MOST_WAITING_BYTES = 256 << 20
 _EVENT_BYTES = 500  # about what one takes
 _WEIGHTS = ("weights*.npz", "weights*.pt")
+KERNELS_EVENTS = "events-rankkernel.jsonl"
 _SAVED = (META, "records-rank*.bin", "events-rank*.jsonl", *_WEIGHTS)
 
 
@@ -311,6 +313,13 @@ def read_weights(path: Path, written: Sequence[int] = ()) -> dict[str, np.ndarra
         else "take the folder from a copy, or train again: run.to_cell() gives the cell",
         code="WB-RUN-040",
     )
+
+
+def add_event(folder: Path, event: Event, name: str = KERNELS_EVENTS) -> None:
+    """Add an event of the kernel's own to a run's folder, as far as that can be written to."""
+    line = {"name": event.name, "t_s": time.perf_counter(), **event.to_wire()}
+    with contextlib.suppress(OSError), (folder / name).open("a") as file:
+        file.write(json.dumps(line, default=_plain) + "\n")
 
 
 def read_events(run_dir: str | os.PathLike[str]) -> list[tuple[str, dict[str, Any]]]:

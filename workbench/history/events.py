@@ -90,6 +90,7 @@ class Story:
         moments: What happened when, in the order in which it was heard of.
         changes: Fields of `healed`, `joined`, `left`, `shed` and `replaced`, with the name as
             `event`.
+        away: Ranks that died or left, and in whose places nobody has come.
         rewinds: The step from which the run went on, each time that it was set back.
     """
 
@@ -104,6 +105,7 @@ class Story:
         self.moments: list[Moment] = []
         self.rewinds: list[int] = []
         self.changes: list[dict[str, Any]] = []
+        self.away: frozenset[int] = frozenset()
         self.checkpoints = 0
         self._last_checkpoint = ""
         self._deaths: dict[int, str] = {}
@@ -150,6 +152,11 @@ class Story:
                 self._moment(t_s, event.name, "resumed")
             case Healed():  # workers that join or leave are told of so, too
                 self.changes.append({"event": event.name, **event.to_wire()})
+                gone = frozenset(map(int, event.ranks))
+                if event.name in (Healed.name, Left.name):
+                    self.away |= gone
+                elif event.name != Shed.name:
+                    self.away -= gone
                 self._moment(t_s, event.name, _change_words(event))
             case Gained():
                 for one in self.changes:
@@ -163,6 +170,7 @@ class Story:
     def rewind(self, step: int) -> None:
         """Forget evaluations of `step` and later, and how the run ended before it went on."""
         self.rewinds.append(step)
+        self.away = frozenset()  # all begin again
         self.moments = [
             m for m in self.moments if m.kind != "eval" or int(m.values.get("step", 0)) < step
         ]

@@ -28,6 +28,7 @@ Where workers meet in some steps only (`local_sgd`), those are what is counted.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,11 +56,16 @@ class Recent:
     """Rings over the latest `KEPT_STEPS` rows of each rank.
 
     Each rank has its own write position, so asynchronous workers, which are at different steps,
-    are aligned at their latest rows. Rings grow until they are full, so short runs take little.
+    are aligned at their latest rows. Where workers take each step together rows are aligned by
+    their steps: a worker that was away has none in those that the others took meanwhile. Rings
+    grow until they are full, so short runs take little.
+
+    Args:
+        joined: Whether workers take each step together.
     """
 
-    def __init__(self, ranks: int) -> None:
-        shape = (_FEW, ranks)
+    def __init__(self, ranks: int, *, joined: bool = False) -> None:
+        self._joined, shape = joined, (_FEW, ranks)
         self._step = np.zeros(shape)
         self._start_s = np.full(shape, np.nan)
         self._parts_s = np.full((*shape, len(PARTS)), np.nan)
@@ -120,16 +126,21 @@ class Recent:
         span = float(end.max() - start[inside].min())
         return float(self._tick_samples[:used][inside].sum()) / span if span > 0 else float("nan")
 
-    def timeline(self, origin_s: Floats, steps: int = TIMELINE_STEPS) -> Timeline:
+    def timeline(
+        self, origin_s: Floats, steps: int = TIMELINE_STEPS, away: Collection[int] = ()
+    ) -> Timeline:
         """Return the latest steps of every worker.
 
         Args:
             origin_s: (ranks,) time that counts as 0, on each rank's clock.
+            away: Ranks that take no part now: what they did before they went is not of the latest.
         """
         rows = self._latest(steps)
-        step = rows(self._step).max(axis=1, initial=0)
-        parts_s = np.nan_to_num(rows(self._parts_s))
-        start_s, cut = closed(rows(self._start_s) - origin_s, parts_s.sum(axis=2))
+        step = np.nan_to_num(rows(self._step)).max(axis=1, initial=0)
+        parts_s, begun_s = np.nan_to_num(rows(self._parts_s)), rows(self._start_s) - origin_s
+        if away and not self._joined:
+            begun_s[:, list(away)], parts_s[:, list(away)] = np.nan, 0.0
+        start_s, cut = closed(begun_s, parts_s.sum(axis=2))
         return Timeline(step, start_s, parts_s, tuple(int(one) for one in step[cut]))
 
     def median_wait_s(self) -> Floats:
@@ -152,7 +163,10 @@ class Recent:
         for steps in (some,) if some >= FEW else (some, FEW):
             rows = self._latest(steps)
             blamed, blamed_s = rows(self._blamed), rows(self._blamed_s)
-            rank = culprit_of(blamed, blamed_s, np.nansum(rows(self._parts_s), axis=2))
+            parts_s = rows(self._parts_s)
+            there = np.isfinite(parts_s).any(axis=2)
+            length_s = np.where(there, np.nansum(parts_s, axis=2), np.nan)
+            rank = culprit_of(blamed, blamed_s, length_s)
             if rank is not None:
                 return rank, float(np.median(blamed_s[blamed == rank])), len(blamed)
         return None, 0.0, len(blamed)
@@ -163,14 +177,35 @@ class Recent:
         if not len(start_s):
             return LEAST_STEPS
         # Each rank's own clock: hosts may differ.
-        inside = start_s > np.nanmax(start_s, axis=0, initial=-np.inf) - seconds
+        known_s = np.where(np.isfinite(start_s), start_s, -np.inf)
+        inside = start_s > known_s.max(axis=0) - seconds
         return max(int(inside.sum(axis=0).max(initial=0)), LEAST_STEPS)
 
     def _latest(self, steps: int) -> _Window:
         """Return a reader of the latest rows: arrays (KEPT_STEPS, ranks, ...) in time order."""
         have = int(min(self._at.max(initial=0), steps, KEPT_STEPS))
         slots = (self._at[None, :] - have + np.arange(have)[:, None]) % len(self._step)
-        return _Window(slots)
+        window = _Window(slots)
+        step = window(self._step)
+        if self._joined and (step != step[:, :1]).any():
+            return self._by_step(have)
+        return window
+
+    def _by_step(self, steps: int) -> _Window:
+        """Return a reader of the latest steps that any rank has taken, as `_latest`."""
+        used = np.minimum(self._at, len(self._step))
+        own = [self._step[:many, rank] for rank, many in enumerate(used)]
+        wanted = np.unique(np.concatenate(own))[-steps:]
+        slots = np.zeros((len(wanted), len(own)), np.int64)
+        there = np.zeros(slots.shape, bool)
+        for rank, step in enumerate(own):
+            if not len(step):
+                continue
+            order = np.argsort(step, kind="stable")
+            at = np.searchsorted(step[order], wanted, side="right") - 1
+            slots[:, rank] = order[np.maximum(at, 0)]
+            there[:, rank] = (at >= 0) & (step[slots[:, rank]] == wanted)
+        return _Window(slots, there)
 
     def _make_room(self, rows: int) -> None:
         self._step = _grown(self._step, rows, KEPT_STEPS)
@@ -181,11 +216,16 @@ class Recent:
 
 
 class _Window:
-    def __init__(self, slots: NDArray[np.int64]) -> None:
-        self._slots = slots
+    """Reads rings at some slots; where nothing is `there`: NaN, or -1 of whole numbers."""
+
+    def __init__(self, slots: NDArray[np.int64], there: NDArray[np.bool_] | None = None) -> None:
+        self._slots, self._there = slots, there
 
     def __call__(self, ring: NDArray[Any]) -> NDArray[Any]:
-        return np.asarray(ring[self._slots, np.arange(self._slots.shape[1])[None, :]])
+        found = np.asarray(ring[self._slots, np.arange(self._slots.shape[1])[None, :]])
+        if self._there is not None:
+            found[~self._there] = -1 if ring.dtype.kind == "i" else np.nan
+        return found
 
 
 def _grown(ring: NDArray[Any], need: int, most: int, fill: float = 0.0) -> NDArray[Any]:
@@ -272,10 +312,10 @@ def culprit_of(
         return None
     caused_s = np.zeros((steps, ranks))
     np.add.at(caused_s, (np.nonzero(at)[0], blamed[at]), waited_s[at])
-    caused_s /= ranks - 1
+    known = np.isfinite(step_s)
+    caused_s /= np.maximum(known.sum(axis=1, keepdims=True) - 1, 1)  # of those who were there
     if (caused_s > 0).any(axis=1).sum() < LEAST_STEPS:
         return None
-    known = np.isfinite(step_s)
     length_s = np.where(known, step_s, 0.0).sum(axis=1) / np.maximum(known.sum(axis=1), 1)
     rank = _named(caused_s, length_s)
     if rank is not None:

@@ -54,7 +54,7 @@ class Reducer:
     ) -> None:
         self.table = RowTable(limit_bytes)
         self.totals = Totals(workers)
-        self.recent = Recent(workers)
+        self.recent = Recent(workers, joined=joined)
         self.curves = {name: Envelope() for name in ("loss", "samples_per_s", *CURVES)}
         self.skewed = False
         self._ahead_s: dict[int, float] = {}  # of each clock that nobody has compared, by rank

@@ -64,6 +64,7 @@ class Worker:
             left out; NaN outside pipelines.
         memory_bytes: What it holds of model, gradients and optimizer; NaN where not measured.
         host: Its host's name; empty on the notebook's machine.
+        away: Whether it takes no part: it died or left, and nobody has its place yet.
     """
 
     rank: int
@@ -76,6 +77,7 @@ class Worker:
     bubble: float = float("nan")
     memory_bytes: float = float("nan")
     host: str = ""
+    away: bool = False
 
 
 @dataclass(frozen=True)

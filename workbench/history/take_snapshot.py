@@ -94,7 +94,7 @@ def take(of: Sources, label: Label, whole: tuple[int | None, float, int] | None 
         dropped=label.dropped,
         loss_curve=of.curves["loss"].curve(origin),
         throughput_curve=of.curves["samples_per_s"].curve(origin),
-        timeline=of.recent.timeline(of.origin_s),
+        timeline=of.recent.timeline(of.origin_s, away=of.story.away),
         blame_s=totals.blame_s.copy(),
         plot_cpu=label.plot_cpu,
         extra=extra,
@@ -114,6 +114,7 @@ def workers(of: Sources) -> tuple[Worker, ...]:
     """Return one row per worker, over the whole run (the median wait: over the latest steps)."""
     totals = of.totals
     wait_s, share, train_s = of.recent.median_wait_s(), totals.share, totals.train_s
+    away = of.story.away
     # Waiting for data is neither: the schedule's ideal knows of work and bubble alone.
     piped_s = totals.parts_s[:, _COMPUTE] + totals.bubble_s
     bubble = totals.bubble_s / np.where(piped_s > 0, piped_s, np.nan)
@@ -131,6 +132,7 @@ def workers(of: Sources) -> tuple[Worker, ...]:
             bubble=float(bubble[rank]),
             memory_bytes=of.story.memory_bytes.get(rank, float("nan")),
             host=of.story.hosts.get(rank, ""),
+            away=rank in away,
         )
         for rank, engine in enumerate(of.engines)
     )

@@ -117,9 +117,7 @@ class JobRun(Run):
         self._write(event)
 
     def _write(self, event: events.Event) -> None:
-        line = {"name": event.name, "t_s": time.perf_counter(), **event.to_wire()}
-        with contextlib.suppress(OSError), (self.folder / EVENTS).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        disk.add_event(self.folder, event, EVENTS)
 
 
 class JobEngines:

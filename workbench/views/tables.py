@@ -340,12 +340,20 @@ def _figures(run: RunSummary) -> list[str]:
     if run.stride > 1:
         lines.append(f"Every {run.stride}th step is stored; these figures count all of them.")
     lines += [_server(held) for held in run.servers]
+    if run.changes:
+        lines.append(f"Workers: {'; '.join(map(_change, run.changes))}.")
     if run.split is not None:
         lines += [f"{text.caption(run.split)}.", *text.sentences(run.split)]
     if run.unmeasured:
         names = ", ".join(PHASE_NAMES[part] for part in run.unmeasured)
         lines.append(f"Not measured: {names}.")
     return [*lines, *run.notes]
+
+
+def _change(change: Mapping[str, Any]) -> str:
+    """Return when what happened to whom, and what was left: `step 60: rank 1 died (2 workers)`."""
+    words = text.change_words(str(change["event"]), change["ranks"])
+    return f"step {change['step']}: {words} ({_count(change['workers'], 'worker')})"
 
 
 def _warmed(run: RunSummary) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from .. import catalog
 from ..errors import PlanError
@@ -103,10 +103,10 @@ HOST_CHARACTERS = 10
 
 
 def worker_label(worker: Worker) -> str:
-    """Return what stands before a worker's row: `rank 1 · cuda:0`, `rank 1 · node2`."""
+    """Return what stands before a worker's row: `rank 1 · cuda:0`, `rank 1 · node2 · away`."""
     where = worker.device.split(" ")[0]  # not known before its first word
     host = worker.host if len(worker.host) <= HOST_CHARACTERS else worker.host[:9] + "…"
-    device = "" if host and where == "cpu" else where
+    device = "away" if worker.away else "" if host and where == "cpu" else where
     return " · ".join(filter(None, [f"rank {worker.rank}", host, device]))
 
 
@@ -158,25 +158,92 @@ def nothing_done(snapshot: Snapshot) -> bool:
     return snapshot.state == "failed" and snapshot.step == 0 and not len(snapshot.loss_curve)
 
 
-CHANGES = {"healed": "gone", "joined": "joined", "left": "left"}
-"""What is written where workers went or came, by the event's name."""
+CHANGES = {
+    "healed": ("{} died", ""),
+    "joined": ("{} joined", ""),
+    "left": ("{} left", "a server left"),
+    "shed": ("less work for {}", "equal shares"),
+    "replaced": ("{} replaced", ""),
+}
+"""What is written at an event of `run.events`: with the ranks that it names, and without any."""
+AGAIN = frozenset({"replaced"})
+"""Events that say more of those who `joined` at that step, and stand in its place."""
 MOST_LABELS = 6
-"""More changes than these are marked without words, which would cover the curve."""
+"""More changes than these are marked without words, which would cover each other."""
+
+
+def change_words(event: str, ranks: Sequence[int]) -> str:
+    """Return what happened to whom: `rank 1 died`; an event that is not known by its own name."""
+    some, none = CHANGES.get(event, (f"{{}} {event}", ""))
+    if not ranks:
+        return none or event
+    return some.format(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}")
 
 
 def change_labels(snapshot: Snapshot) -> list[tuple[int, str]]:
-    """Return at which steps workers went or came, and who: `(60, "rank 1 gone")`.
+    """Return at which steps workers went or came, and who: `(60, "rank 1 died")`.
 
     Several that went or came at one step share a label.
     """
-    found: dict[tuple[int, str], list[int]] = {}
+    found: dict[tuple[int, str], set[int]] = {}
     for change in snapshot.changes:
-        word = CHANGES.get(str(change["event"]), str(change["event"]))
-        found.setdefault((int(change["step"]), word), []).extend(change["ranks"])
-    return [
-        (step, f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))} {word}")
-        for (step, word), ranks in found.items()
+        found.setdefault((int(change["step"]), str(change["event"])), set()).update(change["ranks"])
+    for (step, event), ranks in found.items():
+        if event in AGAIN and (step, "joined") in found:
+            found[step, "joined"] -= ranks
+    return sorted(
+        (step, change_words(event, sorted(ranks)))
+        for (step, event), ranks in found.items()
+        if ranks or event != "joined"
+    )
+
+
+def change_lines(changes: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each time that workers went or came, aligned; none without any."""
+    rows = [
+        (
+            f"step {change['step']}",
+            change_words(str(change["event"]), change["ranks"]),
+            f"{change['workers']} worker{'s' if change['workers'] != 1 else ''}",
+            f"stood still for {milliseconds(1e3 * float(change['seconds']))}",
+        )
+        for change in changes
     ]
+    if not rows:
+        return []
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def change_places(
+    marks: Sequence[tuple[float, float]], left: float, right: float
+) -> list[float | None]:
+    """Return where labels begin that stand right of their marks, or left of them at the edge.
+
+    Args:
+        marks: Of each mark from left to right where it is, and how wide its label is.
+        left, right: Where labels may stand.
+
+    Returns:
+        The left edge of each label; None for those that have no room beside the others.
+    """
+    found: list[float | None] = []
+    free = left
+    for index, (at, wide) in enumerate(marks):
+        later = marks[index + 1][0] if index + 1 < len(marks) else right
+        begin: float | None = at + GAP
+        if at + GAP + wide > later:  # it would reach over the next mark
+            begin = at - GAP - wide if at - GAP - wide >= free else None
+        found.append(begin)
+        free = max(free, at if begin is None else max(at, begin + wide) + GAP)
+    return found
+
+
+GAP = 4.0
+"""Between a mark and its label, in the units of both."""
 
 
 def latest_eval(snapshot: Snapshot) -> dict[str, str]:
@@ -271,6 +338,8 @@ def report(snapshot: Snapshot) -> str:
     lines += [line for line in (failed, slow(snapshot), dropped(snapshot)) if line]
     if snapshot.workers:
         lines += ["", *_table(snapshot)]
+    if snapshot.changes:
+        lines += ["", *change_lines(snapshot.changes)]
     if snapshot.split is not None:
         lines += ["", caption(snapshot.split), *stage_lines(snapshot.split)]
     curve = snapshot.loss_curve

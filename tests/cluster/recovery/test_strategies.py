@@ -28,3 +28,29 @@ def test_strategies_go_on_and_end_where_they_would_have(
     assert len(run.recoveries) == 1
     assert difference(run.weights(), undisturbed) <= 1e-10
     assert run.history.totals.steps == STEPS
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("local_sgd", {"every": 4}),
+        ("local_sgd", {"every": 4, "outer": "nesterov"}),
+        ("gossip", {}),
+        ("parameter_server", {"sync": True}),
+    ],
+    ids=["local_sgd", "nesterov", "gossip", "synchronous"],
+)
+def test_a_replaced_worker_costs_the_steps_since_the_checkpoint(
+    cluster, tmp_path, strategy, options
+):
+    whole = cluster.run(cell(), strategy=strategy, options=options).wait(WAIT_S)
+    run = cluster.run(
+        cell(), strategy=strategy, options=options, checkpoint=str(tmp_path), checkpoint_every=25,
+        on_failure="replace", inject=["kill=1@60"],
+    ).wait(WAIT_S)  # fmt: skip
+    (done,) = run.recoveries
+    assert done.step in (25, 50)
+    ahead = options.get("every", 0)  # by so much others may be further, between two averages
+    assert done.lost_steps <= 60 - done.step + ahead
+    assert difference(run.weights(), whole.weights()) <= 1e-10
+    assert run.history.totals.steps == STEPS

@@ -99,7 +99,7 @@ class Departures:
         ranks = [rank for rank, one in enumerate(run.engines) if one == engine]
         left = len(run.members) - (engine in run.members)
         step, reason = run.history.snapshot().step, reason_of(self._told[engine])
-        run.history.event(Left(ranks=ranks, step=step, workers=left, reason=reason))
+        run.tell(Left(ranks=ranks, step=step, workers=left, reason=reason))
 
     def _replace_later(self, engine: int, event: ToldToEnd) -> None:
         """Have a fresh engine take part once this one's process has ended, where there is room."""

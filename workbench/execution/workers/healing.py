@@ -559,9 +559,7 @@ class Healer:
         seconds, workers = max(there, default=0.0), len(self.members)
         if change.lost:
             ranks = [run.engines.index(one) for one in change.lost]
-            run.history.event(
-                Healed(ranks=ranks, step=event.step, seconds=seconds, workers=workers)
-            )
+            run.tell(Healed(ranks=ranks, step=event.step, seconds=seconds, workers=workers))
             how = "; ".join(change.how.values())
             done = Recovery(tuple(change.lost), how, event.step, 0, workers, seconds, again=False)
             run.recoveries.append(done)
@@ -572,7 +570,7 @@ class Healer:
             ranks = sorted(run.engines.index(one) for one in change.left)
             who = [run.called(i) for i in change.left]
             why = list(dict.fromkeys(change.left.values()))
-            run.history.event(
+            run.tell(
                 Left(
                     ranks=ranks, step=event.step, seconds=seconds, workers=workers,
                     reason="; ".join(why),
@@ -581,9 +579,7 @@ class Healer:
             run.note(left_words(who, why, event.step, seconds, workers))
         if change.fresh:
             ranks = sorted(run.engines.index(one) for one in change.fresh)
-            run.history.event(
-                Joined(ranks=ranks, step=event.step, seconds=seconds, workers=workers)
-            )
+            run.tell(Joined(ranks=ranks, step=event.step, seconds=seconds, workers=workers))
             run.note(joined_words([run.called(i) for i in change.fresh], event.step, seconds))
             for one in change.fresh:
                 self._awaited.discard(one)

@@ -121,7 +121,7 @@ class Replacing(Watching):
             workers=len(self._members), ratio=event.ratio, slow_s=event.slow_s,
             before_s=event.before_s,
         )  # fmt: skip
-        self._run.history.event(event)
+        self._run.tell(event)
         self._run.note(replaced_words(event, self._run.called(engine)), [engine])
         self._done = event
 
@@ -145,7 +145,7 @@ def listener(
 
     Args:
         restart: Has a fresh engine start in an engine's place, under the same id.
-        tell: Takes what has happened; by default the run's history.
+        tell: Takes what has happened; by default the run.
     """
     what = run.plan.on_straggler
     if what == "replace" and healer is not None:

@@ -41,7 +41,7 @@ class Watching:
     Args:
         send: Sends an engine a message.
         healer: Decides who takes part, where that may change.
-        tell: Takes what has happened; by default the run's history.
+        tell: Takes what has happened; by default the run.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Watching:
         healer: Healer | None = None,
         tell: Callable[[Event], object] | None = None,
     ) -> None:
-        self._tell = tell or run.history.event
+        self._tell = tell or run.tell
         self._run, self._deliver, self._healer = run, send, healer
         self._generation = 0
         self._members: tuple[int, ...] = tuple(run.members)

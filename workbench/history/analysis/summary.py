@@ -77,6 +77,7 @@ class RunSummary:
         joined: Whether workers take each step together.
         color: Number of the run's colour; None where nobody gave it one.
         epoch_samples: Samples of an epoch; None where not known.
+        changes: One mapping each time that workers went or came, as `run.events` has them.
     """
 
     name: str
@@ -123,6 +124,7 @@ class RunSummary:
     joined: bool = True
     color: int | None = None
     epoch_samples: int | None = None
+    changes: tuple[dict[str, Any], ...] = ()
 
     @property
     def sent_step_bytes(self) -> float:
@@ -205,6 +207,7 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
         shares_batch=history.data_parallel,
         joined=history.joined,
         epoch_samples=int(started["epoch_samples"]) if started.get("epoch_samples") else None,
+        changes=snapshot.changes,
     )
 
 

@@ -1,7 +1,7 @@
 // The live dashboard, drawn from the binary frames of workbench/views/live/frames.py.
 // One store per widget, shared by its views; a view only draws. Works offline.
 
-const LEFT = 46, RIGHT = 10, TOP = 6, BOTTOM = 22, CHART = 150, MOST_LABELS = 6, SMALL = 92, ROW = 24, GAP = 5;
+const LEFT = 46, RIGHT = 10, TOP = 6, BOTTOM = 22, CHART = 150, MOST_LABELS = 6, STRIP = 15, MARK_GAP = 4, HOVER_PX = 6, SMALL = 92, ROW = 24, GAP = 5;
 const HELLO_AGAIN_MS = 1000, UNHEARD_LIMIT = 5;
 
 /** What the kernel has sent so far: the head, and tables of float32 by key. */
@@ -191,7 +191,8 @@ function drawCurve(panel, table, ink, options) {
   const [low, high] = valueRange(data, rows, options);
   const first = data[0], last = Math.max(data[(rows - 1) * 4], first + 1);
   const x = (step) => LEFT + ((step - first) / (last - first)) * (plotRight - LEFT);
-  const y = (v) => plotBottom - ((v - low) / (high - low)) * (plotBottom - TOP);
+  const marks = shownChanges(options.changes ?? [], first, last, x), top = TOP + (marks.length ? STRIP : 0);
+  const y = (v) => plotBottom - ((v - low) / (high - low)) * (plotBottom - top);
   drawAxes(c, ink, { low, high, first, last, x, y, plotRight, plotBottom });
   c.save();
   c.beginPath();
@@ -201,10 +202,10 @@ function drawCurve(panel, table, ink, options) {
   const evals = options.evals ?? [], each = Math.ceil(evals.length / 24); // more would hide the line
   evals.forEach((e, i) => { if ((evals.length - 1 - i) % each === 0) drawEval(c, e, x, y, plotBottom, ink, low, high); });
   drawLine(c, data, rows, x, y, options.color);
-  drawChanges(c, options.changes ?? [], x, plotBottom, plotRight, ink);
+  drawChanges(c, marks, TOP - 4, plotBottom, plotRight, ink);
   c.restore();
   panel.at = (px) => nearestRow(data, rows, first + ((px - LEFT) / (plotRight - LEFT)) * (last - first));
-  if (panel.hover != null) drawHover(c, panel, table, x, y, plotBottom, ink, options);
+  if (panel.hover != null) drawHover(c, panel, table, x, y, plotBottom, ink, options, marks);
 }
 
 function drawEmpty(c, panel, height, ink) {
@@ -305,32 +306,42 @@ function drawEval(c, evaluation, x, y, plotBottom, ink, low, high) {
   c.fill();
 }
 
-/** Where workers went or came: a dashed line; with words where they do not cover the curve. */
-function drawChanges(c, changes, x, plotBottom, plotRight, ink) {
-  c.fillStyle = ink.text;
-  c.strokeStyle = ink.text;
+/** The changes of a curve's steps: [where, step, what is said]. */
+function shownChanges(changes, first, last, x) {
+  return changes.filter(([step]) => step >= first && step <= last).map(([step, said]) => [x(step), step, said]);
+}
+
+/** Where workers went or came: a dashed line, and words above the curve where they have room. */
+function drawChanges(c, marks, top, plotBottom, plotRight, ink) {
+  c.font = `11px ${ink.font}`;
+  const wide = marks.map(([, , said]) => c.measureText(said).width);
+  const places = marks.length <= MOST_LABELS ? labelPlaces(marks.map(([at]) => at), wide, LEFT, plotRight) : [];
+  c.save();
   c.lineWidth = 1;
-  for (const [step, said] of changes) {
-    const at = Math.round(x(step)) + 0.5;
-    if (at < LEFT || at > plotRight + 1) continue;
+  c.textAlign = "left";
+  marks.forEach(([place, , said], i) => {
+    const at = Math.round(place) + 0.5;
+    c.strokeStyle = ink.text;
     c.globalAlpha = 0.6;
     c.setLineDash([4, 2]);
-    line(c, at, TOP, at, plotBottom);
-    c.setLineDash([]);
-    c.globalAlpha = 1;
-    if (changes.length > MOST_LABELS) continue;
-    const wide = c.measureText(said).width, before = at + wide + 8 > plotRight;
-    c.save();
-    c.textAlign = before ? "right" : "left";
-    c.textBaseline = "top";
-    c.globalAlpha = 0.75;
-    c.fillStyle = ink.paper;
-    c.fillRect(before ? at - wide - 7 : at + 1, TOP, wide + 6, 13);
+    line(c, at, top, at, plotBottom);
     c.globalAlpha = 1;
     c.fillStyle = ink.muted;
-    c.fillText(said, before ? at - 4 : at + 4, TOP + 1);
-    c.restore();
-  }
+    if (places[i] != null) c.fillText(said, places[i], top + 6);
+  });
+  c.restore();
+}
+
+/** The same as `change_places` in views/text.py: right of the mark, else left of it, else null. */
+function labelPlaces(marks, wide, left, right) {
+  let free = left;
+  return marks.map((at, i) => {
+    const later = marks[i + 1] ?? right, after = at + MARK_GAP;
+    const before = at - MARK_GAP - wide[i];
+    const begin = after + wide[i] <= later ? after : before >= free ? before : null;
+    free = Math.max(free, (begin === null ? at : Math.max(at, begin + wide[i])) + MARK_GAP);
+    return begin;
+  });
 }
 
 function nearestRow(data, rows, step) {
@@ -339,13 +350,14 @@ function nearestRow(data, rows, step) {
   return best;
 }
 
-function drawHover(c, panel, { data }, x, y, plotBottom, ink, options) {
+function drawHover(c, panel, { data }, x, y, plotBottom, ink, options, marks) {
   const row = panel.at(panel.hover) * 4;
   c.strokeStyle = ink.muted;
   c.lineWidth = 1;
   line(c, x(data[row]), TOP, x(data[row]), plotBottom);
   dot(c, x(data[row]), y(data[row + 1]), 3.5, options.color);
-  setText(panel.value, `step ${number(data[row])}: ${number(data[row + 1])}${options.unit}`);
+  const near = marks.filter(([at]) => Math.abs(at - panel.hover) <= HOVER_PX).map(([, step, said]) => ` · ${said} at step ${step}`);
+  setText(panel.value, `step ${number(data[row])}: ${number(data[row + 1])}${options.unit}${near.join("")}`);
 }
 
 // ---- worker rows
@@ -450,8 +462,9 @@ function drawStepNumbers(c, data, columns, from, rows, x, ink) {
   c.textAlign = "left";
   let free = -Infinity;
   for (let i = from; i < rows; i++) {
-    const at = x(data[i * columns + 1]), text = String(data[i * columns]);
-    if (at < free) continue;
+    const begins = Array.from({ length: (columns - 1) / 6 }, (_, r) => data[i * columns + 1 + r * 6]).filter((t) => t === t);
+    const at = x(begins[0]), text = String(data[i * columns]); // the lowest rank that took part
+    if (!(at >= free)) continue;
     c.fillText(text, at + 1, 9);
     free = at + c.measureText(text).width + 8;
   }

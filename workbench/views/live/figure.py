@@ -43,6 +43,8 @@ from ..theme import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 _WIDTH_IN, _DPI = 9.0, 110
 _CHART_IN, _ROW_IN, _PAD_IN, _SMALL_IN = 2.1, 0.27, 0.75, 1.35
+_PLOT_IN, _STRIP, _LABEL_PT = 3.85, 0.13, 7.5  # a curve's width; above it, for words of marks
 _EDGE_IN = 0.09  # left and right of the headline
 _NAME_LETTERS = 48
 _VISIBLE_STEPS = 12
@@ -230,20 +233,26 @@ def _mark_evals(axes: Axes, snapshot: Snapshot) -> None:
 
 
 def _mark_changes(axes: Axes, snapshot: Snapshot) -> None:
-    """Mark where workers went or came."""
-    changes = text.change_labels(snapshot)
-    first = float(snapshot.loss_curve.step[0]) if len(snapshot.loss_curve) else 0.0
-    last = float(snapshot.loss_curve.step[-1]) if len(snapshot.loss_curve) else 0.0
-    for step, label in changes:
-        if not first <= step <= last:
-            continue
-        axes.axvline(step, color=INK["any"], linewidth=0.9, linestyle=(0, (4, 2)), alpha=0.7)
-        if len(changes) <= text.MOST_LABELS:
-            side = "right" if step > (first + last) / 2 else "left"
+    """Mark where workers went or came; the words stand in a strip above the curve."""
+    curve = snapshot.loss_curve
+    first, last = (float(curve.step[0]), float(curve.step[-1])) if len(curve) else (0.0, 0.0)
+    changes = [one for one in text.change_labels(snapshot) if first <= one[0] <= last]
+    if not changes:
+        return
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + _STRIP * (high - low))
+    begin, end = axes.get_xlim()
+    per_pt = (end - begin) / (72 * _PLOT_IN)
+    marks = [(step / per_pt, 72 * width_in(label, _LABEL_PT)) for step, label in changes]
+    places: Sequence[float | None] = [None] * len(marks)
+    if len(marks) <= text.MOST_LABELS:
+        places = text.change_places(marks, begin / per_pt, end / per_pt)
+    for (step, label), place in zip(changes, places, strict=True):
+        axes.axvline(step, color=MUTED["any"], linewidth=0.9, linestyle=(0, (4, 2)))
+        if place is not None:
             axes.annotate(
-                label, (step, 0.97), xycoords=("data", "axes fraction"),
-                xytext=(-3 if side == "right" else 3, 0), textcoords="offset points",
-                rotation=90, fontsize=7, color=MUTED["any"], va="top", ha=side,
+                label, (place * per_pt, 0.985), xycoords=("data", "axes fraction"),
+                fontsize=_LABEL_PT, color=MUTED["any"], va="top", ha="left",
             )  # fmt: skip
 
 

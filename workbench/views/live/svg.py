@@ -35,6 +35,10 @@ from ..theme import (
 _CHART_WIDTH, _CHART_HEIGHT = 405, 130
 _VISIBLE_STEPS = 12
 _CURVE_POINTS = 240
+_LABELS_HEIGHT = 14
+"""What the words of marks take above a curve."""
+_LABEL_LETTER = 5.9
+"""How wide a letter of theirs is."""
 _POTENTIAL_RIGHT = 96  # the column's right edge, counted from the right margin
 
 
@@ -140,6 +144,13 @@ def _chart(
     plot_left, first = left + 40, float(shown.step[0])
     steps = max(float(shown.step[-1]) - first, 1.0)
     x = plot_left + (shown.step - first) / steps * (width - 40)
+    shown_changes = [
+        (plot_left + (step - first) / steps * (width - 40), step, said)
+        for step, said in changes
+        if first <= step <= first + steps
+    ]
+    if shown_changes:  # their words stand above the curve
+        top, height = top + _LABELS_HEIGHT, height - _LABELS_HEIGHT
 
     def y(values: Floats) -> Floats:
         return top + 8 + (high - values) / span * height
@@ -155,17 +166,34 @@ def _chart(
     body.append(
         f'<path d="{_path(x, y(shown.mean))}" fill="none" stroke="{color}" stroke-width="1.8"/>'
     )
-    for step, said in changes:
-        at = plot_left + (step - first) / steps * (width - 40)
-        if plot_left <= at <= left + width:
-            body.append(
-                f'<path class="l" d="M{at:.1f} {top + 8:.1f}v{height:.1f}" fill="none" '
-                f'stroke-dasharray="4 2"><title>{escape(said)} at step {step}</title></path>'
-            )
+    body += _marks(shown_changes, plot_left, left + width, top, height)
     bottom = top + height + 24
     body.append(text_at(plot_left, bottom, text.number(first), "m"))
     end = f"step {text.number(float(shown.step[-1]))}"
     return [*body, text_at(left + width, bottom, end, "m", anchor="end")]
+
+
+def _marks(
+    changes: Sequence[tuple[float, int, str]], left: float, right: float, top: float, height: float
+) -> list[str]:
+    """Draw where workers went or came, with words where they have room."""
+    wide = [len(said) * _LABEL_LETTER for _, _, said in changes]
+    marks = list(zip((at for at, _, _ in changes), wide, strict=True))
+    places = text.change_places(marks, left, right) if len(changes) <= text.MOST_LABELS else []
+    body = []
+    for index, (at, step, said) in enumerate(changes):
+        body.append(
+            f'<path class="l" d="M{at:.1f} {top - 4:.1f}v{height + 12:.1f}" fill="none" '
+            f'stroke-opacity=".6" stroke-dasharray="4 2">'
+            f"<title>{escape(said)} at step {step}</title></path>"
+        )
+        begin = places[index] if places else None
+        if begin is not None:
+            body.append(
+                f'<text x="{begin:.1f}" y="{top + 2:.1f}" class="m" font-size="10.5">'
+                f"{escape(said)}</text>"
+            )
+    return body
 
 
 def _path(x: Floats, y: Floats) -> str:
