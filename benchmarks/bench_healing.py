@@ -9,6 +9,10 @@ of the processors that the others compute with.
 
     python benchmarks/bench_healing.py [--minutes 20] [--every-s 60] [--workers 3] [--seed 0]
 
+The references run before and after, and their means count: a shared machine drifts. `drift_share`
+tells by how much the steps of the run that no failure touches, those of the 15 s before each, were
+longer than theirs all the same.
+
 The last line is JSON: shares of the wall time, seconds of each part, and by how much the weights
 differ from those of a run of as many steps that nobody disturbs.
 """
@@ -48,6 +52,7 @@ wb.fit(model, (x, y), loss=nn.CrossEntropyLoss(), batch_size=SAMPLES, steps=STEP
 KINDS = (signal.SIGKILL, signal.SIGSTOP)
 LIMIT_S = 120.0
 LOOK_S = 0.01
+CALM_S = 15.0
 
 
 def cell(steps: int, sample_ms: float) -> str:
@@ -106,23 +111,29 @@ def soak(cluster: Cluster, args: argparse.Namespace) -> dict[str, Any]:
     """Let workers fail for so long; return the figures."""
     draw = random.Random(args.seed)
     steps = max(20, int(args.reference_s / (SAMPLES * args.sample_ms / 1e3 / args.workers)))
-    whole_s = step_s(cluster, args.workers, steps, args.sample_ms)
-    fewer_s = step_s(cluster, args.workers - 1, steps, args.sample_ms)
-    load = os.getloadavg()[0]
+
+    def references() -> tuple[float, float]:
+        whole_s = step_s(cluster, args.workers, steps, args.sample_ms)
+        return whole_s, step_s(cluster, args.workers - 1, steps, args.sample_ms)
+
+    before, load = references(), os.getloadavg()[0]
     run = cluster.run(cell(10**7, args.sample_ms), strategy="mirrored", on_failure="heal")
     while run.history.totals.steps < 20:
         time.sleep(LOOK_S)
-    began, failures = time.perf_counter(), []
+    began, failures, calm = time.perf_counter(), [], list[int]()
     while time.perf_counter() - began < 60 * args.minutes:
         due_s = began + args.every_s * (len(failures) + 0.5)
         time.sleep(max(0.0, due_s - time.perf_counter()))
         sig = KINDS[len(failures) % len(KINDS)]
+        calm.append(run.history.totals.steps - 2)
         failures.append(fail(cluster, run, draw.randrange(args.workers), sig))
         print(json.dumps(failures[-1]).strip("{}"), flush=True)
         time.sleep(max(0.0, due_s + args.every_s / 2 - time.perf_counter()))
     run.stop()
     run.wait(LIMIT_S)
     run.history.finish()
+    after = references()
+    whole_s, fewer_s = ((one + other) / 2 for one, other in zip(before, after, strict=True))
     ends = ends_s(run)
     there = np.full(len(ends), args.workers)
     for one in run.events:
@@ -134,6 +145,8 @@ def soak(cluster: Cluster, args: argparse.Namespace) -> dict[str, Any]:
     parts = {name: sum(one[name] for one in failures) for name in failures[0] if name[-2:] == "_s"}
     over_s, share_s = wall_s - ideal_s, fewer * (fewer_s - whole_s)
     known = parts["noticed_s"] + parts["healed_s"] + parts["joined_s"]
+    few = int(CALM_S / whole_s)
+    quiet_s = [float(np.nanmean(np.diff(ends[max(20, last - few) : last]))) for last in calm]
     plain = cluster.run(cell(len(ends), 0.0), strategy="mirrored").wait(60 * args.minutes + LIMIT_S)
     mine, others = run.weights(), plain.weights()
     rows = list(zip(run.history["rank"].tolist(), run.history["step"].tolist(), strict=True))
@@ -148,13 +161,15 @@ def soak(cluster: Cluster, args: argparse.Namespace) -> dict[str, Any]:
         "overhead_share": over_s / wall_s,
         "known_share": known / wall_s,
         "lost_workers_share": share_s / wall_s,
+        "drift_share": statistics.fmean(quiet_s) / whole_s - 1,
         "wall_s": wall_s,
         "overhead_s": over_s,
         **parts,
         **noticed,
         "rest_s": over_s - known,
-        "step_ms": 1e3 * whole_s,
-        "step_one_fewer_ms": 1e3 * fewer_s,
+        "step_ms": [1e3 * before[0], 1e3 * after[0]],
+        "step_one_fewer_ms": [1e3 * before[1], 1e3 * after[1]],
+        "step_quiet_ms": [1e3 * one for one in quiet_s],
         "steps": len(ends),
         "rows_twice": len(rows) - len(set(rows)),
         "difference": max(float(np.abs(mine[one] - others[one]).max()) for one in others),

@@ -52,7 +52,7 @@ COMMANDS = (
     "bench_async.py --epochs 8 --seeds 2 --no-goals",
     "bench_diloco.py",
     "bench_replicas.py --mb 4 --workers 2 --steps 200 --turns 9",
-    "bench_healing.py --minutes 16 --reference-s 12",
+    "bench_healing.py --reference-s 12",
     "bench_tensorflow_parameter_server.py",
     "bench_tensorflow_overhead.py",
     "bench_jobs.py --only follow --pairs 20 --seconds 10",

@@ -221,7 +221,7 @@ def measures(trees: Mapping[str, ast.Module]) -> list[Measure]:
         Measure("Python files", len(trees), 400),
         Measure('"the rest of it" base classes', len(rest), 0, ", ".join(rest)),
         Measure("private access across modules", foreign_privates(trees), 0),
-        Measure(f"files over {LINES} lines", len(large), 1, ", ".join(large)),
+        Measure(f"files over {LINES} lines", len(large), 0, ", ".join(large)),
         Measure("places for a new flag", edits("Add a flag"), 3),
         Measure("places for a new column", edits("Add a measured number"), 4),
         Measure("places for a new strategy", edits("Add a strategy"), 2),

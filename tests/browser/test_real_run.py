@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import nbformat
@@ -82,3 +83,36 @@ def test_the_quickstart_runs_to_its_end_with_moving_curves(notebook, tmp_path, n
     assert not [o for o in outputs if o["output_type"] == "error"]
     pictures = [o for o in outputs if "image/png" in o.get("data", {})]
     assert len(pictures) == count
+
+
+HEALS = (
+    TRAIN.replace("--inject slow=1:20ms", "--on-failure heal")
+    .replace("wb.fit(", "import time\nwb.fit(")
+    .replace("batch_size=64)", "batch_size=64, callbacks=[lambda step, logs: time.sleep(0.01)])")
+)
+
+
+@pytest.mark.torch
+def test_workers_come_and_go_at_a_click_while_the_cell_blocks(notebook, tmp_path):
+    start = "%load_ext workbench\nimport workbench as wb\n%cluster start 2 --devices cpu"
+    told = "print([(e['event'], e['workers']) for e in wb.runs['long'].events])"
+    nb = notebook("scaled.ipynb", [start, HEALS, told, TRAIN.replace("long", "fixed")])
+    nb.run_all()
+    wait_steps(nb.page, 20)
+    many = nb.page.locator(".wb-staffing output")
+    assert many.text_content() == "2"
+    nb.page.get_by_role("button", name="One worker more").click()
+    many.filter(has_text=re.compile("^3$")).wait_for(timeout=60_000)
+    for mode in ("light", "dark"):
+        nb.page.wait_for_timeout(700)
+        nb.screenshot(tmp_path / f"{mode}.png", ".wb-dash")
+        nb.dark()
+    nb.page.get_by_role("button", name="One worker fewer").click()
+    many.filter(has_text=re.compile("^2$")).wait_for(timeout=60_000)
+    nb.page.locator(".wb-dash button", has_text="Stop").click()
+    nb.wait_text("[('joined', 3), ('left', 2)]", 60)
+    nb.page.locator(".wb-staffing output").wait_for(timeout=60_000)
+    more = nb.page.locator(".wb-staffing .wb-one-more")
+    assert more.is_disabled()
+    assert "--on-failure heal" in more.get_attribute("title")
+    nb.page.locator(".wb-dash button", has_text="Stop").click()

@@ -250,3 +250,20 @@ def test_a_killed_rank_is_replaced_on_its_host_from_a_checkpoint(
     assert hosts_of(cluster)[2] == "xh2"
     assert [engine for engine in range(4) if pids(cluster)[engine] != before[engine]] == [2]
     assert os.listdir(folder)
+
+
+def test_engines_of_the_other_host_join_a_run_that_trains(cluster: Cluster) -> None:
+    run = going(cluster, workers=2, on_failure="heal")
+    first = {hosts_of(cluster)[engine] for engine in run.engines}
+    assert len(first) == 1
+    run.scale(4)
+    assert len({hosts_of(cluster)[engine] for engine in run.engines}) == 2
+    assert [(one["event"], one["ranks"], one["workers"]) for one in run.events] == [
+        ("joined", [2, 3], 4)
+    ]
+    steps = run.history.totals.steps
+    assert soon(lambda: run.history.totals.steps > steps + 5, WAIT_S)
+    run.scale(2)
+    assert run.events[-1]["workers"] == 2
+    run.stop()
+    assert run.wait(WAIT_S).state == "stopped"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from history_rows import make_rows
 from notebook_shell import soon
@@ -14,7 +16,7 @@ from workbench.engine.telemetry.membership import Membership
 from workbench.engine.transport import handover
 from workbench.engine.transport.connection import LinkError
 from workbench.errors import RunError, RunStopped
-from workbench.execution.workers import healing
+from workbench.execution.workers import healing, scaling
 from workbench.execution.workers.healing import Healer
 from workbench.history.store import RunHistory
 from workbench.shared.events import Event, Regrouped, Standing
@@ -663,6 +665,37 @@ def test_more_workers_are_recruited_and_come(scaled) -> None:
     assert healer.members == [0, 1, 2, 3, 4]
     assert healer.target is None
     assert run.history.phases == [(0, (0, 1, 2)), (30, (0, 1, 2, 3, 4))]
+
+
+def test_the_number_asked_for_is_known_while_engines_are_still_being_started(scaled) -> None:
+    healer, _, launch = scaled
+    recruit, seen = launch.recruit, []
+
+    def slowly(count: int) -> list[int]:
+        seen.append(healer.target)
+        return recruit(count)
+
+    launch.recruit = slowly
+    healer.scale(4)
+    assert seen == [4]
+    assert healer.target == 4
+
+
+def test_more_workers_than_memory_holds_are_refused_before_one_is_started(
+    scaled, monkeypatch
+) -> None:
+    healer, _, launch = scaled
+    size = psutil.Process().memory_full_info().uss
+    for one in launch.pool.engines.engines.values():
+        one.pid = os.getpid()
+    monkeypatch.setattr(scaling, "memory", lambda: (size // 2, size))
+    with pytest.raises(RunError, match=r"too little memory for more workers. \[WB-RUN-151\]"):
+        healer.scale(4)
+    assert launch.replaced == []
+    assert healer.target is None
+    monkeypatch.setattr(scaling, "memory", lambda: (8 * size, 8 * size))
+    healer.scale(4)
+    assert launch.replaced == [3]
 
 
 def test_fewer_workers_are_those_of_the_lowest_ranks(scaled) -> None:

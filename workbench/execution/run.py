@@ -23,7 +23,7 @@ from ..shared.events import Topic
 from ..shared.faults import lasting, parse_fault
 from ..shared.members import Member
 from ..shared.messages import Advance, Down, Happened, Inject, Position, Purpose, Records, Told
-from ..shared.plan import Plan, cell_of, check_scales
+from ..shared.plan import Plan, cell_of
 from ..shared.protocol import records_from
 from .logging_to import RunLog, await_all, log_to
 from .paused import attend, unattended
@@ -389,8 +389,7 @@ class Run:
 
         Raises PlanError or RunError where that cannot be, with what is possible.
         """
-        check_scales(self.plan, workers, self.history.story.started.get("batch_size"))
-        scaling.scale(self.task, workers, wait=wait)
+        scaling.scale(self, workers, wait=wait)
 
     def inject(self, *faults: str) -> None:
         """Replace the run's faults while it goes on: `run.inject("slow=1:50ms")`; none clears.
@@ -440,7 +439,8 @@ class Run:
             state=self.state, dropped=sum(self._dropped.values()), plot_cpu=self.plot_cpu,
         )  # fmt: skip
         banner = "" if self.task is None or self.is_over else self.task.banner
-        return replace(snapshot, banner=banner, color=self.color or 0)
+        staffing = scaling.staffing(self)
+        return replace(snapshot, banner=banner, color=self.color or 0, staffing=staffing)
 
     def meta(self) -> dict[str, Any]:
         """What `run.json` says about the run."""

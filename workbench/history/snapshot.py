@@ -140,6 +140,22 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Staffing:
+    """How many workers take part in a run whose strategy could do with more or fewer.
+
+    Attributes:
+        target: How many there are to be, while that is under way.
+        most: More than these it cannot have; None: not known.
+        why_not: Why there can be no others at the moment, in words; empty where there can.
+    """
+
+    workers: int
+    target: int | None = None
+    most: int | None = None
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """A run at one moment.
 
@@ -165,6 +181,7 @@ class Snapshot:
         parallelism: `data` or `model`: whether workers take shares of the batch.
         banner: What holds the run up at the moment; empty when nothing does, and when it is over.
             Of a followed run that failed: why.
+        staffing: How many workers there are and may be; None where that is fixed or it is over.
         place: Where it goes on, of a run that is followed: `job @ node-1`; empty for others.
         unmeasured: Names of `record.PARTS` that no row measured; they count 0 in shares and
             timelines and are to be shown as not measured.
@@ -203,3 +220,4 @@ class Snapshot:
     unmeasured: tuple[str, ...] = ()
     color: int = 0
     place: str = ""
+    staffing: Staffing | None = None

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..errors import RunError
+from ..errors import RunError, WorkbenchError
 from ..execution.outcome import outcome_notes
 from ..execution.paused import attend, unattended
 from ..execution.run import Run
@@ -130,9 +130,21 @@ class RunView:
             "pause": self.run.pause,
             "resume": self.run.resume,
             "step": self.run.step,
+            "scale": lambda: self._scale(fields.get("workers")),
         }
         if name in actions:
             actions[name]()
+
+    def _scale(self, workers: Any) -> None:
+        """Have the run go on with so many workers; in the background, as engines may be started."""
+
+        def scale() -> None:
+            try:
+                self.run.scale(workers, wait=False)
+            except WorkbenchError as error:
+                self.run.note(str(error))
+
+        threading.Thread(target=scale, name="workbench-scale", daemon=True).start()
 
     def _shown(self, what: str) -> bool:
         """Have the view `begin`, `update` or `end`; without it from its first failure on."""

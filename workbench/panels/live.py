@@ -110,6 +110,11 @@ class LivePart(Part):
         """While paused: do so many steps."""
         self._going_on().step(int(steps))
 
+    @action(slow=True)
+    def scale(self, workers: int) -> None:
+        """Go on with more or fewer workers."""
+        self._going_on().scale(workers, wait=False)
+
     def _going_on(self) -> Run:
         run = self.run()
         if run is None or run.is_over:

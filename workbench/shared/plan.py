@@ -88,6 +88,42 @@ class Plan(RunSettings):
         """Whether the workers take each step together."""
         return self.entry.is_sync(self.options)
 
+    def check_scales(self, workers: int | None = None, batch: int | None = None) -> None:
+        """Raise PlanError where a run cannot go on with other workers, or not with so many.
+
+        Args:
+            batch: Samples of its global batch; None where that is not known.
+        """
+        if not (self.entry.heals and self.entry.replicated):
+            able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated)
+            raise PlanError(
+                f"{self.entry.name} keeps its number of workers while it trains.",
+                seen=self.entry.name,
+                allowed=f"more or fewer workers under {able}",
+                next_step="run.stop(), and the cell again with -n",
+                code="WB-PLAN-322",
+            )
+        if self.on_failure != "heal":
+            raise PlanError(
+                "The run was begun so that it keeps its workers.",
+                seen=f"--on-failure {self.on_failure}",
+                allowed="--on-failure heal",
+                next_step=f"begin it with %%distributed {self.entry.name} --on-failure heal",
+                code="WB-PLAN-323",
+            )
+        if workers is None:
+            return
+        count = check_count("The number of workers", workers)
+        check_fewer(self, count)
+        if batch is not None and count > batch:
+            raise PlanError(
+                "There are more workers than samples in a batch.",
+                seen=f"{count} workers, a global batch of {batch}",
+                allowed=f"at most {batch} workers",
+                next_step=f"run.scale({batch})",
+                code="WB-PLAN-321",
+            )
+
     def check_devices(self, devices: Sequence[str]) -> None:
         """Raise PlanError where the strategy or an option needs other devices than there are.
 
@@ -377,43 +413,6 @@ def _check_layout(
 def check_fewer(plan: Plan, workers: int) -> None:
     """Raise PlanError where a plan cannot go on with fewer workers."""
     _check_layout(plan.entry, plan.options, workers, plan.overrides.get("batch_size"))
-
-
-def check_scales(plan: Plan, workers: int | None = None, batch: int | None = None) -> None:
-    """Raise PlanError where a run cannot go on with other workers, or not with so many.
-
-    Args:
-        batch: Samples of its global batch; None where that is not known.
-    """
-    if not (plan.entry.heals and plan.entry.replicated):
-        able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated)
-        raise PlanError(
-            f"{plan.entry.name} keeps its number of workers while it trains.",
-            seen=plan.entry.name,
-            allowed=f"more or fewer workers under {able}",
-            next_step="run.stop(), and the cell again with -n",
-            code="WB-PLAN-322",
-        )
-    if plan.on_failure != "heal":
-        raise PlanError(
-            "The run was begun so that it keeps its workers.",
-            seen=f"--on-failure {plan.on_failure}",
-            allowed="--on-failure heal",
-            next_step=f"begin it with %%distributed {plan.entry.name} --on-failure heal",
-            code="WB-PLAN-323",
-        )
-    if workers is None:
-        return
-    count = check_count("The number of workers", workers)
-    check_fewer(plan, count)
-    if batch is not None and count > batch:
-        raise PlanError(
-            "There are more workers than samples in a batch.",
-            seen=f"{count} workers, a global batch of {batch}",
-            allowed=f"at most {batch} workers",
-            next_step=f"run.scale({batch})",
-            code="WB-PLAN-321",
-        )
 
 
 def _check_on_failure(

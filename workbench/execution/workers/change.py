@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ...shared.events import Healed, Joined, Left
+from ..outcome import Recovery
+
 if TYPE_CHECKING:
     from ...shared.events import Regrouped
     from ...shared.plan import Plan
     from ..allocator import EngineAllocator
-    from ..outcome import Recovery
     from ..run import Run
 
 
@@ -61,6 +63,37 @@ class Change:
     how: dict[int, str] = field(default_factory=dict)
     heard: dict[int, Regrouped] = field(default_factory=dict)
 
+    def tell(self, run: Run, step: int, workers: int, dies_with: str) -> None:
+        """Tell the user of the change, in events of the run and in words.
+
+        Args:
+            step: The first one that its members take together.
+            workers: How many they are.
+            dies_with: What is lost with a worker, at most.
+        """
+        there = [one.seconds for i, one in self.heard.items() if i not in self.fresh]
+        seconds = max(there, default=0.0)
+        if self.lost:
+            ranks = [run.engines.index(one) for one in self.lost]
+            run.tell(Healed(ranks=ranks, step=step, seconds=seconds, workers=workers))
+            how = "; ".join(self.how.values())
+            done = Recovery(tuple(self.lost), how, step, 0, workers, seconds, again=False)
+            run.recoveries.append(done)
+            run.note(healed_words(done, dies_with, joined=run.plan.sync), self.lost)
+        if self.left:
+            ranks, why = (
+                sorted(map(run.engines.index, self.left)),
+                dict.fromkeys(self.left.values()),
+            )
+            reason = "; ".join(why)
+            run.tell(Left(ranks=ranks, step=step, seconds=seconds, workers=workers, reason=reason))
+            who = [run.called(one) for one in self.left]
+            run.note(left_words(who, reason, step, seconds, workers))
+        if self.fresh:
+            ranks = sorted(map(run.engines.index, self.fresh))
+            run.tell(Joined(ranks=ranks, step=step, seconds=seconds, workers=workers))
+            run.note(joined_words([run.called(one) for one in self.fresh], step, seconds))
+
 
 def healed_words(done: Recovery, dies_with: str = "", *, joined: bool = True) -> str:
     """Tell the user what happened and what it cost.
@@ -77,12 +110,10 @@ def healed_words(done: Recovery, dies_with: str = "", *, joined: bool = True) ->
     return f"{goes} from step {done.step}, after {1e3 * done.seconds:.0f} ms; {lost}."
 
 
-def left_words(
-    who: Sequence[str], why: Sequence[str], step: int, seconds: float, workers: int
-) -> str:
+def left_words(who: Sequence[str], why: str, step: int, seconds: float, workers: int) -> str:
     """Tell the user who takes part no more."""
     return (
-        f"{' and '.join(who)} left ({'; '.join(why)}). {workers} worker"
+        f"{' and '.join(who)} left ({why}). {workers} worker"
         f"{' goes' if workers == 1 else 's go'} on from step {step}, after "
         f"{1e3 * seconds:.0f} ms; no step is lost."
     )

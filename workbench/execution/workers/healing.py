@@ -24,13 +24,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...cluster.processes import lives
-from ...errors import RunError, WorkbenchError
-from ...shared.events import Healed, Joined, Left, Regrouped, Standing
+from ...errors import WorkbenchError
+from ...shared.events import Regrouped, Standing
 from ...shared.messages import CellOutcome, Regroup
-from ..outcome import Recovery
 from ..requests import ARGS, PUSH
-from . import silence
-from .change import ENDED, TRAINS, Change, Execution, healed_words, joined_words, left_words
+from . import scaling, silence
+from .change import ENDED, TRAINS, Change, Execution
 
 if TYPE_CHECKING:
     from ..task import Task
@@ -319,13 +318,7 @@ class Healer:
             self.check_scales()
             chosen = [one for one in engines if one in self.members]
             if not chosen or set(self.members) <= {*chosen, *self._asked, *self._change.fresh}:
-                raise RunError(
-                    "Workers can leave a run while others stay in it.",
-                    seen=f"engines {list(engines)} of {self.members}",
-                    allowed="some of its workers, and not all",
-                    next_step="run.stop() ends the run",
-                    code="WB-RUN-141",
-                )
+                raise scaling.nobody_left(engines, self.members)
             self._asked.update(dict.fromkeys(chosen, why))
             self._size -= len(chosen)
             self._dismiss_asked()
@@ -343,12 +336,7 @@ class Healer:
             self.check_scales()
             for engine in engines:
                 if engine not in self._run.members or self._takes_part(engine):
-                    raise RunError(
-                        "An engine cannot be let in.",
-                        seen=f"engine {engine}, of {self.members} who take part",
-                        allowed="an engine of the run that takes no part in it",
-                        code="WB-RUN-142",
-                    )
+                    raise scaling.not_away(engine, self.members)
             self._size += len(engines)
             for engine in engines:
                 self._begin_replacing(engine)
@@ -361,12 +349,12 @@ class Healer:
             RunError: It cannot be, or another number is under way.
         """
         if not self._scaling.acquire(blocking=False):
-            raise self._busy()
+            raise scaling.busy(self._target)
         try:
             with self._lock:
                 self.check_scales()
-                if self.target is not None:
-                    raise self._busy()
+                if self._target is not None and self._is_changing:
+                    raise scaling.busy(self._target)
                 self.failed.clear()
                 self._target = workers
                 coming = self._awaited - set(self._at_door)
@@ -384,6 +372,8 @@ class Healer:
             try:
                 again = away[:more]
                 more -= len(again)
+                here = self._launch.pool.engines.engines
+                scaling.check_memory([here[one] for one in self.members], more + len(again))
                 fresh = self._launch.recruit(more) if more else []
                 self.admit([*again, *fresh])
             except BaseException:
@@ -400,22 +390,18 @@ class Healer:
         if going:
             self.dismiss(going, "fewer workers were asked for")
 
-    def _busy(self) -> RunError:
-        return RunError(
-            "The run's workers are being changed already.",
-            seen=f"{self._target} are on their way",
-            next_step="wait until they have come or left: run.events tells",
-            code="WB-RUN-145",
-        )
-
     @property
     def target(self) -> int | None:
         """How many workers there are to be, while that is under way."""
         with self._lock:
-            change, coming = self._change, self._awaited - set(self._at_door)
-            if not (coming or self._asked or self._leaving or change.left or change.fresh):
+            if not (self._is_changing or self._scaling.locked()):
                 self._target = None
             return self._target
+
+    @property
+    def _is_changing(self) -> bool:
+        change, coming = self._change, self._awaited - set(self._at_door)
+        return bool(coming or self._asked or self._leaving or change.left or change.fresh)
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -426,22 +412,14 @@ class Healer:
         """Raise RunError where the run cannot have more or fewer workers."""
         self._check_goes_on()
         if self._why_not:
-            raise RunError(
-                "This training keeps its workers.",
-                seen=self._why_not,
-                code="WB-RUN-146",
-            )
+            raise scaling.kept(self._why_not)
 
     def _takes_part(self, engine: int) -> bool:
         return engine in {*self.members, *self._awaited, *self._past, *self._leaving}
 
     def _check_goes_on(self) -> None:
         if not self._goes_on or set(self.members) <= self._past:
-            raise RunError(
-                "The workers of a run can change while it trains.",
-                seen=f"the run is {self._run.state}",
-                code="WB-RUN-143",
-            )
+            raise scaling.not_training(self._run.state)
 
     def _dismiss_asked(self) -> None:
         """Do without those who are to leave, once all members train."""
@@ -555,36 +533,11 @@ class Healer:
         if change.lost:
             # Each tells after its rows: what is missing of earlier steps went with the dead.
             run.history.settle_before(event.step)
-        there = [one.seconds for i, one in change.heard.items() if i not in change.fresh]
-        seconds, workers = max(there, default=0.0), len(self.members)
-        if change.lost:
-            ranks = [run.engines.index(one) for one in change.lost]
-            run.tell(Healed(ranks=ranks, step=event.step, seconds=seconds, workers=workers))
-            how = "; ".join(change.how.values())
-            done = Recovery(tuple(change.lost), how, event.step, 0, workers, seconds, again=False)
-            run.recoveries.append(done)
-            lost = self._launch.plan.entry.dies_with
-            words = healed_words(done, lost, joined=run.plan.sync)
-            run.note(words, change.lost)
-        if change.left:
-            ranks = sorted(run.engines.index(one) for one in change.left)
-            who = [run.called(i) for i in change.left]
-            why = list(dict.fromkeys(change.left.values()))
-            run.tell(
-                Left(
-                    ranks=ranks, step=event.step, seconds=seconds, workers=workers,
-                    reason="; ".join(why),
-                )
-            )  # fmt: skip
-            run.note(left_words(who, why, event.step, seconds, workers))
-        if change.fresh:
-            ranks = sorted(run.engines.index(one) for one in change.fresh)
-            run.tell(Joined(ranks=ranks, step=event.step, seconds=seconds, workers=workers))
-            run.note(joined_words([run.called(i) for i in change.fresh], event.step, seconds))
-            for one in change.fresh:
-                self._awaited.discard(one)
-                self._coming.pop(one, None)
-                self._tries.pop(one, None)
+        change.tell(run, event.step, len(self.members), self._launch.plan.entry.dies_with)
+        for one in change.fresh:
+            self._awaited.discard(one)
+            self._coming.pop(one, None)
+            self._tries.pop(one, None)
         self._change = Change()
 
     def _give_up(self) -> None:

@@ -8,23 +8,47 @@ What then happens is one change of workers like any other (`healing.py`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from ...errors import RunError
+import psutil
+
+from ...cluster.forkserver.turns import memory
+from ...errors import RunError, WorkbenchError
+from ...history.snapshot import Staffing
 
 if TYPE_CHECKING:
+    from ...cluster.engines import EngineInfo
+    from ...history.store import RunHistory
+    from ...shared.plan import Plan
     from ..task import Mender, Task
 
 LOOK_S = 0.02
 
 
-def scale(task: Task | None, workers: int, *, wait: bool = True) -> None:
-    """Have a run go on with so many workers, which its plan allows.
+class Scaled(Protocol):
+    """What is needed of a run (`run.Run`)."""
+
+    task: Task | None
+    plan: Plan
+    history: RunHistory
+    engines: tuple[int, ...]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+
+
+def scale(run: Scaled, workers: int, *, wait: bool = True) -> None:
+    """Have a run go on with so many workers.
 
     Raises:
+        PlanError: Its plan does not allow that.
         RunError: The run is over, is being scaled, or ended before it had so many.
     """
-    task, mender = _mender(task)
+    run.plan.check_scales(workers, _batch(run))
+    task, mender = _mender(run.task)
     mender.scale(workers)
     if not wait:
         return
@@ -43,6 +67,52 @@ def check(task: Task | None) -> None:
     _mender(task)[1].check_scales()
 
 
+def staffing(run: Scaled) -> Staffing | None:
+    """Return how many workers a run has and may have; None where its strategy keeps to them."""
+    task, plan = run.task, run.plan
+    if run.is_over or task is None or not (plan.entry.heals and plan.entry.replicated):
+        return None
+    mender = task.mender
+    try:
+        plan.check_scales()
+        check(task)
+    except WorkbenchError as error:
+        workers = len(run.engines if mender is None else mender.members)
+        why_not = f"{error.what} Next: {error.next_step}" if error.next_step else error.what
+        return Staffing(workers, why_not=why_not)
+    assert mender is not None
+    return Staffing(len(mender.members), mender.target, _batch(run))
+
+
+def _batch(run: Scaled) -> int | None:
+    """Return the samples of a run's global batch; None where that is not known."""
+    found = run.history.story.started.get("batch_size")
+    return None if found is None else int(found)
+
+
+def check_memory(workers: Sequence[EngineInfo], more: int) -> None:
+    """Raise RunError where this machine's memory does not suffice for so many more workers.
+
+    A further one is taken to need what the largest has that no other process shares.
+    """
+    if not more:
+        return
+    each = 0
+    for one in workers:
+        if one.is_here:
+            with contextlib.suppress(psutil.Error, AttributeError):
+                each = max(each, int(psutil.Process(one.pid).memory_full_info().uss))
+    free, _ = memory()
+    if more * each > free:
+        raise RunError(
+            "There is too little memory for more workers.",
+            seen=f"{more} more, {each / 1e6:.0f} MB each; {free / 1e6:.0f} MB are free",
+            allowed=f"at most {free // each} more",
+            next_step="a smaller run.scale(n), or free some memory",
+            code="WB-RUN-151",
+        )
+
+
 def _mender(task: Task | None) -> tuple[Task, Mender]:
     """Return who decides about the workers of a run."""
     if task is None or task.mender is None:
@@ -52,3 +122,48 @@ def _mender(task: Task | None) -> tuple[Task, Mender]:
             code="WB-RUN-148",
         )
     return task, task.mender
+
+
+def nobody_left(engines: Sequence[int], members: Sequence[int]) -> RunError:
+    """Return what to raise where all are to leave."""
+    return RunError(
+        "Workers can leave a run while others stay in it.",
+        seen=f"engines {list(engines)} of {list(members)}",
+        allowed="some of its workers, and not all",
+        next_step="run.stop() ends the run",
+        code="WB-RUN-141",
+    )
+
+
+def not_away(engine: int, members: Sequence[int]) -> RunError:
+    """Return what to raise where one is to come that is there, or is none of the run's."""
+    return RunError(
+        "An engine cannot be let in.",
+        seen=f"engine {engine}, of {list(members)} who take part",
+        allowed="an engine of the run that takes no part in it",
+        code="WB-RUN-142",
+    )
+
+
+def busy(target: int | None) -> RunError:
+    """Return what to raise where another number of workers is under way."""
+    return RunError(
+        "The run's workers are being changed already.",
+        seen=f"{target} are on their way",
+        next_step="wait until they have come or left: run.events tells",
+        code="WB-RUN-145",
+    )
+
+
+def kept(why: str) -> RunError:
+    """Return what to raise where training cannot go on with other workers."""
+    return RunError("This training keeps its workers.", seen=why, code="WB-RUN-146")
+
+
+def not_training(state: str) -> RunError:
+    """Return what to raise where nobody trains."""
+    return RunError(
+        "The workers of a run can change while it trains.",
+        seen=f"the run is {state}",
+        code="WB-RUN-143",
+    )

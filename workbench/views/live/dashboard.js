@@ -2,6 +2,8 @@
 // One store per widget, shared by its views; a view only draws. Works offline.
 
 const LEFT = 46, RIGHT = 10, TOP = 6, BOTTOM = 22, CHART = 150, MOST_LABELS = 6, STRIP = 15, MARK_GAP = 4, HOVER_PX = 6, SMALL = 92, ROW = 24, GAP = 5;
+const FEWER = "One worker fewer", MORE = "One worker more";
+const HEARD_MS = 3000; // by then a change that was asked for has begun, or cannot be
 const HELLO_AGAIN_MS = 1000, UNHEARD_LIMIT = 5;
 
 /** What the kernel has sent so far: the head, and tables of float32 by key. */
@@ -649,6 +651,7 @@ class View {
     this.strategy = make("span", "wb-strategy", title);
     this.state = make("span", "wb-state", title);
     this.state.setAttribute("role", "status");
+    this.buildStaffing(head);
     const buttons = make("div", "wb-buttons", head);
     this.stepButton = this.button(buttons, "wb-step", "One step", "Do one more step, then pause again", () => this.command("step", { steps: 1 }));
     this.pauseButton = this.button(buttons, "wb-pause", "Pause", "Pause training", () => this.command(this.isPaused() ? "resume" : "pause"));
@@ -662,6 +665,34 @@ class View {
     this.figures = make("div", "wb-figures", this.root);
     this.slow = make("div", "wb-slow", this.root);
     this.slow.setAttribute("role", "status");
+  }
+
+  /** Fewer and more workers, in a run that can go on with others. */
+  buildStaffing(head) {
+    this.staffing = make("div", "wb-staffing", head);
+    this.staffing.setAttribute("role", "group");
+    this.staffing.setAttribute("aria-label", "Workers");
+    make("span", "", this.staffing, "Workers");
+    const change = (by) => this.command("scale", { workers: this.store.head.staffing.workers + by });
+    this.fewer = this.button(this.staffing, "wb-fewer", "\u2212", FEWER, () => change(-1));
+    this.many = make("output", "", this.staffing);
+    this.oneMore = this.button(this.staffing, "wb-one-more", "+", MORE, () => change(1));
+  }
+
+  drawStaffing(staffing, live) {
+    this.staffing.hidden = !staffing;
+    if (!staffing) return;
+    const { workers, target, most, why_not: whyNot } = staffing, changing = target != null || this.pending?.name === "scale";
+    setText(this.many, target != null && target !== workers ? `${workers} \u2192 ${target}` : String(workers));
+    this.fewer.disabled = !live || Boolean(whyNot) || changing || workers <= 1;
+    this.oneMore.disabled = !live || Boolean(whyNot) || changing || workers >= (most ?? Infinity);
+    const why = whyNot || (changing ? "Workers are being changed." : "");
+    const full = workers >= (most ?? Infinity) ? "There are as many workers as samples in a batch." : "";
+    this.staffing.title = why;
+    for (const [button, label, limit] of [[this.fewer, FEWER, workers <= 1 ? "One worker is the least." : ""], [this.oneMore, MORE, full]]) {
+      button.title = why || limit || label;
+      button.setAttribute("aria-label", why || limit ? `${label}: ${why || limit}` : label);
+    }
   }
 
   buildPanels() {
@@ -704,7 +735,9 @@ class View {
 
   command(name, fields = {}) {
     this.store.send({ type: "command", name, fields });
-    this.pending = { name, state: this.store.head.state };
+    const { state, staffing } = this.store.head, pending = { name, state, staffing };
+    this.pending = pending;
+    if (name === "scale") setTimeout(() => { if (this.pending === pending) this.pending = null; this.schedule(); }, HEARD_MS);
     this.schedule();
   }
 
@@ -744,7 +777,8 @@ class View {
   }
 
   drawHead(head) {
-    if (this.pending && (this.pending.state !== head.state || head.over)) this.pending = null;
+    const { pending } = this;
+    if (pending && (pending.state !== head.state || head.over || (pending.name === "scale" && pending.staffing !== head.staffing))) this.pending = null;
     const busy = this.pending && { stop: "stopping…", pause: "pausing…", resume: "resuming…" }[this.pending.name];
     setText(this.name, head.title);
     const known = head.title === head.strategy ? [] : [head.strategy]; // unnamed runs have the strategy's name
@@ -765,6 +799,7 @@ class View {
   drawButtons(head, busy) {
     const stopping = head.state === "stopping" || busy === "stopping…", live = !head.over && !stopping;
     this.stopButton.disabled = !live;
+    this.drawStaffing(head.staffing, live);
     this.pauseButton.disabled = !live || Boolean(busy) || !["running", "paused"].includes(head.state);
     this.stepButton.hidden = !this.isPaused();
     this.stepButton.disabled = !live;

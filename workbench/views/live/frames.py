@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -79,7 +80,7 @@ class Command(TypedDict):
     """Browser to kernel: a button was pressed. `fields` belong to the command."""
 
     type: Literal["command"]
-    name: Literal["stop", "pause", "resume", "step"]
+    name: Literal["stop", "pause", "resume", "step", "scale"]
     fields: dict[str, Any]
 
 
@@ -141,6 +142,7 @@ def make_head(snapshot: Snapshot) -> dict[str, Any]:
         "figures": text.figures(snapshot),
         "slow": text.slow(snapshot),
         "banner": snapshot.banner,
+        "staffing": None if snapshot.staffing is None else asdict(snapshot.staffing),
         "slow_rank": snapshot.slow_rank,
         "dropped": text.dropped(snapshot),
         "drawing": text.drawing(snapshot),
@@ -292,7 +294,7 @@ class _Packer:
 
 
 OnCommand = Callable[[str, dict[str, Any]], None]
-COMMANDS = ("stop", "pause", "resume", "step")
+COMMANDS = ("stop", "pause", "resume", "step", "scale")
 KEPT = 3
 """Finished dashboards that can still be asked for their history."""
 _REPEAT_FULL_S = 1.0
@@ -304,7 +306,7 @@ class Dashboard(anywidget.AnyWidget):
 
     Args:
         title: Shown until the first frame arrives.
-        on_command: Called with `stop`, `pause`, `resume` or `step` and its fields, on whichever
+        on_command: Called with one of COMMANDS and its fields, on whichever
             thread the kernel handles widget messages on; must return soon.
     """
 
