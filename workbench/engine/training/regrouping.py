@@ -164,8 +164,6 @@ class Regrouping:
             return f"{self.context.spec.strategy} keeps more than copies"
         if why_not := strategy.bound():
             return why_not
-        if self.context.spec.backend != "gloo":
-            return "its workers meet on their GPUs"
         if training.base:
             return "it is not the first of its cell"
         if why_not := training.why_not():

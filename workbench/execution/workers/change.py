@@ -55,6 +55,7 @@ class Change:
         left: Why engines leave, in words, by engine.
         how: What became of the lost, in words, by engine; empty as long as it is not known.
         heard: What members have said, by engine.
+        short: Whether one that was let in is gone again: what it had not sent is lost.
     """
 
     lost: list[int] = field(default_factory=list)
@@ -62,6 +63,7 @@ class Change:
     left: dict[int, str] = field(default_factory=dict)
     how: dict[int, str] = field(default_factory=dict)
     heard: dict[int, Regrouped] = field(default_factory=dict)
+    short: bool = False
 
     def tell(self, run: Run, step: int, workers: int, dies_with: str) -> None:
         """Tell the user of the change, in events of the run and in words.

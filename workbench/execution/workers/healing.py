@@ -8,8 +8,7 @@
 
 What the workers do is in `engine/training/regrouping.py`. Here is decided who takes part: each
 change makes a generation, and the newest counts, so a death in the middle of a change is just one
-more. Nothing is timed: the kernel knows who has died from those who reap it, and looks at the
-processes itself where somebody was cut off.
+more. The kernel knows who has died from those who reap it, and looks where somebody was cut off.
 
 Where the others cannot go on by themselves (some have not begun to train, or nobody is left) the
 cell fails for the death after all, and the run goes on as `launch.Recoverer` can.
@@ -20,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...cluster.processes import lives
@@ -37,7 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("workbench.session")
 BORROW = "workbench.engine.entry:borrow"
 BORROW_S = 120.0
-LOOK_S = 0.05
+LOOK_S, CUT_S = 0.05, 1.0
+"""How often dead members are looked for, and how long one may be cut off before all meet anew."""
 TRIES = 3
 """Fresh engines in one worker's place that never come to take part, one after the other."""
 
@@ -119,7 +119,7 @@ class Healer:
             if self._change.how.get(engine) == "":  # the others had noticed before
                 self._change.how[engine] = self._words(engine, outcome)
                 self._conclude()
-                self._begin_replacing(engine)
+                self.begin_replacing(engine)
                 return outcome
             rest = {*self.members, *self._leaving} - {engine, *self._change.fresh}
             left = rest or self._keeper in self._past
@@ -129,7 +129,7 @@ class Healer:
             self._do_without(engine, self._words(engine, outcome))
             self._fill()
             self._announce()
-        self._begin_replacing(engine)
+        self.begin_replacing(engine)
         return outcome
 
     def _dismiss_servers(self) -> None:
@@ -196,10 +196,12 @@ class Healer:
             match event:
                 case Regrouped():
                     self._regrouped(engine, event)
-                case Standing(phase="ready"):
+                case Standing(phase="cut" | "ready") if engine in self.members:
+                    if event.generation == self.generation:
+                        self._look_for_dead()
+                        self._later(CUT_S, self._meet_again)
+                case Standing(phase="ready") if engine in self._coming:
                     self._let_in(engine)
-                case Standing(phase="cut") if event.generation == self.generation:
-                    self._look_for_dead()
                 case Standing(phase="past") if engine in {*self.members, *self._leaving}:
                     self._past.add(engine)
                     (self.members if engine in self.members else self._leaving).remove(engine)
@@ -219,8 +221,6 @@ class Healer:
 
     def _let_in(self, engine: int) -> None:
         """Have a fresh engine take part that has come to where the others train."""
-        if engine not in self._coming or engine in self.members:
-            return
         if not (self.members and self._goes_on):
             self._launch.pool.engines.interrupt([engine])
             return
@@ -238,19 +238,11 @@ class Healer:
         self._change.fresh += chosen
         return bool(chosen)
 
-    def keep_spares(self, count: int) -> None:
-        """Have engines run the cell up to where they can be let in, and wait there."""
-
-        def start() -> None:
-            try:
-                spares = self._launch.recruit(count)
-            except WorkbenchError as error:
-                self._run.note(f"There are no spare engines: {error}")
-                return
-            for engine in spares:
-                self._begin_replacing(engine)
-
-        threading.Thread(target=start, name="workbench-spares", daemon=True).start()
+    def _turn_back(self, engine: int) -> None:
+        """Do without one that was just let in; it may have taken steps with the others."""
+        self.members.remove(engine)
+        self._change.fresh.remove(engine)
+        self._change.short = True
 
     def _look_for_dead(self) -> None:
         """Do without members whose processes are gone, before those who reap them say so.
@@ -263,7 +255,10 @@ class Healer:
         left = {*self.members, *self._leaving} - {*gone, *self._change.fresh}
         if self._goes_on and gone and left:
             for engine in gone:
-                self._do_without(engine, "")
+                if engine in self._change.fresh:  # its own end is told as one that did not come
+                    self._turn_back(engine)
+                else:
+                    self._do_without(engine, "")
             self._fill()
             self._announce()
 
@@ -278,8 +273,7 @@ class Healer:
         death = self._coming.pop(engine)
         halted_s = self._halted.pop(engine, None)
         if engine in self.members:
-            self.members.remove(engine)
-            self._change.fresh.remove(engine)
+            self._turn_back(engine)
             self._fill()
             self._announce()
         if engine in self._at_door:
@@ -296,7 +290,7 @@ class Healer:
                 f"part: {why}"
             )
         if outcome.status == "died" and not self._over:
-            self._begin_replacing(engine)
+            self.begin_replacing(engine)
         return death
 
     # -- who is to leave, and to come --------------------------------------------------------------
@@ -339,7 +333,7 @@ class Healer:
                     raise scaling.not_away(engine, self.members)
             self._size += len(engines)
             for engine in engines:
-                self._begin_replacing(engine)
+                self.begin_replacing(engine)
 
     def scale(self, workers: int) -> None:
         """Go on with so many workers; returns when it is begun, before it is done.
@@ -410,16 +404,13 @@ class Healer:
 
     def check_scales(self) -> None:
         """Raise RunError where the run cannot have more or fewer workers."""
-        self._check_goes_on()
+        if not self._goes_on or set(self.members) <= self._past:
+            raise scaling.not_training(self._run.state)
         if self._why_not:
             raise scaling.kept(self._why_not)
 
     def _takes_part(self, engine: int) -> bool:
         return engine in {*self.members, *self._awaited, *self._past, *self._leaving}
-
-    def _check_goes_on(self) -> None:
-        if not self._goes_on or set(self.members) <= self._past:
-            raise scaling.not_training(self._run.state)
 
     def _dismiss_asked(self) -> None:
         """Do without those who are to leave, once all members train."""
@@ -499,6 +490,11 @@ class Healer:
             pool.engines.router.send(engine, message)
         self._watch(self.generation)
 
+    def _later(self, seconds: float, act: Callable[[int], None]) -> None:
+        timer = threading.Timer(seconds, act, (self.generation,))
+        timer.daemon = True
+        timer.start()
+
     def _watch(self, generation: int) -> None:
         """Look for dead members until all have come together: who waits for one cannot notice."""
         with self._lock:
@@ -506,9 +502,15 @@ class Healer:
                 return
             self._look_for_dead()
             if generation == self.generation:
-                timer = threading.Timer(LOOK_S, self._watch, (generation,))
-                timer.daemon = True
-                timer.start()
+                self._later(LOOK_S, self._watch)
+
+    def _meet_again(self, generation: int) -> None:
+        """Have the members meet anew where one was cut off from them and nobody has died."""
+        with self._lock:
+            if generation == self.generation and self._goes_on:
+                self._look_for_dead()
+            if generation == self.generation and self._goes_on and self.members:
+                self._announce()
 
     def _regrouped(self, engine: int, event: Regrouped) -> None:
         change, run = self._change, self._run
@@ -530,7 +532,7 @@ class Healer:
         if self._met != self.generation or not all(change.how.values()):
             return
         event = next(iter(change.heard.values()))
-        if change.lost:
+        if change.lost or change.short:
             # Each tells after its rows: what is missing of earlier steps went with the dead.
             run.history.settle_before(event.step)
         change.tell(run, event.step, len(self.members), self._launch.plan.entry.dies_with)
@@ -550,7 +552,8 @@ class Healer:
 
     # -- in their places ---------------------------------------------------------------------------
 
-    def _begin_replacing(self, engine: int) -> None:
+    def begin_replacing(self, engine: int) -> None:
+        """Have a fresh engine run the cell up to where it can be let in; returns at once."""
         self._unwanted.discard(engine)
         self._tries[engine] = self._tries.get(engine, 0) + 1
         if self._tries[engine] > TRIES:
@@ -566,14 +569,12 @@ class Healer:
         try:
             with self._starting:
                 self._start(engine)
-        except WorkbenchError as error:
+        except Exception as error:  # the others go on in any case
+            if not isinstance(error, WorkbenchError):
+                log.exception("No engine could take the place of engine %d", engine)
             self._failed(engine, str(error))
             if not self._over:
                 self._run.note(f"No fresh engine took the place of a dead one: {error}")
-        except Exception as error:  # the others go on in any case
-            log.exception("No engine could take the place of engine %d", engine)
-            self._failed(engine, str(error))
-            self._run.note(f"No fresh engine took the place of a dead one: {error}")
 
     def _failed(self, engine: int, why: str) -> None:
         with self._lock:
