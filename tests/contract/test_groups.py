@@ -68,6 +68,21 @@ def test_an_interrupt_ends_the_wait_for_a_store_that_is_halted(
     assert "does not answer" in str(failed[0])
 
 
+def test_before_there_is_a_group_no_connection_is_taken_for_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from workbench.engine.torch import group
+
+    monkeypatch.setattr(group, "_kept", None)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_connection(listener.getsockname()) as connection:
+            assert group.shutdown_group_sockets(store=True) == 0
+            accepted, _ = listener.accept()
+            connection.sendall(b"heard")
+            assert accepted.recv(5) == b"heard"
+            accepted.close()
+
+
 @pytest.mark.parametrize(
     "asked", [{}, {"backend": "gloo"}, {"backend": "cpu:gloo", "init_method": "env://"}]
 )

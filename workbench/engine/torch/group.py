@@ -85,7 +85,7 @@ NCCL the first interface there is, which may be a container's bridge."""
 
 _torch_init = dist.init_process_group
 _torch_destroy = dist.destroy_process_group
-_kept: set[int] = set()  # inodes of sockets that are not the group's
+_kept: frozenset[int] | None = None  # inodes of others' sockets; None: there was no group yet
 _store_port = 0
 _made: tuple[str, int, int] | None = None  # prefix, rank and size of the group that is there
 _peers: frozenset[str] = frozenset()  # addresses of its hosts, where they are several
@@ -150,11 +150,11 @@ def ensure_group(spec: RunSpec) -> None:
 
 @waits_in(GROUP)
 def _make_group(spec: RunSpec, prefix: str, backend: str, **settings: Any) -> None:
-    global _made
+    global _made, _kept
     stores: Any = dist  # the stores are there, but not declared as exported
     store = _connect_store(spec)
-    _kept.clear()
-    _kept.update(inode for _, inode in _sockets())
+    # At once: another thread may be looking for the group's sockets to break a wait.
+    _kept = frozenset(inode for _, inode in _sockets())
     store.set_timeout(GROUP_TIMEOUT)
     _learn_peers(spec, stores.PrefixStore(f"{prefix}addresses/", store))
     hook = sys.excepthook
@@ -381,12 +381,13 @@ def shutdown_group_sockets(*, store: bool = False) -> int:
     """
     shut = 0
     for fd, inode in _sockets():
-        if inode in _kept and not store:
+        own = _kept is None or inode in _kept
+        if own and not store:
             continue
         with contextlib.suppress(OSError):
             copy = os.dup(fd)
             with socket.socket(fileno=copy) as connection:
-                wanted = _is_groups(connection) if inode not in _kept else False
+                wanted = not own and _is_groups(connection)
                 to_store = _store_port and _peer_port(connection) == _store_port
                 wanted = wanted or bool(store and to_store)
                 if os.fstat(copy).st_ino == inode and wanted:

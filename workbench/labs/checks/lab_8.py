@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...catalog import lookup
 from ..answers import exercise
 
 if TYPE_CHECKING:
@@ -256,6 +257,85 @@ def interval(c: Check) -> None:
             "for one machine it is right; how often does any one of n machines fail?",
         )
     c.expect(True, "no other interval loses less, on one machine and on many", "")
+
+
+@exercise("8.6", "Heal")
+def healed(c: Check) -> None:
+    """The step of the death is taken by those who are left, and nothing else changes."""
+    again = c.whole("redone")
+    then, later = c.number_of("samples_in_20"), c.number_of("samples_healed")
+    same = c.value("same_weights")
+    c.need(
+        isinstance(same, (bool, np.bool_)),
+        f"`same_weights` is {same!r}.",
+        "write True or False",
+    )
+    c.expect(
+        again == 0,
+        "the right number of steps is done again",
+        f"{again} is not the number of steps that are done again",
+        "which steps were complete, on every worker, when one died before step 20?",
+    )
+    c.expect(
+        then == BATCH / 2,
+        "the two that are left share the batch of the step",
+        f"{then:g} samples are not worker 0's part of step 20",
+        "the global batch stays; how many workers take step 20?",
+    )
+    c.expect(
+        later == BATCH / 3,
+        "with the fresh worker each has its part as before",
+        f"{later:g} samples are not the part of one of three workers",
+        "how many workers share the batch once the fresh one has joined?",
+    )
+    c.expect(
+        bool(same),
+        "what becomes of the result is right",
+        f"`same_weights` is {same}: does it matter which worker takes which sample of a step?",
+        "an update is made from the mean over the global batch",
+    )
+
+
+@exercise("8.7", "What healing costs")
+def lost_time(c: Check) -> None:
+    """Two pauses and the share of one worker, for each failure of any machine."""
+    cases = (
+        ((0.0, 90.0, 3, 9e3), "one of n workers is away: how much of the work is not done then?"),
+        ((2.0, 0.0, 1, 5e5), "all stand still twice: when the others go on, and when one joins"),
+        ((0.5, 60.0, 4, 8e4), "how often does any one of n machines fail?"),
+    )
+    for (pause_s, away_s, n, m_s), hint in cases:
+        value = c.number_from("lost_by_healing", pause_s, away_s, n, m_s)
+        shown = f"lost_by_healing({pause_s:g}, {away_s:g}, {n}, {m_s:g})"
+        c.need(
+            math.isclose(value, (2 * pause_s + away_s / n) * n / m_s, rel_tol=1e-3),
+            f"{shown} returned {value:.4g}: that is not the share of the time that is lost.",
+            hint,
+        )
+    c.expect(True, "pauses, the missing share and the rate of failures are all counted", "")
+
+
+@exercise("8.8", "Who can heal")
+def promises(c: Check) -> None:
+    """As the catalog says: who holds what a worker held."""
+    found = c.value("lost_under")
+    names = ("mirrored", "sharded", "local_sgd", "tensor_parallel", "central_storage")
+    c.need(
+        isinstance(found, dict) and set(found) == set(names),
+        "`lost_under` is not a dictionary of the five strategies.",
+        f"its keys are {', '.join(names)}",
+    )
+    for name in names:
+        entry = lookup(name, "torch")
+        right = "b" if not entry.heals else "c" if entry.dies_with else "a"
+        given = str(found[name]).strip().lower()
+        c.need(given in ("a", "b", "c"), f"{name} has {found[name]!r}.", 'write "a", "b" or "c"')
+        c.expect(
+            given == right,
+            f"{name} is right",
+            f"{name} is not {given!r}",
+            f"wb.strategies() and docs/strategies.md: where is the model under {name}?",
+        )
 
 
 def _apart(weights: Any, others: Any) -> float:
