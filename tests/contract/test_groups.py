@@ -74,13 +74,15 @@ def test_before_there_is_a_group_no_connection_is_taken_for_its_own(
     from workbench.engine.torch import group
 
     monkeypatch.setattr(group, "_kept", None)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        with socket.create_connection(listener.getsockname()) as connection:
-            assert group.shutdown_group_sockets(store=True) == 0
-            accepted, _ = listener.accept()
-            connection.sendall(b"heard")
-            assert accepted.recv(5) == b"heard"
-            accepted.close()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as connection,
+    ):
+        assert group.shutdown_group_sockets(store=True) == 0
+        accepted, _ = listener.accept()
+        connection.sendall(b"heard")
+        assert accepted.recv(5) == b"heard"
+        accepted.close()
 
 
 @pytest.mark.parametrize(
