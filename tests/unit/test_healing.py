@@ -278,8 +278,9 @@ class Run:
 class Launch:
     """As much of an execution."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, together: int = 1) -> None:
         self.run, self.sent, self.interrupted = run, [], []
+        self.together = together
         self.servers: tuple[int, ...] = ()
         self.held_twice: list[list[int]] = []
         self.dismissed = 0
@@ -292,7 +293,10 @@ class Launch:
             interrupt=self.interrupted.extend,
         )
         self.pool = SimpleNamespace(engines=engines, new_prefix=lambda what: what)
-        self.plan = SimpleNamespace(entry=SimpleNamespace(dies_with="", replicated=True))
+        entry = SimpleNamespace(
+            dies_with="", replicated=True, copy_workers=lambda options, workers: self.together
+        )
+        self.plan = SimpleNamespace(entry=entry, options={}, workers=len(run.engines))
 
     def meets(self, prefix: str) -> None:
         pass

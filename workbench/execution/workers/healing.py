@@ -30,6 +30,7 @@ from ...shared.messages import CellOutcome, Regroup
 from ..requests import ARGS, PUSH
 from . import scaling, silence
 from .change import ENDED, TRAINS, Change, Execution
+from .copies import Copies
 
 if TYPE_CHECKING:
     from ..task import Task
@@ -77,7 +78,7 @@ class Healer:
         self._ended: set[int] = set()  # their cells are over
         self._coming: dict[int, CellOutcome] = {}  # run the cell, in the place of one that so ended
         self._tries: dict[int, int] = {}
-        self._change = Change()
+        self._change, self._copies = Change(), Copies(launch)
         self._halted: dict[int, float] = {}  # ended for that; for how many seconds
         self._over = False
         self._lock = threading.RLock()
@@ -121,8 +122,13 @@ class Healer:
                 self._conclude()
                 self._begin_replacing(engine)
                 return outcome
+            if engine in self._copies.away:
+                self._copies.drop(engine)
+                self._run.note(f"{self._words(engine, outcome)}; it took no part.", [engine])
+                self._begin_replacing(engine)
+                return outcome
             rest = {*self.members, *self._leaving} - {engine, *self._change.fresh}
-            left = rest or self._keeper in self._past
+            left = self._copies.suffice(rest, self._past, self._keeper)
             if not (left and self._goes_on and outcome.recoverable and engine in self.members):
                 self._over = True
                 return None
@@ -200,9 +206,16 @@ class Healer:
                     self._let_in(engine)
                 case Standing(phase="cut") if event.generation == self.generation:
                     self._look_for_dead()
-                case Standing(phase="past") if engine in {*self.members, *self._leaving}:
+                case Standing(phase="past") if engine in {
+                    *self.members,
+                    *self._leaving,
+                    *self._copies.away,
+                }:
                     self._past.add(engine)
-                    (self.members if engine in self.members else self._leaving).remove(engine)
+                    self._recall()
+                    for there in (self.members, self._leaving, self._copies.away):
+                        if engine in there:
+                            there.remove(engine)
                     self._change.left.pop(engine, None)
                     self._announce()
                     self._send_home()
@@ -231,12 +244,23 @@ class Healer:
 
     def _fill(self) -> bool:
         """Have those at the door take part where there are fewer than are to be."""
+        if self._past and self._copies.are_split:  # all have trained to the end
+            return False
+        self.members = self._copies.set_aside(self.members, self._change)
         lacking = self._size - len(self.members) - len(self._past)
-        chosen = self._at_door[: max(0, lacking)] if self._goes_on else []
-        del self._at_door[: len(chosen)]
-        self.members = self._in_order([*self.members, *chosen])
+        waiting = [*self._at_door, *self._copies.away]
+        chosen = self._copies.whole(waiting, max(0, lacking)) if self._goes_on else []
+        self._at_door = [one for one in self._at_door if one not in chosen]
+        self._copies.away = [one for one in self._copies.away if one not in chosen]
+        self.members = self._copies.whole(self._in_order([*self.members, *chosen]))
         self._change.fresh += chosen
         return bool(chosen)
+
+    def _recall(self) -> None:
+        """Have those who wait be members again: who has trained to the end needs nobody's part."""
+        back = [one for one in self._copies.away if one not in self._coming]
+        self.members = self._in_order([*self.members, *back]) if back else self.members
+        self._copies.away = [one for one in self._copies.away if one not in back]
 
     def keep_spares(self, count: int) -> None:
         """Have engines run the cell up to where they can be let in, and wait there."""
@@ -261,7 +285,7 @@ class Healer:
         there = [one for one in self.members if one in known and known[one].is_here]
         gone = [one for one in there if not lives(known[one].pid)]
         left = {*self.members, *self._leaving} - {*gone, *self._change.fresh}
-        if self._goes_on and gone and left:
+        if self._goes_on and gone and left and self._copies.suffice(left, self._past):
             for engine in gone:
                 self._do_without(engine, "")
             self._fill()
@@ -284,6 +308,7 @@ class Healer:
             self._announce()
         if engine in self._at_door:
             self._at_door.remove(engine)
+        self._copies.drop(engine)
         self._awaited.discard(engine)
         if outcome.status not in ("error", "died") and engine not in self._unwanted:
             self.failed.append(f"{self._run.called(engine)}: {ENDED}")
@@ -495,7 +520,7 @@ class Healer:
             prefix=prefix,
             fresh=tuple(members.index(one) for one in self._change.fresh),
         )
-        for engine in (*self.members, *self._leaving):
+        for engine in (*self.members, *self._leaving, *self._copies.away):
             pool.engines.router.send(engine, message)
         self._watch(self.generation)
 
@@ -623,6 +648,10 @@ class Healer:
     def _send_home(self) -> None:
         """End the cell of engines that wait to be let in where nobody trains any more."""
         with self._lock:
+            if set(self.members) <= self._past and self._copies.away:
+                self._leaving += self._copies.away
+                self._copies.away = []
+                self._let_go()
             waiting = [one for one in self._coming if one not in self.members]
             if not waiting or not (self._over or set(self.members) <= self._past):
                 return

@@ -1,0 +1,79 @@
+"""Workers that hold a copy of the model together: whole copies go on, what else is left waits.
+
+    parts      0  1        a worker dies        0  1
+    copy 0     w0 w1  ──>  w3 dies         ──>  w0 w1     go on
+    copy 1     w2 w3                            w2        waits, and comes again with a fresh w3
+
+Which of the holders of a part form a copy does not matter: their parts are equal between steps. So
+two that were left by two deaths may go on together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..run import Run
+    from .change import Change, Execution
+
+
+class Copies:
+    """Who can go on, of the engines that are left; where each holds a copy, all can.
+
+    Attributes:
+        away: Engines that live, and wait until their part is needed.
+    """
+
+    def __init__(self, launch: Execution) -> None:
+        plan = launch.plan
+        self._run: Run = launch.run
+        self._size = plan.entry.copy_workers(plan.options, plan.workers)
+        self.away: list[int] = []
+
+    @property
+    def are_split(self) -> bool:
+        """Whether several workers hold a copy together."""
+        return self._size > 1
+
+    def whole(self, engines: Iterable[int], most: int | None = None) -> list[int]:
+        """Return those that form whole copies: copy by copy, each in the order of its parts.
+
+        Args:
+            most: How many engines they may be at most.
+        """
+        by_part: list[list[int]] = [[] for _ in range(self._size)]
+        for engine in engines:
+            by_part[self._run.members.index(engine) % self._size].append(engine)
+        most = most if most is None else max(0, most // self._size)
+        return [one for copy in list(zip(*by_part, strict=False))[:most] for one in copy]
+
+    def suffice(self, left: Collection[int], past: Collection[int], keeper: int = -1) -> bool:
+        """Whether a run can go on, or end, with these.
+
+        Args:
+            left: Who has what is trained up to now, and lives.
+            past: Who has trained to the end.
+            keeper: Whose weights are the run's, where each holds a copy.
+        """
+        if not self.are_split:
+            return bool(left) or keeper in past
+        return bool(self.whole({*left, *past}))
+
+    def set_aside(self, members: Sequence[int], change: Change) -> list[int]:
+        """Return the members that form whole copies; the others wait from now on."""
+        kept = self.whole(members)
+        for engine in members:
+            if engine in kept:
+                continue
+            self.away.append(engine)
+            if engine in change.fresh:
+                change.fresh.remove(engine)
+            else:
+                change.left[engine] = "its pipeline waits for a fresh engine"
+        return kept
+
+    def drop(self, engine: int) -> None:
+        """Have an engine wait no more."""
+        if engine in self.away:
+            self.away.remove(engine)
