@@ -369,10 +369,12 @@ class Regrouping:
                     self._advance(1)
 
     def _lead(self, strategy: Strategy, message: Regroup) -> None:
-        """Have one worker leave the weights."""
+        """Have one worker leave the weights; each its part, where they are parts."""
         if self.context.entry.whole:
             lead = min((*message.places, *message.past)) == self._membership.place
             self.context.weights = strategy.weights if lead else None
+        else:
+            self.context.weights = strategy.weights
 
     def _advance(self, steps: int) -> None:
         """Count steps that stand, though this worker did not know."""

@@ -39,14 +39,27 @@ class Copies:
     def whole(self, engines: Iterable[int], most: int | None = None) -> list[int]:
         """Return those that form whole copies: copy by copy, each in the order of its parts.
 
+        Those that belonged together at first stay together.
+
         Args:
             most: How many engines they may be at most.
         """
-        by_part: list[list[int]] = [[] for _ in range(self._size)]
+        copies: dict[int, list[int]] = {}
         for engine in engines:
-            by_part[self._run.members.index(engine) % self._size].append(engine)
-        most = most if most is None else max(0, most // self._size)
-        return [one for copy in list(zip(*by_part, strict=False))[:most] for one in copy]
+            copies.setdefault(self._run.members.index(engine) // self._size, []).append(engine)
+        found = [sorted(copy, key=self._part) for copy in copies.values() if self._is_whole(copy)]
+        loose = [one for copy in copies.values() if not self._is_whole(copy) for one in copy]
+        parts = range(self._size)
+        by_part = ([one for one in loose if self._part(one) == part] for part in parts)
+        found += [list(copy) for copy in zip(*by_part, strict=False)]
+        most = len(found) if most is None else most // self._size
+        return [one for copy in found[:most] for one in copy]
+
+    def _part(self, engine: int) -> int:
+        return self._run.members.index(engine) % self._size
+
+    def _is_whole(self, copy: Sequence[int]) -> bool:
+        return len(copy) == self._size
 
     def suffice(self, left: Collection[int], past: Collection[int], keeper: int = -1) -> bool:
         """Whether a run can go on, or end, with these.
