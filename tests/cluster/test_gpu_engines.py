@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from fakes import gpu
+from notebook_shell import soon
 
 import workbench as wb
 from workbench.devices import discovery, leases, mask, reservations
@@ -245,4 +246,23 @@ def test_runs_and_cells_keep_their_group_while_all_goes_well(cluster):
     assert run(cluster, "raise ValueError('enough')") != ""
     assert run(cluster, same) == ""
     assert cluster.pull(["made"]) != found[0]
+    check_all_is_well(cluster)
+
+
+def test_a_run_heals_and_takes_more_gpus_while_it_trains(cluster):
+    truth = trained(cluster, steps=120)
+    source = TRAIN.replace("EVENT", "import time; time.sleep(0.02 if step < 100 else 0)")
+    run = cluster.run(
+        source.replace("STEPS", "120"), strategy="mirrored", workers=2, on_failure="heal"
+    )
+    assert soon(lambda: run.history.totals.steps >= 5, WAIT_S), run.error
+    run.scale(3)
+    assert [one.split()[0] for one in run.devices] == ["fakegpu:0", "fakegpu:1", "fakegpu:2"]
+
+    os.kill(pids(cluster)[1], signal.SIGKILL)
+    run.wait(WAIT_S)
+    assert run.state == "finished", run.error
+    assert [one["event"] for one in run.events][:2] == ["joined", "healed"]
+    weights, same = run.weights(), truth.weights()
+    assert all(abs(weights[name] - same[name]).max() < 1e-6 for name in same)
     check_all_is_well(cluster)

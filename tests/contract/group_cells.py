@@ -45,3 +45,43 @@ def refused(asked):
     total = torch.ones(1)
     dist.all_reduce(total)
     return said, total.item()
+
+
+def leaves_a_collective():
+    """Leave a collective that nothing ends, and meet the others in a group made anew."""
+    import threading
+    import time
+    from dataclasses import replace
+
+    import torch
+    import torch.distributed as dist
+
+    from workbench.engine.torch import group, waits
+
+    waits.SLICE, waits.PATIENCE_S = waits.SLICE / 10, 0.2
+    waits.group_was_made(leavable=True)
+    store = dist.distributed_c10d._get_default_store()
+    total, said = torch.ones(1), ""
+    if rank == 0:
+        time.sleep(0.3)  # the other waits for several slices
+    dist.all_reduce(total)
+    dist.barrier()
+    took_s = 0.0
+    if rank == 0:
+        # As gloo's threads wait for a message that is lost: nothing that is shut here ends it.
+        threading.Timer(0.3, waits.connections_were_shut).start()
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            said = str(error)
+        began = time.monotonic()
+        group.destroy_group()
+        took_s = time.monotonic() - began
+        store.set("left", "1")
+    else:
+        store.wait(["left"])
+    spec = replace(context.spec, prefix=f"{context.spec.prefix}anew-", group="")
+    group.ensure_group(spec)
+    dist.all_reduce(total)
+    waits.group_was_made(leavable=False)
+    return total.item(), said, took_s, dist.Work.wait is waits._plain_wait

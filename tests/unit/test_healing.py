@@ -316,7 +316,7 @@ def made(monkeypatch):
     healer = Healer(launch, {})
     launch.replaced = []
     monkeypatch.setattr(
-        Healer, "_begin_replacing", lambda self, engine: launch.replaced.append(engine)
+        Healer, "begin_replacing", lambda self, engine: launch.replaced.append(engine)
     )
     monkeypatch.setattr(healing, "lives", lambda pid: pid != launch.dead)
     launch.dead = -1
@@ -392,6 +392,23 @@ def test_others_notice_a_death_before_it_is_told(made) -> None:
     assert launch.replaced == [2]
 
 
+def test_members_meet_anew_where_one_was_cut_off_from_the_living(made, monkeypatch) -> None:
+    monkeypatch.setattr(healing, "CUT_S", 0.01)
+    healer, _, launch = made
+    healer.spares(1, DIED)
+    regrouped(healer, 12)
+    healer._coming[1] = DIED
+    healer.hear(1, Standing(rank=1, phase="ready"))
+    assert healer.generation == 2
+    healer.hear(1, Standing(rank=1, phase="ready", generation=2))  # it did not come to them
+    assert soon(lambda: healer.generation == 3)
+    assert launch.sent[-1][1].places == (0, 1, 2)
+    assert launch.sent[-1][1].fresh == (1,)
+    regrouped(healer, 20)
+    healer.hear(0, Standing(rank=0, phase="cut", generation=2))  # of before
+    assert not soon(lambda: healer.generation > 3, 0.2)
+
+
 def test_who_was_cut_off_from_the_living_waits(made) -> None:
     healer, _, launch = made
     healer.hear(0, Standing(rank=0, phase="cut"))
@@ -459,6 +476,44 @@ def test_a_fresh_engine_that_fails_harms_nobody(made) -> None:
     assert healer.spares(1, failed) is DIED  # in the middle of being let in
     assert told(launch)[0] == (0, 2)
     assert launch.replaced == [1]  # an error comes again; only a death is tried anew
+
+
+def test_a_fresh_engine_that_dies_again_at_once_leaves_no_gap(made, monkeypatch) -> None:
+    healer, run, _ = made
+    settled: list[int] = []
+    monkeypatch.setattr(run.history, "settle_before", settled.append)
+    healer.spares(1, DIED)
+    regrouped(healer, 12)
+    healer._coming[1] = DIED
+    healer.hear(1, Standing(rank=1, phase="ready"))
+    told = Regrouped(rank=1, generation=healer.generation, step=20, seconds=0.1)
+    healer.hear(1, told)  # it takes steps with the others, who have not told yet
+    healer.spares(1, DIED)
+    assert healer.members == [0, 2]
+    assert settled == [12]
+    regrouped(healer, 24)
+    assert settled == [12, 24]
+    assert [(one["event"], one["step"]) for one in run.history.story.changes] == [("healed", 12)]
+
+
+def test_a_fresh_engines_death_may_be_noticed_before_it_is_told(made) -> None:
+    healer, run, launch = made
+    healer.spares(1, DIED)
+    regrouped(healer, 12)
+    healer._coming[1] = DIED
+    healer.hear(1, Standing(rank=1, phase="ready"))
+    launch.dead = 1
+    healer.hear(0, Standing(rank=0, phase="cut", generation=healer.generation))
+    assert healer.members == [0, 2]
+    regrouped(healer, 24)
+    assert healer.is_together
+    healer.spares(1, DIED)
+    assert launch.replaced == [1, 1]
+    healer.spares(2, DIED)  # what comes later is told as ever
+    regrouped(healer, 30)
+    assert [(one["event"], one["step"]) for one in run.history.story.changes] == [
+        ("healed", 12), ("healed", 30),
+    ]  # fmt: skip
 
 
 def test_an_error_of_the_cell_ends_it(made) -> None:
@@ -646,7 +701,7 @@ def scaled(made):
         launch.replaced.append(engine)
         healer._awaited.add(engine)
 
-    launch.recruit, healer._begin_replacing = recruit, begin
+    launch.recruit, healer.begin_replacing = recruit, begin
     all_train(healer, 0, 1, 2)
     return healer, run, launch
 
@@ -731,7 +786,7 @@ def test_who_is_still_being_started_need_not_come(scaled) -> None:
 def test_a_spare_takes_part_in_the_step_that_a_death_breaks_off(scaled) -> None:
     healer, run, launch = scaled
     (spare,) = launch.recruit(1)
-    healer._begin_replacing(spare)
+    healer.begin_replacing(spare)
     at_the_door(healer, spare)
     assert healer.members == [0, 1, 2]
     assert healer.waiting == (spare,)

@@ -49,7 +49,7 @@ from .requests import (
     with_original_ranks,
 )
 from .task import Task
-from .workers import hangs, replacing, silence
+from .workers import hangs, replacing, scaling, silence
 from .workers.departures import Departures
 from .workers.healing import Healer
 
@@ -148,7 +148,8 @@ class RunExecution:
         is_first = run.task is None
         run.begin(task)
         if is_first and self.plan.spares and self.healer is not None:
-            self.healer.keep_spares(self.plan.spares)
+            recruit = functools.partial(self.recruit, self.plan.spares)
+            scaling.keep_spares(recruit, self.healer.begin_replacing, run.note)
         hangs.watch(task, pool.engines.router.questions.ask, lambda: run.held)
         if self.healer is not None:
             silence.look_after(task, self.healer, pool.engines, lambda: run.held)
@@ -191,38 +192,33 @@ class RunExecution:
 
         Raises:
             PlanError: More engines than the administrator allows.
-            RunError: The run's workers have GPUs.
+            RunError: There is no further GPU for them.
         """
-        run, pool = self.run, self.pool
-        first = self._specs[run.members[0]]
-        if first.device != "cpu" or run.task is None:
+        run, pool, framework = self.run, self.pool, self.plan.framework
+        assert run.task is not None, "who asks for more belongs to its cell"
+        wanted = len(run.members) + count
+        plan = replace(self.plan, workers=wanted)
+        if pool.lease(wanted, plan).backend != self.leases.backend:
             raise RunError(
-                "A run on GPUs takes no further workers while it trains.",
-                seen=first.device,
-                allowed="at most the workers that it began with",
-                next_step="begin it with as many workers as it may ever need, and scale it down",
+                "There is no GPU for another worker: those that meet on GPUs share none.",
+                seen=f"{wanted} workers",
+                allowed=f"the {len(run.members)} that it had",
+                next_step="%cluster free in a notebook that holds GPUs, or --devices cpu",
                 code="WB-RUN-144",
             )
         free = [one for one in pool.worker_ids if one not in run.members][:count]
         if len(free) < count:
-            free += pool.add(count - len(free), self.plan.framework)
-        pool.bring(free, self.plan.framework)
-        run.grow(free, first.device)
-        known = pool.engines.engines
-        hosts = tuple(known[one].place for one in run.engines)
-        specs = {
-            engine: replace(
-                first,
-                rank=run.engines.index(engine),
-                original_rank=run.engines.index(engine),
-                world_size=len(run.engines),
-                ranks=run.engines,
-                hosts=hosts,
-                address=known[engine].address,
-                threads=max(1, first.cores // len(run.engines)),
-            )
-            for engine in free
-        }
+            free += pool.add(count - len(free), framework)
+        pool.bring(free, framework)
+        ids = [*run.members, *free]
+        leases, said = pool.hold(wanted, plan)
+        leases = pool.fitted(leases, ids, plan)
+        for text in said:
+            run.note(text)
+        run.grow(dict(zip(free, leases.words[-count:], strict=True)))
+        first = self._specs[run.members[0]]
+        specs = pool.specs(ids, plan, leases, first.prefix, framework, first.group)
+        specs = with_original_ranks({one: specs[one] for one in free}, run.engines)
         self._specs = {**self._specs, **specs}
         run.task.recruit(members_of(specs, hosts=pool.hosts()))
         return free

@@ -179,13 +179,13 @@ class Run:
             self._paused_ranks.clear()
             self._halting = self._make_halting()
 
-    def grow(self, engines: Sequence[int], device: str) -> None:
-        """Have further ranks, of these engines; they take part when its workers are regrouped."""
+    def grow(self, devices: Mapping[int, str]) -> None:
+        """Have further ranks, of engines that compute on these devices, once they are let in."""
         with self._lock:
-            self.members = (*self.members, *(one for one in engines if one not in self.members))
-            engines = [one for one in engines if one not in self.engines]
+            self.members = (*self.members, *(one for one in devices if one not in self.members))
+            engines = [one for one in devices if one not in self.engines]
             self.engines = (*self.engines, *engines)
-            self.devices = (*self.devices, *[device] * len(engines))
+            self.devices = (*self.devices, *(devices[one] for one in engines))
             self._everyone = (*self._everyone, *engines)
             self._clock_bound_s += [0.0] * len(engines)
             self.results += [None] * len(engines)

@@ -146,7 +146,8 @@ class Failures:
         return all((at[rank == one] > step).any() for one in range(3))
 
     def told(self):
-        return self.run, self.made, self.run.events, self.run.history.story.notes
+        told = self.run, self.made, self.run.events, self.run.history.story.notes
+        return "\n".join(map(str, told))  # whole: pytest would shorten a tuple
 
 
 @pytest.fixture(scope="module")

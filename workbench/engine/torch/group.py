@@ -30,7 +30,6 @@ import gc
 import inspect
 import json
 import os
-import re
 import socket
 import sys
 import threading
@@ -49,12 +48,12 @@ from ...errors import ClusterError, EngineSpentError
 from ...shared.events import GROUP_GONE_S
 from ..debugging.marks import GROUP, doing, waits_in
 from ..transport import address
-from ..transport.connection import LinkError
-from . import accelerator
+from . import accelerator, waits
 
 if TYPE_CHECKING:
     from ...shared.protocol import RunSpec
 
+BROKEN_GONE_S = 0.5
 GROUP_TIMEOUT = timedelta(minutes=30)
 STORE_TIMEOUT = timedelta(seconds=60)
 PROBE_S = 5.0
@@ -177,6 +176,7 @@ def _make_group(spec: RunSpec, prefix: str, backend: str, **settings: Any) -> No
         # torch wraps the hook of before in one of its own with every group, and keeps them all.
         sys.excepthook = hook
     _made = spec.group_name, spec.rank, spec.world_size
+    waits.group_was_made(leavable=spec.heals)
     device = torch.device(spec.device)
     if device.type != "cpu" and backend_of(None, device) != "gloo":
         _watch_updates(device)
@@ -225,25 +225,10 @@ def data_wire(group: Any, device: torch.device) -> torch.device:
     return torch.device("cpu") if backend_of(group, device) in ("gloo", "") else device
 
 
-_CUT = re.compile(
-    r"gloo|Connection (closed by peer|reset)|Broken pipe|Socket (closed|is closed)|NCCL", re.I
-)
-
-
 def was_cut(error: BaseException) -> bool:
-    """Whether an error is what a worker feels of another one's end: in a collective, in the store.
-
-    Torch raises gloo's as plain RuntimeErrors, of which the words alone tell.
-    """
-    if isinstance(error, LinkError):
-        return bool(error.felt)
-    if isinstance(error, ClusterError):
-        return error.code == "WB-CLUSTER-054"
-    kinds: Any = dist
-    network = getattr(kinds, "DistError", ())
-    return isinstance(error, network) or (
-        isinstance(error, RuntimeError) and _CUT.search(str(error)) is not None
-    )
+    """Whether an error is what a worker feels of another one's end (`waits.was_cut`)."""
+    aborted = _updates is not None and _updates.aborted and not dist.is_initialized()
+    return waits.was_cut(error) or (aborted and isinstance(error, ValueError))
 
 
 def has_group() -> bool:
@@ -301,12 +286,22 @@ def destroy_group() -> None:
             return
         worker = threading.Thread(target=_destroy, name="workbench-destroy", daemon=True)
         worker.start()
-        worker.join(GROUP_GONE_S)
-        if worker.is_alive():
+        if not _is_over(worker):
             break_collectives()
-            worker.join(GROUP_GONE_S)
+            _is_over(worker)
     finally:
         _watch_updates(None)
+
+
+def _is_over(leaving: threading.Thread) -> bool:
+    """Wait for a group to be gone, not for long where it is broken; return whether it is.
+
+    What is left of it then is a thread of gloo's, which waits for a message that is lost.
+    """
+    end_s = waits.clock() + GROUP_GONE_S
+    while leaving.is_alive() and waits.clock() < end_s and not waits.are_shut_for(BROKEN_GONE_S):
+        leaving.join(0.02)
+    return not leaving.is_alive()
 
 
 def rest_group() -> bool:
@@ -349,6 +344,7 @@ def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 def _destroy() -> None:
     # A group whose peer died complains while it is taken down; it is gone all the same.
+    waits.keep_what_was_left()
     with contextlib.suppress(Exception):
         _torch_destroy()
 
@@ -366,6 +362,7 @@ def break_collectives(*, store: bool = False) -> None:
         abort_groups()
     else:
         shutdown_group_sockets(store=store)
+        waits.connections_were_shut()
 
 
 def shutdown_group_sockets(*, store: bool = False) -> int:
@@ -438,6 +435,11 @@ class Updates:
     def close(self) -> None:
         """Watch no longer: the group is gone."""
         self._hook.remove()
+
+    @property
+    def aborted(self) -> bool:
+        """Whether communicators have been aborted since the group was made."""
+        return self._aborted.is_set()
 
     def mark(self) -> None:
         """Note, before communicators are aborted, that what comes of them is no result."""

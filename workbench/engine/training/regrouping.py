@@ -173,8 +173,6 @@ class Regrouping:
             return f"{self.context.spec.strategy} keeps more than copies"
         if why_not := strategy.bound():
             return why_not
-        if self.context.spec.backend != "gloo":
-            return "its workers meet on their GPUs"
         if training.base:
             return "it is not the first of its cell"
         if why_not := training.why_not():
@@ -334,12 +332,7 @@ class Regrouping:
             donor = donors[spec.rank]
             lacks_all = about[donor]["part"] == strategy.part
             if not lacks_all and at[spec.rank][0] != best[0]:
-                raise RunError(
-                    "Nobody is there who has this worker's part of what was trained.",
-                    seen=f"part {strategy.part} at step {best[0]}",
-                    allowed="a worker with the same part that is as far as the furthest one",
-                    code="WB-RUN-160",
-                )
+                self._membership.quit()  # as if it had died: nobody has its part as it is now
             random = self._take_over(
                 store, strategy, f"{handover.WHERE}/{donor}", comes=comes, only_place=not lacks_all
             )

@@ -23,6 +23,7 @@ class Copies:
 
     Attributes:
         away: Engines that live, and wait until their part is needed.
+        recent: Of those, who has what the others have: none has gone on yet without them.
     """
 
     def __init__(self, launch: Execution) -> None:
@@ -30,6 +31,7 @@ class Copies:
         self._run: Run = launch.run
         self._size = plan.entry.copy_workers(plan.options, plan.workers)
         self.away: list[int] = []
+        self.recent: list[int] = []
 
     @property
     def are_split(self) -> bool:
@@ -73,20 +75,71 @@ class Copies:
             return bool(left) or keeper in past
         return bool(self.whole({*left, *past}))
 
-    def set_aside(self, members: Sequence[int], change: Change) -> list[int]:
-        """Return the members that form whole copies; the others wait from now on."""
-        kept = self.whole(members)
-        for engine in members:
+    def fill(
+        self,
+        members: Sequence[int],
+        door: list[int],
+        size: int,
+        past: Collection[int],
+        change: Change,
+    ) -> tuple[list[int], list[int]]:
+        """Return who takes part from now on, and who of these is let in for it.
+
+        Args:
+            members: Who took part, and lives.
+            door: Who waits to be let in; whoever is, is taken out.
+            size: How many there are to be.
+            past: Who has trained to the end.
+        """
+        if self.are_split and past:  # nobody needs the others' parts any more
+            return list(members), []
+        whole = self._set_aside([*members, *self.recent], change)
+        lacking = max(0, size - len(whole) - len(past))
+        chosen = self.whole([*door, *self.away], lacking)
+        door[:] = [one for one in door if one not in chosen]
+        self.away = [one for one in self.away if one not in chosen]
+        change.fresh += chosen
+        return self.whole(self._in_order([*whole, *chosen])), chosen
+
+    def _set_aside(self, engines: Sequence[int], change: Change) -> list[int]:
+        """Return those that form whole copies; the others wait from now on."""
+        kept = self.whole(self._in_order(engines))
+        for engine in self.recent:
+            self.away.remove(engine)
+            change.left.pop(engine)
+        self.recent = []
+        for engine in engines:
             if engine in kept:
                 continue
             self.away.append(engine)
             if engine in change.fresh:
                 change.fresh.remove(engine)
             else:
+                self.recent.append(engine)
                 change.left[engine] = "its pipeline waits for a fresh engine"
         return kept
 
+    def recall(self, members: list[int], coming: Collection[int]) -> list[int]:
+        """Return the members and those who wait: who has trained to the end needs nobody's part.
+
+        Args:
+            coming: Who has trained nothing yet.
+        """
+        back = [one for one in self.away if one not in coming]
+        self.away = [one for one in self.away if one not in back]
+        self.recent = []
+        return self._in_order([*members, *back]) if back else members
+
+    def _in_order(self, engines: Collection[int]) -> list[int]:
+        return [one for one in self._run.members if one in engines]
+
+    def release(self) -> list[int]:
+        """Return who waits, for nobody's part is needed any more."""
+        released, self.away, self.recent = self.away, [], []
+        return released
+
     def drop(self, engine: int) -> None:
         """Have an engine wait no more."""
-        if engine in self.away:
-            self.away.remove(engine)
+        for waiting in (self.away, self.recent):
+            if engine in waiting:
+                waiting.remove(engine)

@@ -8,8 +8,7 @@
 
 What the workers do is in `engine/training/regrouping.py`. Here is decided who takes part: each
 change makes a generation, and the newest counts, so a death in the middle of a change is just one
-more. Nothing is timed: the kernel knows who has died from those who reap it, and looks at the
-processes itself where somebody was cut off.
+more. The kernel knows who has died from those who reap it, and looks where somebody was cut off.
 
 Where the others cannot go on by themselves (some have not begun to train, or nobody is left) the
 cell fails for the death after all, and the run goes on as `launch.Recoverer` can.
@@ -20,16 +19,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...cluster.processes import lives
 from ...errors import WorkbenchError
 from ...shared.events import Regrouped, Standing
-from ...shared.messages import CellOutcome, Regroup
+from ...shared.messages import CellOutcome
 from ..requests import ARGS, PUSH
 from . import scaling, silence
-from .change import ENDED, TRAINS, Change, Execution
+from .change import ENDED, TRAINS, Change, Execution, announcement
 from .copies import Copies
 
 if TYPE_CHECKING:
@@ -38,7 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("workbench.session")
 BORROW = "workbench.engine.entry:borrow"
 BORROW_S = 120.0
-LOOK_S = 0.05
+LOOK_S, CUT_S = 0.05, 1.0
+"""How often dead members are looked for, and how long one may be cut off before all meet anew."""
 TRIES = 3
 """Fresh engines in one worker's place that never come to take part, one after the other."""
 
@@ -117,26 +117,31 @@ class Healer:
             if outcome.status != "died":
                 self._left(engine, outcome)
                 return None
+            words = silence.death_words(self._run, self._halted, engine, outcome)
             if self._change.how.get(engine) == "":  # the others had noticed before
-                self._change.how[engine] = self._words(engine, outcome)
+                self._change.how[engine] = words
                 self._conclude()
-                self._begin_replacing(engine)
+                self.begin_replacing(engine)
                 return outcome
             if engine in self._copies.away:
                 self._copies.drop(engine)
-                self._run.note(f"{self._words(engine, outcome)}; it took no part.", [engine])
-                self._begin_replacing(engine)
+                self._run.note(f"{words}; it took no part.", [engine])
+                self.begin_replacing(engine)
                 return outcome
-            rest = {*self.members, *self._leaving} - {engine, *self._change.fresh}
-            left = self._copies.suffice(rest, self._past, self._keeper)
-            if not (left and self._goes_on and outcome.recoverable and engine in self.members):
+            enough = self._copies.suffice(self._have_all - {engine}, self._past, self._keeper)
+            if not (enough and self._goes_on and outcome.recoverable and engine in self.members):
                 self._over = True
                 return None
-            self._do_without(engine, self._words(engine, outcome))
+            self._do_without(engine, words)
             self._fill()
             self._announce()
-        self._begin_replacing(engine)
+        self.begin_replacing(engine)
         return outcome
+
+    @property
+    def _have_all(self) -> set[int]:
+        """Who has what is trained up to now, as far as it is known."""
+        return {*self.members, *self._leaving, *self._copies.recent} - set(self._change.fresh)
 
     def _dismiss_servers(self) -> None:
         """Let servers end when they can have nobody to answer any more."""
@@ -147,12 +152,6 @@ class Healer:
     @property
     def _goes_on(self) -> bool:
         return not self._over and self._run.state in TRAINS
-
-    def _words(self, engine: int, outcome: CellOutcome) -> str:
-        seconds = self._halted.pop(engine, None)
-        if seconds is not None:
-            return f"{self._run.called(engine)} {silence.halted_words(seconds)}"
-        return f"{self._run.called(engine)} died: {outcome.how or 'how is not known'}"
 
     def watched(self) -> list[int]:
         """Return those that the others wait for, or that are about to take part."""
@@ -202,20 +201,18 @@ class Healer:
             match event:
                 case Regrouped():
                     self._regrouped(engine, event)
-                case Standing(phase="ready"):
+                case Standing(phase="cut" | "ready") if engine in self.members:
+                    if event.generation == self.generation:
+                        self._look_for_dead()
+                        self._later(CUT_S, self._meet_again)
+                case Standing(phase="ready") if engine in self._coming:
                     self._let_in(engine)
-                case Standing(phase="cut") if event.generation == self.generation:
-                    self._look_for_dead()
-                case Standing(phase="past") if engine in {
-                    *self.members,
-                    *self._leaving,
-                    *self._copies.away,
-                }:
+                case Standing(phase="past") if engine in {*self.members, *self._leaving} or (
+                    engine in self._copies.away
+                ):
                     self._past.add(engine)
-                    self._recall()
-                    for there in (self.members, self._leaving, self._copies.away):
-                        if engine in there:
-                            there.remove(engine)
+                    self.members = self._copies.recall(self.members, self._coming.keys() - {engine})
+                    (self.members if engine in self.members else self._leaving).remove(engine)
                     self._change.left.pop(engine, None)
                     self._announce()
                     self._send_home()
@@ -232,8 +229,6 @@ class Healer:
 
     def _let_in(self, engine: int) -> None:
         """Have a fresh engine take part that has come to where the others train."""
-        if engine not in self._coming or engine in self.members:
-            return
         if not (self.members and self._goes_on):
             self._launch.pool.engines.interrupt([engine])
             return
@@ -244,37 +239,17 @@ class Healer:
 
     def _fill(self) -> bool:
         """Have those at the door take part where there are fewer than are to be."""
-        if self._past and self._copies.are_split:  # all have trained to the end
-            return False
-        self.members = self._copies.set_aside(self.members, self._change)
-        lacking = self._size - len(self.members) - len(self._past)
-        waiting = [*self._at_door, *self._copies.away]
-        chosen = self._copies.whole(waiting, max(0, lacking)) if self._goes_on else []
-        self._at_door = [one for one in self._at_door if one not in chosen]
-        self._copies.away = [one for one in self._copies.away if one not in chosen]
-        self.members = self._copies.whole(self._in_order([*self.members, *chosen]))
-        self._change.fresh += chosen
+        size = self._size if self._goes_on else 0
+        self.members, chosen = self._copies.fill(
+            self.members, self._at_door, size, self._past, self._change
+        )
         return bool(chosen)
 
-    def _recall(self) -> None:
-        """Have those who wait be members again: who has trained to the end needs nobody's part."""
-        back = [one for one in self._copies.away if one not in self._coming]
-        self.members = self._in_order([*self.members, *back]) if back else self.members
-        self._copies.away = [one for one in self._copies.away if one not in back]
-
-    def keep_spares(self, count: int) -> None:
-        """Have engines run the cell up to where they can be let in, and wait there."""
-
-        def start() -> None:
-            try:
-                spares = self._launch.recruit(count)
-            except WorkbenchError as error:
-                self._run.note(f"There are no spare engines: {error}")
-                return
-            for engine in spares:
-                self._begin_replacing(engine)
-
-        threading.Thread(target=start, name="workbench-spares", daemon=True).start()
+    def _turn_back(self, engine: int) -> None:
+        """Do without one that was just let in; it may have taken steps with the others."""
+        self.members.remove(engine)
+        self._change.fresh.remove(engine)
+        self._change.short = True
 
     def _look_for_dead(self) -> None:
         """Do without members whose processes are gone, before those who reap them say so.
@@ -284,10 +259,13 @@ class Healer:
         known = self._launch.pool.engines.engines  # empty once the cluster has been stopped
         there = [one for one in self.members if one in known and known[one].is_here]
         gone = [one for one in there if not lives(known[one].pid)]
-        left = {*self.members, *self._leaving} - {*gone, *self._change.fresh}
+        left = self._have_all - {*gone}
         if self._goes_on and gone and left and self._copies.suffice(left, self._past):
             for engine in gone:
-                self._do_without(engine, "")
+                if engine in self._change.fresh:  # its own end is told as one that did not come
+                    self._turn_back(engine)
+                else:
+                    self._do_without(engine, "")
             self._fill()
             self._announce()
 
@@ -302,8 +280,7 @@ class Healer:
         death = self._coming.pop(engine)
         halted_s = self._halted.pop(engine, None)
         if engine in self.members:
-            self.members.remove(engine)
-            self._change.fresh.remove(engine)
+            self._turn_back(engine)
             self._fill()
             self._announce()
         if engine in self._at_door:
@@ -321,7 +298,7 @@ class Healer:
                 f"part: {why}"
             )
         if outcome.status == "died" and not self._over:
-            self._begin_replacing(engine)
+            self.begin_replacing(engine)
         return death
 
     # -- who is to leave, and to come --------------------------------------------------------------
@@ -364,7 +341,7 @@ class Healer:
                     raise scaling.not_away(engine, self.members)
             self._size += len(engines)
             for engine in engines:
-                self._begin_replacing(engine)
+                self.begin_replacing(engine)
 
     def scale(self, workers: int) -> None:
         """Go on with so many workers; returns when it is begun, before it is done.
@@ -435,16 +412,13 @@ class Healer:
 
     def check_scales(self) -> None:
         """Raise RunError where the run cannot have more or fewer workers."""
-        self._check_goes_on()
+        if not self._goes_on or set(self.members) <= self._past:
+            raise scaling.not_training(self._run.state)
         if self._why_not:
             raise scaling.kept(self._why_not)
 
     def _takes_part(self, engine: int) -> bool:
         return engine in {*self.members, *self._awaited, *self._past, *self._leaving}
-
-    def _check_goes_on(self) -> None:
-        if not self._goes_on or set(self.members) <= self._past:
-            raise scaling.not_training(self._run.state)
 
     def _dismiss_asked(self) -> None:
         """Do without those who are to leave, once all members train."""
@@ -463,10 +437,7 @@ class Healer:
 
     def _let_go(self) -> None:
         """Let go of those who leave: the others are together, and have all that there is."""
-        go = Regroup(
-            run=self._run.number, generation=self.generation, places=(), ranks=(), hosts=(),
-            past=(), prefix="",
-        )  # fmt: skip
+        go = announcement(self._launch, self.generation, (), (), Change(), "")
         for engine in self._leaving:
             self._launch.pool.engines.router.send(engine, go)
         self._gone.update(self._leaving)
@@ -504,25 +475,21 @@ class Healer:
             self.members, self._change.fresh = [], []
             run.history.release()
             return
-        members = run.members
-        places = tuple(members.index(one) for one in self.members)
-        run.agree_among(places)
         prefix = pool.new_prefix(f"run-{run.number}-regrouped")
         self._launch.meets(prefix)
         run.history.hold()  # whoever comes may send its rows last; who went had done a step alone
-        message = Regroup(
-            run=run.number,
-            generation=self.generation,
-            places=places,
-            ranks=tuple(self.members),
-            hosts=tuple(pool.engines.engines[one].place for one in self.members),
-            past=tuple(members.index(one) for one in sorted(self._past)),
-            prefix=prefix,
-            fresh=tuple(members.index(one) for one in self._change.fresh),
+        message = announcement(
+            self._launch, self.generation, self.members, sorted(self._past), self._change, prefix
         )
+        run.agree_among(message.places)
         for engine in (*self.members, *self._leaving, *self._copies.away):
             pool.engines.router.send(engine, message)
         self._watch(self.generation)
+
+    def _later(self, seconds: float, act: Callable[[int], None]) -> None:
+        timer = threading.Timer(seconds, act, (self.generation,))
+        timer.daemon = True
+        timer.start()
 
     def _watch(self, generation: int) -> None:
         """Look for dead members until all have come together: who waits for one cannot notice."""
@@ -531,9 +498,15 @@ class Healer:
                 return
             self._look_for_dead()
             if generation == self.generation:
-                timer = threading.Timer(LOOK_S, self._watch, (generation,))
-                timer.daemon = True
-                timer.start()
+                self._later(LOOK_S, self._watch)
+
+    def _meet_again(self, generation: int) -> None:
+        """Have the members meet anew where one was cut off from them and nobody has died."""
+        with self._lock:
+            if generation == self.generation and self._goes_on:
+                self._look_for_dead()
+            if generation == self.generation and self._goes_on and self.members:
+                self._announce()
 
     def _regrouped(self, engine: int, event: Regrouped) -> None:
         change, run = self._change, self._run
@@ -542,6 +515,7 @@ class Healer:
         if not change.heard and run.plan.sync:  # else each worker's rows stand alone
             run.history.regroup(event.step, [run.engines.index(one) for one in self.members])
         change.heard[engine] = event
+        self._copies.recent.clear()  # the others have gone on
         if set(change.heard) >= set(self.members):
             self._met = self.generation
             self._reached = event.step
@@ -555,7 +529,7 @@ class Healer:
         if self._met != self.generation or not all(change.how.values()):
             return
         event = next(iter(change.heard.values()))
-        if change.lost:
+        if change.lost or change.short:
             # Each tells after its rows: what is missing of earlier steps went with the dead.
             run.history.settle_before(event.step)
         change.tell(run, event.step, len(self.members), self._launch.plan.entry.dies_with)
@@ -575,7 +549,8 @@ class Healer:
 
     # -- in their places ---------------------------------------------------------------------------
 
-    def _begin_replacing(self, engine: int) -> None:
+    def begin_replacing(self, engine: int) -> None:
+        """Have a fresh engine run the cell up to where it can be let in; returns at once."""
         self._unwanted.discard(engine)
         self._tries[engine] = self._tries.get(engine, 0) + 1
         if self._tries[engine] > TRIES:
@@ -591,14 +566,12 @@ class Healer:
         try:
             with self._starting:
                 self._start(engine)
-        except WorkbenchError as error:
+        except Exception as error:  # the others go on in any case
+            if not isinstance(error, WorkbenchError):
+                log.exception("No engine could take the place of engine %d", engine)
             self._failed(engine, str(error))
             if not self._over:
                 self._run.note(f"No fresh engine took the place of a dead one: {error}")
-        except Exception as error:  # the others go on in any case
-            log.exception("No engine could take the place of engine %d", engine)
-            self._failed(engine, str(error))
-            self._run.note(f"No fresh engine took the place of a dead one: {error}")
 
     def _failed(self, engine: int, why: str) -> None:
         with self._lock:
@@ -649,8 +622,7 @@ class Healer:
         """End the cell of engines that wait to be let in where nobody trains any more."""
         with self._lock:
             if set(self.members) <= self._past and self._copies.away:
-                self._leaving += self._copies.away
-                self._copies.away = []
+                self._leaving += self._copies.release()
                 self._let_go()
             waiting = [one for one in self._coming if one not in self.members]
             if not waiting or not (self._over or set(self.members) <= self._past):

@@ -9,7 +9,8 @@ What then happens is one change of workers like any other (`healing.py`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import psutil
@@ -65,6 +66,31 @@ def scale(run: Scaled, workers: int, *, wait: bool = True) -> None:
 def check(task: Task | None) -> None:
     """Raise RunError where the workers of a run cannot be more or fewer at the moment."""
     _mender(task)[1].check_scales()
+
+
+def keep_spares(
+    recruit: Callable[[], Sequence[int]],
+    begin: Callable[[int], None],
+    note: Callable[[str], object],
+) -> None:
+    """Have engines run the cell up to where they can be let in, and wait there; returns at once.
+
+    Args:
+        recruit: Returns the engines.
+        begin: Has one do that.
+        note: Tells the user that there are none.
+    """
+
+    def start() -> None:
+        try:
+            spares = recruit()
+        except WorkbenchError as error:
+            note(f"There are no spare engines: {error}")
+            return
+        for engine in spares:
+            begin(engine)
+
+    threading.Thread(target=start, name="workbench-spares", daemon=True).start()
 
 
 def staffing(run: Scaled) -> Staffing | None:

@@ -255,6 +255,8 @@ class Hybrid(ModelSplit):
 
     def bound(self) -> str:
         """Return why the pipelines must stay as many as they are; empty where they need not."""
+        if self.context.spec.backend != "gloo":
+            return "its pipelines meet on their GPUs"
         if self.pipeline is None or not self.pipeline.program.scored:
             return ""
         every = self.microbatches * self._usual

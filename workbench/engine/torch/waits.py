@@ -1,0 +1,116 @@
+"""Waits for collectives that can be left where gloo cannot be brought to end one.
+
+Gloo loses the end of a message whose connection closes just as it is sent. Its own thread then
+waits for that in `UnboundBuffer::waitSend` for the group's whole timeout, and nothing ends it: not
+closed sockets, and `abort` does nothing. The thread that asked for the collective need not share
+its fate. While training can go on with others it waits in slices (`Work.wait` with a timeout, which
+ends with an error and leaves the work as it is), and leaves a collective that still waits some time
+after the group's connections were shut. What is left behind stays for good, the group with its
+thread: to take that down would wait for the thread.
+
+Sends and receives are waited for as ever: theirs is gloo's own wait, and one that times out breaks
+all of the group's connections.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ...errors import ClusterError
+from ..transport.connection import LinkError
+
+clock = time.monotonic
+SLICE = timedelta(seconds=0.5)
+PATIENCE_S = 1.0
+"""How long after its connections were shut a collective may still end by itself."""
+_ONE_TO_ONE = (12, 13, 14)
+"""Send, receive, receive from anybody, as `Work._get_op_type` numbers them (c10d/Types.hpp)."""
+
+_plain_wait = dist.Work.wait
+_shut_since_s: float | None = None
+_left = False
+
+
+def connections_were_shut() -> None:
+    """Take note that collectives of the group that is there end, or never do."""
+    global _shut_since_s
+    if _shut_since_s is None:
+        _shut_since_s = clock()
+
+
+def are_shut_for(seconds: float) -> bool:
+    """Return whether the connections of the group that is there were shut as long ago."""
+    since_s = _shut_since_s
+    return since_s is not None and clock() - since_s > seconds
+
+
+def group_was_made(*, leavable: bool) -> None:
+    """Take note that there is a group whose connections are whole.
+
+    Args:
+        leavable: Whether its collectives are to be left once they are broken.
+    """
+    global _shut_since_s, _left
+    _shut_since_s, _left = None, False
+    dist.Work.wait = _wait if leavable else _plain_wait  # type: ignore[assignment]
+
+
+def _wait(work: Any, *timeout: Any) -> Any:
+    if timeout or work._get_op_type() in _ONE_TO_ONE:
+        return _plain_wait(work, *timeout)
+    while True:
+        try:
+            return _plain_wait(work, SLICE)
+        except RuntimeError:  # noqa: PERF203 - one slice at a time
+            if work.is_completed():
+                return _plain_wait(work)  # as it has ended: with its own error, or well
+            if are_shut_for(PATIENCE_S):
+                _leave_behind(work)
+                raise RuntimeError(
+                    "gloo: a collective was left that waits though its connections are closed"
+                ) from None
+
+
+def _leave_behind(work: Any) -> None:
+    global _left
+    _left = True
+    _keep_for_good(work)
+
+
+def keep_what_was_left() -> None:
+    """Keep the group that is there for good, if a collective was left in it."""
+    c10d: Any = dist.distributed_c10d
+    for group in list(c10d._world.pg_map) if _left else ():
+        _keep_for_good(group)
+
+
+def _keep_for_good(thing: object) -> None:
+    """Let nothing take it down, not the interpreter's end either."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+_CUT = re.compile(
+    r"gloo|Connection (closed by peer|reset)|Broken pipe|Socket (closed|is closed)|NCCL", re.I
+)
+
+
+def was_cut(error: BaseException) -> bool:
+    """Whether an error is what a worker feels of another one's end: in a collective, in the store.
+
+    Torch raises gloo's as plain RuntimeErrors, of which the words alone tell.
+    """
+    if isinstance(error, LinkError):
+        return bool(error.felt)
+    if isinstance(error, ClusterError):
+        return error.code == "WB-CLUSTER-054"
+    kinds: Any = dist
+    network = getattr(kinds, "DistError", ())
+    return isinstance(error, network) or (
+        isinstance(error, RuntimeError) and _CUT.search(str(error)) is not None
+    )
