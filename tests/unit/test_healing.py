@@ -409,6 +409,15 @@ def test_members_meet_anew_where_one_was_cut_off_from_the_living(made, monkeypat
     assert not soon(lambda: healer.generation > 3, 0.2)
 
 
+def test_who_was_cut_off_by_a_death_meets_the_others_once(made, monkeypatch) -> None:
+    monkeypatch.setattr(healing, "CUT_S", 0.01)
+    healer, _, launch = made
+    launch.dead = 2
+    healer.hear(0, Standing(rank=0, phase="cut"))
+    regrouped(healer, 20)
+    assert not soon(lambda: healer.generation > 1, 0.2)
+
+
 def test_who_was_cut_off_from_the_living_waits(made) -> None:
     healer, _, launch = made
     healer.hear(0, Standing(rank=0, phase="cut"))

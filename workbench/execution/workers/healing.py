@@ -203,8 +203,8 @@ class Healer:
                     self._regrouped(engine, event)
                 case Standing(phase="cut" | "ready") if engine in self.members:
                     if event.generation == self.generation:
+                        self._later(CUT_S, self._meet_again)  # unless others have changed by then
                         self._look_for_dead()
-                        self._later(CUT_S, self._meet_again)
                 case Standing(phase="ready") if engine in self._coming:
                     self._let_in(engine)
                 case Standing(phase="past") if engine in {*self.members, *self._leaving} or (
