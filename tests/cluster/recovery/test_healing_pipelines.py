@@ -223,6 +223,52 @@ def test_a_death_in_the_last_step_leaves_whole_weights(cluster, undisturbed, tmp
     counts_once(run)
 
 
+DEEP = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+def build():
+    layers = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)]
+    return nn.Sequential(*layers).double()
+model = BUILD
+"""
+TIED = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.act, self.last = nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8)
+        self.out = nn.Linear(8, 4)
+        self.last.weight = nn.Parameter(self.first.weight.detach().t().clone())
+        self.out.weight = self.first.weight
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.out(self.last(self.act(self.first(x)))), y)
+model = Tied().double()
+"""
+STEP_FN = ("loss=nn.CrossEntropyLoss()", "step_fn=lambda m, batch: m(*batch)")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "change"),
+    [
+        (DEEP.replace("BUILD", "build()"), {"stages": 2, "schedule": "interleaved"}, ()),
+        (DEEP.replace("BUILD", "build"), {"stages": 2, "microbatches": 3}, ()),
+        (TIED, {"stages": 2}, STEP_FN),
+    ],
+    ids=["interleaved", "built in parts", "the loss within, a weight in two stages"],
+)
+def test_whatever_a_pipeline_is_made_of(cluster, paced, heal, model, options, change):
+    plain, source = cell(STEPS, model=model), paced(model=model)
+    if change:
+        plain, source = plain.replace(*change), source.replace(*change)
+    whole = cluster.run(plain, strategy="hybrid", options=options).wait(WAIT_S)
+    run = heal(source, 3, options=options, inject=["kill=3@20"])
+    assert difference(run.weights(), whole.weights()) <= EXACT
+    counts_once(run)
+
+
 def test_deaths_at_random_moments(cluster, undisturbed, tmp_path, paced):
     """Whoever it is and wherever it was: in a stage, in a sum, while others are let in."""
     draw = random.Random(5)
