@@ -149,7 +149,7 @@ def cut(
     if bounds is None:
         bounds = balance([c.forward_s + c.backward_s for c in costs], cut_s, stages)
     return Cut(
-        layers, bounds, costs, cut_s, _inputs(program), outputs, program,
+        layers, bounds, costs, cut_s, _input_forms(program), outputs, program,
         shared(model, layers, bounds),
     )  # fmt: skip
 
@@ -205,12 +205,12 @@ def cut_as(
         for trained, evaluated in told["forms"]
     ]
     return Cut(
-        layers, bounds, costs, [0.0] * (len(layers) - 1), _inputs(program), outputs, program,
+        layers, bounds, costs, [0.0] * (len(layers) - 1), _input_forms(program), outputs, program,
         shared(model, layers, bounds),
     )  # fmt: skip
 
 
-def _inputs(program: Program) -> tuple[Form, ...]:
+def _input_forms(program: Program) -> tuple[Form, ...]:
     return tuple(Form(tuple(tensor.shape), tensor.dtype) for tensor in program.tensors)
 
 
