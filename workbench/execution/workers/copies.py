@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from ..outcome import Recovery
+
 if TYPE_CHECKING:
     from ..run import Run
     from .change import Change, Execution
@@ -137,6 +139,17 @@ class Copies:
         """Return who waits, for nobody's part is needed any more."""
         released, self.away, self.recent = self.away, [], []
         return released
+
+    def tell_of(self, engine: int, how: str, step: int, workers: int) -> None:
+        """Tell of the death of one that waits, which nobody else has felt.
+
+        Args:
+            how: It died, in words.
+            step: The first one of the workers that there are.
+        """
+        self.drop(engine)
+        self._run.recoveries.append(Recovery((engine,), how, step, 0, workers, 0.0, again=False))
+        self._run.note(f"{how}; it took no part.", [engine])
 
     def drop(self, engine: int) -> None:
         """Have an engine wait no more."""

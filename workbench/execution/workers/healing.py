@@ -124,8 +124,7 @@ class Healer:
                 self.begin_replacing(engine)
                 return outcome
             if engine in self._copies.away:
-                self._copies.drop(engine)
-                self._run.note(f"{words}; it took no part.", [engine])
+                self._copies.tell_of(engine, words, self._reached, len(self.members))
                 self.begin_replacing(engine)
                 return outcome
             enough = self._copies.suffice(self._have_all - {engine}, self._past, self._keeper)
