@@ -475,6 +475,14 @@ def test_who_is_through_is_not_waited_for(made) -> None:
     assert launch.interrupted == [1]  # nobody trains any more
 
 
+def test_who_has_ended_its_cell_is_met_no_more(made) -> None:
+    healer, _, launch = made
+    healer.spares(0, WELL)
+    healer.spares(1, DIED)  # as the others were about to end theirs
+    assert launch.sent == [(2, launch.sent[0][1])]
+    assert (launch.sent[0][1].places, launch.sent[0][1].past) == ((2,), (0,))
+
+
 def test_without_who_keeps_the_weights_the_run_cannot_end(made) -> None:
     healer, run, _ = made
     healer.spares(0, DIED)

@@ -223,6 +223,41 @@ def test_a_death_in_the_last_step_leaves_whole_weights(cluster, undisturbed, tmp
     counts_once(run)
 
 
+IN_FINISH = """
+from workbench.strategies.torch.hybrid import Hybrid
+def wait_for(flag):
+    while not (folder / flag).exists():
+        time.sleep(0.005)
+waits = getattr(Hybrid._await_all, 'plain', Hybrid._await_all)
+def cutting(self, **given):
+    waits(self, **given)
+    if not given and rank:  # at the end, where rank 0 is through
+        wait_for('through')
+        if rank == 3 and once('killed'):
+            die()
+        if once('cut'):
+            raise RuntimeError('gloo: Connection closed by peer')
+cutting.plain = waits
+Hybrid._await_all = cutting
+"""
+AFTER = """
+if rank == 0:
+    (folder / 'through').touch()
+Hybrid._await_all = waits
+"""
+
+
+def test_once_one_is_through_the_others_end_without_a_whole_pipeline(
+    cluster, undisturbed, tmp_path, paced
+):
+    (tmp_path / "hurry").touch()
+    run = cluster.run(
+        paced(IN_FINISH) + AFTER, strategy="hybrid", on_failure="heal", options=SPLIT
+    ).wait(WAIT_S)
+    assert difference(run.weights(), undisturbed) <= EXACT
+    counts_once(run)
+
+
 DEEP = """
 import torch
 from torch import nn

@@ -272,6 +272,7 @@ class Healer:
         """Take note that a member's cell is over; nobody is let in once it has failed."""
         self._over = self._over or not outcome.is_well
         self._past.add(engine)
+        self.members = [one for one in self.members if one != engine]  # it answers nobody any more
         self._send_home()
 
     def _did_not_come(self, engine: int, outcome: CellOutcome) -> CellOutcome:
