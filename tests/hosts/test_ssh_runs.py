@@ -258,9 +258,8 @@ def test_engines_of_the_other_host_join_a_run_that_trains(cluster: Cluster) -> N
     assert len(first) == 1
     run.scale(4)
     assert len({hosts_of(cluster)[engine] for engine in run.engines}) == 2
-    assert [(one["event"], one["ranks"], one["workers"]) for one in run.events] == [
-        ("joined", [2, 3], 4)
-    ]
+    joined = [rank for one in run.events if one["event"] == "joined" for rank in one["ranks"]]
+    assert (sorted(joined), run.events[-1]["workers"]) == ([2, 3], 4)
     steps = run.history.totals.steps
     assert soon(lambda: run.history.totals.steps > steps + 5, WAIT_S)
     run.scale(2)

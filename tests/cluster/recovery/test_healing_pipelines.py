@@ -19,6 +19,8 @@ need("torch")
 EXACT = 1e-10
 STEPS = HEALING_STEPS
 SPLIT = {"stages": 2, "split_at": "1"}
+CLIPPED = ", clip_norm=0.5"
+"""So an update needs a number that all stages have agreed on."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,14 @@ def cluster():
 @pytest.fixture(scope="module")
 def undisturbed(cluster):
     """Weights after all steps when nobody dies."""
-    return cluster.run(cell(STEPS), strategy="hybrid", options=SPLIT).wait(WAIT_S).weights()
+    run = cluster.run(cell(STEPS, CLIPPED), strategy="hybrid", options=SPLIT)
+    return run.wait(WAIT_S).weights()
+
+
+@pytest.fixture
+def paced(paced):
+    """Return a cell that clips, and whose steps take long enough to be disturbed."""
+    return lambda before="", more=CLIPPED, **about: paced(before, more, **about)
 
 
 @pytest.fixture
@@ -79,10 +88,10 @@ def test_the_other_pipeline_goes_on_and_the_broken_one_comes_back(
 
 
 ADAM = ("torch.optim.SGD(p, 0.05, momentum=0.9)", "torch.optim.Adam(p, 0.01)")
-WITH = ", clip_norm=0.5, eval_data=(x, y), eval_every=20"
+WITH = ", eval_data=(x, y), eval_every=20"
 
 
-def test_with_adam_clipping_evaluations_and_checkpoints(cluster, tmp_path, paced, heal):
+def test_with_adam_evaluations_and_checkpoints(cluster, tmp_path, paced, heal):
     source = paced(more=WITH).replace(*ADAM)
     plain = cell(STEPS, WITH).replace(*ADAM)
     whole = cluster.run(plain, strategy="hybrid", options=SPLIT).wait(WAIT_S)
@@ -121,21 +130,19 @@ Hybrid.{method} = watched
 UNDO = "\nHybrid.{method} = plain\n"
 
 
-def between(paced, method, before, after, seen, more=""):
+def between(paced, method, before, after, seen):
     """Return a cell in which something happens in the 61st call of a method of the strategy."""
     source = BETWEEN.replace("{method}", method)
     conditions = {"BEFORE": before, "AFTER": after, "SEEN": seen}
     for name, condition in conditions.items():
         source = source.replace(name, condition)
-    return paced(source, more) + UNDO.replace("{method}", method)
+    return paced(source) + UNDO.replace("{method}", method)
 
 
-def test_a_step_that_one_worker_has_taken_is_taken_by_all(cluster, paced, heal):
+def test_a_step_that_one_worker_has_taken_is_taken_by_all(undisturbed, paced, heal):
     """Ranks 0 and 2 take it, rank 1 is cut off when it could, rank 3 dies before it does."""
-    clipped = ", clip_norm=0.5"
-    whole = cluster.run(cell(STEPS, clipped), strategy="hybrid", options=SPLIT).wait(WAIT_S)
     dying = "rank == 3 and once('killed') and (wait_for('seen-0', 'seen-2') or True)"
-    source = between(paced, "apply", dying, "False", "rank in (0, 2)", clipped)
+    source = between(paced, "apply", dying, "False", "rank in (0, 2)")
     cut = (
         "waits = getattr(Hybrid._await_all, 'plain', Hybrid._await_all)\n"
         "met = 0\n"
@@ -150,7 +157,7 @@ def test_a_step_that_one_worker_has_taken_is_taken_by_all(cluster, paced, heal):
     )
     source = source.replace("def wait_for", cut + "def wait_for") + "Hybrid._await_all = waits\n"
     run = heal(source, 3)
-    assert difference(run.weights(), whole.weights()) <= EXACT
+    assert difference(run.weights(), undisturbed) <= EXACT
     assert run.events[0]["step"] == 61  # the step of ranks 0 and 2 stands
     counts_once(run)
 
@@ -295,7 +302,7 @@ STEP_FN = ("loss=nn.CrossEntropyLoss()", "step_fn=lambda m, batch: m(*batch)")
     ids=["interleaved", "built in parts", "the loss within, a weight in two stages"],
 )
 def test_whatever_a_pipeline_is_made_of(cluster, paced, heal, model, options, change):
-    plain, source = cell(STEPS, model=model), paced(model=model)
+    plain, source = cell(STEPS, CLIPPED, model=model), paced(model=model)
     if change:
         plain, source = plain.replace(*change), source.replace(*change)
     whole = cluster.run(plain, strategy="hybrid", options=options).wait(WAIT_S)
@@ -308,7 +315,7 @@ def test_deaths_at_random_moments(cluster, undisturbed, tmp_path, paced):
     """Whoever it is and wherever it was: in a stage, in a sum, while others are let in."""
     draw = random.Random(5)
     run = cluster.run(
-        paced(more=", eval_data=(x, y), eval_every=5"), strategy="hybrid", on_failure="heal",
+        paced(more=CLIPPED + ", eval_data=(x, y), eval_every=5"), strategy="hybrid", on_failure="heal",
         options=SPLIT,
     )  # fmt: skip
     assert soon(lambda: run.is_over or run.history.snapshot().step >= 20)

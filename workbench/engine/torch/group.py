@@ -176,7 +176,7 @@ def _make_group(spec: RunSpec, prefix: str, backend: str, **settings: Any) -> No
         # torch wraps the hook of before in one of its own with every group, and keeps them all.
         sys.excepthook = hook
     _made = spec.group_name, spec.rank, spec.world_size
-    waits.group_was_made(leavable=spec.heals)
+    waits.group_was_made(leavable=spec.heals and backend == "gloo")
     device = torch.device(spec.device)
     if device.type != "cpu" and backend_of(None, device) != "gloo":
         _watch_updates(device)

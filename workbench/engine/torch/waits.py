@@ -8,6 +8,9 @@ ends with an error and leaves the work as it is), and leaves a collective that s
 after the group's connections were shut. What is left behind stays for good, the group with its
 thread: to take that down would wait for the thread.
 
+DistributedDataParallel's reducer waits in C++, for a future. It is given one of ours (`passed_on`),
+which is completed when gloo's is, or when it is left.
+
 Sends and receives are waited for as ever: theirs is gloo's own wait, and one that times out breaks
 all of the group's connections.
 """
@@ -16,10 +19,12 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
 import time
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ...errors import ClusterError
@@ -29,12 +34,15 @@ clock = time.monotonic
 SLICE = timedelta(seconds=0.5)
 PATIENCE_S = 1.0
 """How long after its connections were shut a collective may still end by itself."""
+LEFT = "gloo: a collective was left that waits though its connections are closed"
 _ONE_TO_ONE = (12, 13, 14)
 """Send, receive, receive from anybody, as `Work._get_op_type` numbers them (c10d/Types.hpp)."""
 
 _plain_wait = dist.Work.wait
 _shut_since_s: float | None = None
 _left = False
+_passing: set[_Passing] = set()
+_lock = threading.Lock()
 
 
 def connections_were_shut() -> None:
@@ -42,6 +50,10 @@ def connections_were_shut() -> None:
     global _shut_since_s
     if _shut_since_s is None:
         _shut_since_s = clock()
+        if _passing:
+            timer = threading.Timer(PATIENCE_S, _leave_all, (list(_passing),))
+            timer.daemon = True
+            timer.start()
 
 
 def are_shut_for(seconds: float) -> bool:
@@ -61,6 +73,56 @@ def group_was_made(*, leavable: bool) -> None:
     dist.Work.wait = _wait if leavable else _plain_wait  # type: ignore[assignment]
 
 
+def is_leavable() -> bool:
+    """Return whether collectives are left once they are broken."""
+    return dist.Work.wait is _wait
+
+
+def passed_on(work: Any) -> torch.futures.Future[torch.Tensor]:
+    """Return a future of a collective's tensor that is completed at the latest when it is left."""
+    return _Passing(work).future
+
+
+class _Passing:
+    """Completes a future as a collective ends, or once it is left; the first counts."""
+
+    def __init__(self, work: Any) -> None:
+        made: Any = torch.futures.Future()
+        self.future: torch.futures.Future[torch.Tensor] = made
+        self._made = made
+        self._work, self._ended = work, False
+        with _lock:
+            _passing.add(self)
+        work.get_future().add_done_callback(self._done)
+
+    def _is_first(self) -> bool:
+        with _lock:
+            first, self._ended = not self._ended, True
+            _passing.discard(self)
+            return first
+
+    def _done(self, gloos: Any) -> None:
+        if not self._is_first():
+            return
+        try:
+            value = gloos.value()
+        except Exception as error:  # what the collective ended with
+            self._made.set_exception(error)
+        else:
+            self.future.set_result(value[0] if isinstance(value, list) else value)
+
+    def leave(self) -> None:
+        """Complete the future, if the collective has not ended."""
+        if self._is_first():
+            _leave_behind(self._work)
+            self._made.set_exception(RuntimeError(LEFT))
+
+
+def _leave_all(passing: list[_Passing]) -> None:
+    for one in passing:
+        one.leave()
+
+
 def _wait(work: Any, *timeout: Any) -> Any:
     if timeout or work._get_op_type() in _ONE_TO_ONE:
         return _plain_wait(work, *timeout)
@@ -72,9 +134,7 @@ def _wait(work: Any, *timeout: Any) -> Any:
                 return _plain_wait(work)  # as it has ended: with its own error, or well
             if are_shut_for(PATIENCE_S):
                 _leave_behind(work)
-                raise RuntimeError(
-                    "gloo: a collective was left that waits though its connections are closed"
-                ) from None
+                raise RuntimeError(LEFT) from None
 
 
 def _leave_behind(work: Any) -> None:

@@ -32,6 +32,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from ....engine.torch import waits
 from ....shared import events
 from .averaging import Averaging, FlatGradients, size_bytes, unused
 from .guard import Guard, TrainedSets, broadcast_model, check_alike
@@ -318,6 +319,9 @@ class Reduction:
             gradient_as_bucket_view=True,
             init_sync=False,  # all begin with rank 0's, and stay equal
         )
+        if waits.is_leavable() and not self._tables:
+            # A lambda: torch would compare annotations, which are strings here.
+            self.ddp.register_comm_hook(None, lambda _, bucket: _leavable_mean(bucket))
         self._begun = False
 
     def before_backward(self, tensors: list[Any]) -> list[Any]:
@@ -416,6 +420,13 @@ class Reduction:
         self._sets.close()
         self.rewrapped = lambda: None
         self.parameters, self._every, self.known = {}, [], set()
+
+
+def _leavable_mean(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of gradients as the reducer does, so that its wait in C++ can be left."""
+    buffer = bucket.buffer()
+    buffer.div_(dist.get_world_size())
+    return waits.passed_on(dist.all_reduce(buffer, async_op=True))
 
 
 class SparseTables:
