@@ -315,8 +315,8 @@ def test_deaths_at_random_moments(cluster, undisturbed, tmp_path, paced):
     """Whoever it is and wherever it was: in a stage, in a sum, while others are let in."""
     draw = random.Random(5)
     run = cluster.run(
-        paced(more=CLIPPED + ", eval_data=(x, y), eval_every=5"), strategy="hybrid", on_failure="heal",
-        options=SPLIT,
+        paced(more=f"{CLIPPED}, eval_data=(x, y), eval_every=5"), strategy="hybrid",
+        on_failure="heal", options=SPLIT,
     )  # fmt: skip
     assert soon(lambda: run.is_over or run.history.snapshot().step >= 20)
     for deaths in range(1, 7):
