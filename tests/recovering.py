@@ -33,7 +33,7 @@ def cell(steps=STEPS, more="", model=MODEL):
 HEALING_STEPS = 240
 
 
-def healing_cell(folder, before="", more="", steps=HEALING_STEPS):
+def healing_cell(folder, before="", more="", steps=HEALING_STEPS, model=MODEL):
     """Return a cell whose steps take long enough to be disturbed, until its file `hurry` is there.
 
     So all that is to happen happens in the run, however long this machine takes for it.
@@ -52,7 +52,7 @@ def healing_cell(folder, before="", more="", steps=HEALING_STEPS):
         "    if step >= 20 and not (folder / 'hurry').exists():\n"
         "        time.sleep(0.05)\n"
     )
-    return source + before + cell(steps, f", callbacks=[pace] {more}")
+    return source + before + cell(steps, f", callbacks=[pace] {more}", model)
 
 
 def pids(cluster):

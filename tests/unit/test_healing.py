@@ -13,6 +13,7 @@ from history_rows import make_rows
 from notebook_shell import soon
 
 from workbench.engine.telemetry.membership import Membership
+from workbench.engine.training.regrouping import NOWHERE, donors_of
 from workbench.engine.transport import handover
 from workbench.engine.transport.connection import LinkError
 from workbench.errors import RunError, RunStopped
@@ -278,8 +279,9 @@ class Run:
 class Launch:
     """As much of an execution."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, together: int = 1) -> None:
         self.run, self.sent, self.interrupted = run, [], []
+        self.together = together
         self.servers: tuple[int, ...] = ()
         self.held_twice: list[list[int]] = []
         self.dismissed = 0
@@ -292,7 +294,10 @@ class Launch:
             interrupt=self.interrupted.extend,
         )
         self.pool = SimpleNamespace(engines=engines, new_prefix=lambda what: what)
-        self.plan = SimpleNamespace(entry=SimpleNamespace(dies_with="", replicated=True))
+        entry = SimpleNamespace(
+            dies_with="", replicated=True, copy_workers=lambda options, workers: self.together
+        )
+        self.plan = SimpleNamespace(entry=entry, options={}, workers=len(run.engines))
 
     def meets(self, prefix: str) -> None:
         pass
@@ -307,8 +312,18 @@ class Launch:
 @pytest.fixture
 def made(monkeypatch):
     """Return a healer of three engines, its run, and what it asks of others."""
-    run = Run(range(3))
-    launch = Launch(run)
+    return healing_of(monkeypatch, range(3))
+
+
+@pytest.fixture
+def piped(monkeypatch):
+    """Return the same of two pipelines of two engines."""
+    return healing_of(monkeypatch, range(4), together=2)
+
+
+def healing_of(monkeypatch, engines: range, together: int = 1):
+    run = Run(engines)
+    launch = Launch(run, together)
     healer = Healer(launch, {})
     launch.replaced = []
     monkeypatch.setattr(
@@ -405,6 +420,15 @@ def test_members_meet_anew_where_one_was_cut_off_from_the_living(made, monkeypat
     assert not soon(lambda: healer.generation > 3, 0.2)
 
 
+def test_who_was_cut_off_by_a_death_meets_the_others_once(made, monkeypatch) -> None:
+    monkeypatch.setattr(healing, "CUT_S", 0.01)
+    healer, _, launch = made
+    launch.dead = 2
+    healer.hear(0, Standing(rank=0, phase="cut"))
+    regrouped(healer, 20)
+    assert not soon(lambda: healer.generation > 1, 0.2)
+
+
 def test_who_was_cut_off_from_the_living_waits(made) -> None:
     healer, _, launch = made
     healer.hear(0, Standing(rank=0, phase="cut"))
@@ -449,6 +473,14 @@ def test_who_is_through_is_not_waited_for(made) -> None:
     healer._coming[1] = DIED
     healer.hear(1, Standing(rank=1, phase="ready"))
     assert launch.interrupted == [1]  # nobody trains any more
+
+
+def test_who_has_ended_its_cell_is_met_no_more(made) -> None:
+    healer, _, launch = made
+    healer.spares(0, WELL)
+    healer.spares(1, DIED)  # as the others were about to end theirs
+    assert launch.sent == [(2, launch.sent[0][1])]
+    assert (launch.sent[0][1].places, launch.sent[0][1].past) == ((2,), (0,))
 
 
 def test_without_who_keeps_the_weights_the_run_cannot_end(made) -> None:
@@ -814,3 +846,111 @@ def test_a_training_that_cannot_go_on_with_others_says_why(scaled) -> None:
         healer.scale(4)
     with pytest.raises(RunError, match="a stream"):
         healer.dismiss([1], "to make room")
+
+
+# -- several hold a copy together ------------------------------------------------------------------
+
+
+def test_a_whole_pipeline_goes_on_and_the_rest_of_the_other_waits(piped) -> None:
+    healer, run, launch = piped
+    healer.spares(3, DIED)
+    assert told(launch) == dict.fromkeys((0, 1, 2), (0, 1))
+    regrouped(healer, 12)
+    assert launch.replaced == [3]
+    joined(healer, 3, 20)
+    assert launch.sent[-1][1].places == (0, 1, 2, 3)
+    assert launch.sent[-1][1].fresh == (2, 3)
+    changes = [(one["event"], one["ranks"], one["workers"]) for one in run.history.story.changes]
+    assert changes == [("healed", [3], 2), ("left", [2], 2), ("joined", [2, 3], 4)]
+
+
+def test_who_is_left_of_two_pipelines_forms_one(piped) -> None:
+    healer, _, launch = piped
+    healer.spares(0, DIED)
+    healer.spares(3, DIED)  # nobody has gone on since
+    assert healer.members == [2, 1]
+    assert launch.sent[-1][1].places == (2, 1)
+    assert launch.sent[-1][1].fresh == ()
+    regrouped(healer, 12)
+    joined(healer, 0, 20)
+    assert healer.members == [2, 1]  # one alone makes no pipeline
+    joined(healer, 3, 20)
+    assert healer.members == [0, 1, 2, 3]
+    assert set(launch.sent[-1][1].fresh) == {0, 3}
+
+
+def test_who_waits_has_nothing_once_the_others_have_gone_on(piped) -> None:
+    healer, run, _ = piped
+    healer.spares(0, DIED)
+    regrouped(healer, 12)
+    assert healer.spares(3, DIED) is None  # rank 1 has a stage of step 12 at most
+    assert healer.hear(2, Standing(rank=2, phase="cut", generation=healer.generation)) is None
+    assert run.recoveries[0].engines == (0,)
+
+
+def test_who_dies_while_it_waits_is_replaced(piped) -> None:
+    healer, run, launch = piped
+    healer.spares(0, DIED)
+    regrouped(healer, 12)
+    assert healer.spares(1, DIED) is DIED
+    assert run.notes[-1].endswith("it took no part.")
+    assert [done.engines for done in run.recoveries] == [(0,), (1,)]
+    assert launch.replaced == [0, 1]
+    joined(healer, 1, 20)
+    assert healer.members == [2, 3]
+    joined(healer, 0, 20)
+    assert healer.members == [0, 1, 2, 3]
+
+
+def test_a_fresh_worker_that_dies_again_leaves_its_pipeline_waiting(piped) -> None:
+    healer, _, launch = piped
+    healer.spares(0, DIED)
+    regrouped(healer, 12)
+    healer._coming[0] = DIED
+    healer.hear(0, Standing(rank=0, phase="ready"))
+    assert healer.members == [0, 1, 2, 3]
+    healer.spares(0, DIED)
+    assert healer.members == [2, 3]
+    assert launch.sent[-1][1].fresh == ()
+    regrouped(healer, 20)
+    joined(healer, 0, 30)
+    assert healer.members == [0, 1, 2, 3]
+    assert set(launch.sent[-1][1].fresh) == {0, 1}
+
+
+def test_who_waits_is_let_go_when_the_others_have_trained(piped) -> None:
+    healer, _, launch = piped
+    healer.spares(0, DIED)
+    regrouped(healer, 12)
+    healer.spares(2, WELL)
+    assert let_go(launch) == []
+    healer.spares(3, WELL)
+    assert let_go(launch) == [1]
+    assert healer.spares(1, CellOutcome(status="stopped")) == CellOutcome(status="ok")
+
+
+def test_once_one_has_trained_to_the_end_nobodys_part_is_needed(piped) -> None:
+    healer, _, launch = piped
+    healer.spares(3, DIED)
+    healer.hear(0, Standing(rank=0, phase="past", generation=1))
+    assert healer.members == [1, 2]  # whom the others would have left behind
+    assert launch.sent[-1][1].past == (0,)
+
+
+def test_without_any_holder_of_a_part_the_run_cannot_end(piped) -> None:
+    healer, _, _ = piped
+    healer.spares(3, DIED)
+    healer.hear(0, Standing(rank=0, phase="past", generation=1))
+    assert healer.spares(1, DIED) is None  # of its stage's weights nothing would be left
+
+
+@pytest.mark.parametrize(
+    ("at", "behind", "expected"),
+    [
+        ([(5, 0, 0)] * 2 + [NOWHERE] * 2, [2, 3], {2: 0, 3: 1}),
+        ([NOWHERE] * 2 + [(5, 0, 0)] * 2, [0, 1], {0: 2, 1: 3}),
+        ([(5, 4, 0), (5, 0, 0)], [1], {1: 0}),  # it has only to hear of an evaluation
+    ],
+)
+def test_each_takes_over_from_a_holder_of_its_part(at, behind, expected) -> None:
+    assert donors_of(at, [rank % 2 for rank in range(len(at))], behind) == expected

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -184,7 +185,7 @@ def test_where_no_fresh_worker_can_be_let_in_it_is_said(strategy: str) -> None:
     ("strategy", "why"),
     [
         ("one_device", "one worker"), ("sharded", "nobody else has"),
-        ("model_split", "a stage that nobody else has"), ("hybrid", "cannot hand it over yet"),
+        ("model_split", "a stage that nobody else has"),
         ("tensor_parallel", "a part of each layer"),
     ],
 )  # fmt: skip
@@ -193,7 +194,21 @@ def test_what_cannot_heal_says_why_and_what_can(strategy: str, why: str) -> None
         plan(strategy=strategy, on_failure="heal")
     assert raised.value.code == "WB-PLAN-320"
     assert why in raised.value.what
-    assert "mirrored, central_storage, parameter_server, local_sgd, gossip" in str(raised.value)
+    assert "mirrored, central_storage, parameter_server, hybrid, local_sgd, gossip" in str(
+        raised.value
+    )
+
+
+def test_pipelines_heal_where_there_are_two_of_them() -> None:
+    def healed(workers: int, **options: Any) -> Plan:
+        return plan(strategy="hybrid", on_failure="heal", workers=workers, options=options)
+
+    assert healed(4).on_failure == healed(3, stages=1).on_failure == "heal"
+    with pytest.raises(PlanError, match="WB-PLAN-340") as raised:
+        healed(2)
+    assert "-n 4 -o stages=2" in str(raised.value)
+    with pytest.raises(PlanError, match="WB-PLAN-340"):
+        healed(4, stages=4)
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "central_storage", "parameter_server"])

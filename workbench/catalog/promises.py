@@ -77,6 +77,10 @@ _PACE = _test(
 _BOTH = _test("recovery/test_served_healing.py", "a_worker_and_a_server_of_two_that_hold_the_same")
 _MET = _test("recovery/test_healing_averaging.py", "averaged_after_each_step_nothing_is_lost[0]")
 _NEAR = _test("recovery/test_healing_averaging.py", "the_loss_is_near_that_of_an_undisturbed_run")
+_PIPELINES = _test(
+    "recovery/test_healing_pipelines.py",
+    "the_other_pipeline_goes_on_and_the_broken_one_comes_back[0]",
+)
 _STOP = _test("test_checkpoints.py", "a_worker_that_dies_while_writing_leaves_the_last_good_one")
 _FEWER = _test(
     "recovery/test_fewer.py", "fewer_workers_go_on_with_the_same_batch_and_nothing_is_lost[True]"
@@ -141,6 +145,7 @@ PROMISES: tuple[Promise, ...] = (
     Promise("local_sgd", "`every=1`, SGD without momentum", "worker", "heal", NOTHING, _MET),
     Promise("gossip", "", "worker", "replace", STEPS, _COSTS + "[gossip]"),
     Promise("gossip", "", "worker", "heal", "", _NEAR + "[ring]"),
+    Promise("hybrid", "", "worker", "heal", "", _PIPELINES),
     Promise("sharded", "", "worker", "continue", STEPS, _KINDS + "[continue-sharded-options0]"),
     Promise("sharded", "", "worker", "replace", STEPS, _KINDS + "[replace-sharded-options0]"),
     Promise("model_split", "", "worker", "continue", STEPS,

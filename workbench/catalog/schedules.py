@@ -140,11 +140,27 @@ def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | Non
     return int(count)
 
 
+def at_least(count: int, name: str, workers: int) -> int:
+    """Return how many microbatches a schedule takes: so many, or a few more in equal rounds.
+
+    Args:
+        count: At least one per worker where the schedule needs that.
+    """
+    while SCHEDULES[name].rounds and count % max(1, count // workers):
+        count += 1
+    return count
+
+
+def pipeline_workers(options: Mapping[str, Any], workers: int) -> int:
+    """Return how many workers form a pipeline: as asked for, else 2 where they divide evenly."""
+    return int(options["stages"] or (1 if workers % 2 else 2))
+
+
 def check_schedule(options: Mapping[str, Any], workers: int, batch_size: int | None) -> None:
     """Raise PlanError when the options do not fit each other or the number of workers."""
     stages_per_worker(options)
     if "stages" in options:  # pipelines side by side, each with a share of the batch
-        every, workers = workers, options["stages"] or (1 if workers % 2 else 2)
+        every, workers = workers, pipeline_workers(options, workers)
         if every % workers:
             raise PlanError(
                 "The workers do not fill whole pipelines.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 from collections.abc import Iterable
@@ -171,6 +172,8 @@ class Strategy:
         sheds: Whether a worker that is slow for long can have a smaller share of each batch: shares
             are weighted by their samples, so the result is the same.
         dies_with: What is lost with a worker then, at most; empty where nothing is.
+        copy_rule: `package.module:function` of (options, workers), pure: how many workers hold a
+            copy of the model together; empty: one.
         unhealed: Why it does not.
         unhealed_with: Options (name, value) under which it does not.
         spares_workers: Whether the others go on without a pause when a worker dies, as long as they
@@ -224,6 +227,7 @@ class Strategy:
     heals: bool = False
     sheds: bool = False
     dies_with: str = ""
+    copy_rule: str = ""
     unhealed: str = ""
     unhealed_with: tuple[tuple[str, Any], ...] = ()
     spares_workers: bool = False
@@ -249,6 +253,13 @@ class Strategy:
         if self.exact_with is None or not self.is_sync(options):
             return False
         return all(options.get(name) == value for name, value in self.exact_with)
+
+    def copy_workers(self, options: dict[str, Any], workers: int) -> int:
+        """Return how many workers hold a copy of the model together: r has part r modulo that."""
+        if not self.copy_rule:
+            return 1
+        module, _, rule = self.copy_rule.partition(":")
+        return int(getattr(importlib.import_module(module), rule)(options, workers))
 
     def part_count(self, options: dict[str, Any]) -> int:
         """Return in how many parts servers hold the parameters, under these options."""

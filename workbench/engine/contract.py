@@ -119,6 +119,7 @@ class Strategy(ABC):
         injects_data_delay: Whether it spends the delays that are injected into `data` by itself.
         state_is_collective: Whether `state` is a collective call.
         regroups: Whether its workers can go on with others (`leave_group`, `enter_group`).
+        split: Whether several workers hold a replica together, each a part of it (`part`).
         copies: Whether all replicas are equal between steps, so that any worker's stands for all.
         met: How many meetings are complete after which all have agreed, where they are no copies.
         owns_loop: Whether it takes all steps of a `wb.fit` by itself (`run_loop`), as its workers
@@ -129,6 +130,7 @@ class Strategy(ABC):
     injects_data_delay = False
     owns_loop = False
     regroups = False
+    split = False
     copies = True
     met = 0
     state_is_collective = False
@@ -291,6 +293,24 @@ class Strategy(ABC):
         Asked only where it `regroups`.
         """
         return ""
+
+    @property
+    def part(self) -> int:
+        """Which part of a replica is this worker's, in the group that there is now."""
+        return 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step that failed lacks nothing here but the word that another has taken it."""
+        return False
+
+    def complete_step(self, agreed: dict[str, Any]) -> None:
+        """Take a step that is `ready`, as another worker has.
+
+        Args:
+            agreed: What that worker said (`agreed`).
+        """
+        raise NotImplementedError(type(self).__name__)  # pragma: no cover - `ready` forbids it
 
     # Replicas that are not copies stay what they are. Who is behind takes its steps alone (`shares`
     # says on what), and takes over what all have agreed on, where it was broken out of that.

@@ -416,7 +416,7 @@ def check_fewer(plan: Plan, workers: int) -> None:
 
 
 def _check_on_failure(
-    entry: catalog.Strategy, on_failure: str, count: int, settings: Mapping[str, Any]
+    entry: catalog.Strategy, on_failure: str, count: int, settings: dict[str, Any]
 ) -> None:
     if on_failure == "heal" and not entry.heals:
         able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.framework == "torch")
@@ -430,6 +430,16 @@ def _check_on_failure(
             allowed=f"heal under {able}; stop, continue, or replace with --checkpoint DIR",
             next_step="--checkpoint DIR --on-failure replace",
             code="WB-PLAN-320",
+        )
+    together = entry.copy_workers(settings, count) if on_failure == "heal" else 1
+    if together == count > 1:
+        raise PlanError(
+            f"{entry.name} cannot go on when a worker dies: all form one pipeline, so nobody else "
+            "holds its stage.",
+            seen=f"--on-failure heal, {count} workers in one pipeline",
+            allowed="two pipelines at least; stop, or replace with --checkpoint DIR",
+            next_step=f"-n {2 * count} -o stages={count}, or --checkpoint DIR --on-failure replace",
+            code="WB-PLAN-340",
         )
     for name, value in entry.unhealed_with if on_failure == "heal" else ():
         if settings[name] == value:

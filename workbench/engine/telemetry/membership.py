@@ -48,6 +48,7 @@ class Membership:
     Attributes:
         generation: Of the members it trains with; 0: those that the run began with.
         waits: Whether it has yet to be let in.
+        away: Whether it takes no part, though it did: a generation was without it.
         apart: Whether it meets the others nowhere: it hears of them before a step of its own.
         stale: Whether others than those are to take part from the next step on.
         tell: Tells the kernel where this worker stands.
@@ -60,7 +61,7 @@ class Membership:
     def __init__(self, place: int = 0, *, joins: bool = False) -> None:
         self.place, self.waits = place, joins
         self.generation = 0
-        self.stale = self.apart = False
+        self.stale = self.apart = self.away = False
         self.tell: Callable[[Phase, int], object] = _nothing
         self.break_out: Callable[[], object] = _nothing
         self.hangs: Callable[[], bool] = lambda: False
@@ -181,6 +182,7 @@ class Membership:
                         self.generation, self.stale = self._latest.generation, False
                         if self.place in self._latest.places:
                             return self._latest
+                        self.away = True
                     self._changed.wait(0.5)
             finally:
                 self._listens = False

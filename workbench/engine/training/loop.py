@@ -166,13 +166,13 @@ class Training:
         self.result.evals[:] = place["evals"]
         self.logs.update(place["logs"])
 
-    def _catch_up(self, strategy: Strategy) -> None:
+    def catch_up(self) -> None:
         """Evaluate with the others where they are about to, after the step that was done last."""
         done = self.context.trained - self.base
         every = self.eval_every or self.job.steps_per_epoch
         pending = self.evaluated != self.context.trained - 1
         if self.eval_source is not None and done and done % every == 0 and pending:
-            self.evaluate(strategy, (done - 1) // self.job.steps_per_epoch)
+            self.evaluate(self.context.strategy, (done - 1) // self.job.steps_per_epoch)
 
     def _steps(self, strategy: Strategy) -> StepResult | None:
         context = self.context
@@ -187,7 +187,7 @@ class Training:
         while (step := context.trained) < end_step:
             if membership.stale or membership.waits:
                 self.regrouping.go_on()
-                self._catch_up(strategy)
+                self.catch_up()
                 start, paused_s = clock(), gate.paused_s
                 continue
             if not gate.enter(step):
@@ -213,8 +213,10 @@ class Training:
                     raise
                 result = replace(strategy.contributed(share), compute_s=end - fed)
                 recorded = partial(self._record, step, result, start, end, fed - asked)
-                self.regrouping.go_on(recorded)
-                if context.trained == step:  # nobody has completed it: all take it anew
+                came = self.regrouping.go_on(recorded)
+                if came:
+                    self.catch_up()
+                if came or context.trained == step:  # nobody has completed it: all take it anew
                     start, paused_s = clock(), gate.paused_s
                     continue
             else:

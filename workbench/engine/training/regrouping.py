@@ -32,6 +32,12 @@ all have new shares. What all have agreed on in a meeting is what they all gave,
 broken out of one that another worker completed takes over what came of it. A meeting that nobody
 completed is met anew, and the step that it ended is taken anew or stands, as the strategy says.
 
+Where several workers hold a replica together, each takes over from a holder of its own part. Parts
+meet in groups of their own, so one may have the sum of its gradients where another has not. Nobody
+takes its step before it knows that all have all they need for it (`Strategy.ready`). So where one
+has taken it, the others take theirs when they hear of that here, with what they hold already. Who
+was left without the others of its replica waits, and then comes again like a fresh worker.
+
 Where servers hold what is trained, they know which step stands (`Strategy.settle_steps`): each
 worker hears it from them before it compares. Workers that meet nowhere (`Strategy.apart`) do not
 wait for each other here either: before a step each takes note of who takes part now, and one of
@@ -45,7 +51,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -99,6 +105,9 @@ class Training(Protocol):
 
     def part(self, shard: tuple[int, int]) -> tuple[int, Any]:
         """Return which share is this worker's, and how many there are or what each one weighs."""
+
+    def catch_up(self) -> None:
+        """Evaluate with the others where they are about to, after the step that was done last."""
 
     def tell_evaluation(self) -> None:
         """Tell the kernel of the latest evaluation; it counts once, whoever tells it."""
@@ -203,7 +212,9 @@ class Regrouping:
             except Exception as error:  # noqa: PERF203 - it ends with the first that succeeds
                 if not self.can_follow(error):
                     raise
-                self.go_on()
+                if self.go_on():
+                    self._training.catch_up()
+                    return None
                 if self._training.evaluated == self.context.step:
                     return None
 
@@ -215,7 +226,8 @@ class Regrouping:
             if not self.can_follow(error):
                 raise
             self._passed_over = self.context.trained
-            self.go_on()
+            if self.go_on():
+                self._training.catch_up()
             return True
 
     def finish(self, strategy: Strategy) -> None:
@@ -232,7 +244,7 @@ class Regrouping:
 
     # -- with others -------------------------------------------------------------------------------
 
-    def go_on(self, completed: Callable[[], object] = lambda: None) -> None:
+    def go_on(self, completed: Callable[[], object] = lambda: None) -> bool:
         """Wait for who is to take part from now on, and be one of them.
 
         What a worker feels of another one's end meanwhile leads to the next generation.
@@ -240,6 +252,9 @@ class Regrouping:
         Args:
             completed: Called where the step that had failed here was completed by others, before
                 the kernel hears that it is behind all of them.
+
+        Returns:
+            Whether it has come to the others, fresh or after they had gone on without it.
         """
         membership, began, before = self._membership, clock(), self.context.trained
         strategy: Strategy = self.context.strategy
@@ -260,7 +275,8 @@ class Regrouping:
             except Exception as error:
                 if not self.can_follow(error):
                     raise
-        if self.context.trained != before and not membership.waits:
+        came = self._comes(message)
+        if self.context.trained != before and not came:
             completed()
         self._owed = events.Regrouped(
             rank=membership.place, generation=message.generation, step=self._together,
@@ -268,10 +284,11 @@ class Regrouping:
         )  # fmt: skip
         if not (membership.waits and self._training.arrives_later):
             self.arrived()
+        return came
 
     def arrived(self) -> None:
         """Be let in; say so once this worker has come to the others."""
-        self._membership.waits = False
+        self._membership.waits = self._membership.away = False
         self.tell_if_together()
 
     def tell_if_together(self) -> None:
@@ -296,35 +313,61 @@ class Regrouping:
         context.spec = spec
         store = self._framework.open_store(spec)
         self._advance(strategy.settle_steps(message.generation))
-        about = self._compare(store, spec, strategy)
+        comes = self._comes(message)
+        about = self._compare(store, spec, strategy, comes=comes)
+        self._complete(strategy, about, spec.rank)
         at = [tuple(one["at"]) for one in about]
         if max(at) == NOWHERE:
             raise RunError("Nobody is there who has what was trained.", code="WB-RUN-139")
         best = max(at)
         self._together, self.lags = best[0], False
         behind = [rank for rank, one in enumerate(at) if _lacks(strategy, one, best)]
-        donor = _nearest([rank for rank, one in enumerate(at) if one == best], behind, len(at))
+        donors = donors_of(at, [one["part"] for one in about], behind)
         if spec.rank not in behind:
             strategy.undo()
         random = None
-        if behind and spec.rank == donor:
-            self._hand_over(store, strategy, behind)
+        if receivers := [rank for rank, donor in donors.items() if donor == spec.rank]:
+            self._hand_over(store, strategy, receivers, f"{handover.WHERE}/{spec.rank}")
         elif spec.rank in behind:
-            random = self._take_over(store, strategy)
-        strategy.enter_group(about[donor]["agreed"])
+            donor = donors[spec.rank]
+            lacks_all = about[donor]["part"] == strategy.part
+            if not lacks_all and at[spec.rank][0] != best[0]:
+                self._membership.quit()  # as if it had died: nobody has its part as it is now
+            random = self._take_over(
+                store, strategy, f"{handover.WHERE}/{donor}", comes=comes, only_place=not lacks_all
+            )
+        if not (strategy.split and message.past):  # else all have trained to the end
+            strategy.enter_group(about[at.index(best)]["agreed"])
         self._lead(strategy, message)
         training.checkpoints.regrouped(max(int(one["saved"]) for one in about))
         training.deal()
         if spec.rank == 0:
             training.tell_evaluation()
-        if random is not None and membership.waits:
+        if random is not None and comes:
             format_of(context).set_random_state(random, spec.device)
 
+    def _comes(self, message: Regroup) -> bool:
+        """Whether this worker has nothing of its own that counts in a generation."""
+        membership = self._membership
+        return membership.waits or (membership.away and membership.place in message.fresh)
+
+    def _complete(self, strategy: Strategy, about: list[dict[str, Any]], rank: int) -> None:
+        """Have a step count for those too who lacked nothing for it, where it does for another."""
+        furthest = max(about, key=lambda one: one["at"])
+        for each, one in enumerate(about):
+            if one["ready"] and one["at"][0] == furthest["at"][0] - 1:
+                one["at"] = [furthest["at"][0], *one["at"][1:]]
+                if each == rank:
+                    strategy.complete_step(furthest["agreed"])
+                    self._advance(1)
+
     def _lead(self, strategy: Strategy, message: Regroup) -> None:
-        """Have one worker leave the weights."""
+        """Have one worker leave the weights; each its part, where they are parts."""
         if self.context.entry.whole:
             lead = min((*message.places, *message.past)) == self._membership.place
             self.context.weights = strategy.weights if lead else None
+        else:
+            self.context.weights = strategy.weights
 
     def _advance(self, steps: int) -> None:
         """Count steps that stand, though this worker did not know."""
@@ -342,7 +385,7 @@ class Regrouping:
         others = [rank for rank in range(spec.world_size) if rank not in fresh]
         if spec.rank in fresh:
             store = self._framework.open_store(spec)
-            random = self._take_over(store, strategy, keep=membership.waits)
+            random = self._take_over(store, strategy, comes=membership.waits, keep=membership.waits)
             if membership.waits:
                 self._advance(strategy.settle_steps(message.generation))
                 training.evaluated = context.trained - 1
@@ -357,22 +400,29 @@ class Regrouping:
             format_of(context).set_random_state(random, spec.device)
         self._together, self.lags = context.trained, False
 
-    def _compare(self, store: Any, spec: RunSpec, strategy: Strategy) -> list[dict[str, Any]]:
+    def _compare(
+        self, store: Any, spec: RunSpec, strategy: Strategy, *, comes: bool
+    ) -> list[dict[str, Any]]:
         """Return where each member stands, and what it knows of what was agreed on."""
         training = self._training
         at = self.context.trained, training.evaluated, strategy.met
-        at = NOWHERE if self._membership.waits else at
+        at = NOWHERE if comes else at
         saved = training.checkpoints.saved
         if not strategy.copies:
             saved = max(saved, self._passed_over)
-        mine = {"at": at, "agreed": strategy.agreed(), "saved": saved}
+        mine = {
+            "at": at, "agreed": strategy.agreed(), "saved": saved,
+            "part": strategy.part, "ready": strategy.ready and not comes,
+        }  # fmt: skip
         store.set(f"at/{spec.rank}", json.dumps(mine))
         return [json.loads(store.get(f"at/{rank}")) for rank in range(spec.world_size)]
 
-    def _hand_over(self, store: Any, strategy: Strategy, behind: list[int]) -> None:
+    def _hand_over(
+        self, store: Any, strategy: Strategy, behind: list[int], where: str = handover.WHERE
+    ) -> None:
         spec, membership = self.context.spec, self._membership
         key = bytes.fromhex(spec.key)
-        donor = handover.Donor(store, key, address.address_in(spec), spec.ports)
+        donor = handover.Donor(store, key, address.address_in(spec), spec.ports, where)
         try:
             state = {
                 "strategy": strategy.handed_over(),
@@ -384,8 +434,23 @@ class Regrouping:
         finally:
             donor.close()
 
-    def _take_over(self, store: Any, strategy: Strategy, *, keep: bool = True) -> Any:
-        """Be where the donor is, unless nothing of it is to be kept; return its random states."""
+    def _take_over(
+        self,
+        store: Any,
+        strategy: Strategy,
+        where: str = handover.WHERE,
+        *,
+        comes: bool,
+        keep: bool = True,
+        only_place: bool = False,
+    ) -> Any:
+        """Be where the donor is; return its random states.
+
+        Args:
+            comes: Whether this worker has nothing of its own.
+            keep: Whether anything of it is to be kept.
+            only_place: Whether only its place in the training is: the rest is of another part.
+        """
         spec = self.context.spec
         made: list[Any] = []
 
@@ -394,11 +459,12 @@ class Regrouping:
             made.append(unpacked)
             return parts
 
-        handover.take(store, bytes.fromhex(spec.key), spec.rank, room_for)
+        handover.take(store, bytes.fromhex(spec.key), spec.rank, room_for, where)
         state = made[0]()
         if keep:
-            comes, place = self._membership.waits, dict(state["training"])
-            completed = strategy.take_over(state["strategy"], comes=comes)
+            place, completed = dict(state["training"]), False
+            if not only_place:
+                completed = strategy.take_over(state["strategy"], comes=comes)
             if not (comes or strategy.copies):
                 place["trained"] = self.context.trained + completed
             self._training.take_place(place)
@@ -412,6 +478,27 @@ Standing = tuple[int, ...]
 def _lacks(strategy: Strategy, one: Standing, best: Standing) -> bool:
     """Whether a worker has to take something over; steps of its own it takes itself."""
     return one != best if strategy.copies else one[1:] != best[1:]
+
+
+def donors_of(
+    at: Sequence[Standing], parts: Sequence[int], behind: Sequence[int]
+) -> dict[int, int]:
+    """Return for each who is behind from whom it takes over: one of the furthest, of its part.
+
+    Where none of those has its part, it is one of another part: how far it is, is the same.
+
+    Args:
+        at: Where each rank stands.
+        parts: Which part each has.
+    """
+    best, found = max(at), dict[int, int]()
+    furthest = [rank for rank, one in enumerate(at) if one == best]
+    for part in sorted({parts[rank] for rank in behind}):
+        receivers = [rank for rank in behind if parts[rank] == part]
+        alike = [rank for rank in furthest if parts[rank] == part]
+        donor = _nearest(alike or furthest, receivers, len(at))
+        found |= dict.fromkeys(receivers, donor)
+    return found
 
 
 def _nearest(ranks: list[int], behind: list[int], workers: int) -> int:

@@ -42,13 +42,19 @@ class Donor:
     Args:
         host, ports: As `Listeners` takes them.
         key: The same for all workers of the run.
+        where: Under which name receivers look for it, where there are several donors.
     """
 
     def __init__(
-        self, store: Store, key: bytes, host: str, ports: tuple[int, int] | None = None
+        self,
+        store: Store,
+        key: bytes,
+        host: str,
+        ports: tuple[int, int] | None = None,
+        where: str = WHERE,
     ) -> None:
         self._key, self._listeners = key, Listeners(host, ports)
-        store.set(WHERE, json.dumps(self._listeners.about))
+        store.set(where, json.dumps(self._listeners.about))
 
     @waits_in(ANSWER)
     def give(
@@ -98,18 +104,20 @@ def take(
     key: bytes,
     rank: int,
     room_for: Callable[[Mapping[str, Any]], Sequence[Bytes]],
+    where: str = WHERE,
 ) -> None:
     """Take the donor's state over.
 
     Args:
         room_for: Given what the state is, returns where its bytes go, one behind the other.
+        where: The donor's name.
 
     Raises:
         LinkError: The donor is gone, does not know the key, or sends another size.
     """
     peer = "the worker that hands over"
     try:
-        sock = dial(json.loads(store.get(WHERE)), "auto")
+        sock = dial(json.loads(store.get(where)), "auto")
     except OSError as error:
         raise connection.closed(peer) from error
     with sock:

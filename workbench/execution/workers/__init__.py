@@ -3,6 +3,7 @@
 In reading order:
 
     change      what a change of workers brings
+    copies      who can go on where several workers hold a copy of the model together
     healing     who takes part when a worker has died and a fresh one comes
     scaling     more or fewer workers in a run that goes on
     stragglers  who is slow for long, and which shares of the batch suit all

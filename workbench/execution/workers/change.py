@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...shared.events import Healed, Joined, Left
+from ...shared.messages import Regroup
 from ..outcome import Recovery
 
 if TYPE_CHECKING:
@@ -95,6 +96,34 @@ class Change:
             ranks = sorted(map(run.engines.index, self.fresh))
             run.tell(Joined(ranks=ranks, step=step, seconds=seconds, workers=workers))
             run.note(joined_words([run.called(one) for one in self.fresh], step, seconds))
+
+
+def announcement(
+    launch: Execution,
+    generation: int,
+    engines: Sequence[int],
+    past: Sequence[int],
+    change: Change,
+    prefix: str,
+) -> Regroup:
+    """Return what workers are told of a generation.
+
+    Args:
+        engines: Its members, in the order of their ranks; none: whoever is told may leave.
+        past: Who has trained to the end.
+        prefix: Where the members meet.
+    """
+    members, known = launch.run.members, launch.pool.engines.engines
+    return Regroup(
+        run=launch.run.number,
+        generation=generation,
+        places=tuple(map(members.index, engines)),
+        ranks=tuple(engines),
+        hosts=tuple(known[one].place for one in engines),
+        past=tuple(map(members.index, past)),
+        prefix=prefix,
+        fresh=tuple(map(members.index, change.fresh)),
+    )
 
 
 def healed_words(done: Recovery, dies_with: str = "", *, joined: bool = True) -> str:

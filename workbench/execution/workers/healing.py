@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING
 from ...cluster.processes import lives
 from ...errors import WorkbenchError
 from ...shared.events import Regrouped, Standing
-from ...shared.messages import CellOutcome, Regroup
+from ...shared.messages import CellOutcome
 from ..requests import ARGS, PUSH
 from . import scaling, silence
-from .change import ENDED, TRAINS, Change, Execution
+from .change import ENDED, TRAINS, Change, Execution, announcement
+from .copies import Copies
 
 if TYPE_CHECKING:
     from ..task import Task
@@ -77,7 +78,7 @@ class Healer:
         self._ended: set[int] = set()  # their cells are over
         self._coming: dict[int, CellOutcome] = {}  # run the cell, in the place of one that so ended
         self._tries: dict[int, int] = {}
-        self._change = Change()
+        self._change, self._copies = Change(), Copies(launch)
         self._halted: dict[int, float] = {}  # ended for that; for how many seconds
         self._over = False
         self._lock = threading.RLock()
@@ -116,21 +117,30 @@ class Healer:
             if outcome.status != "died":
                 self._left(engine, outcome)
                 return None
+            words = silence.death_words(self._run, self._halted, engine, outcome)
             if self._change.how.get(engine) == "":  # the others had noticed before
-                self._change.how[engine] = self._words(engine, outcome)
+                self._change.how[engine] = words
                 self._conclude()
                 self.begin_replacing(engine)
                 return outcome
-            rest = {*self.members, *self._leaving} - {engine, *self._change.fresh}
-            left = rest or self._keeper in self._past
-            if not (left and self._goes_on and outcome.recoverable and engine in self.members):
+            if engine in self._copies.away:
+                self._copies.tell_of(engine, words, self._reached, len(self.members))
+                self.begin_replacing(engine)
+                return outcome
+            enough = self._copies.suffice(self._have_all - {engine}, self._past, self._keeper)
+            if not (enough and self._goes_on and outcome.recoverable and engine in self.members):
                 self._over = True
                 return None
-            self._do_without(engine, self._words(engine, outcome))
+            self._do_without(engine, words)
             self._fill()
             self._announce()
         self.begin_replacing(engine)
         return outcome
+
+    @property
+    def _have_all(self) -> set[int]:
+        """Who has what is trained up to now, as far as it is known."""
+        return {*self.members, *self._leaving, *self._copies.recent} - set(self._change.fresh)
 
     def _dismiss_servers(self) -> None:
         """Let servers end when they can have nobody to answer any more."""
@@ -141,12 +151,6 @@ class Healer:
     @property
     def _goes_on(self) -> bool:
         return not self._over and self._run.state in TRAINS
-
-    def _words(self, engine: int, outcome: CellOutcome) -> str:
-        seconds = self._halted.pop(engine, None)
-        if seconds is not None:
-            return f"{self._run.called(engine)} {silence.halted_words(seconds)}"
-        return f"{self._run.called(engine)} died: {outcome.how or 'how is not known'}"
 
     def watched(self) -> list[int]:
         """Return those that the others wait for, or that are about to take part."""
@@ -198,12 +202,15 @@ class Healer:
                     self._regrouped(engine, event)
                 case Standing(phase="cut" | "ready") if engine in self.members:
                     if event.generation == self.generation:
+                        self._later(CUT_S, self._meet_again)  # unless others have changed by then
                         self._look_for_dead()
-                        self._later(CUT_S, self._meet_again)
                 case Standing(phase="ready") if engine in self._coming:
                     self._let_in(engine)
-                case Standing(phase="past") if engine in {*self.members, *self._leaving}:
+                case Standing(phase="past") if engine in {*self.members, *self._leaving} or (
+                    engine in self._copies.away
+                ):
                     self._past.add(engine)
+                    self.members = self._copies.recall(self.members, self._coming.keys() - {engine})
                     (self.members if engine in self.members else self._leaving).remove(engine)
                     self._change.left.pop(engine, None)
                     self._announce()
@@ -231,11 +238,10 @@ class Healer:
 
     def _fill(self) -> bool:
         """Have those at the door take part where there are fewer than are to be."""
-        lacking = self._size - len(self.members) - len(self._past)
-        chosen = self._at_door[: max(0, lacking)] if self._goes_on else []
-        del self._at_door[: len(chosen)]
-        self.members = self._in_order([*self.members, *chosen])
-        self._change.fresh += chosen
+        size = self._size if self._goes_on else 0
+        self.members, chosen = self._copies.fill(
+            self.members, self._at_door, size, self._past, self._change
+        )
         return bool(chosen)
 
     def _turn_back(self, engine: int) -> None:
@@ -252,8 +258,8 @@ class Healer:
         known = self._launch.pool.engines.engines  # empty once the cluster has been stopped
         there = [one for one in self.members if one in known and known[one].is_here]
         gone = [one for one in there if not lives(known[one].pid)]
-        left = {*self.members, *self._leaving} - {*gone, *self._change.fresh}
-        if self._goes_on and gone and left:
+        left = self._have_all - {*gone}
+        if self._goes_on and gone and left and self._copies.suffice(left, self._past):
             for engine in gone:
                 if engine in self._change.fresh:  # its own end is told as one that did not come
                     self._turn_back(engine)
@@ -266,6 +272,7 @@ class Healer:
         """Take note that a member's cell is over; nobody is let in once it has failed."""
         self._over = self._over or not outcome.is_well
         self._past.add(engine)
+        self.members = [one for one in self.members if one != engine]  # it answers nobody any more
         self._send_home()
 
     def _did_not_come(self, engine: int, outcome: CellOutcome) -> CellOutcome:
@@ -278,6 +285,7 @@ class Healer:
             self._announce()
         if engine in self._at_door:
             self._at_door.remove(engine)
+        self._copies.drop(engine)
         self._awaited.discard(engine)
         if outcome.status not in ("error", "died") and engine not in self._unwanted:
             self.failed.append(f"{self._run.called(engine)}: {ENDED}")
@@ -429,10 +437,7 @@ class Healer:
 
     def _let_go(self) -> None:
         """Let go of those who leave: the others are together, and have all that there is."""
-        go = Regroup(
-            run=self._run.number, generation=self.generation, places=(), ranks=(), hosts=(),
-            past=(), prefix="",
-        )  # fmt: skip
+        go = announcement(self._launch, self.generation, (), (), Change(), "")
         for engine in self._leaving:
             self._launch.pool.engines.router.send(engine, go)
         self._gone.update(self._leaving)
@@ -470,23 +475,14 @@ class Healer:
             self.members, self._change.fresh = [], []
             run.history.release()
             return
-        members = run.members
-        places = tuple(members.index(one) for one in self.members)
-        run.agree_among(places)
         prefix = pool.new_prefix(f"run-{run.number}-regrouped")
         self._launch.meets(prefix)
         run.history.hold()  # whoever comes may send its rows last; who went had done a step alone
-        message = Regroup(
-            run=run.number,
-            generation=self.generation,
-            places=places,
-            ranks=tuple(self.members),
-            hosts=tuple(pool.engines.engines[one].place for one in self.members),
-            past=tuple(members.index(one) for one in sorted(self._past)),
-            prefix=prefix,
-            fresh=tuple(members.index(one) for one in self._change.fresh),
+        message = announcement(
+            self._launch, self.generation, self.members, sorted(self._past), self._change, prefix
         )
-        for engine in (*self.members, *self._leaving):
+        run.agree_among(message.places)
+        for engine in (*self.members, *self._leaving, *self._copies.away):
             pool.engines.router.send(engine, message)
         self._watch(self.generation)
 
@@ -519,6 +515,7 @@ class Healer:
         if not change.heard and run.plan.sync:  # else each worker's rows stand alone
             run.history.regroup(event.step, [run.engines.index(one) for one in self.members])
         change.heard[engine] = event
+        self._copies.recent.clear()  # the others have gone on
         if set(change.heard) >= set(self.members):
             self._met = self.generation
             self._reached = event.step
@@ -624,6 +621,9 @@ class Healer:
     def _send_home(self) -> None:
         """End the cell of engines that wait to be let in where nobody trains any more."""
         with self._lock:
+            if set(self.members) <= self._past and self._copies.away:
+                self._leaving += self._copies.release()
+                self._let_go()
             waiting = [one for one in self._coming if one not in self.members]
             if not waiting or not (self._over or set(self.members) <= self._past):
                 return

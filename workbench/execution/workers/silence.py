@@ -21,13 +21,15 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Protocol
 
 from ...cluster.processes import is_halted
 
 if TYPE_CHECKING:
     from ...cluster.engines import Engines
+    from ...shared.messages import CellOutcome
+    from ..run import Run
     from ..task import Task
 
 LOOK_S = 0.05
@@ -83,6 +85,20 @@ class Halted:
     def forget(self) -> None:
         """Begin to count anew."""
         self._since_s = {}
+
+
+def death_words(
+    run: Run, halted: MutableMapping[int, float], engine: int, outcome: CellOutcome
+) -> str:
+    """Say of what an engine died.
+
+    Args:
+        halted: For how many seconds engines that were ended had been halted; told once.
+    """
+    seconds = halted.pop(engine, None)
+    if seconds is not None:
+        return f"{run.called(engine)} {halted_words(seconds)}"
+    return f"{run.called(engine)} died: {outcome.how or 'how is not known'}"
 
 
 class Watched(Protocol):

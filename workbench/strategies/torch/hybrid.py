@@ -25,12 +25,26 @@ The message carries each worker's clock, so waiting and transfer are told apart;
 worker with the most work of its own in the step, wherever in the grid it stands. Bytes sent: the
 pipeline's messages, and 2 (d-1)/d of the stage's gradients (a ring all-reduce over d pipelines).
 Samples are counted by the worker that holds the last stage, so that they add up.
+
+When a worker dies (`--on-failure heal`) its pipeline stands still, and the others take its share:
+microbatches stay as large as they were, and become more. Sums of gradients are of one stage, so one
+worker may have its own where another waits in vain. So nobody updates before it knows that all can:
+
+    worker 0   sum of stage 0 --+--> in the row --+--> in the column --> optimizer
+    worker 1   sum of stage 1 --+                 |
+    worker 2   sum of stage 0 --+--> in the row --+--> in the column --> optimizer
+    worker 3   sum of stage 1 --+
+
+Who has updated has heard, over rows and columns, of all others that they had their sums. So whoever
+was broken off there can take the step by itself, when it hears that another one did.
 """
 
 from __future__ import annotations
 
+import gc
+import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -39,15 +53,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...engine.torch.group import data_wire
+from ...catalog import schedules
+from ...engine.contract import NAN
+from ...engine.debugging.marks import ALL_REDUCE, waits_in
+from ...engine.telemetry.recorder import StepResult
+from ...engine.torch.data import map_batch
+from ...engine.torch.group import control_wire, data_wire
 from ...errors import FitError
-from .model_split import ModelSplit, naive_pipeline
-from .parts.guard import Guard, broadcast
+from .model_split import ModelSplit, SharedGradients, naive_pipeline
+from .parts.guard import Guard, KeptBuffers, broadcast
 from .parts.layout import make_mesh, release_mesh
+from .pipeline import cut as cuts
+from .pipeline.program import program_of
 
 if TYPE_CHECKING:
     from ...engine.contract import Job, Share
-    from ...engine.telemetry.recorder import StepResult
+    from .pipeline.cut import Cut
 
 
 def naive_step(
@@ -78,22 +99,44 @@ def naive_step(
     return loss
 
 
-class Hybrid(ModelSplit):
-    """Pipelines side by side."""
+Stands = Literal["whole", "begun", "ready", "taken"]
+"""How far a step is: there is none; it has begun; all it needs is here; its update is made."""
 
+
+class Hybrid(ModelSplit):
+    """Pipelines side by side.
+
+    Between steps each stage is held by as many workers as there are pipelines, so whole pipelines
+    may go and come from one step to the next.
+    """
+
+    regroups = True
+    split = True
     mesh: DeviceMesh | None = None
     sum: SummedGradients | None = None
     guard: Guard | None = None
 
-    @property
-    def stage_workers(self) -> int:
-        """How many workers form a pipeline: as asked for, else 2 where they divide evenly."""
-        return int(self.options["stages"] or (1 if self.world_size % 2 else 2))
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.workers = schedules.pipeline_workers(self.options, self.world_size)
+        self._usual = self.world_size // self.workers  # pipelines that the run began with
+        self._cut: Cut | None = None
+        self._stands: Stands = "whole"
+        self._norm: float | None = None
+        self._usual_microbatches = 0
+        self._enters = False
+        self._kept = KeptBuffers([])
+        self._owed: dict[str, Any] | None = None  # taken over before there were stages
 
     @property
     def shard(self) -> tuple[int, int]:
         """Each pipeline takes a share of the batch."""
-        return self.rank // self.stage_workers, self.world_size // self.stage_workers
+        return self.rank // self.workers, self.world_size // self.workers
+
+    @property
+    def part(self) -> int:
+        """The stage, or the first of several."""
+        return self.context.spec.rank % self.workers
 
     def arrange(self) -> None:
         """Lay the workers out as a grid: pipelines x stages. Collective.
@@ -101,7 +144,6 @@ class Hybrid(ModelSplit):
         Raises:
             FitError: The workers do not fill a grid.
         """
-        self.workers = self.stage_workers
         if self.world_size % self.workers:
             raise FitError(
                 "The workers do not fill whole pipelines.",
@@ -112,11 +154,17 @@ class Hybrid(ModelSplit):
             )
         self.pipelines = self.world_size // self.workers
         self.place = self.rank % self.workers
+        if self.context.membership.waits and not self._enters:
+            return  # the others are met later
         device = torch.device(self.context.spec.device)
         shape = (self.pipelines, self.workers)
         self.mesh = make_mesh(device, shape, ("data", "stage"))
         self.group = self.mesh.get_group("stage")
         self.replicas: Any = self.mesh.get_group("data")
+
+    def _share_size(self) -> int:
+        """Return the most samples that went through a pipeline when the run began."""
+        return math.ceil(self.job.batch_size / self._usual)
 
     def prepare(self, job: Job) -> None:
         """Cut the model alike in every pipeline; begin with the first pipeline's parameters."""
@@ -127,18 +175,58 @@ class Hybrid(ModelSplit):
     def _begin(self) -> None:
         self._equal(self._own)
         self._equal(self._buffers())
+        self._add_up()
+
+    def connect(self, decided: Cut) -> None:
+        """Link the own stages to those of the others in the pipeline."""
+        super().connect(decided)
+        self._cut = decided
+
+    def _add_up(self) -> None:
+        """Be ready to add up gradients with the other holders of the stage."""
         self.sum = SummedGradients(self._own, self.replicas, self.device)
         self.guard = Guard(self.context, group=self.replicas)
         self.guard.add(self.job.model)
+        self._kept = KeptBuffers(self._buffers())
 
     def step(self, share: Share) -> StepResult:
         """Send the share through the pipeline, add up with the other pipelines, update."""
+        if self.context.membership.trains:
+            self._kept.keep()
+        self._loss, self._stands = None, "begun"
         result = super().step(share)
         assert self.sum is not None
         result.sent_bytes += self.sum.sent_bytes
         assert self.guard is not None
         result.aside_s = self.guard.tick()
+        self._stands = "whole"
         return result if self._pipeline.holds_last else replace(result, samples=0)
+
+    def update(self) -> None:
+        """Take the step once it is known that all workers can."""
+        if not self.context.membership.trains:
+            super().update()
+            return
+        self._stands = "ready"
+        norm = self.norm()
+        with self.timeline.blocked():
+            self._await_all(row=norm is None)
+        self._norm = norm
+        self.apply(norm)
+        self._stands = "taken"
+
+    @waits_in(ALL_REDUCE)
+    def _await_all(self, *, row: bool = True) -> None:
+        """Return once all workers are here: those of the pipeline, then those of all pipelines.
+
+        Args:
+            row: Whether those of the pipeline have yet to meet.
+        """
+        for group in (self.group, self.replicas) if row else (self.replicas,):
+            if dist.get_world_size(group) > 1:
+                dist.all_reduce(
+                    torch.zeros(1, device=control_wire(group, self.device)), group=group
+                )
 
     def gradients_done(self, share: Share) -> None:
         """Add up the gradients of this stage over the pipelines."""
@@ -160,6 +248,131 @@ class Hybrid(ModelSplit):
         if self.guard is not None:
             self.guard.settle()
             self._equal(self._buffers())
+            if self.context.membership.trains:  # who is through knows that all others are here
+                self._await_all()
+
+    # -- with others -------------------------------------------------------------------------------
+
+    def bound(self) -> str:
+        """Return why the pipelines must stay as many as they are; empty where they need not."""
+        if self.context.spec.backend != "gloo":
+            return "its pipelines meet on their GPUs"
+        if self.pipeline is None or not self.pipeline.program.scored:
+            return ""
+        every = self.microbatches * self._usual
+        if all(every % fewer == 0 for fewer in range(1, self._usual)):
+            return ""
+        return (
+            "its model computes the loss itself, and a batch does not divide into equal "
+            "microbatches over fewer pipelines"
+        )
+
+    def leave_group(self) -> None:
+        """Let go of stages and links; what was trained stays."""
+        self.pipeline = self.sum = self.guard = None
+        self.shared = SharedGradients({}, {}, 0, torch.device("cpu"), None)
+        release_mesh(self.mesh)
+        self.mesh = self.group = self.replicas = None
+        gc.collect()  # stages and schedules know each other, and hold messages under way
+
+    def enter_group(self, agreed: dict[str, Any]) -> None:
+        """Build the pipelines anew among the workers that are there now."""
+        spec = self.context.spec
+        self.rank, self.world_size = spec.rank, spec.world_size
+        self._enters = True
+        self.arrange()
+        decided = self._cut or self._come(agreed)
+        self.microbatches = self._microbatches(int(agreed["microbatches"]), decided.samples)
+        self.connect(decided)
+        self._norm, self._usual_microbatches = agreed["norm"], int(agreed["microbatches"])
+        if self._owed is not None:
+            self.build_optimizer()
+            self._load(self._owed)
+            self._owed = None
+        self._add_up()
+        self._stands = "whole"
+
+    def _come(self, agreed: dict[str, Any]) -> Cut:
+        """Take this worker's share of a model that the others have cut."""
+        self.microbatches = int(agreed["microbatches"])
+        program = program_of(self.job, self.microbatch_of(self._sample))
+        decided = cuts.cut_as(
+            self.job.model, program, agreed["cut"], device=self.device,
+            split_at=self.options["split_at"] or "",
+        )  # fmt: skip
+        self.take_share(decided)
+        self._sample = None
+        return decided
+
+    def _microbatches(self, usual: int, size: int) -> int:
+        """Return how many microbatches of a size make up a share: as many as usual, or more."""
+        count = max(usual, -(-math.ceil(self.job.batch_size / self.pipelines) // size))
+        if self.pipelines == self._usual:
+            return usual
+        return schedules.at_least(count, self.schedule, self.workers)
+
+    def agreed(self) -> dict[str, Any]:
+        """Return how the model is cut, and what the latest update was clipped by."""
+        if self._cut is None:
+            return {}
+        return {
+            "cut": cuts.about(self._cut),
+            "microbatches": self._usual_microbatches or self.microbatches,
+            "norm": self._norm,
+        }
+
+    @property
+    def ready(self) -> bool:
+        """Whether all that a step needs is here, though it failed."""
+        return self._stands == "ready"
+
+    def complete_step(self, agreed: dict[str, Any]) -> None:
+        """Take the step that another worker has taken."""
+        self.apply(agreed["norm"])
+        self._stands = "whole"
+
+    def completes_alone(self) -> bool:
+        """Whether the step was taken, and failed in what came after."""
+        taken = self._stands == "taken"
+        self._stands = "whole" if taken else self._stands
+        return taken
+
+    def undo(self) -> None:
+        """Leave no trace of a step that nobody has taken."""
+        if self._stands != "whole":
+            self._kept.restore()
+            self._stands = "whole"
+
+    def contributed(self, share: Share) -> StepResult:
+        """Return what is known of a step that failed here."""
+        last = self._loss is not None
+        loss = NAN if self._loss is None else float(self._loss)
+        return StepResult(share.samples if last else 0, loss, compute_s=NAN, has_loss=last)
+
+    def member_state(self) -> dict[str, Any]:
+        """Return copies of the own stages, and of what updates them."""
+        if self._cut is None:
+            return {}
+        parts = {"optimizer": self.optimizer, "scheduler": self.scheduler}
+        state = {name: part.state_dict() for name, part in parts.items() if part is not None}
+        model = self.job.model.state_dict()
+        held = set(self._held or ())
+        state["model"] = {name: tensor for name, tensor in model.items() if name in held}
+        return dict(map_batch(lambda t: t.detach().to("cpu", copy=True), state))
+
+    def load_member_state(self, state: dict[str, Any]) -> None:
+        """Go on from what another holder of these stages gave."""
+        self._stands = "whole"
+        if self._cut is None:
+            self._owed = state  # there are no stages yet
+        else:
+            self._load(state)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.job.model.load_state_dict(state["model"], strict=False)
+        for name, part in (("optimizer", self.optimizer), ("scheduler", self.scheduler)):
+            if part is not None:
+                part.load_state_dict(state[name])
 
     def _buffers(self) -> list[torch.Tensor]:
         return [b for b in self.job.model.buffers() if not b.is_meta]
@@ -170,8 +383,12 @@ class Hybrid(ModelSplit):
             broadcast(tensors, self.device, self.replicas, source=self.place)
 
     def weights(self) -> dict[str, NDArray[np.generic]]:
-        """Return the own stages' parameters and buffers; the first pipeline's stand for all."""
-        return super().weights() if self.rank < self.workers else {}
+        """Return the own stages' parameters and buffers; the first pipeline's stand for all.
+
+        Where workers may go, any of them may have to stand for its stage.
+        """
+        stands = self.rank < self.workers or self.context.spec.heals
+        return super().weights() if stands else {}
 
     def close(self) -> None:
         """Drop the stages; the user's model keeps this worker's share."""

@@ -305,6 +305,7 @@ class ModelSplit(Strategy):
     _sample: Any = None
     _left_over = 0
     _held: list[str] | None = None
+    _loss: Tensor | None = None
 
     def shard_source(self, source: Any) -> Any:
         """Keep one sample: the model is measured with a microbatch of it."""
@@ -321,8 +322,8 @@ class ModelSplit(Strategy):
         self.per_worker = schedules.stages_per_worker(self.options)
         self.microbatches = schedules.microbatches(self.options, self.workers, self._share_size())
         self.around = autocast(job.precision, self.device)
-        if self._sample is not None:
-            self._lay_out(self._sample)
+        if self._sample is not None and not self.context.membership.waits:
+            self._lay_out(self._sample)  # who is let in later meets the others then
             self._sample = None
 
     def arrange(self) -> None:
@@ -364,11 +365,11 @@ class ModelSplit(Strategy):
         pipeline = self._pipeline
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
-        loss = pipeline.train(share.data, share.samples)
+        self._loss = loss = pipeline.train(share.data, share.samples)
         self.gradients_done(share)
         with self.timeline.blocked():
             self.shared.add_up()
-        self._update()
+        self.update()
         sent_bytes = float(pipeline.sent_bytes() + self.shared.sent_bytes)
         return self.timeline.finish(share.samples, loss, sent_bytes)
 
@@ -376,10 +377,10 @@ class ModelSplit(Strategy):
         """Cut the model, keep the own stages and let go of the rest. Collective."""
         job, model = self.job, self.job.model
         stages = self.workers * self.per_worker
-        program = program_of(job, self._microbatch_of(batch))
+        program = program_of(job, self.microbatch_of(batch))
         if program.scored:
             self.microbatches = self._equal_microbatches()
-            program = program_of(job, self._microbatch_of(batch))
+            program = program_of(job, self.microbatch_of(batch))
         if self.rank == 0 and self.microbatches > 1:
             self._warn_of_batchnorm()
         decided = cut(
@@ -389,14 +390,22 @@ class ModelSplit(Strategy):
         )  # fmt: skip
         failed: Exception | None = None
         try:
-            self._take_share(decided)
+            self.take_share(decided)
         except Exception as error:  # out of memory: nobody may wait for this worker
             failed = error
         self._agree(failed)
-        clocks = len(set(self.context.spec.hosts)) <= 1 and backend_of(None, self.device) == "gloo"
+        self.connect(decided)
+        self.shared.begin_equal()
+        self.build_optimizer()
+        self._describe(decided)
+
+    def connect(self, decided: Cut) -> None:
+        """Link the own stages to those of the others in the pipeline."""
+        model = self.job.model
         self.timeline = make_timeline(
-            self.context, self.device, stamped=clocks, ends_together=self.pipelines > 1
-        )
+            self.context, self.device, stamped=self._clocks_agree(),
+            ends_together=self.pipelines > 1,
+        )  # fmt: skip
         self.pipeline = Pipeline(
             decided, self.timeline, schedule=self.schedule, microbatches=self.microbatches,
             rank=self.place, workers=self.workers, device=self.device, around=self.around,
@@ -407,13 +416,19 @@ class ModelSplit(Strategy):
         wire = data_wire(self.group, self.device)
         known = tensors_of(model, holders)
         self.shared = SharedGradients(holders, known, self.place, wire, self.group)
-        self.shared.begin_equal()
-        self.optimizer = own_optimizer(job.optimizer, self._own, model)
-        if self.optimizer is not None:
-            self.scheduler = build_scheduler(job.scheduler, self.optimizer)
-        self._describe(decided, clocks)
 
-    def _take_share(self, decided: Cut) -> None:
+    def build_optimizer(self) -> None:
+        """Make what updates the own stages."""
+        self.optimizer = own_optimizer(self.job.optimizer, self._own, self.job.model)
+        if self.optimizer is not None:
+            self.scheduler = build_scheduler(self.job.scheduler, self.optimizer)
+
+    def _clocks_agree(self) -> bool:
+        """Whether the workers' clocks can be compared, and travel with their messages."""
+        one_host = len(set(self.context.spec.hosts)) <= 1
+        return one_host and backend_of(None, self.device) == "gloo"
+
+    def take_share(self, decided: Cut) -> None:
         """Make the own stages real, on the device; free the rest."""
         job, model = self.job, self.job.model
         self._held = held = share_names(decided, self.place, self.workers)
@@ -444,7 +459,7 @@ class ModelSplit(Strategy):
                 code="WB-FIT-120",
             )
 
-    def _microbatch_of(self, batch: Any) -> Any:
+    def microbatch_of(self, batch: Any) -> Any:
         """Return a microbatch made of the samples at hand."""
         size = math.ceil(self._share_size() / self.microbatches)
         samples = batch_length(batch)
@@ -457,15 +472,26 @@ class ModelSplit(Strategy):
 
         return map_batch(fill, batch)
 
-    def _update(self) -> None:
-        if self.job.clip_norm is not None:
-            wire = control_wire(self.group, self.device)
+    def update(self) -> None:
+        """Take the step of the own stages, whose gradients are whole."""
+        self.apply(self.norm())
+
+    def norm(self) -> float | None:
+        """Return the norm of the whole model's gradient, where it is clipped. Collective."""
+        if self.job.clip_norm is None:
+            return None
+        wire = control_wire(self.group, self.device)
+        other = self.shared.counted_elsewhere
+        counted = [p.grad for p in self._own if p.grad is not None and id(p) not in other]
+        came_s = self.timeline.came()
+        norm, last_s = norm_over_stages(counted, came_s, self.workers, wire, self.group)
+        self.timeline.met(came_s, last_s)
+        return norm
+
+    def apply(self, norm: float | None) -> None:
+        """Clip by this norm of the gradient, where there is one, and update."""
+        if norm is not None and self.job.clip_norm is not None:
             grads = [p.grad for p in self._own if p.grad is not None]
-            other = self.shared.counted_elsewhere
-            counted = [p.grad for p in self._own if p.grad is not None and id(p) not in other]
-            came_s = self.timeline.came()
-            norm, last_s = norm_over_stages(counted, came_s, self.workers, wire, self.group)
-            self.timeline.met(came_s, last_s)
             scale(grads, norm, self.job.clip_norm)
         if self.optimizer is not None:
             self.optimizer.step()
@@ -546,8 +572,8 @@ class ModelSplit(Strategy):
         if text:
             self.context.emit(events.Warned(rank=0, text=text))
 
-    def _describe(self, decided: Cut, clocks: bool) -> None:
-        if not clocks:
+    def _describe(self, decided: Cut) -> None:
+        if not self._clocks_agree():
             self.context.emit(
                 events.Unmeasured(
                     columns={"sync_wait_s": "the stages' clocks cannot be compared; see bubble_s"}

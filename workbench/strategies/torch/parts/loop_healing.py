@@ -285,6 +285,9 @@ class LoopHealing:
         """Return which share is this worker's: a loop's are equal."""
         return shard
 
+    def catch_up(self) -> None:
+        """Do nothing: the loop evaluates by itself."""
+
     def tell_evaluation(self) -> None:
         """Tell nothing: a loop's evaluations are the user's own."""
 

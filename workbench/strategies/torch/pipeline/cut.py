@@ -17,7 +17,7 @@ The table is filled from small to large in O(layers^2 x stages).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -131,23 +131,7 @@ def cut(
     Raises:
         FitError: On every rank alike: the model cannot be cut.
     """
-    layers = None if program.scored else chain_of(model)
-    outputs = Output(), Output()
-    traced = layers is None
-    if layers is None:
-        listed = [name for name, _ in model.named_children()] if isinstance(model, Stages) else []
-        layers, outputs = traced_layers(
-            model, program, device, stages, only=bool(listed),
-            asked=listed or [name.strip() for name in split_at.split(",") if name.strip()],
-        )  # fmt: skip
-    elif not isinstance(program.data, torch.Tensor):
-        raise FitError(
-            "The input of a chain of layers must be one tensor, to be cut into microbatches.",
-            seen=type(program.data).__name__,
-            next_step="let the data set give (x, y) with x a tensor, or take the input apart in a "
-            "module's own forward",
-            code="WB-FIT-134",
-        )
+    layers, outputs, traced = _chain(model, program, stages, device, split_at)
     check_enough(layers, stages, workers, traced=traced)
     bounds = given_bounds(layers, split_at, stages) if split_at else None
     if bounds is None and isinstance(model, Stages):
@@ -165,10 +149,77 @@ def cut(
     if bounds is None:
         bounds = balance([c.forward_s + c.backward_s for c in costs], cut_s, stages)
     return Cut(
-        layers, bounds, costs, cut_s,
-        tuple(Form(tuple(tensor.shape), tensor.dtype) for tensor in program.tensors),
-        outputs, program, shared(model, layers, bounds),
+        layers, bounds, costs, cut_s, _input_forms(program), outputs, program,
+        shared(model, layers, bounds),
     )  # fmt: skip
+
+
+def _chain(
+    model: torch.nn.Module, program: Program, stages: int, device: torch.device, split_at: str
+) -> tuple[list[Layer], tuple[Output, Output], bool]:
+    """Return the layers, what comes out of the last one, and whether they were found by tracing."""
+    layers = None if program.scored else chain_of(model)
+    outputs = Output(), Output()
+    traced = layers is None
+    if layers is None:
+        listed = [name for name, _ in model.named_children()] if isinstance(model, Stages) else []
+        layers, outputs = traced_layers(
+            model, program, device, stages, only=bool(listed),
+            asked=listed or [name.strip() for name in split_at.split(",") if name.strip()],
+        )  # fmt: skip
+    elif not isinstance(program.data, torch.Tensor):
+        raise FitError(
+            "The input of a chain of layers must be one tensor, to be cut into microbatches.",
+            seen=type(program.data).__name__,
+            next_step="let the data set give (x, y) with x a tensor, or take the input apart in a "
+            "module's own forward",
+            code="WB-FIT-134",
+        )
+    return layers, outputs, traced
+
+
+def about(cut: Cut) -> dict[str, Any]:
+    """Return what a worker needs to know of a cut that comes later, as plain data."""
+    forms = [[_plain(cost.outputs), _plain(cost.evaluated)] for cost in cut.costs]
+    return {"bounds": cut.bounds, "forms": forms}
+
+
+def cut_as(
+    model: torch.nn.Module,
+    program: Program,
+    told: Mapping[str, Any],
+    *,
+    device: torch.device,
+    split_at: str,
+) -> Cut:
+    """Cut a model as others have cut theirs.
+
+    Args:
+        program: As in `cut`.
+        told: What one of the others says of its cut (`about`).
+    """
+    bounds = [int(bound) for bound in told["bounds"]]
+    layers, outputs, _ = _chain(model, program, len(bounds) - 1, device, split_at)
+    costs = [
+        Cost(0.0, 0.0, 0, _forms(trained), _forms(evaluated))
+        for trained, evaluated in told["forms"]
+    ]
+    return Cut(
+        layers, bounds, costs, [0.0] * (len(layers) - 1), _input_forms(program), outputs, program,
+        shared(model, layers, bounds),
+    )  # fmt: skip
+
+
+def _input_forms(program: Program) -> tuple[Form, ...]:
+    return tuple(Form(tuple(tensor.shape), tensor.dtype) for tensor in program.tensors)
+
+
+def _plain(forms: Sequence[Form]) -> list[tuple[tuple[int, ...], str]]:
+    return [(form.shape, str(form.dtype).removeprefix("torch.")) for form in forms]
+
+
+def _forms(plain: Iterable[Sequence[Any]]) -> tuple[Form, ...]:
+    return tuple(Form(tuple(shape), getattr(torch, dtype)) for shape, dtype in plain)
 
 
 def _agreed_costs(
