@@ -204,10 +204,10 @@ def test_pipelines_heal_where_there_are_two_of_them() -> None:
         return plan(strategy="hybrid", on_failure="heal", workers=workers, options=options)
 
     assert healed(4).on_failure == healed(3, stages=1).on_failure == "heal"
-    with pytest.raises(PlanError, match="WB-PLAN-340") as raised:
+    with pytest.raises(PlanError, match="WB-PLAN-332") as raised:
         healed(2)
     assert "-n 4 -o stages=2" in str(raised.value)
-    with pytest.raises(PlanError, match="WB-PLAN-340"):
+    with pytest.raises(PlanError, match="WB-PLAN-332"):
         healed(4, stages=4)
 
 

@@ -439,7 +439,7 @@ def _check_on_failure(
             seen=f"--on-failure heal, {count} workers in one pipeline",
             allowed="two pipelines at least; stop, or replace with --checkpoint DIR",
             next_step=f"-n {2 * count} -o stages={count}, or --checkpoint DIR --on-failure replace",
-            code="WB-PLAN-340",
+            code="WB-PLAN-332",
         )
     for name, value in entry.unhealed_with if on_failure == "heal" else ():
         if settings[name] == value:
