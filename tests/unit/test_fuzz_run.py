@@ -36,7 +36,7 @@ class Engines:
     def __init__(self) -> None:
         self.sent: list[tuple[int, Down]] = []
         self.interrupts = 0
-        self.lost, self.banner = 0, ""
+        self.lost, self.banner, self.mender = 0, "", None
         self.outcomes: dict[int, Any] = {}
         self.engines = SimpleNamespace(router=self)
 
