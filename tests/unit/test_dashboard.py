@@ -268,9 +268,9 @@ def test_output_from_a_timer_thread_belongs_to_the_cell_that_began_the_view(monk
     shell = type("Shell", (), {"display_pub": publisher, "kernel": object()})()
     monkeypatch.setattr(blocks, "_shell", lambda: shell)
     cell, button = ({"msg_id": name, "msg_type": "x"} for name in ("the cell", "a button"))
-    publisher.parent_header = cell
+    publisher.set_parent(cell)
     publish = blocks.notebook_publisher()
-    publisher.parent_header = button
+    publisher.set_parent(button)
     timer = threading.Thread(target=publish, args=({"text/plain": "x"}, "id", True))
     timer.start()
     timer.join()

@@ -12,11 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tomllib
 
 import workbench as wb
 from workbench.doctor import children, command, gpus, hosts, machine, probes
 from workbench.doctor.report import SCHEMA, STATUSES, Check, Line, Report, together
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
 

@@ -131,6 +131,13 @@ class TestContents:
         path = write_job(plan_of(builtin.lookup("digits_mlp")), tmp_path / "b")
         assert "scikit-learn" in read_job(path).pins["packages"]
 
+    def test_a_package_is_found_by_its_files_where_it_declares_no_modules(self, monkeypatch):
+        with monkeypatch.context() as older:
+            older.setattr(sys, "version_info", (3, 10, 13))
+            found = packages.packages_of("import sklearn.svm, yaml, json", "torch")
+        assert {"scikit-learn", "PyYAML", "torch", "numpy"} == set(found)
+        assert found == packages.packages_of("import sklearn.svm, yaml, json", "torch")
+
     def test_what_travelling_files_import_is_required(self, tmp_path, notebook):
         (notebook / "helper.py").write_text("import yaml, json, other\n")
         (notebook / "other").mkdir()

@@ -143,7 +143,8 @@ WHOLE = {
     "star": "from math import *\nprint(sin(pi))\n",
     "guard": "try:\n    kept\nexcept NameError:\n    kept = 1\nprint(kept)\n",
     "except": "try:\n    pass\nexcept (OSError, ValueError) as e:\n    print(e)\n",
-    "walrus": "if (n := 3) > 2:\n    print(n)\nprint([m := k for k in (1,)], m)\n",
+    "walrus": "if (n := 3) > 2:\n    print(n)\nprint([m := k for k in (1,)], m)\n"
+    "print({p: (q := p) for p in (1,)}, {(r := p) for p in (1,)}, q, r)\n",
     "with": "with open('/dev/null') as f, f as g:\n    print(f, g)\n",
     "match": "match [1, 2]:\n    case [p, *q] if p:\n        print(p, q)\n    case {'k': v, **r}:\n"
     "        print(v, r)\n",
@@ -212,6 +213,7 @@ def local_function():
     ("source", "missing"),
     [
         ("print(x_train)\n", ["x_train"]),
+        ("print([k for k in (1,)], {j: j for j in (1,)})\nprint(j, k)\n", ["j", "k"]),
         ("def f():\n    return settings['lr']\nf()\n", ["settings"]),
         ("class Net(Base):\n    pass\n", ["Base"]),
         ("x = [k * scale for k in range(3)]\n", ["scale"]),

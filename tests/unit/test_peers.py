@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout  # a class of its own in 3.10
 from typing import Any
 
 import pytest
@@ -128,7 +129,7 @@ def test_a_link_that_is_closed_ends_the_wait_by_name(
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(FutureTimeout):
             waiting.exception(0.1)
         pair[who].close()
         assert "Connection closed by peer: worker 1" in str(waiting.exception(10))

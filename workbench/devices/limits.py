@@ -34,11 +34,6 @@ from typing import Any
 
 from ..errors import PlanError, WorkbenchWarning
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover - the same library under its older name
-    import tomli as tomllib
-
 SYSTEM_FILE = Path("/etc/distributed-workbench.toml")
 VARIABLES = {
     "max_engines": "WORKBENCH_MAX_ENGINES",
@@ -184,9 +179,18 @@ def read_toml(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
-            return tomllib.loads(file.read(_MAX_FILE_BYTES).decode())
+            return _toml(file.read(_MAX_FILE_BYTES).decode())
     except (FileNotFoundError, NotADirectoryError):
         return {}
+
+
+def _toml(text: str) -> dict[str, Any]:
+    """Return what a text in TOML says. For 3.10 the library is a package, which may be missing."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    return tomllib.loads(text)
 
 
 def _of_environment(environment: Mapping[str, str]) -> Limits:

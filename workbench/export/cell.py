@@ -239,7 +239,7 @@ def _missing_names(source: str, tree: ast.Module) -> dict[str, int]:
     if any(_calls(node) in ("exec", "globals", "locals", "vars") for node in ast.walk(tree)):
         return {}  # names may come from anywhere
     defined, read = set(), set()
-    tables = [symtable.symtable(ast.unparse(ast.fix_missing_locations(bare)), "cell", "exec")]
+    tables = [_scopes(bare)]
     for table in tables:  # grows meanwhile
         on_top = str(table.get_type()) == "module"
         for symbol in table.get_symbols():
@@ -263,8 +263,32 @@ def _missing_names(source: str, tree: ast.Module) -> dict[str, int]:
 
 def bound_on_top(tree: ast.Module) -> set[str]:
     """Return the names that the top level gives a value."""
-    table = symtable.symtable(ast.unparse(tree), "cell", "exec")
+    table = _scopes(ast.parse(ast.unparse(tree)))
     return {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
+
+
+def _scopes(tree: ast.Module) -> symtable.SymbolTable:
+    """Return the scopes of a cell, which is changed; those of comprehensions as of generators."""
+    scoped = ast.fix_missing_locations(_Scoped().visit(tree))
+    return symtable.symtable(ast.unparse(scoped), "cell", "exec")
+
+
+class _Scoped(ast.NodeTransformer):
+    """Makes comprehensions generators: since Python 3.12 they have no scope of their own.
+
+    Their names would count as the cell's, and what they bind by `:=` as bound by nobody.
+    """
+
+    def visit_ListComp(self, node: ast.ListComp | ast.SetComp) -> ast.AST:
+        self.generic_visit(node)
+        return ast.GeneratorExp(node.elt, node.generators)
+
+    def visit_SetComp(self, node: ast.SetComp) -> ast.AST:
+        return self.visit_ListComp(node)
+
+    def visit_DictComp(self, node: ast.DictComp) -> ast.AST:
+        self.generic_visit(node)
+        return ast.GeneratorExp(ast.Tuple([node.key, node.value], ast.Load()), node.generators)
 
 
 class _Evaluated(ast.NodeTransformer):

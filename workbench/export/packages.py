@@ -31,7 +31,7 @@ def packages_of(source: str, framework: str, also: Iterable[str] = ()) -> dict[s
     named = {one for one in modules if _is_distribution(one)}
     wanted |= named
     if modules - named:  # called otherwise than what they come with; it takes a second to find out
-        owners = metadata.packages_distributions()
+        owners = _owners()
         wanted |= {owner for one in modules - named for owner in owners.get(one, ())}
     if "wb.data.digits" in source:
         wanted.add("scikit-learn")
@@ -42,6 +42,26 @@ def packages_of(source: str, framework: str, also: Iterable[str] = ()) -> dict[s
             if one.metadata["Name"] != DISTRIBUTION:
                 found[str(one.metadata["Name"])] = one.version.partition("+")[0]
     return found
+
+
+def _owners() -> Mapping[str, list[str]]:
+    """Return which distributions each module comes with.
+
+    Python 3.10 reads what a distribution declares alone, and those of newer tools (scikit-learn)
+    declare nothing: their files say it.
+    """
+    if sys.version_info >= (3, 11):
+        return metadata.packages_distributions()
+    owners: dict[str, list[str]] = {}
+    for one in metadata.distributions():
+        declared = (one.read_text("top_level.txt") or "").split()
+        files = [path for path in one.files or () if path.suffix == ".py"]
+        modules = declared or {
+            path.parts[0] if len(path.parts) > 1 else path.stem for path in files
+        }
+        for module in modules:
+            owners.setdefault(module, []).append(one.metadata["Name"])
+    return owners
 
 
 def _is_distribution(name: str) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import io
 import sys
 import uuid
@@ -131,10 +133,19 @@ def notebook_publisher() -> Publish:
     """
     publisher: Any = _shell().display_pub
     parent = getattr(publisher, "parent_header", None)
+    cell = contextvars.copy_context()
 
     def publish(bundle: Bundle, display_id: str, update: bool) -> None:
+        show = functools.partial(
+            publisher.publish, bundle, transient={"display_id": display_id}, update=update
+        )
+        if not hasattr(publisher, "set_thread_parent"):
+            # ipykernel 7.1 to 7.3, the newest for Python 3.10, keep the message in the context.
+            # Two threads cannot be in one context, so each call has a copy.
+            cell.copy().run(show)
+            return
         with output_of(publisher, parent):
-            publisher.publish(bundle, transient={"display_id": display_id}, update=update)
+            show()
 
     return publish
 
