@@ -300,9 +300,9 @@ def healed(c: Check) -> None:
 def lost_time(c: Check) -> None:
     """Two pauses and the share of one worker, for each failure of any machine."""
     cases = (
-        ((0.0, 90.0, 3, 9e3), "one of n workers is away: how much of the work is not done then?"),
         ((2.0, 0.0, 1, 5e5), "all stand still twice: when the others go on, and when one joins"),
-        ((0.5, 60.0, 4, 8e4), "how often does any one of n machines fail?"),
+        ((2.0, 0.0, 10, 5e5), "how often does any one of n machines fail?"),
+        ((0.5, 90.0, 3, 9e3), "one of n workers is away: how much of the work is not done then?"),
     )
     for (pause_s, away_s, n, m_s), hint in cases:
         value = c.number_from("lost_by_healing", pause_s, away_s, n, m_s)
