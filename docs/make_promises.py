@@ -1,8 +1,8 @@
-"""Writes the tables of docs/recovery.md that say what is lost at most, from the catalog.
+"""Writes the tables of docs/recovery.md that say what is lost at most, from `promises.py`.
 
     python docs/make_promises.py
 
-Each cell leads to the test that shows it. What the catalog promises is `catalog/promises.py`.
+Each cell leads to the test that shows it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,12 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "docs")]
+
+from promises import PROMISES, WAYS  # noqa: E402
+
+from workbench import catalog  # noqa: E402
+
 PAGE = REPOSITORY / "docs" / "recovery.md"
 BEGIN, END = "<!-- promises: written by make_promises.py -->", "<!-- end of promises -->"
 DIES = {
@@ -23,8 +29,6 @@ UNKNOWN = "-"
 
 def tables() -> str:
     """Return a table for each way of dying, and which strategies are in none."""
-    from workbench.catalog.promises import PROMISES
-
     parts = []
     for dies, title in DIES.items():
         own = [one for one in PROMISES if one.dies == dies]
@@ -34,9 +38,6 @@ def tables() -> str:
 
 def table(title, promises) -> str:
     """Return one table: a row per strategy and case, a column per word of `--on-failure`."""
-    from workbench import catalog
-    from workbench.catalog.promises import WAYS
-
     ways = [way for way in WAYS if any(way in one.on_failure for one in promises)]
     rows: dict[tuple[str, str, str], dict[str, str]] = {}
     for one in promises:
@@ -61,7 +62,6 @@ def cell(lost: str, proof: str) -> str:
 def left_out() -> str:
     """Say which strategies have no row."""
     from workbench import catalog
-    from workbench.catalog.promises import PROMISES
 
     said = {(one.framework, one.strategy) for one in PROMISES}
     names = [
@@ -91,5 +91,4 @@ def written() -> str:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(REPOSITORY))
     PAGE.write_text(written(), encoding="utf-8")

@@ -1,254 +1,23 @@
-"""Who takes part in a run that goes on with others: what kernel, engine and history make of it."""
+"""Who takes part in a run that goes on with others: what the kernel makes of it."""
 
 from __future__ import annotations
 
 import os
-import threading
 from types import SimpleNamespace
 
-import numpy as np
 import psutil
 import pytest
-from history_rows import make_rows
 from notebook_shell import soon
 
-from workbench.engine.telemetry.membership import Membership
-from workbench.engine.training.regrouping import NOWHERE, donors_of
-from workbench.engine.transport import handover
-from workbench.engine.transport.connection import LinkError
-from workbench.errors import RunError, RunStopped
+from workbench.errors import RunError
 from workbench.execution.workers import healing, scaling
 from workbench.execution.workers.healing import Healer
 from workbench.history.store import RunHistory
 from workbench.shared.events import Event, Regrouped, Standing
-from workbench.shared.messages import CellOutcome, Regroup
+from workbench.shared.messages import CellOutcome
 
 DIED = CellOutcome(status="died", how="killed by SIGKILL", recoverable=True)
 WELL = CellOutcome(status="ok")
-
-
-# -- the history -----------------------------------------------------------------------------------
-
-
-def test_steps_are_complete_with_the_rows_of_those_who_took_them() -> None:
-    history, rows = RunHistory(range(3)), make_rows(30, 3)
-    for rank in (0, 2):  # rank 1 is missing from step 10 to step 19
-        history.append(rows[:10, rank])
-    history.append(rows[:8, 1])  # and its last two rows went with it
-    history.hold()
-    history.append(rows[10:11, 1])  # it had taken a step that the others took anew
-    for rank in (0, 2):
-        history.append(rows[10:20, rank])
-    assert history.totals.steps == 8
-    history.regroup(10, [0, 2])
-    assert history.totals.steps == 18
-    history.settle_before(10)
-    assert history.totals.steps == 20
-    history.hold()
-    for rank in (0, 2, 1):
-        history.append(rows[20:, rank])
-        assert history.totals.steps == 20  # nobody knows yet whether rank 1 takes part
-    history.regroup(20, [0, 1, 2])
-    assert history.totals.steps == 30
-    assert history.totals.rows.tolist() == [30, 18, 30]
-    blamed = history["blamed_rank"][history["step"] == 15]
-    assert set(blamed.tolist()) <= {-1, 0, 2}
-    loss = history["loss"]
-    assert np.isnan(loss[np.isin(history["step"], (8, 9))]).all()
-    assert not np.isnan(loss[~np.isin(history["step"], (8, 9))]).any()
-    assert history.phases == [(10, (0, 2)), (20, (0, 1, 2))]
-
-
-def test_a_change_that_never_came_about_leaves_no_trace() -> None:
-    history, rows = RunHistory(range(3)), make_rows(12, 3)
-    history.regroup(5, [0, 1])
-    history.regroup(5, [0])  # another one died before they took a step
-    history.append(rows[:5].reshape(-1))
-    history.append(rows[5:, 0])
-    assert history.totals.steps == 12
-    assert history.phases == [(5, (0,))]
-
-
-# -- the engine ------------------------------------------------------------------------------------
-
-
-def regroup(generation: int, *places: int) -> Regroup:
-    return Regroup(
-        run=1, generation=generation, places=places, ranks=places, hosts=("h",) * len(places),
-        past=(), prefix=f"g{generation}",
-    )  # fmt: skip
-
-
-def watched(**about: bool) -> tuple[Membership, list[object]]:
-    seen: list[object] = []
-    membership = Membership(1, **about)
-    membership.tell = lambda phase, generation: seen.append((phase, generation))
-    membership.break_out = lambda: seen.append("broken out")
-    return membership, seen
-
-
-def test_who_trains_is_broken_out_and_learns_with_whom_to_go_on() -> None:
-    membership, seen = watched()
-    membership.begin()
-    membership.announce(regroup(1, 0, 1))
-    assert (seen, membership.stale, membership.generation) == (["broken out"], True, 0)
-    membership.remind()  # it may have been about to connect
-    assert seen == ["broken out"] * 2
-    assert membership.await_next().generation == 1
-    assert (membership.stale, membership.generation) == (False, 1)
-    membership.remind()
-    membership.announce(regroup(1, 0, 1))  # told twice
-    assert seen == ["broken out"] * 2
-
-
-def test_the_newest_word_counts() -> None:
-    membership, _ = watched()
-    membership.begin()
-    for generation in (1, 3, 2):
-        membership.announce(regroup(generation, 0, 1))
-    assert membership.await_next().generation == 3
-
-
-def test_who_is_in_no_training_says_so() -> None:
-    membership, seen = watched()
-    membership.announce(regroup(1, 0, 1))
-    assert seen == [("before", 1)]
-    membership.begin()
-    membership.end()
-    assert seen == [("before", 1), ("past", 1)]
-    membership.announce(regroup(2, 0, 1))
-    assert seen[2:] == [("past", 2)]
-
-
-def test_who_waits_says_for_what() -> None:
-    membership, seen = watched(joins=True)
-    membership.begin()
-    membership.waiting()
-    membership.waits = False
-    membership.waiting()
-    membership.announce(regroup(1, 0, 1))
-    membership.waiting()  # it has been told already
-    assert seen == [("ready", 0), ("cut", 0), "broken out"]
-
-
-def test_who_is_to_leave_waits_until_it_is_let_go() -> None:
-    membership, _ = watched()
-    membership.begin()
-    ended: list[bool] = []
-
-    def wait() -> None:
-        with pytest.raises(RunStopped):
-            membership.await_next()
-        ended.append(True)
-
-    membership.announce(regroup(1, 0))  # the others are to go on without it
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert soon(lambda: membership._listens)
-    assert membership.generation == 1
-    assert not ended
-    membership.announce(regroup(1))
-    thread.join(10)
-    assert ended
-
-
-def test_a_wait_ends_with_the_word() -> None:
-    membership, seen = watched()
-    membership.begin()
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(membership.await_next().generation))
-    thread.start()
-    assert soon(lambda: membership._listens)
-    membership.announce(regroup(4, 1))
-    thread.join(10)
-    assert found == [4]
-    assert seen == []  # it was in nothing that it had to be broken out of
-
-
-def test_who_cannot_be_broken_out_of_a_collective_ends(monkeypatch) -> None:
-    at, hangs = [0.0], [True]
-    monkeypatch.setattr("workbench.engine.telemetry.membership.clock", lambda: at[0])
-    membership, seen = watched()
-    membership.hangs = lambda: hangs[0]
-    membership.note = lambda text: seen.append("noted")
-    membership.quit = lambda: seen.append("ended")
-    membership.begin()
-    membership.announce(regroup(1, 0, 1))
-
-    def later(seconds: int) -> list[object]:
-        seen.clear()
-        for _ in range(10 * seconds):
-            at[0] += 0.1
-            membership.remind()
-        return [one for one in seen if one != "broken out"]
-
-    assert later(4) == []
-    hangs[0] = False  # it computes after all
-    assert later(30) == []
-    hangs[0] = True
-    assert later(4) == []
-    assert later(4)[:2] == ["noted", "ended"]
-
-
-# -- from one worker to another --------------------------------------------------------------------
-
-
-class Store:
-    """What engines find each other in."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self.values[key].encode()
-
-
-def hand_over(key: bytes, over=lambda: False, receiver_key: bytes | None = None) -> np.ndarray:
-    store, into, errors = Store(), np.zeros(100_000, np.uint8), []
-    donor = handover.Donor(store, key, "127.0.0.1")
-
-    def take() -> None:
-        try:
-            handover.take(store, receiver_key or key, 1, lambda about: [into[: about["size"]]])
-        except LinkError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    try:
-        sent = np.arange(100_000, dtype=np.uint32).view(np.uint8)[:100_000]
-        donor.give([1], {"size": sent.size}, [sent], over)
-    finally:
-        donor.close()
-        thread.join(20)
-    assert not errors, errors
-    assert np.array_equal(into, sent)
-    return into
-
-
-def test_what_one_worker_has_comes_to_another() -> None:
-    hand_over(b"k" * 32)
-
-
-def test_a_stranger_is_given_nothing() -> None:
-    tries = iter([False] * 5)
-    with pytest.raises(LinkError, match="WB-RUN-136"):
-        hand_over(b"k" * 32, lambda: next(tries, None) is not False, b"x" * 32)
-
-
-def test_a_receiver_that_never_comes_is_not_waited_for() -> None:
-    donor = handover.Donor(Store(), b"k" * 32, "127.0.0.1")
-    try:
-        with pytest.raises(LinkError, match="WB-RUN-136"):
-            donor.give([1], {}, [], lambda: True)
-    finally:
-        donor.close()
-
-
-# -- the kernel ------------------------------------------------------------------------------------
 
 
 class Run:
@@ -324,7 +93,7 @@ def piped(monkeypatch):
 def healing_of(monkeypatch, engines: range, together: int = 1):
     run = Run(engines)
     launch = Launch(run, together)
-    healer = Healer(launch, {})
+    healer = Healer(launch)
     launch.replaced = []
     monkeypatch.setattr(
         Healer, "begin_replacing", lambda self, engine: launch.replaced.append(engine)
@@ -481,6 +250,21 @@ def test_who_has_ended_its_cell_is_met_no_more(made) -> None:
     healer.spares(1, DIED)  # as the others were about to end theirs
     assert launch.sent == [(2, launch.sent[0][1])]
     assert (launch.sent[0][1].places, launch.sent[0][1].past) == ((2,), (0,))
+
+
+def test_who_ends_before_it_hears_that_it_is_waited_for_is_waited_for_no_more(made) -> None:
+    healer, _, launch = made
+    healer.spares(1, DIED)
+    healer.spares(0, WELL)  # it answers nobody any more
+    assert (launch.sent[-1][1].places, launch.sent[-1][1].past) == ((2,), (0,))
+
+
+def test_who_cannot_go_on_without_the_dead_has_the_cell_fail_for_them(made) -> None:
+    """They had agreed to be together to the end, which the kernel has not heard yet."""
+    healer, run, _ = made
+    healer.spares(1, DIED)
+    healer.spares(0, CellOutcome(status="error", ename="LinkError", felt="Connection closed"))
+    assert run.task.condemned == [1]
 
 
 def test_without_who_keeps_the_weights_the_run_cannot_end(made) -> None:
@@ -937,20 +721,18 @@ def test_once_one_has_trained_to_the_end_nobodys_part_is_needed(piped) -> None:
     assert launch.sent[-1][1].past == (0,)
 
 
+def test_who_waits_is_needed_where_one_has_ended_before_the_others_met(piped) -> None:
+    healer, run, launch = piped
+    healer.spares(3, DIED)
+    healer.spares(0, WELL)
+    assert healer.members == [1, 2]
+    assert launch.sent[-1][1].past == (0,)
+    regrouped(healer, 12)
+    assert [one["event"] for one in run.history.story.changes] == ["healed"]  # nobody left
+
+
 def test_without_any_holder_of_a_part_the_run_cannot_end(piped) -> None:
     healer, _, _ = piped
     healer.spares(3, DIED)
     healer.hear(0, Standing(rank=0, phase="past", generation=1))
     assert healer.spares(1, DIED) is None  # of its stage's weights nothing would be left
-
-
-@pytest.mark.parametrize(
-    ("at", "behind", "expected"),
-    [
-        ([(5, 0, 0)] * 2 + [NOWHERE] * 2, [2, 3], {2: 0, 3: 1}),
-        ([NOWHERE] * 2 + [(5, 0, 0)] * 2, [0, 1], {0: 2, 1: 3}),
-        ([(5, 4, 0), (5, 0, 0)], [1], {1: 0}),  # it has only to hear of an evaluation
-    ],
-)
-def test_each_takes_over_from_a_holder_of_its_part(at, behind, expected) -> None:
-    assert donors_of(at, [rank % 2 for rank in range(len(at))], behind) == expected

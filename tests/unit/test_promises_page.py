@@ -1,29 +1,25 @@
-"""docs/recovery.md says what the catalog promises, and a test is there for each promise."""
+"""docs/recovery.md says what docs/promises.py promises, and a test is there for each promise."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from types import ModuleType
 
 import pytest
 from doc_pages import REPOSITORY, generator
 
 from workbench import catalog
-from workbench.catalog.promises import NOTHING, PROMISES, WAYS
+
+maker = generator("make_promises")
+PROMISES, WAYS = maker.PROMISES, maker.WAYS
 
 
-@pytest.fixture(scope="module")
-def maker() -> ModuleType:
-    return generator("make_promises")
-
-
-def test_the_page_is_up_to_date(maker: ModuleType) -> None:
+def test_the_page_is_up_to_date() -> None:
     written = maker.PAGE.read_text(encoding="utf-8")
     assert written == maker.written(), "run python docs/make_promises.py"
 
 
-def test_a_page_without_a_place_for_the_tables_is_refused(maker: ModuleType) -> None:
+def test_a_page_without_a_place_for_the_tables_is_refused() -> None:
     with pytest.raises(ValueError, match="no place"):
         maker.filled("# When an engine dies\n")
 
@@ -60,4 +56,4 @@ def test_who_holds_everything_loses_nothing_when_fewer_go_on() -> None:
     for one in PROMISES:
         if one.dies == "worker" and "continue" in one.on_failure and one.framework == "torch":
             entry = catalog.lookup(one.strategy)
-            assert (one.at_most(entry) == NOTHING) == entry.replicated, one
+            assert (one.at_most(entry) == "nothing") == entry.replicated, one

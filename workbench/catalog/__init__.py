@@ -9,7 +9,6 @@ and one file under `strategies/`.
     diagrams       what is a picture of a step made of, and how do collectives look in it
     step_messages  who sends what to whom in a step of each strategy
     entries        which strategies are there
-    promises       what is lost when an engine dies, and which test shows it
 """
 
 from __future__ import annotations

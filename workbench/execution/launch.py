@@ -117,7 +117,10 @@ class RunExecution:
         specs = pool.specs(ids, self.plan, self.leases, prefix, framework, group)
         specs = self._specs = with_original_ranks(specs, run.engines)
         far = self.files.settings(again=run.task is not None)
-        self.healer = Healer(self, self._lend()) if self.plan.on_failure == "heal" else None
+        self.healer = None
+        if self.plan.on_failure == "heal":
+            # Asked for now: once the cell runs, no engine has time to answer.
+            self._lent, self.healer = self.borrowed(run.members[0]), Healer(self)
         self._departures = Departures(self)
         key = "" if self.healer is None else self._key
         asked = run_requests(run, specs, self.number, self.autoreload, self.plan, far, key)
@@ -163,14 +166,27 @@ class RunExecution:
         """Take note under which name its workers meet from now on."""
         self._token = checkpoints.token(prefix)
 
-    def _lend(self) -> dict[str, bytes]:
-        """Return what the cell needs of earlier cells' variables, for engines that come later.
+    def equip(self, engine: int) -> None:
+        """Let a fresh engine have what the cell needs."""
+        if self.plan.recipe.function:
+            self.pool.engines.call([engine], PUSH, ({ARGS: self.plan.recipe.args},))
+        self.lend([engine], self._lent)
 
-        It is asked for now: once the cell runs, no engine has time to answer.
-        """
-        first = self.run.members[:1]
-        lent = self.pool.engines.call(first, LEND, (self.plan.recipe.source,), LOAN_TIMEOUT_S)
-        return dict(lent[first[0]])
+    def borrowed(self, engine: int) -> dict[str, bytes]:
+        """Return what the cell needs of an engine's variables, packed, by name."""
+        source = self.plan.recipe.source
+        return dict(self.pool.engines.call([engine], LEND, (source,), LOAN_TIMEOUT_S)[engine])
+
+    def lend(self, fresh: Sequence[int], packed: Mapping[str, bytes]) -> None:
+        """Give fresh engines what the cell needs of what earlier cells had defined."""
+        if not packed:
+            return
+        missing = self.pool.engines.call(fresh, BORROW, (dict(packed),), LOAN_TIMEOUT_S)
+        if names := sorted({name for one in missing.values() for name in one}):
+            self.run.note(
+                "What earlier cells had defined was copied to fresh engines, but not "
+                f"{', '.join(names)}: it cannot be copied."
+            )
 
     def request_to_join(self, engine: int) -> dict[str, Any]:
         """Return what an engine is asked that comes while the run goes on, in another's place."""
@@ -596,16 +612,7 @@ class Recoverer:
         needy = [i for i in fresh if i in run.members]
         if not living or not needy:
             return
-        engines, source = launch.pool.engines, launch.plan.recipe.source
-        packed = engines.call(living[:1], LEND, (source,), LOAN_TIMEOUT_S)[living[0]]
-        if not packed:
-            return
-        missing = engines.call(needy, BORROW, (packed,), LOAN_TIMEOUT_S)
-        if names := sorted({name for one in missing.values() for name in one}):
-            run.note(
-                f"What earlier cells had defined was copied from {run.called(living[0])}, "
-                f"but not {', '.join(names)}: it cannot be copied."
-            )
+        launch.lend(needy, launch.borrowed(living[0]))
 
 
 def _stopping(run: Run) -> bool:

@@ -11,8 +11,7 @@ catalog describes.
     exchange  what a step's messages cost, worker by worker
     pipeline  a step of a pipeline, by its schedule
     fit       seconds per message and per byte, from short runs
-    case      what is to be computed, and what came of it
-    model     one strategy, computed so many times
+    model     what is to be computed: one strategy, computed so many times
     predict   what is asked for, checked, and what comes back
     variants  what if: changes to a run, and which of several is best
     choose    which strategy trains fastest, from one or two short runs

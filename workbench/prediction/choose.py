@@ -19,7 +19,7 @@ from ..catalog import schedules
 from ..errors import PlanError, WorkbenchError
 from ..history.analysis.steady import rate_of
 from ..shared.record import PARTS
-from .case import CAUSES
+from .model import CAUSES
 from .predict import Knows, predict, read
 from .probe import Probe
 

@@ -6,19 +6,21 @@ the model leaves out is a factor drawn besides, calibrated on training runs (`UN
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .case import Case, Computed
 from .exchange import Cost, Exchange
 from .pipeline import Pipe
 
 if TYPE_CHECKING:
     from .probe import Setting
+    from .work import Work
 
 Floats = NDArray[np.float64]
+CAUSES = ("own work", "waiting", "messages")
 UNEXPLAINED = 0.005
 """Standard deviation of measured over predicted steps that no draw explains. With the next one the
 likeliest over 110 training runs of 4 to 32 workers (docs/measured/predictions-training.jsonl).
@@ -26,6 +28,40 @@ likeliest over 110 training runs of 4 to 32 workers (docs/measured/predictions-t
 UNEXPLAINED_PER_DOUBLING = 0.0075
 """What each doubling of the workers beyond those seen adds to it."""
 MOST_COMPUTED = 40
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """Runs that were computed.
+
+    Attributes:
+        step_s: (draws,) mean seconds of a step.
+        share: Of a step that is each of `CAUSES`; adds up to 1.
+    """
+
+    step_s: Floats
+    share: tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What is to be computed.
+
+    Attributes:
+        message_bytes: Of a worker's gradients as they travel; NaN where nothing is sent.
+        scale: (draws,) factor on own work: other samples of a worker than those seen.
+        steps: Of the run that is predicted.
+        seen_workers: Most workers of a run that it is predicted from.
+    """
+
+    setting: Setting
+    work: Work
+    message_bytes: float
+    scale: Floats
+    cost: Cost
+    steps: int
+    seen_workers: int
+    first: int = 0
 
 
 def compute(case: Case, seed: int = 2027, *, noisy: bool = True) -> Computed:

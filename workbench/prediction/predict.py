@@ -21,11 +21,10 @@ from .. import catalog
 from ..errors import PlanError, RunError
 from ..history.analysis.steady import rate_of
 from ..shared.plan import check_count
-from .case import CAUSES, Case, Computed
 from .exchange import Cost, Exchange
 from .fit import Fitted, fit
 from .link import Link, parse_link
-from .model import compute
+from .model import CAUSES, Case, Computed, compute
 from .probe import Probe, Setting, check_predicted
 from .work import Work
 

@@ -43,6 +43,9 @@ class Execution(Protocol):
     def recruit(self, count: int) -> list[int]:
         """Have more engines be of the run; return which."""
 
+    def equip(self, engine: int) -> None:
+        """Let a fresh engine have what the cell needs."""
+
     def request_to_join(self, engine: int) -> dict[str, Any]:
         """Return what an engine is asked that comes while the run goes on."""
 

@@ -19,14 +19,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from ...cluster.processes import lives
 from ...errors import WorkbenchError
 from ...shared.events import Regrouped, Standing
 from ...shared.messages import CellOutcome
-from ..requests import ARGS, PUSH
+from ..outcome import is_collateral
 from . import scaling, silence
 from .change import ENDED, TRAINS, Change, Execution, announcement
 from .copies import Copies
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from ..task import Task
 
 log = logging.getLogger("workbench.session")
-BORROW = "workbench.engine.entry:borrow"
-BORROW_S = 120.0
 LOOK_S, CUT_S = 0.05, 1.0
 """How often dead members are looked for, and how long one may be cut off before all meet anew."""
 TRIES = 3
@@ -46,17 +44,14 @@ TRIES = 3
 class Healer:
     """Decides who takes part in one run; asked on the threads that hear the engines.
 
-    Args:
-        lent: What the cell needs of earlier cells' variables, packed, by name.
-
     Attributes:
         generation: The newest that was announced; 0: none.
         members: Engines that take part, in the order of the run's ranks.
         failed: Why engines that the latest `scale` had asked for did not come.
     """
 
-    def __init__(self, launch: Execution, lent: Mapping[str, bytes]) -> None:
-        self._launch, self._run, self._lent = launch, launch.run, lent
+    def __init__(self, launch: Execution) -> None:
+        self._launch, self._run = launch, launch.run
         self.generation = 0
         self.members = list(launch.run.members)
         self._met = 0  # the newest generation whose members are together
@@ -209,14 +204,7 @@ class Healer:
                 case Standing(phase="past") if engine in {*self.members, *self._leaving} or (
                     engine in self._copies.away
                 ):
-                    self._past.add(engine)
-                    self.members = self._copies.recall(self.members, self._coming.keys() - {engine})
-                    (self.members if engine in self.members else self._leaving).remove(engine)
-                    self._change.left.pop(engine, None)
-                    self._announce()
-                    self._send_home()
-                    if not self.members and self._keeper in self._change.lost:
-                        self._give_up()  # the weights went with it
+                    self._is_through(engine)
                 case Standing(phase="apart"):
                     self._why_not = event.why
                     self._asked.clear()
@@ -225,6 +213,18 @@ class Healer:
                     self._dismiss_asked()
                 case Standing(phase="before") if engine in self.members:
                     self._give_up()
+
+    def _is_through(self, engine: int) -> None:
+        """Go on without one that has trained to the end while others are to meet."""
+        self._past.add(engine)
+        self.members = self._copies.recall(self.members, self._coming.keys() - {engine})
+        (self.members if engine in self.members else self._leaving).remove(engine)
+        for one in (*self.members, engine):
+            self._change.left.pop(one, None)
+        self._announce()
+        self._send_home()
+        if not self.members and self._keeper in self._change.lost:
+            self._give_up()  # the weights went with it
 
     def _let_in(self, engine: int) -> None:
         """Have a fresh engine take part that has come to where the others train."""
@@ -270,7 +270,12 @@ class Healer:
 
     def _left(self, engine: int, outcome: CellOutcome) -> None:
         """Take note that a member's cell is over; nobody is let in once it has failed."""
+        if self._change.lost and is_collateral(outcome):
+            self._give_up()  # it could not go on without them
         self._over = self._over or not outcome.is_well
+        if engine in self.members and self._goes_on and not self.is_together:
+            self._is_through(engine)  # it had ended before it heard that it is waited for
+            return
         self._past.add(engine)
         self.members = [one for one in self.members if one != engine]  # it answers nobody any more
         self._send_home()
@@ -586,14 +591,7 @@ class Healer:
             return
         if engines.engines[engine].state == "dead":
             engines.restart([engine], launch.plan.framework)
-        if launch.run.plan.recipe.function:
-            engines.call([engine], PUSH, ({ARGS: launch.run.plan.recipe.args},))
-        missing = engines.call([engine], BORROW, (dict(self._lent),), BORROW_S)[engine]
-        if missing:
-            self._run.note(
-                f"What earlier cells had defined was copied to a fresh engine, but not "
-                f"{', '.join(sorted(missing))}: it cannot be copied."
-            )
+        launch.equip(engine)
         with self._lock:
             if engine in self._unwanted:
                 self._awaited.discard(engine)

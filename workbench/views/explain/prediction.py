@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ... import catalog
 from ...prediction import predict as predicting
 from ...prediction import variants as changing
-from ...prediction.case import CAUSES
 from ...prediction.choose import Choice, Row
+from ...prediction.model import CAUSES
 from ...prediction.predict import Prediction
 from ...prediction.variants import Ranking
 from ..table import Column, Table

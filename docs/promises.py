@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from .spec import Framework, Strategy
+    from workbench.catalog.spec import Framework, Strategy
 
 Dies = Literal["worker", "server", "warned"]
 WAYS = ("stop", "continue", "replace", "heal")
