@@ -51,7 +51,7 @@ def test_a_pair_that_was_saved_compares_as_it_was_measured(tmp_path):
     assert sum(server.staleness.counts) == 32
     for row in (one, mirrored, server):
         assert sum(v for v in row.shares.values() if math.isfinite(v)) == pytest.approx(1)
-    assert any("update of its own" in note for note in shown.comparison.notes)
+    assert any("parameter_server" in note for note in shown.comparison.notes)
     assert shown.comparison.verdict
     assert len(list(csv.DictReader(io.StringIO(shown.to_csv())))) == 3
     assert len(json.dumps(shown.to_wire(), allow_nan=False)) < 200_000

@@ -42,7 +42,7 @@ def test_room_is_made_when_the_hub_has_read_of_it_and_not_before(cluster, monkey
     monkeypatch.setattr("workbench.cluster.hub.ANSWER_S", 0.3)
     with (
         stopped(ground.hub.controller.pid),
-        pytest.raises(ClusterError, match="does not answer") as failure,
+        pytest.raises(ClusterError, match="WB-CLUSTER-012") as failure,
     ):
         ground.hub.make_room([0, 1])
     assert "%cluster stop" in str(failure.value)

@@ -220,7 +220,7 @@ def test_a_killed_worker_is_survived_and_said(cluster):
     run = train(cluster, LOOP.format(steps=150), inject=["kill=1@10"]).wait(WAIT_S)
     assert run.state == "finished", run.error
     assert len(run.history["rank"]) == 150
-    assert any("Worker 1 is gone" in note for note in run.history.story.notes)
+    assert any("Worker 1" in note for note in run.history.story.notes)
     assert len(of(run, 1, "step")) <= 12
     again = train(cluster, FIT.format(epochs=1)).wait(WAIT_S)
     assert set(again.history["rank"]) == {0, 1}
@@ -231,7 +231,7 @@ def test_a_killed_server_is_named(cluster):
     begun(run)
     (server,) = [e for e in cluster.engines if e.id == run.task.ids[-1]]
     os.kill(server.pid, signal.SIGKILL)
-    with pytest.raises(RunError, match="Server s0 is gone"):
+    with pytest.raises(RunError, match=r"Server s0 .*WB-RUN-066"):
         run.wait(WAIT_S)
     again = train(cluster, FIT.format(epochs=1)).wait(WAIT_S)
     assert again.state == "finished"
@@ -292,7 +292,7 @@ def test_a_worker_that_does_not_come_is_named(cluster, monkeypatch):
     monkeypatch.setattr(Run, "_tell", tell)
     cell = "import workbench.strategies.tensorflow.parameter_server as one; one.MEET_S = {}"
     cluster.execute(cell.format(2)).over.wait(WAIT_S)
-    with pytest.raises(RunError, match="no up from worker 1"):
+    with pytest.raises(RunError, match=r"WB-CLUSTER-025[\s\S]*worker 1"):
         train(cluster, FIT.format(epochs=1)).wait(WAIT_S)
     monkeypatch.undo()
     cluster.execute(cell.format(60)).over.wait(WAIT_S)

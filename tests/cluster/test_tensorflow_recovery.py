@@ -96,5 +96,5 @@ def test_a_parameter_servers_death_costs_the_steps_since_the_checkpoint(cluster,
 
 
 def test_one_engine_that_holds_all_replicas_cannot_be_done_without(cluster, tmp_path):
-    with pytest.raises(PlanError, match="one engine holds all its replicas"):
+    with pytest.raises(PlanError, match="WB-PLAN-088"):
         start(cluster, "mirrored", tmp_path, on_failure="continue")

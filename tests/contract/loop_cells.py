@@ -407,7 +407,7 @@ def own_backward(steps=3):
         loss.backward(retain_graph=True)
         return loss
 
-    model = torch.nn.Linear(4, 1).double()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)).double()
     fit(model, (x, y), step_fn=step_fn, optimizer=lambda p: torch.optim.SGD(p, 0.1),
         batch_size=8, steps=steps)  # fmt: skip
 

@@ -176,5 +176,5 @@ def test_a_group_that_does_not_go_spends_its_engine(
     group.ensure_group(spec(store=store))
     with monkeypatch.context() as patch:
         patch.setattr(group, "_torch_destroy", lambda *_: None)
-        with pytest.raises(EngineSpentError, match="does not go"):
+        with pytest.raises(EngineSpentError, match="WB-CLUSTER-055"):
             group.ensure_group(spec(store=store, prefix="two/"))

@@ -33,8 +33,9 @@ def test_a_store_that_is_gone_is_not_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         spec = joins_at(listener)
     began = time.monotonic()
-    with pytest.raises(ClusterError, match=r"does not answer.*\n.*\n  next: +run the cell again"):
+    with pytest.raises(ClusterError, match="WB-CLUSTER-031") as told:
         group.ensure_group(spec)
+    assert told.value.next_step
     assert time.monotonic() - began < group.CONNECT_S
 
 
@@ -65,7 +66,7 @@ def test_an_interrupt_ends_the_wait_for_a_store_that_is_halted(
             group.shutdown_group_sockets(store=True)
             waits.join(0.2)
     waits.join(WAIT_S)
-    assert "does not answer" in str(failed[0])
+    assert "WB-CLUSTER-031" in str(failed[0])
 
 
 def test_before_there_is_a_group_no_connection_is_taken_for_its_own(

@@ -115,7 +115,7 @@ def test_a_loop_is_recorded_as_it_is(workers: Workers, watched: bool) -> None:
         assert np.isfinite(report.rows["exposed_s"]).all()
         assert np.isfinite(report.rows["data_wait_s"]).all()
     notes = [fields["text"] for fields in reports[0].emitted("note")]
-    assert sum("Horovod itself no longer builds" in text for text in notes) <= 1
+    assert sum("Horovod" in text for text in notes) <= 1
 
 
 @pytest.mark.timing

@@ -97,7 +97,6 @@ def test_both_models_of_a_gan_are_averaged(workers: Workers, way: str) -> None:
 def test_a_second_model_that_nobody_averages_is_told_of(workers: Workers) -> None:
     reports = clean(workers.run("mirrored", loop_cells.gan, "one", workers=2))
     (told,) = reports[0].emitted("warning")
-    assert "parameters that no worker averages" in told["text"]
     assert "(8, 2), (8,), (4, 8), (4,)" in told["text"]
     assert reports[0].value != reports[1].value
 
@@ -177,7 +176,7 @@ def test_comparing_takes_no_time_to_speak_of(workers: Workers) -> None:
 def test_a_parameter_without_a_gradient_is_named(workers: Workers, way: str) -> None:
     reports = workers.run("mirrored", loop_cells.half_used, workers=2, options=OURS[way])
     for report in reports:
-        assert "FitError: A parameter took no part in the loss" in str(report.error)
+        assert "WB-FIT-110" in str(report.error)
         assert "'1.weight'" in str(report.error)
 
 
@@ -185,10 +184,9 @@ def test_a_parameter_without_a_gradient_is_named(workers: Workers, way: str) -> 
 def test_workers_that_freeze_different_layers_are_told(workers: Workers, way: str) -> None:
     reports = workers.run("mirrored", loop_cells.one_freezes, workers=2, options=OURS[way])
     for place, report in enumerate(reports):
-        assert "no longer train the same parameters" in str(report.error)
-        assert f"rank {place} froze {place}.bias, {place}.weight; rank {1 - place}" in str(
-            report.error
-        )
+        assert "WB-FIT-154" in str(report.error)
+        assert f"{place}.bias, {place}.weight" in str(report.error)
+        assert f"{1 - place}.weight" not in str(report.error)
 
 
 @pytest.mark.parametrize("way", OURS)
@@ -199,8 +197,8 @@ def test_a_worker_that_alone_freezes_a_layer_is_told_at_once(workers: Workers, w
         "mirrored", loop_cells.one_freezes, True, workers=2, options=OURS[way]
     )
     assert time.monotonic() - began < 20  # with nobody there to interrupt them
-    assert "no longer train the same parameters" in str(first.error)
-    assert "rank 0 froze 0.bias, 0.weight; rank 1 did not do the same" in str(first.error)
+    assert "WB-FIT-154" in str(first.error)
+    assert all(named in str(first.error) for named in ("rank 0", "0.bias, 0.weight", "rank 1"))
     assert other.error is not None
 
 
@@ -217,14 +215,14 @@ def test_a_loop_that_steps_by_hand_says_what_it_did(workers: Workers) -> None:
 def test_sharded_says_what_a_method_goes_past(workers: Workers) -> None:
     reports = workers.run("sharded", loop_cells.trained, "parts", False, workers=2)
     for report in reports:
-        assert "FitError: Under sharded a layer's parameters are gathered" in str(report.error)
+        assert "WB-FIT-130" in str(report.error)
         assert report.left == []
 
 
 def test_a_rank_whose_loop_is_shorter_is_not_called_gone(workers: Workers) -> None:
     first, second = workers.run("mirrored", loop_cells.leaves_early, workers=2, options=RING)
     assert second.error is None
-    assert "worker 1 takes no further part" in str(first.error)
+    assert "worker 1" in str(first.error)
     assert "WB-RUN-021" in str(first.error)
 
 
@@ -251,6 +249,7 @@ def test_clipping_sees_the_gradients_that_it_sees_under_plain_ddp(
 def test_a_step_fn_that_calls_backward_is_refused(
     workers: Workers, strategy: str, options: dict
 ) -> None:
+    # model_split traces step_fn before it is called, which ends there
+    code = "WB-FIT-148" if strategy == "model_split" else "WB-FIT-155"
     for report in workers.run(strategy, loop_cells.own_backward, workers=2, options=options):
-        assert "FitError" in str(report.error)
-        assert "backward" in str(report.error)
+        assert code in str(report.error)

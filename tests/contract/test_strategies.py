@@ -129,7 +129,7 @@ def test_buffers_end_equal(
 def test_mirrored_says_that_batchnorm_sees_shares(workers: Workers, own_loop: bool) -> None:
     reports = clean(workers.run("mirrored", model_cells.batchnorm, own_loop, workers=2))
     told = [note["text"] for note in reports[0].emitted("note")]
-    assert any("BatchNorm sees each worker's share of the batch" in text for text in told)
+    assert any("BatchNorm" in text for text in told)
 
 
 WRONG = {

@@ -146,7 +146,7 @@ def test_a_tensorflow_without_gpus_is_told_from_a_run_on_the_cpu(monkeypatch):
 
     TensorFlowGpus(monkeypatch, 0)
     accelerator.show(())
-    with pytest.raises(ClusterError, match=r"(?s)does not see .*sees 0 GPUs.*--devices cpu"):
+    with pytest.raises(ClusterError, match=r"(?s)WB-CLUSTER-053.*0 GPUs.*--devices cpu"):
         accelerator.show(("cuda:0",))
 
 
@@ -184,7 +184,7 @@ def test_an_engine_whose_driver_counts_others_is_spent(gpus, setup):
     from workbench.errors import EngineSpentError
 
     setup(one("cuda:0", gpus=("GPU-a", "GPU-b")))
-    with pytest.raises(EngineSpentError, match=r"(?s)seen: .*GPU-a,GPU-b.*allowed: GPU-c") as spent:
+    with pytest.raises(EngineSpentError, match=r"(?s)WB-CLUSTER-050.*GPU-a,GPU-b.*GPU-c") as spent:
         setup(one("cuda:0", gpus=("GPU-c",)))
     assert outcome_of(spent.value).replace
 
@@ -244,7 +244,7 @@ def test_a_gpu_of_another_name_makes_the_engine_a_spent_one(gpus, setup):
 
     setup(spec_of("cuda:0", "cuda:1"))
     gpus.start()
-    with pytest.raises(EngineSpentError, match=r"(?s)GPU:0 is GPU 0.*allowed: GPU 1"):
+    with pytest.raises(EngineSpentError, match=r"(?s)WB-CLUSTER-051.*GPU 0.*GPU 1"):
         joins(one("cuda:1", world_size=2, ranks=(0, 1)))
     with pytest.raises(EngineSpentError):
         setup(one("cuda:1"))
@@ -296,7 +296,7 @@ def test_who_holds_all_memory_of_others_gpus_is_spent(gpus, setup, monkeypatch):
     from workbench.errors import EngineSpentError
 
     gpus.start()
-    with pytest.raises(EngineSpentError, match=r"(?s)not this worker's.*GPU 1, 2, 3"):
+    with pytest.raises(EngineSpentError, match=r"(?s)WB-CLUSTER-052.*GPU 1, 2, 3"):
         setup(one("cuda:0"))
     monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # as engines are started
     setup(one("cuda:0"))
@@ -370,7 +370,8 @@ def test_two_replicas_on_one_gpu_are_refused_with_the_way_out(strategy):
     from workbench.errors import ClusterError
 
     spec = spec_of("cuda:0", "cuda:0", strategy=strategy)
-    with pytest.raises(ClusterError, match=r"(?s)cuda:0, cuda:0.*-n 1, or .*--devices cpu"):
+    said = r"(?s)WB-CLUSTER-049.*cuda:0, cuda:0.*-n 1.*--devices cpu"
+    with pytest.raises(ClusterError, match=said):
         load(catalog.lookup(strategy, "tensorflow"))(SimpleNamespace(spec=spec))
 
 

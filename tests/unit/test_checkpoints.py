@@ -58,7 +58,7 @@ def test_what_cannot_be_is_refused(tmp_path):
 
 @pytest.mark.parametrize("place", ["/proc", "/proc/self"])  # not even root may
 def test_a_folder_that_may_not_be_written_is_refused(place):
-    with pytest.raises(PlanError, match=rf"cannot be written(.|\n)*{place} \("):
+    with pytest.raises(PlanError, match=rf"(?s)WB-PLAN-017.*{place}"):
         plan(checkpoint=f"{place}/kept")
 
 
@@ -101,8 +101,8 @@ def test_a_folder_belongs_to_one_run(tmp_path):
     one = plan(checkpoint=str(tmp_path), name="base")
     claim(one)
     last, earlier = stored(tmp_path, 9), stored(tmp_path, 3)
-    with pytest.raises(PlanError, match=r"step 9(.|\n)*wb.resume\((.|\n)*begins anew"):
+    with pytest.raises(PlanError, match=r"(?s)WB-PLAN-097.*9.*wb\.resume\("):
         claim(one)
     claim(one, resume_from=str(last))
-    with pytest.raises(PlanError, match=r"later checkpoints(.|\n)*keeps both"):
+    with pytest.raises(PlanError, match="WB-PLAN-096"):
         claim(one, resume_from=str(earlier))

@@ -72,6 +72,6 @@ def test_a_start_that_is_interrupted_ends_in_a_line_and_no_traceback(monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(magics, "session", SimpleNamespace(start=interrupted, cluster=None))
-    with pytest.raises(ClusterError, match="interrupted") as caught:
+    with pytest.raises(ClusterError, match="WB-CLUSTER-078") as caught:
         magics.WorkbenchMagics(None).cluster("start 2")
     assert caught.value.__suppress_context__

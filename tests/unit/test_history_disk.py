@@ -186,9 +186,10 @@ def test_a_failed_copy_leaves_the_older_run(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk.shutil, "copy2", full)
-    with pytest.raises(RunError, match=r"No space left on device.*WB-RUN-042") as told:
+    with pytest.raises(RunError, match="WB-RUN-042") as told:
         disk.save(write_run(tmp_path / "b", make_rows(8, 1)), target)
-    assert "make room" in str(told.value)
+    assert "No space left on device" in str(told.value)  # the system's own words
+    assert told.value.next_step
     assert store.read_run(target)[1].totals.steps == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "kept"]
 
@@ -268,7 +269,7 @@ def test_what_is_damaged_in_a_saved_run_is_named(tmp_path: Path, name: str, harm
         load(again.save(tmp_path / "copy"))
     if name == "weights.npz":
         for read in (again.weights, lambda: initial.read(kept)):
-            with pytest.raises(RunError, match=r"weights(.|\n)*damaged(.|\n)*torch\.load"):
+            with pytest.raises(RunError, match=r"(?s)WB-RUN-040.*torch\.load"):
                 read()
 
 
@@ -295,7 +296,7 @@ def test_damage_is_met_in_runs_of_versions_that_kept_no_checksums(
     with pytest.raises(RunError):
         load(kept).weights()
     (kept / "records-rank0.bin").write_bytes(b"")
-    with pytest.warns(RunDamagedWarning, match="no row of rank 0"):
+    with pytest.warns(RunDamagedWarning, match=r"(?s)WB-WARN-002.*rank 0"):
         load(kept)
 
 

@@ -133,7 +133,7 @@ def test_no_gpu_counts_as_shared_because_another_host_has_one_of_its_number() ->
     few = [host_of(place, gpus(name, 1), slots=2) for place, name in enumerate("ab")]
     shared = pool_on(*few, engines=4, devices="cuda")
     assert [spec.sharers for spec in specs_of(shared, 4)] == [2] * 4
-    with pytest.raises(PlanError, match="share"):
+    with pytest.raises(PlanError, match="WB-PLAN-162"):
         plan.check_devices(shared.lease(4, plan).words)
 
 
@@ -176,12 +176,10 @@ def test_numbers_are_those_of_each_host_and_a_host_without_them_is_named() -> No
     assert [spec.gpus for spec in specs[1:3]] == [("GPU-a-2", "GPU-a-3"), ("GPU-b-2", "GPU-b-3")]
     assert [spec.device for spec in specs] == ["cuda:0", "cuda:1"] * 2
     few = pool_on(hosts[0], host_of(1, gpus("b", 2), slots=2), engines=4, devices="2,3")
-    with pytest.raises(PlanError, match="node2") as refused:
+    with pytest.raises(PlanError, match=r"node2.*WB-PLAN-187"):
         few.lease(4)
-    assert refused.value.code == "WB-PLAN-187"
-    with pytest.raises(ClusterError, match="node2") as lacking:
+    with pytest.raises(ClusterError, match=r"node2.*WB-CLUSTER-076"):
         pool_on(hosts[0], host_of(1, slots=2), engines=4, devices="cuda").lease(4)
-    assert lacking.value.code == "WB-CLUSTER-076"
 
 
 def test_gpus_of_different_kinds_form_no_group() -> None:

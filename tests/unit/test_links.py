@@ -187,7 +187,7 @@ def test_what_is_no_message_ends_the_link(serve: Callable[[int], Server]) -> Non
     server = serve(1)
     link = server.connect(0, "tcp")
     link._sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    with pytest.raises(LinkError, match=r"no message|gone"):
+    with pytest.raises(LinkError, match=r"WB-RUN-0(20|26)"):
         link.receive()
     link.close()
 
@@ -258,7 +258,8 @@ def test_a_server_takes_the_first_free_port_of_those_it_may() -> None:
     before, after = address.Listeners("127.0.0.1", ports), address.Listeners("127.0.0.1", ports)
     try:
         assert [one.about["tcp"][1] for one in (before, after)] == [first, first + 1]
-        with pytest.raises(ClusterError, match=rf"each of {first} to {first + 1}.*\n.*\n.*--ports"):
+        said = rf"(?s)WB-CLUSTER-046.*{first}.*{first + 1}.*--ports"
+        with pytest.raises(ClusterError, match=said):
             address.Listeners("127.0.0.1", ports)
     finally:
         before.close()
@@ -272,7 +273,7 @@ def test_what_cannot_be_listened_at_is_said() -> None:
 
 @pytest.mark.parametrize("towards", ["fd00::1", "a-name-nobody-knows", ""])
 def test_hosts_without_ipv4_are_told_so(towards: str) -> None:
-    with pytest.raises(ClusterError, match=r"IPv6 alone is not enough(.|\n)*--listen"):
+    with pytest.raises(ClusterError, match=r"(?s)WB-CLUSTER-073.*--listen"):
         address.own_address(towards)
 
 

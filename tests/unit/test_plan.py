@@ -94,7 +94,7 @@ def test_only_strategies_that_can_share_a_gpu_are_given_one_to_share(
         return
     with pytest.raises(PlanError, match=r"WB-PLAN-162") as caught:
         made.check_devices(SHARED)
-    for words in ("3 workers, 2 GPUs", "-n 2", "--devices cpu"):
+    for words in ("2 GPUs", "-n 2", "--devices cpu"):
         assert words in str(caught.value)
 
 
@@ -181,22 +181,16 @@ def test_where_no_fresh_worker_can_be_let_in_it_is_said(strategy: str) -> None:
         make_plan(CELL, strategy, workers=3, on_straggler="replace")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "why"),
-    [
-        ("one_device", "one worker"), ("sharded", "nobody else has"),
-        ("model_split", "a stage that nobody else has"),
-        ("tensor_parallel", "a part of each layer"),
-    ],
-)  # fmt: skip
-def test_what_cannot_heal_says_why_and_what_can(strategy: str, why: str) -> None:
-    with pytest.raises(PlanError) as raised:
+@pytest.mark.parametrize("strategy", ["one_device", "sharded", "model_split", "tensor_parallel"])
+def test_what_cannot_heal_says_why_and_what_can(strategy: str) -> None:
+    with pytest.raises(PlanError, match="WB-PLAN-320") as raised:
         plan(strategy=strategy, on_failure="heal")
-    assert raised.value.code == "WB-PLAN-320"
+    why = catalog.lookup(strategy).unhealed
+    assert why
     assert why in raised.value.what
-    assert "mirrored, central_storage, parameter_server, hybrid, local_sgd, gossip" in str(
-        raised.value
-    )
+    able = [entry.name for entry in catalog.strategies("torch") if entry.heals]
+    assert "mirrored" in able
+    assert ", ".join(able) in str(raised.value.allowed)
 
 
 def test_pipelines_heal_where_there_are_two_of_them() -> None:

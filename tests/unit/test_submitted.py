@@ -153,7 +153,8 @@ def test_a_job_that_cannot_be_kept_is_there_until_the_kernel_ends(tmp_path: Path
     jobs = Jobs(lambda: tmp_path / "not" / "there")
     job = jobs.add(ticket(), "train")
     assert jobs["train"] is job
-    assert "could not be kept" in jobs.notes[0]
+    assert len(jobs.notes) == 1
+    assert str(tmp_path / "not") in jobs.notes[0]
     Fake.states["id-1"] = JobState("finished", "COMPLETED")
     assert job.state == "finished"
     jobs.remove("train")
@@ -166,11 +167,11 @@ def test_there_is_no_such_job(kept: Path) -> None:
         jobs["train"]
     assert told.value.code == "WB-PLAN-245"
     jobs.add(ticket(), "train")
-    with pytest.raises(PlanError, match="did you mean 'train'"):
+    with pytest.raises(PlanError, match=r"WB-PLAN-037[\s\S]*'train'"):
         jobs["trian"]
     with pytest.raises(KeyError) as asked:
         jobs[3]
-    assert "-1 is the newest" in str(asked.value)
+    assert "-1" in str(asked.value)
 
 
 # -- submitting ------------------------------------------------------------------------------------
@@ -258,20 +259,20 @@ def test_a_job_that_died_before_its_first_step_is_told_as_such_with_its_last_lin
         job.wait(5)
     assert told.value.code == "WB-CLUSTER-094"
     for text in (str(told.value), repr(job)):
-        assert "failed before its first step" in text
+        assert "first step" in text
         assert "FAILED (NonZeroExitCode)" in text
         assert "no data" in text
     bundle = job._repr_mimebundle_()
     assert "&lt;b&gt;no data&lt;/b&gt;" in bundle["text/html"]
-    assert "failed before its first step" in bundle["text/html"]
+    assert "first step" in bundle["text/html"]
     again = jobs_of(kept)["train"]
-    assert "before its first step" in repr(again)
+    assert "first step" in repr(again)
 
 
 def test_a_job_that_is_gone_is_waited_for_no_longer(kept: Path) -> None:
     job = jobs_of(kept).add(ticket(), "train")
     Fake.states["id-1"] = JobState("unknown", "Slurm knows no job 1 any more", gone=True)
-    with pytest.raises(ClusterError, match="is not known there any more"):
+    with pytest.raises(ClusterError, match="WB-CLUSTER-094"):
         job.wait(5)
     assert jobs_of(kept)["train"].last.reason == "not asked yet"
 

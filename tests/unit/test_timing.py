@@ -353,5 +353,5 @@ def test_batchnorm_is_synchronised_where_torch_can(kind: str) -> None:
     from workbench.errors import FitError
     from workbench.strategies.torch.mirrored import SyncedBatchNorm
 
-    with pytest.raises(FitError, match="on GPUs only"):
+    with pytest.raises(FitError, match="WB-FIT-119"):
         SyncedBatchNorm(torch.nn.Linear(2, 2), {"sync_batchnorm": True}, torch.device(kind))

@@ -31,9 +31,9 @@ def test_an_address_is_told_from_a_name(name, address):
 
 def test_without_a_sign_the_plan_says_what_was_looked_for(monkeypatch):
     monkeypatch.setattr(tpu, "look", tpu.Signs)
-    with pytest.raises(PlanError) as error:
+    with pytest.raises(PlanError, match="WB-PLAN-148") as error:
         make_plan(Recipe("x"), "tpu", framework="tensorflow", workers=2)
-    for word in ("TPU_NAME is not set", "COLAB_TPU_ADDR", "/dev/accel", "use mirrored"):
+    for word in ("TPU_NAME", "COLAB_TPU_ADDR", "/dev/accel", "mirrored"):
         assert word in str(error.value)
     monkeypatch.setattr(tpu, "look", lambda: tpu.Signs("local", "TPU_NAME"))
     assert make_plan(Recipe("x"), "tpu", framework="tensorflow", workers=2).engines == 1
@@ -46,9 +46,9 @@ def test_what_needs_gpus_is_refused_on_others(value):
         options={"cross_device_ops": value},
     )  # fmt: skip
     plan.check_devices(["cuda:0", "cuda:1"])
-    with pytest.raises(PlanError) as error:
+    with pytest.raises(PlanError, match="WB-PLAN-084") as error:
         plan.check_devices(["cuda:0", "cpu"])
-    for word in (f"cross_device_ops={value} needs a GPU", "cuda:0, cpu", "cross_device_ops=auto"):
+    for word in (f"cross_device_ops={value}", "cuda:0, cpu", "cross_device_ops=auto"):
         assert word in str(error.value)
     auto = make_plan(Recipe("x"), "mirrored", framework="tensorflow", workers=2)
     auto.check_devices(["cpu", "cpu"])

@@ -20,10 +20,10 @@ def test_a_parent_that_is_halted_is_not_waited_for(monkeypatch):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with ours, theirs, child:
         wire._sock, wire._process = ours, child
-        with pytest.raises(ClusterError, match=r"did not answer status in 0\.2 s.*WB-CLUSTER-024"):
+        with pytest.raises(ClusterError, match=r"status.*0\.2 s.*WB-CLUSTER-024"):
             wire.ask("status", timeout_s=0.2)
         child.send_signal(signal.SIGSTOP)
-        halted = f"pid {child.pid}. was halted by SIGSTOP(.|\\n)*next: +%cluster restart"
+        halted = f"(?s){child.pid}.*SIGSTOP.*WB-CLUSTER-023.*%cluster restart"
         with pytest.raises(ClusterError, match=halted):
             wire.ask("status", timeout_s=20)
         child.kill()

@@ -81,7 +81,7 @@ def test_nobody_can_be_a_server_in_a_dead_ones_place_without_a_checkpoint(cluste
     going(run, 40)
     (server,) = [i for i in cluster.ids if i not in cluster.worker_ids][:1]
     kill(cluster, server)
-    with pytest.raises(RunError, match="only workers can be done without"):
+    with pytest.raises(RunError, match=r"Server s0 [\s\S]*workers"):
         run.wait(WAIT_S)
 
 
@@ -143,7 +143,7 @@ def test_the_second_death_is_the_runs_or_it_goes_on_from_its_checkpoint(
     assert soon(lambda: any("took over" in note for note in run.history.story.notes))
     kill(cluster, second)
     if not saved_to:
-        with pytest.raises(RunError, match=r"Server s1 is gone[\s\S]*gone too: Server s0"):
+        with pytest.raises(RunError, match=r"Server s1 [\s\S]*Server s0[\s\S]*WB-RUN-066"):
             run.wait(WAIT_S)
         return
     run.wait(WAIT_S)
