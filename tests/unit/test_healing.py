@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from history_rows import make_rows
 from notebook_shell import soon
 
 from workbench.errors import RunError
@@ -326,6 +327,24 @@ def test_a_fresh_engines_death_may_be_noticed_before_it_is_told(made) -> None:
     assert [(one["event"], one["step"]) for one in run.history.story.changes] == [
         ("healed", 12), ("healed", 30),
     ]  # fmt: skip
+
+
+def test_steps_that_some_took_while_another_was_late_are_complete(made) -> None:
+    """At their own pace the others go on from where it was expected, and it comes later."""
+    healer, run, launch = made
+    rows = make_rows(20, 3)
+    healer.spares(1, DIED)
+    regrouped(healer, 0)
+    run.history.append(rows[:10, [0, 2]].reshape(-1))
+    healer._coming[1] = DIED
+    healer.hear(1, Standing(rank=1, phase="ready"))
+    told_of = Regrouped(rank=0, generation=healer.generation, step=10, seconds=0.1)
+    healer.hear(0, told_of)
+    run.history.append(rows[10:12, [0, 2]].reshape(-1))
+    healer._announce()  # it was broken out of its coming
+    regrouped(healer, 12)
+    run.history.append(rows[12:].reshape(-1))
+    assert run.history.totals.steps == 20
 
 
 def test_an_error_of_the_cell_ends_it(made) -> None:

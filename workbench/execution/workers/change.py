@@ -59,7 +59,8 @@ class Change:
         left: Why engines leave, in words, by engine.
         how: What became of the lost, in words, by engine; empty as long as it is not known.
         heard: What members have said, by engine.
-        short: Whether one that was let in is gone again: what it had not sent is lost.
+        short: Whether one that was let in is gone again, or came later than the others had heard:
+            steps that they took meanwhile lack its rows.
     """
 
     lost: list[int] = field(default_factory=list)
@@ -68,6 +69,11 @@ class Change:
     how: dict[int, str] = field(default_factory=dict)
     heard: dict[int, Regrouped] = field(default_factory=dict)
     short: bool = False
+
+    def begin_anew(self) -> None:
+        """Take note that another generation is announced."""
+        self.short = self.short or bool(self.fresh and self.heard)
+        self.heard.clear()
 
     def tell(self, run: Run, step: int, workers: int, dies_with: str) -> None:
         """Tell the user of the change, in events of the run and in words.

@@ -473,7 +473,7 @@ class Healer:
         """Tell the members who they are from now on."""
         run, pool = self._run, self._launch.pool
         self.generation += 1
-        self._change.heard.clear()
+        self._change.begin_anew()
         if self._leaving and set(self.members) <= set(self._change.fresh):
             self._take_back()
         if set(self.members) <= set(self._change.fresh):  # all others have trained to the end
