@@ -331,7 +331,7 @@ def test_a_fresh_engines_death_may_be_noticed_before_it_is_told(made) -> None:
 
 def test_steps_that_some_took_while_another_was_late_are_complete(made) -> None:
     """At their own pace the others go on from where it was expected, and it comes later."""
-    healer, run, launch = made
+    healer, run, _ = made
     rows = make_rows(20, 3)
     healer.spares(1, DIED)
     regrouped(healer, 0)
