@@ -69,7 +69,7 @@ def left_out() -> str:
         for entry in catalog.CATALOG
         if (entry.framework, entry.name) not in said
     ]
-    return f"No test kills an engine under {', '.join(names)}: they have no row."
+    return f"No test kills an engine under these strategies: {', '.join(names)}."
 
 
 def filled(page: str) -> str:

@@ -1,9 +1,9 @@
 """What is lost at most when a worker or a server dies, and the test that shows it.
 
-One line for each way of dying and of going on: strategy, the case, who dies, what
-`--on-failure` says, what is lost, the test. `docs/make_promises.py` makes the tables of
-docs/recovery.md of them; a test fails where one of the tests is gone. Where nothing is said of what
-is lost, the strategy's entry says it: `dies_with` under `heal`, `loses` elsewhere.
+One line for each kind of death and each value of `--on-failure`: strategy, the case, who dies,
+`--on-failure`, what is lost, the test. `docs/make_promises.py` makes the tables of
+docs/recovery.md from these lines; a test fails if one of the tests does not exist. If a line does
+not say what is lost, the strategy's entry says it: `dies_with` under `heal`, `loses` elsewhere.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 Dies = Literal["worker", "server", "warned"]
 WAYS = ("stop", "continue", "replace", "heal")
-"""What `--on-failure` may say, in the order of the tables' columns."""
+"""The values of `--on-failure`, in the order of the tables' columns."""
 
 NOTHING = "nothing"
 STEPS = "the steps since the last checkpoint"
 REST = "the rest of that worker's share"
-PUSH = "a push under way, where a fresh engine comes before the others are done"
-CLOSURE = "nothing but the closure under way, which another worker does"
-REFUSED = "refused before it begins"
-NOT_DONE = "the run ends: a server cannot be done without"
-ENDS = "the run ends; resumed, the steps since the last checkpoint"
+PUSH = "the current push, if a fresh engine joins before the others finish"
+CLOSURE = "nothing: another worker repeats the current closure"
+REFUSED = "refused before the run begins"
+NOT_DONE = "the run ends: it cannot continue without a server"
+ENDS = "the run ends; after a resume, the steps since the last checkpoint"
 STOPPED = "nothing: the run stops at a step, with its checkpoint"
 
 
@@ -35,10 +35,10 @@ class Promise:
 
     Attributes:
         strategy: Its name.
-        case: What it is said of; empty: of the strategy at its defaults.
-        dies: `worker`, `server`, or `warned`: a worker that is told beforehand, with a checkpoint.
-        ways: What `--on-failure` says, separated by commas.
-        lost: What is lost at most; empty: as the strategy's entry says.
+        case: The options or the rank; empty: the strategy with its defaults.
+        dies: `worker`, `server`, or `warned` (a worker that is warned and has a checkpoint).
+        ways: Values of `--on-failure`, separated by commas.
+        lost: What is lost at most; empty: what the strategy's entry says.
         proof: The test, by its id: file, name, and case where it has several.
     """
 
@@ -52,11 +52,11 @@ class Promise:
 
     @property
     def on_failure(self) -> tuple[str, ...]:
-        """Each word of `ways`."""
+        """Each value in `ways`."""
         return tuple(self.ways.split(","))
 
     def at_most(self, entry: Strategy | None) -> str:
-        """Return what is lost, by its strategy's entry where nothing is said here."""
+        """Return what is lost; the strategy's entry says it if this line does not."""
         if self.lost or entry is None:
             return self.lost
         return (entry.dies_with or NOTHING) if self.ways == "heal" else entry.loses
