@@ -57,7 +57,7 @@ def test_what_is_no_notebook_is_named_and_status_2_says_so(tmp_path):
     ("given", "words"),
     [(["--limit", "0"], "--limit is out of range"), (["--total", "nan"], "--total is out"),
      (["--memory", "-1"], "--memory"), (["--disk", "0"], "--disk"), (["--jobs", "0"], "--jobs"),
-     (["--json", "/nowhere/x.json"], "--json cannot be written"),
+     (["--json", "/nowhere/x.json"], "WB-PLAN-023"),
      (["--lab", "/nowhere/lab.ipynb"], "no such file"), (["--limit", "x"], "invalid float")],
 )  # fmt: skip
 def test_arguments_that_make_no_sense_are_status_2(tmp_path, given, words):

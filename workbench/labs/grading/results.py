@@ -196,7 +196,7 @@ def _checked(wire: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         if name in _LISTS and not (
             isinstance(value, list) and all(isinstance(one, _LISTS[name]) for one in value)
         ):
-            raise TypeError(f"{name} is no list of its kind")
+            raise TypeError(f"{name} is not a list of the right type")
     return {name: wire[name] for name in names}
 
 
