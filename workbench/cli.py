@@ -284,9 +284,9 @@ SOURCES = "lab_*.md"
 OPENS = "workbench lab (without s) opens JupyterLab on the notebooks"
 NOT_GRADED, INTERRUPTED = 2, 130
 _GRADE = """\
-Runs each notebook's exercises in the lab as it was handed out, in processes of its own.
-Exit status: 0 all graded and all right; 1 all graded, something is not right; 2 something could
-not be graded, or an argument is wrong."""
+Runs each notebook's exercises in the original lab, in separate processes.
+Exit status: 0 everything was graded and is right; 1 everything was graded, but not everything is
+right; 2 something could not be graded, or an argument is wrong."""
 
 
 def add_lab_commands(commands: Any) -> None:
@@ -294,11 +294,18 @@ def add_lab_commands(commands: Any) -> None:
     labs = commands.add_parser(
         "labs", help="make the students' and the instructors' notebooks from the labs' sources"
     )
-    # None at all is refused below, by an error that leads on.
+    # An empty list is refused below, by an error with a next step.
     labs.add_argument("sources", nargs="*", type=Path, help="files lab_N.md")
-    labs.add_argument("--to", type=Path, default=Path("notebooks"), help="the students' notebooks")
     labs.add_argument(
-        "--solved-to", type=Path, help="the instructors' (default: where the source is)"
+        "--to",
+        type=Path,
+        default=Path("notebooks"),
+        help="folder of the students' notebooks (default: notebooks)",
+    )
+    labs.add_argument(
+        "--solved-to",
+        type=Path,
+        help="folder of the instructors' notebooks (default: that of the source)",
     )
     labs.add_argument(
         "--run", action="store_true", help="run each lab with its solutions and keep the outputs"
@@ -313,21 +320,23 @@ def _add_grade(commands: Any) -> None:
     )  # fmt: skip
     add = grade.add_argument
     add("notebooks", nargs="+", type=Path, metavar="NOTEBOOK")
-    add("--json", metavar="FILE", help="write everything there as JSON; - for standard output")
-    add("--limit", type=float, default=60.0, metavar="SECONDS", help="for a cell (default 60)")
+    add("--json", metavar="FILE", help="write all results as JSON; - for standard output")
+    add("--limit", type=float, default=60.0, metavar="SECONDS",
+        help="time limit of a cell (default 60)")  # fmt: skip
     add("--total", type=float, default=600.0, metavar="SECONDS",
-        help="for a notebook (default 600)")  # fmt: skip
-    add("--memory", type=float, default=4.0, metavar="GB", help="for a notebook (default 4)")
+        help="time limit of a notebook (default 600)")  # fmt: skip
+    add("--memory", type=float, default=4.0, metavar="GB",
+        help="memory limit of a notebook (default 4)")  # fmt: skip
     add("--disk", type=float, default=5.0, metavar="GB",
-        help="for the files of a notebook (default 5)")  # fmt: skip
+        help="limit for the files of a notebook (default 5)")  # fmt: skip
     add("--jobs", type=int, default=1, metavar="N",
-        help="notebooks at once (default 1: labs measure times)")  # fmt: skip
+        help="notebooks at once (default 1, because labs measure times)")  # fmt: skip
     add("--lab", type=Path, metavar="FILE",
-        help="the lab as handed out (default: the one that the notebook names)")  # fmt: skip
+        help="the original lab (default: the one that the notebook names)")  # fmt: skip
 
 
 def run_labs(given: argparse.Namespace) -> int:
-    """Do what one of these commands asks for; return the exit status."""
+    """Run one of these commands; return the exit status."""
     if given.command == "labs":
         return _make(given)
     try:
@@ -337,16 +346,16 @@ def run_labs(given: argparse.Namespace) -> int:
         return NOT_GRADED
     except KeyboardInterrupt:
         is_kept = given.json not in (None, "-") and Path(given.json).is_file()
-        kept = f"; {given.json} has what was graded" if is_kept else ""
-        print(f"Interrupted: all was ended{kept}.", file=sys.stderr)
+        kept = f"; {given.json} has the results so far" if is_kept else ""
+        print(f"Interrupted: all processes were ended{kept}.", file=sys.stderr)
         return INTERRUPTED
 
 
 def check_opening(rest: list[str]) -> None:
-    """Refuse labs' sources among what is to be passed on to JupyterLab.
+    """Refuse labs' sources among the arguments for JupyterLab.
 
     Raises:
-        PlanError: There is one; it names the command that takes them.
+        PlanError: There is one; the message names the command that takes them.
     """
     for before, text in zip(["", *rest], rest, strict=False):
         is_value = re.fullmatch(r"--([\w-]+-dir|\w+\.[\w.]+)", before)  # --ServerApp.root_dir DIR
@@ -355,7 +364,7 @@ def check_opening(rest: list[str]) -> None:
         is_source = text.endswith(".md")
         if is_source or any(Path(text).glob(SOURCES)):
             raise PlanError(
-                "workbench lab opens JupyterLab; it makes no notebooks from labs' sources.",
+                "workbench lab opens JupyterLab. It does not make notebooks from labs' sources.",
                 seen=text,
                 allowed="flags of JupyterLab",
                 next_step=f"workbench labs {text if is_source else Path(text) / SOURCES}",
@@ -364,10 +373,10 @@ def check_opening(rest: list[str]) -> None:
 
 
 def _check_sources(sources: list[Path]) -> None:
-    """Refuse what is no source of a lab, and nothing at all; lead to what was meant."""
+    """Refuse an empty list, and files that are not sources of labs; name the right command."""
     if not sources:
         raise PlanError(
-            "workbench labs makes notebooks from labs' sources; none was given.",
+            "workbench labs makes notebooks from labs' sources, but none was given.",
             allowed="files lab_N.md",
             next_step=f"workbench labs notebooks/solutions/lab_1.md; {OPENS}",
             code="WB-PLAN-019",
@@ -376,7 +385,7 @@ def _check_sources(sources: list[Path]) -> None:
         if source.is_dir() or source.suffix == ".ipynb":
             within = any(source.glob(SOURCES))
             raise PlanError(
-                "workbench labs makes notebooks from labs' sources; this is none.",
+                "workbench labs makes notebooks from labs' sources, and this is not one.",
                 seen=str(source),
                 allowed="files lab_N.md",
                 next_step=f"workbench labs {source / SOURCES}" if within else OPENS,
@@ -413,7 +422,7 @@ def _grade(given: argparse.Namespace) -> int:
 
     def done(one: Graded) -> None:
         if saved is not None:
-            with contextlib.suppress(OSError):  # the last time it is said
+            with contextlib.suppress(OSError):  # the last attempt reports it
                 saved.add(one)
         words = f"{one.points}/{len(one.outcomes)}" if one.outcomes else "not graded"
         name = printable(one.file, also="")
@@ -430,7 +439,7 @@ def _grade(given: argparse.Namespace) -> int:
 
 
 def _save(saved: Saved | None, content: str) -> bool:
-    """Write everything to the file, if there is one; say whether that failed."""
+    """Write everything to the file, if there is one; return whether that failed."""
     try:
         if saved is not None:
             saved.finish(content)
@@ -441,7 +450,7 @@ def _save(saved: Saved | None, content: str) -> bool:
 
 
 def _limits(given: argparse.Namespace) -> Limits:
-    """Return the limits, once all arguments make sense."""
+    """Return the limits, after checking all arguments."""
     from .labs.grading.processes import Limits
     from .labs.grading.reading import Unreadable
     from .labs.grading.runner import lab_of
@@ -449,7 +458,7 @@ def _limits(given: argparse.Namespace) -> Limits:
     least = {"limit": 1, "total": 10, "memory": 0.5, "disk": 0.1, "jobs": 1}
     for name, value in least.items():
         seen = getattr(given, name)
-        if not value <= seen < 10**7:  # so is what is no number
+        if not value <= seen < 10**7:  # NaN is refused too
             raise PlanError(
                 f"--{name} is out of range.",
                 seen=seen,
@@ -466,7 +475,7 @@ def _limits(given: argparse.Namespace) -> Limits:
     if given.json not in (None, "-"):
         folder = Path(given.json).absolute().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(given.json).is_dir():
-            raise PlanError("--json cannot be written there.", seen=given.json, code="WB-PLAN-023")
+            raise PlanError("--json is not a writable file.", seen=given.json, code="WB-PLAN-023")
     return Limits(
         cell_s=given.limit, total_s=given.total, memory_gb=given.memory, disk_gb=given.disk
     )

@@ -45,7 +45,7 @@ def test_what_is_no_notebook_is_named_and_status_2_says_so(tmp_path):
     content = json.loads((tmp_path / "out.json").read_text())
     why = [one["problems"][0] for one in content["notebooks"]]
     for words, expected in zip(
-        why, ["not JSON", "not UTF-8", "of no lab", "lab 77", "no such", "a folder"], strict=True
+        why, ["not JSON", "not UTF-8", "no lab", "lab 77", "no such", "a folder"], strict=True
     ):
         assert expected in words
     assert "solated" in done.stdout.splitlines()[0]
@@ -57,7 +57,7 @@ def test_what_is_no_notebook_is_named_and_status_2_says_so(tmp_path):
     ("given", "words"),
     [(["--limit", "0"], "--limit is out of range"), (["--total", "nan"], "--total is out"),
      (["--memory", "-1"], "--memory"), (["--disk", "0"], "--disk"), (["--jobs", "0"], "--jobs"),
-     (["--json", "/nowhere/x.json"], "--json cannot be written"),
+     (["--json", "/nowhere/x.json"], "WB-PLAN-023"),
      (["--lab", "/nowhere/lab.ipynb"], "no such file"), (["--limit", "x"], "invalid float")],
 )  # fmt: skip
 def test_arguments_that_make_no_sense_are_status_2(tmp_path, given, words):
@@ -72,7 +72,9 @@ def test_a_notebook_of_another_lab_is_not_graded_as_this_one(tmp_path):
     done = command(theirs, "--lab", lab, "--json", "-")
     assert done.returncode == 2
     problems = json.loads(done.stdout)["notebooks"][0]["problems"]
-    assert problems == ["It is of lab 2; lab 1 is asked for."]
+    (problem,) = problems
+    assert "lab 2" in problem
+    assert "lab 1" in problem
 
 
 def test_a_lab_without_checks_is_no_lab(tmp_path):
@@ -154,7 +156,7 @@ def test_what_the_time_does_not_reach_is_not_graded(tmp_path):
     assert done.returncode == 2
     one = json.loads(done.stdout)["notebooks"][0]
     assert one["exercises"][-1]["state"] == "not graded"
-    assert "15 s were over" in one["problems"][0]
+    assert "15 s" in one["problems"][0]
     assert one["exercises"][-1]["error"].startswith("not reached")
 
 

@@ -52,9 +52,9 @@ def test_notebooks_of_format_3_are_read(tmp_path):
         (b"  \n", "empty"),
         (b"{", "not JSON"),
         (b"\xff\xfe{", "not UTF-8"),
-        (b"[1, 2]", "no notebook"),
+        (b"[1, 2]", "not a notebook"),
         (b"{}", "no cells"),
-        (b'{"cells": 3}', "no list"),
+        (b'{"cells": 3}', "not a list"),
         (b"[" * 200_000, "nested too deeply"),
         (b'{"cells": %s}' % (b"1" * 6000), "JSON"),
     ],
@@ -69,7 +69,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
     assert "no such file" in refused(tmp_path / "none.ipynb")
     assert "folder" in refused(tmp_path)
     os.mkfifo(tmp_path / "pipe.ipynb")
-    assert "no regular file" in refused(tmp_path / "pipe.ipynb")
+    assert "regular file" in refused(tmp_path / "pipe.ipynb")
     path = write(tmp_path / "a.ipynb", cells())
     monkeypatch.setattr(reading, "MOST_BYTES", 100)
     assert "at most" in refused(path)

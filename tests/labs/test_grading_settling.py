@@ -190,4 +190,4 @@ def test_an_untouched_exercise_is_never_right(run):
     graded = run({"1.1": GOOD["1.1"]})
     assert states(graded) == ["right", "untouched", "untouched", "untouched"]
     assert graded.points == 1
-    assert graded.outcomes[1].reason == "its cell is as it was handed out"
+    assert graded.outcomes[1].reason == "its cell was not changed"

@@ -93,9 +93,10 @@ def test_a_sealed_prediction_cannot_be_changed_once_the_case_is_open(begun, caps
     blind.seal(case, "one_device", 200)
     assert blind.latest("A").strategy == "one_device"
     blind.run(case)
+    capsys.readouterr()
     blind.seal(case, "mirrored", 300)
     assert (blind.latest("A").strategy, blind.latest("A").predicted) == ("one_device", 200)
-    assert "stays as it was" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("Case A ")
 
 
 def test_a_case_that_was_run_comes_back_with_other_numbers(begun, capsys):
@@ -113,9 +114,9 @@ def test_a_case_that_was_run_comes_back_with_other_numbers(begun, capsys):
 
 @pytest.mark.parametrize(
     ("strategy", "rate", "words"),
-    [(None, None, "are needed"), ("mirrored", None, "are needed"), ("ring", 5, "'ring' is none"),
-     ("mirrored", "fast", "'fast' is no number"), ("mirrored", -1, "cannot be"),
-     ("mirrored", float("nan"), "cannot be"), (["mirrored"], 5, "is none of")],
+    [(None, None, "are needed"), ("mirrored", None, "are needed"), ("ring", 5, "'ring'"),
+     ("mirrored", "fast", "'fast'"), ("mirrored", -1, "-1.0 "),
+     ("mirrored", float("nan"), "nan "), (["mirrored"], 5, "['mirrored']")],
 )  # fmt: skip
 def test_what_cannot_be_sealed_is_said_and_not_raised(begun, capsys, strategy, rate, words):
     case = blind.case("A")
@@ -123,7 +124,7 @@ def test_what_cannot_be_sealed_is_said_and_not_raised(begun, capsys, strategy, r
     assert blind.run(case) is None
     said = capsys.readouterr().out
     assert words in said
-    assert "Seal a prediction for case A first" in said
+    assert "blind.seal(...)" in said
     assert not checked("A").passed
 
 
@@ -150,7 +151,7 @@ def test_the_check_of_a_case_never_names_the_best(begun):
 def test_a_prediction_that_was_never_run_is_not_scored(begun):
     blind.seal(blind.case("A"), "mirrored", 100)
     assert "was not run" in repr(checked("A"))
-    assert "no case was run" in blind.score().text()
+    assert "points" not in blind.score().text()
 
 
 def test_odd_cases_strategies_and_sizes_are_refused(begun):

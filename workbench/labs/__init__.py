@@ -1,17 +1,17 @@
 """The labs' side of the notebook: `labs.begin`, `labs.check`, and what the labs show.
 
-`from workbench import labs` in a notebook. `build` makes the notebooks from the solutions,
-`grading` runs what students hand in; neither is loaded here.
+`from workbench import labs` in a notebook. `build` makes the notebooks from the sources, and
+`grading` runs the notebooks that students hand in; neither is loaded here.
 
     asking    what do `labs.begin` and `labs.check` do in a lab's cell
     answers   which exercises are there, what can a check ask for
     side      who answers: this process, or a kernel by messages
-    plain     how does an answer travel: plain data, no pickle
-    limit     how does a cell end that never ends
-    checks/   what is right, lab by lab
+    plain     how is an answer sent: plain data, no pickle
+    limit     how is an endless cell interrupted
+    checks/   which answers are right, lab by lab
     blind     how is a blind case drawn, measured, sealed, scored
     shows     what do labs show and hand out: formulas, namespaces, runs to take home
-    build     how do a lab's notebooks come of its source
+    build     how are a lab's notebooks made from its source
     grading/  how are handed-in notebooks run and marked
 """
 

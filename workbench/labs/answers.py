@@ -1,8 +1,8 @@
 """What a check can ask: names of the notebook, variables of the engines, code to run there.
 
-A run as a check sees it is facts, taken once, that no later cell can change. What a check says is
-right, or not right and a hint; never the answer. Exercises say what each is called, where its cell
-runs, and which function looks at the answer.
+A check sees a run as facts, which are taken once and which no later cell can change. A check says
+that something is right, or that it is not right, with a hint; it never says the answer. Exercises
+say what each is called, where its cell runs, and which function looks at the answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ANSWER = "_labs_answer"
 
 
 class Stuck(Exception):
-    """The check cannot go on: what is wrong was said."""
+    """The check cannot continue: it has said what is wrong."""
 
 
 class Check:
@@ -41,7 +41,7 @@ class Check:
 
     Args:
         number: The exercise's, for messages.
-        asked: Whom to ask, or the notebook's names where that is this process.
+        asked: The side to ask, or the notebook's names if the notebook is this process.
     """
 
     def __init__(self, number: str, asked: Side | Mapping[str, Any]) -> None:
@@ -84,13 +84,13 @@ class Check:
         if "value" not in found:
             self.wrong(
                 f"The notebook has no `{name}`.",
-                f"run the cell of exercise {self.number}, and those above it in their order",
+                f"run the cell of exercise {self.number}, and those above it in order",
             )
         value = unpack(found["value"])
         if value is None or value is Ellipsis:
             self.wrong(
                 f"`{name}` is still empty.",
-                f"write it in the cell of exercise {self.number}, run the cell, and check again",
+                f"fill in the cell of exercise {self.number}, run it, and check again",
             )
         return value, str(found.get("words"))
 
@@ -104,26 +104,26 @@ class Check:
             found = number(value)
         except (TypeError, ValueError, OverflowError):
             self.wrong(
-                f"{said}: a number is asked for.",
-                "a text is none, even one of digits: leave the quotes, or the str(), out"
+                f"{said}, but it must be a number.",
+                "a string is not a number, even if it has only digits: remove the quotes or str()"
                 if isinstance(value, (str, bytes))
-                else "a single one, of Python, NumPy or PyTorch",
+                else "give a single number of Python, NumPy or PyTorch",
             )
         if not math.isfinite(found):
-            self.wrong(f"{said}: a finite number is asked for.")
+            self.wrong(f"{said}, but it must be a finite number.")
         return found
 
     def whole(self, name: str) -> int:
         """Return a whole number, such as a rank."""
         number = self.number_of(name)
-        self.need(number == int(number), f"`{name}` is {number:g}: a whole number is asked for.")
+        self.need(number == int(number), f"`{name}` is {number:g}, but it must be a whole number.")
         return int(number)
 
     def text(self, name: str, allowed: Sequence[str] = ()) -> str:
-        """Return a text, one of `allowed` where that is given (compared without regard to case)."""
+        """Return a string; one of `allowed` if given (upper and lower case count as equal)."""
         value, words = self._value(name)
         if not isinstance(value, str):
-            self.wrong(f"`{name}` is {words}: a text in quotes is asked for.")
+            self.wrong(f"`{name}` is {words}, but it must be a string in quotes.")
         if allowed and value.strip().lower() not in [word.lower() for word in allowed]:
             choices = ", ".join(repr(word) for word in allowed)
             self.wrong(f"`{name}` is {value!r}.", f"choose one of {choices}")
@@ -133,11 +133,11 @@ class Check:
         """Return a list, tuple, set or array as a list, of `count` items."""
         value, words = self._value(name)
         if isinstance(value, (str, Mapping)) or not hasattr(value, "__iter__"):
-            self.wrong(f"`{name}` is {words}: a list is asked for.")
+            self.wrong(f"`{name}` is {words}, but it must be a list.")
         found = list(value)
         if count is not None:
             self.need(
-                len(found) == count, f"`{name}` has {len(found)} items: {count} are asked for."
+                len(found) == count, f"`{name}` has {len(found)} items, but must have {count}."
             )
         return found
 
@@ -148,18 +148,18 @@ class Check:
         except (TypeError, ValueError):
             self.wrong(f"`{name}` cannot be read as an array of numbers.")
         if shape is not None and found.shape != shape:
-            self.wrong(f"`{name}` has the shape {found.shape}: {shape} is asked for.")
-        self.need(bool(np.isfinite(found).all()), f"`{name}` holds numbers that are not finite.")
+            self.wrong(f"`{name}` has the shape {found.shape}, but must have {shape}.")
+        self.need(bool(np.isfinite(found).all()), f"`{name}` has numbers that are not finite.")
         return found
 
     def _function(self, name: str) -> None:
         """End the check unless the notebook has a function of that name."""
         value, words = self._value(name)
         if not (isinstance(value, Other) and value.is_callable):
-            self.wrong(f"`{name}` is {words}: a function is asked for.")
+            self.wrong(f"`{name}` is {words}, but it must be a function.")
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a function of the notebook; what it raises, None, or no end of it ends the check.
+        """Call a function of the notebook; an error, None or an endless loop ends the check.
 
         Args:
             args: Plain data, or a run that `run` has returned.
@@ -180,7 +180,7 @@ class Check:
         if "raised" in found:
             self.wrong(
                 f"{asked} raised {found['raised']}",
-                "call it with these values in a cell of its own, to see the line that raised it",
+                "call it with these values in a new cell to see the line that raised the error",
             )
         value = unpack(found.get("value"))
         if value is None or value is NotImplemented or value is Ellipsis:
@@ -191,12 +191,12 @@ class Check:
         return value, str(found.get("words"))
 
     def number_from(self, name: str, *args: Any) -> float:
-        """Call a function of the notebook that is to return one finite number."""
+        """Call a function of the notebook that must return one finite number."""
         value, words = self._call(name, args)
         return self._number(value, f"{_asked(name, args)} returned {words}")
 
     def known_run(self, name: str) -> RunFacts | None:
-        """Return the newest run of that name, in whatever state; None where there is none."""
+        """Return the newest run of that name, in any state; None if there is none."""
         found = self._side.run(name)
         return RunFacts.of(name, unpack(found["facts"])) if "facts" in found else None
 
@@ -206,15 +206,17 @@ class Check:
         if found is None:
             self.wrong(
                 f"There is no run named {name!r}.",
-                f"run the cells down to exercise {self.number} in their order; the one that trains "
-                f"it names it: --name {name}",
+                f"run the cells down to exercise {self.number} in order: one of them trains this "
+                f"run with --name {name}",
             )
         if found.state != "finished":
-            self.wrong(f"The run {name!r} is {found.state}.", "run its cell again, to its end")
+            self.wrong(
+                f"The run {name!r} is {found.state}.", "run its cell again and wait for its end"
+            )
         return found
 
     def play(self, name: str) -> dict[str, Any] | None:
-        """Return what was sealed and run of a blind case; None where it was not opened."""
+        """Return what was sealed and run of a blind case; None if it was not opened."""
         found = self._side.play(name)
         return dict(unpack(found["play"])) if "play" in found else None
 
@@ -233,25 +235,24 @@ class Check:
             if value is None:
                 self.wrong(
                     f"`{name}` is still empty on worker {rank}.",
-                    f"write it in the cell of exercise {self.number}, run the cell, and check "
-                    "again",
+                    f"fill in the cell of exercise {self.number}, run it, and check again",
                 )
         return found
 
     def ask(
         self, source: str, *, limit_s: float = LIMIT_S, framework: str | None = None, hint: str = ""
     ) -> list[Any]:
-        """Run code on every engine and return what it left in `_labs_answer`, by rank.
+        """Run code on every engine and return its `_labs_answer`, by rank.
 
-        Code that hangs is interrupted after `limit_s` seconds; an exception in it ends the check
-        with its words, and `hint` unless the failure has a next step of its own.
+        Code that hangs is interrupted after `limit_s` seconds. An exception in it ends the check
+        with its words, and with `hint` unless the failure has its own next step.
         """
         found = self._side.ask(source, limit_s, framework)
         if "late" in found:
             self.wrong(
-                f"It did not end within {limit_s:g} s and was interrupted.",
-                "do all workers send and receive in an order that fits? A worker that waits for a "
-                "message nobody sends waits for ever",
+                f"The code did not end within {limit_s:g} s and was interrupted.",
+                "does every receive have a send, in the same order? A worker waits forever for a "
+                "message that nobody sends",
             )
         if "values" not in found:
             self.wrong(str(found.get("wrong")), str(found.get("hint") or hint))
@@ -266,7 +267,7 @@ def number(value: Any) -> float:
     """Return a number of any kind as Python's.
 
     Raises:
-        TypeError, ValueError, OverflowError: It is none: a text that looks like one is not either.
+        TypeError, ValueError, OverflowError: It is not a number; nor is a string of digits.
     """
     if isinstance(value, (bool, np.bool_, str, bytes)):
         raise TypeError
@@ -280,7 +281,7 @@ def close(found: float, truth: float, share: float) -> bool:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What a run was asked to be."""
+    """How a run was requested."""
 
     strategy: str
     workers: int
@@ -300,7 +301,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """One run: what `session.run.Run` tells of it, as far as checks ask.
+    """One run: the part of `session.run.Run` that checks ask for.
 
     Attributes:
         engines: The processes that trained it, numbered.
@@ -318,7 +319,7 @@ class RunFacts:
 
     @classmethod
     def of(cls, name: str, wire: Any) -> RunFacts:
-        """Return what `side.facts` says of a run."""
+        """Return the run that `side.facts` describes."""
         options = {str(key): value for key, value in dict(wire["options"]).items()}
         plan = PlanFacts(str(wire["strategy"]), int(wire["workers"]), options)
         columns = {str(key): np.asarray(one) for key, one in dict(wire.get("history", {})).items()}
@@ -345,7 +346,7 @@ class RunFacts:
         """The final weights by parameter name.
 
         Raises:
-            RunError: It left none.
+            RunError: It has none.
         """
         if self._weights is None:
             raise RunError(f"Run {self.name} has no weights.", seen=self.state, code="WB-RUN-051")
@@ -376,7 +377,7 @@ class Finding:
     Attributes:
         right: Whether it is as it should be.
         words: What was found, in a sentence.
-        hint: Where to look next; empty where it is right.
+        hint: Where to look next; empty if it is right.
     """
 
     right: bool
@@ -462,7 +463,7 @@ def _line(finding: Finding) -> str:
 
 
 def _code(words: str) -> str:
-    """Return words for a page, with what stands in backticks as code."""
+    """Return words as HTML, with the parts in backticks as code."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(words))
 
 
@@ -480,7 +481,7 @@ class Exercise:
         number: Lab and exercise, such as `3.2`.
         title: What it is about, in a few words.
         where: Where its work is done.
-        cell: Where its cell runs; one of the notebook may give the engines work.
+        cell: Where its cell runs; a cell of the notebook may give work to the engines.
         look: Looks at the answer and says what it finds.
     """
 
@@ -534,15 +535,15 @@ def find(number: object) -> Exercise:
     """Return the exercise of that number.
 
     Raises:
-        PlanError: There is none; says which there are.
+        PlanError: There is no such exercise; the message lists those that exist.
     """
     text = str(number).strip()
     parts = _NUMBER.fullmatch(text)
     if parts is None:
         raise PlanError(
-            "An exercise is named by its lab and its place there.",
+            "An exercise number consists of the lab and the exercise in it.",
             seen=number,
-            allowed='a text such as "3.2"',
+            allowed='a string such as "3.2"',
             next_step='labs.check("3.2")',
             code="WB-PLAN-048",
         )

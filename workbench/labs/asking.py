@@ -1,7 +1,7 @@
 """`labs.begin(3)` and `labs.check("3.2")`: what a lab's cells ask for.
 
-The first brings the lab's engines, and a limit for exercises that never end; the second looks at an
-answer, and remembers what came out.
+The first starts the lab's engines, and sets a limit for exercises that never end. The second looks
+at an answer, and remembers the result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check(exercise: str, namespace: Mapping[str, Any] | Side | None = None) -> R
 
     Args:
         exercise: Its number, such as `"3.2"`.
-        namespace: Where the answer's names are, or whom to ask; the notebook's by default.
+        namespace: Where the answer's names are, or the side to ask; the notebook by default.
 
     Raises:
         PlanError: There is no such exercise.
@@ -47,8 +47,8 @@ def check(exercise: str, namespace: Mapping[str, Any] | Side | None = None) -> R
     except WorkbenchError as error:
         looking.findings.append(Finding(False, error.what, error.next_step or ""))
     except (Exception, SystemExit) as error:  # an answer of a kind that the check did not foresee
-        words = f"The answer could not be looked at: {type(error).__name__}: {error}"
-        hint = f"compare its form with what the text of exercise {asked.number} asks for"
+        words = f"The answer could not be checked: {type(error).__name__}: {error}"
+        hint = f"does it have the form that the text of exercise {asked.number} asks for?"
         looking.findings.append(Finding(False, words, hint))
     if namespace is None:
         _stopped_on_its_way(looking, asked)
@@ -58,7 +58,7 @@ def check(exercise: str, namespace: Mapping[str, Any] | Side | None = None) -> R
 
 
 def progress(lab: int | None = None) -> Table:
-    """Return a table of the exercises of a lab (or of all that were checked) and how they stand."""
+    """Return a table of the exercises of a lab (or of all that were checked) and their results."""
     names = [e.number for e in exercises(lab)] if lab is not None else sorted(_reports)
     rows = [
         [n, find(n).title, _reports[n].verdict if n in _reports else "not checked"] for n in names
@@ -69,43 +69,41 @@ def progress(lab: int | None = None) -> Table:
 
 
 def forget(lab: int) -> None:
-    """Forget what was found in a lab: it begins again."""
+    """Forget the results of a lab: it begins again."""
     for number in [n for n in _reports if n.startswith(f"{lab}.")]:
         del _reports[number]
 
 
 def _up_to_date(looking: Check, asked: Exercise) -> None:
-    """End the check where what it would look at is not what the exercise's cell says now."""
+    """End the check if the answer is not from the present text of the exercise's cell."""
     ended = last_end(_shell(), asked.number)
     if ended is None:
         return
     looking.need(
         not ended.unread,
-        f"The cell of exercise {asked.number} is not Python yet: it ended in a {ended.error}, and "
-        "nothing of it was run.",
+        f"The cell of exercise {asked.number} is not valid Python: it raised a {ended.error}, and "
+        "none of it was run.",
         "correct the line that the error points at, run the cell, and check again",
     )
     there = asked.cell == "the engines"
     ran = "on the engines" if ended.on_engines else "in the notebook"
     looking.need(
         ended.on_engines == there,
-        f"The cell of exercise {asked.number} was last run {ran}; its answer belongs "
+        f"The cell of exercise {asked.number} was last run {ran}, but it must run "
         f"{'on the engines' if there else 'in the notebook'}.",
         "begin the cell with a line %%distributed, and run it again"
         if there
-        else "take the first line, the one with %%, out of the cell, and run it again",
+        else "remove the first line, which begins with %%, and run the cell again",
     )
 
 
 def _stopped_on_its_way(looking: Check, asked: Exercise) -> None:
-    """Say of an answer that is not right that its cell did not reach its end."""
+    """If an answer is not right, say also that its cell did not reach its end."""
     ended = last_end(_shell(), asked.number)
     wrong = any(not finding.right for finding in looking.findings)
     if ended is not None and ended.error and not ended.unread and wrong:
-        words = (
-            f"The cell of exercise {asked.number} ended in a {ended.error} when it was last run."
-        )
-        hint = "what stands below the line that failed was not run: names are what they were before"
+        words = f"The cell of exercise {asked.number} raised a {ended.error} when it was last run."
+        hint = "the lines below the one that failed were not run, so their variables are old"
         looking.findings.append(Finding(False, words, hint))
 
 
@@ -121,7 +119,7 @@ def _shell() -> Any:
 
 
 ENGINES = 3
-"""What a Binder with 2 GB holds with room to spare."""
+"""This many fit easily in a Binder session with 2 GB."""
 
 LIMIT_S = 120.0
 
@@ -142,7 +140,7 @@ def begin(
     Raises:
         PlanError: There is no such lab.
         ClusterError: The engines did not start.
-        RunError: A run is still going on.
+        RunError: A run has not ended yet.
     """
     count = len(exercises(lab))
     shell = _shell()
@@ -158,33 +156,33 @@ def begin(
     print(f"Lab {lab}: {engines} engines are ready{words}; {count} exercises.")  # noqa: T201
     if others := _others():
         print(  # noqa: T201 - the notebook's output
-            f"Other notebooks have a cluster too: {', '.join(others)}. Where memory is scarce, as "
-            "on a Binder, shut their kernels down."
+            f"Other notebooks have a cluster too: {', '.join(others)}. If memory is scarce, as "
+            "on Binder, shut down their kernels."
         )
 
 
 def _have(engines: int, framework: str, line: ProgressLine) -> str:
-    """Have exactly so many engines without variables; return what had to be done for it."""
+    """Get exactly this many engines without variables; return in words what was done for it."""
     words = ""
     old = session.cluster
     if old is not None and (len(old.worker_ids) > engines or old.keeping.kept):
         if old.keeping.kept:
             raise PlanError(
-                "The notebook works on a kept cluster; a lab clears its engines.",
-                next_step="begin the lab in a notebook of its own, or %cluster stop first",
+                "The notebook uses a kept cluster, and a lab would clear its engines.",
+                next_step="begin the lab in another notebook, or run %cluster stop first",
                 code="WB-PLAN-045",
             )
-        words = f" (a cluster of {len(old.worker_ids)} was stopped for it)"
+        words = f" (a cluster of {len(old.worker_ids)} was stopped)"
         session.stop()
     elif old is not None:
         dropped = sum(old.free().values())
-        words = f" ({dropped} variables of earlier cells were cleared)" if dropped else ""
+        words = f" ({dropped} variables of earlier cells were deleted)" if dropped else ""
     session.start(engines, framework=framework, progress=line)
     return words
 
 
 def _others() -> list[str]:
-    """Return the notebooks, or their folders, that hold a cluster on this machine besides us."""
+    """Return the other notebooks, or their folders, that have a cluster on this machine."""
     found = [
         one for one in folders.clusters() if one.owner and int(one.owner["pid"]) != os.getpid()
     ]

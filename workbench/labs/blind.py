@@ -1,16 +1,16 @@
 """Blind tasks: probe a case, seal a prediction, run it, and be scored.
 
-`from workbench.labs import blind` in a notebook. A prediction counts only where it was sealed
-before anything of its case was run; a case that was run comes back with other numbers.
+`from workbench.labs import blind` in a notebook. A prediction counts only if it was sealed before
+any run of its case; a case that was run comes back with other numbers.
 
 A case is a model, a batch, workers and their links, drawn from a seed, and how to score. Runs and
 messages are made on the cluster that it describes: its delays are injected.
 
-A case's card says what one would know of a cluster before renting it. How long the model computes
-and what the links carry is hidden: it can be measured by probes, and shows in what runs achieve.
-Each case is drawn so that one kind of traffic wins by a margin; which one is hidden too. Where
-workers are equal, central storage may tie with the parameter server: a choice scores by what it
-achieves, so either counts.
+A case's card says what one would know of a cluster before renting it. The compute time of the
+model, and the latency and bandwidth of the links, are hidden: probes can measure them, and the
+results of runs depend on them. Each case is drawn so that one kind of traffic wins by a margin;
+which one is hidden too. If workers are equal, central storage may tie with the parameter server.
+A choice gets points for its samples per second, so either of them counts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Play:
     """One drawing of a case: what was sealed, and what was run.
 
     Attributes:
-        late: Whether something of the case had been run when the prediction was sealed.
+        late: Whether the case had already been run when the prediction was sealed.
         sealed_at: Seconds since the epoch; NaN while nothing is sealed.
         runs: By strategy.
     """
@@ -90,7 +90,7 @@ _seed = 0
 
 
 def begin(seed: int = 0) -> None:
-    """Begin anew: cases are drawn from this seed, and nothing is sealed."""
+    """Begin again: cases are drawn from this seed, and nothing is sealed."""
     global _seed
     _seed = int(seed)
     _plays.clear()
@@ -105,18 +105,18 @@ def case(name: str) -> Case:
     """Return a case by its letter; one that was run comes back with other numbers.
 
     Raises:
-        PlanError: It is no letter from A to D.
+        PlanError: It is not a letter from A to D.
     """
     if name not in tuple("ABCD"):
         raise unknown("case", str(name), "ABCD")
     if _latest(name).runs:
         _plays[name].append(Play(draw(_seed, name, len(_plays[name]))))
-        print(f"Case {name} has been run; these are new numbers for it.")  # noqa: T201
+        print(f"Case {name} has been run, so it now has new numbers.")  # noqa: T201
     return _latest(name).case
 
 
 def cards(*names: str) -> Table:
-    """Return what is known of cases before anything is measured."""
+    """Return a table of what is known about cases before anything is measured."""
     return case_cards([_latest(name).case for name in names])
 
 
@@ -126,7 +126,7 @@ def plays(name: str) -> list[Play]:
 
 
 def latest(name: str) -> Play | None:
-    """Return the newest drawing of a case; None where it was not asked for."""
+    """Return the newest drawing of a case; None if nobody asked for it."""
     return _plays[name][-1] if name in _plays else None
 
 
@@ -140,9 +140,9 @@ def _play_of(case: Case) -> Play:
     play = latest(case.name) if isinstance(case, Case) else None
     if play is None or play.case != case:
         raise PlanError(
-            "This is no case that is open.",
+            "This is not an open case.",
             seen=case,
-            allowed="what blind.practice() and blind.case() returned last",
+            allowed="the last result of blind.practice() or blind.case()",
             next_step='case = blind.case("A")',
             code="WB-PLAN-046",
         )
@@ -162,12 +162,12 @@ def time_message(case: Case, size_bytes: int) -> float:
     """Probe: the seconds that a message of `size_bytes` takes between two workers of the case.
 
     Raises:
-        PlanError: The size is no whole number above 0.
+        PlanError: The size is not a whole number above 0.
     """
     _play_of(case)
     if not isinstance(size_bytes, (int, np.integer)) or size_bytes < 1:
         raise PlanError(
-            "A message has a size.",
+            "size_bytes must be a whole number of at least 1.",
             seen=size_bytes,
             allowed="bytes, at least 1",
             code="WB-PLAN-047",
@@ -179,7 +179,7 @@ def measure(case: Case, strategy: str) -> float:
     """Run a strategy on the case's cluster and return its samples per second.
 
     Raises:
-        PlanError: There is no such strategy among those that can be chosen.
+        PlanError: The strategy is not one of those that can be chosen.
     """
     play = _play_of(case)
     if strategy not in STRATEGIES:
@@ -195,7 +195,7 @@ def measure(case: Case, strategy: str) -> float:
 def seal(case: Case, strategy: object, samples_per_s: object) -> None:
     """Seal a prediction: from now on it counts, and running the case opens it.
 
-    Says what is missing where it cannot be sealed.
+    If it cannot be sealed, it prints what is missing.
     """
     play = _play_of(case)
     words = _flaw(strategy, samples_per_s)
@@ -203,7 +203,9 @@ def seal(case: Case, strategy: object, samples_per_s: object) -> None:
         print(f"Nothing was sealed: {words}.")  # noqa: T201
         return
     if play.runs and play.honest:
-        print(f"Case {case.name} is open: its sealed prediction stays as it was.")  # noqa: T201
+        print(  # noqa: T201
+            f"Case {case.name} has been run already: its sealed prediction does not change."
+        )
         return
     play.strategy, play.predicted = str(strategy), float(samples_per_s)  # type: ignore[arg-type]
     play.sealed_at, play.late = time.time(), bool(play.runs)
@@ -217,19 +219,19 @@ def _flaw(strategy: object, samples_per_s: object) -> str:
     if strategy is None or samples_per_s is None:
         return "a strategy and samples per second are needed"
     if strategy not in STRATEGIES:
-        return f"{strategy!r} is none of {', '.join(STRATEGIES)}"
+        return f"{strategy!r} is not one of {', '.join(STRATEGIES)}"
     try:
         value = float(samples_per_s)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        return f"{samples_per_s!r} is no number"
-    return "" if 0 < value < math.inf else f"{value} samples per second cannot be"
+        return f"{samples_per_s!r} is not a number"
+    return "" if 0 < value < math.inf else f"{value} samples per second are impossible"
 
 
 def run(case: Case) -> Table | None:
     """Run what was sealed, then all others, and return the scores; nothing without a seal."""
     play = _play_of(case)
     if not play.sealed:
-        print(f"Seal a prediction for case {case.name} first: blind.seal(...).")  # noqa: T201
+        print(f"First seal a prediction for case {case.name}: blind.seal(...).")  # noqa: T201
         return None
     for strategy in (play.strategy, *STRATEGIES):
         measure(case, strategy)
@@ -271,7 +273,7 @@ def score() -> Table:
             points = play.scores
             total += sum(points)
             rows.append([name, play.strategy, f"{play.factor:.2f}", *(f"{p:.2f}" for p in points)])
-    title = f"{total:.2f} of {2 * len(rows)} points" if rows else "no case was run yet"
+    title = f"{total:.2f} of {2 * len(rows)} points" if rows else "no case has been run yet"
     columns = [
         Column("case", "left"), Column("chosen", "left"), Column("predicted / measured"),
         Column("prediction"), Column("choice"),
@@ -310,7 +312,7 @@ del _time, _FaultInjector, _faults, _message, _began, _sender
 
 
 def train(case: Case, strategy: str, name: str, steps: int) -> Run:
-    """Train the case's model under a strategy, on workers and links as the case has them."""
+    """Train the case's model with a strategy, on the workers and links of the case."""
     cluster = session.need_cluster()
     with ending(cluster):
         run = cluster.run(
@@ -329,8 +331,8 @@ def train(case: Case, strategy: str, name: str, steps: int) -> Run:
 def rate_of(run: Run) -> float:
     """Return samples per second: the sum over workers of their samples over their typical step.
 
-    The typical step is the median after warm-up, so a hiccup of this machine does not count, and
-    neither does the tail in which the slowest of asynchronous workers trains alone.
+    The typical step is the median after warm-up, so a short delay of this machine does not count,
+    and neither does the end in which the slowest of asynchronous workers trains alone.
     """
     history = run.history
     ranks, late = history["rank"], history["step"] >= WARM_UP
@@ -342,7 +344,7 @@ def rate_of(run: Run) -> float:
 
 
 def message_s(case: Case, size_bytes: int) -> float:
-    """Return the seconds of a message between two workers: the shortest of some there and back."""
+    """Return the seconds of a message between two workers: the shortest of several round trips."""
     source = _MESSAGE.format(faults=case.link, size_bytes=size_bytes, messages=MESSAGES)
     cluster = session.need_cluster()
     with ending(cluster):
@@ -355,7 +357,7 @@ def message_s(case: Case, size_bytes: int) -> float:
 
 
 STRATEGIES = ("one_device", "mirrored", "central_storage", "parameter_server")
-"""What can be chosen; `mirrored` averages with a ring."""
+"""The strategies that can be chosen; `mirrored` averages with a ring."""
 
 BATCH = 96
 _BYTES_PER_UNIT = 4 * (64 + 1 + 10)
@@ -372,8 +374,8 @@ class Kind:
     Attributes:
         best: The strategy that wins.
         whole_s: Compute time of the whole batch on one device.
-        carry_s: Time that the link takes for the model's bytes, beside its latency.
-        slow: How many times as long as on the fastest each worker takes, beside the first ones.
+        carry_s: Time that the link takes for the model's bytes, without its latency.
+        slow: The range of the factor by which one worker is slower than the fastest.
     """
 
     best: str
@@ -401,7 +403,7 @@ class Case:
         width: Of the network's hidden layer.
         factors: How many times as long as on the fastest worker a sample takes, by rank.
         whole_s: Hidden: compute time of the whole batch on one device.
-        latency_s, bytes_per_s: Hidden: what a link takes for a message, and carries.
+        latency_s, bytes_per_s: Hidden: the link's latency and bandwidth.
     """
 
     name: str
@@ -427,7 +429,7 @@ class Case:
         }  # fmt: skip
 
     def faults(self, strategy: str) -> list[str]:
-        """Return what is injected into a run, so that it behaves as on the case's cluster."""
+        """Return the faults that make a run behave as on the case's cluster."""
         if strategy == "one_device":
             return [f"slow=0:{_ms(self.whole_s)}"]
         share_s = self.whole_s / self.workers
@@ -436,7 +438,7 @@ class Case:
 
     @property
     def link(self) -> list[str]:
-        """The faults that make a link what it is in this case."""
+        """The faults that simulate a link of this case."""
         return [f"latency={_ms(self.latency_s)}", f"bandwidth={self.bytes_per_s / 1e6:.6f}MB/s"]
 
     def table(self) -> Table:
@@ -448,7 +450,7 @@ class Case:
 
 
 PRACTICE = Case("P", 3, 1000, (1.0, 1.0, 1.0), 180 * MS, 15 * MS, 10e6)
-"""A case to practise on; its numbers may be told."""
+"""A case to practise on; its numbers are no secret."""
 
 
 def size_of(width: int) -> int:
@@ -457,12 +459,12 @@ def size_of(width: int) -> int:
 
 
 def case_cards(cases: list[Case]) -> Table:
-    """Return what is known of cases, side by side."""
+    """Return a table of what is known about cases, side by side."""
     rows = [
         ["workers (N)", *(str(case.workers) for case in cases)],
         ["model, and gradients (M)", *(size(case.size_bytes) for case in cases)],
         ["global batch (B)", *(f"{case.batch} samples" for case in cases)],
-        ["a sample takes, by worker", *(_factors(case.factors) for case in cases)],
+        ["time for a sample, by worker", *(_factors(case.factors) for case in cases)],
         ["time to compute a batch on one device (T₁)", *("measure it" for _ in cases)],
         ["link: latency (α), bandwidth (β)", *("measure them" for _ in cases)],
     ]
@@ -495,14 +497,14 @@ def draw(seed: int, name: str, attempt: int = 0) -> Case:
 
 
 def prediction_score(predicted: float, measured: float) -> float:
-    """Return 1 for a prediction that is right, 0 for one that is off by a factor of 2 or more."""
+    """Return 1 for a right prediction, 0 for one that is wrong by a factor of 2 or more."""
     if not (0 < predicted < math.inf and 0 < measured < math.inf):
         return 0.0
     return max(0.0, 1 - abs(math.log2(predicted / measured)))
 
 
 def choice_score(chosen: str, measured: Mapping[str, float]) -> float:
-    """Return the share of the best strategy's rate that the chosen one achieved."""
+    """Return the rate of the chosen strategy as a fraction of the best one."""
     best = max(measured.values())
     return measured[chosen] / best if best > 0 else 0.0
 

@@ -1,17 +1,17 @@
 """Makes the notebooks of a lab from its source: the students' and the instructors'.
 
 The source is a Markdown file with the lab's text, steps, exercises, solutions and wrong answers.
-Prose is Markdown. A fenced block of `python` is a cell. What follows the word says which kind:
+Prose is Markdown. A fenced block of `python` is a cell. The words after `python` give its kind:
 
-    ```python                    a step: students get it as it is, and the figure it drew
-    ```python unseen             a step whose output they are to see for themselves first
+    ```python                    a step: students get it as it is, with the figure it drew
+    ```python unseen             a step whose output students should first produce themselves
     ```python exercise 3.2       the cell that students fill in; it has a line `# YOUR CODE 3.2`
-    ```python solution 3.2       what stands in its place in the instructor's notebook
+    ```python solution 3.2       the cell that replaces it in the instructor's notebook
     ```python right 3.2          another answer that the check must pass; none is needed
     ```python wrong 3.2          a mistake that the check must find; at least two
     ```python check 3.2          the cell with `labs.check("3.2")`; its body may be empty
-    ```python lesson             a condition a line: what the cells above must have shown; it stands
-                                 in no notebook, and outputs that do not show it are not stored
+    ```python lesson             one condition per line, which must hold after the cells above; it
+                                 is in no notebook, and without it the outputs are not stored
 
 Solution, wrong answers and check follow their exercise, in this order.
 """
@@ -77,14 +77,14 @@ def _cell(piece: Piece, version: Version) -> NotebookNode:
 
 
 def execute(made: NotebookNode, folder: Path, lessons: Sequence[Sequence[str]] = ()) -> None:
-    """Run a notebook in a kernel of its own; its outputs are those of this run.
+    """Run a notebook in a new kernel; its outputs are those of this run.
 
     Args:
-        lessons: By cell what must be true once it has run.
+        lessons: For each cell, the conditions that must be true after it has run.
 
     Raises:
         WorkbenchError: A cell failed, took too long or ended the kernel, a check found something
-            wrong, or the run does not show a lesson.
+            wrong, or a lesson does not hold.
     """
     from nbclient import NotebookClient
     from nbclient.exceptions import CellControlSignal, DeadKernelError
@@ -105,9 +105,11 @@ def execute(made: NotebookNode, folder: Path, lessons: Sequence[Sequence[str]] =
         said = str(getattr(error, "evalue", ""))
         if said.startswith(_NOT_SHOWN):
             raise WorkbenchError(
-                "The run does not show what the lab says, so its outputs are not stored.",
+                "The run does not show the result that the lab describes, so its outputs are not "
+                "stored.",
                 seen=said.removeprefix(_NOT_SHOWN),
-                next_step="run it again while nothing else runs; if it stays so, the lab is wrong",
+                next_step="run it again while nothing else runs; if it fails again, correct the "
+                "lab",
                 code="WB-GEN-002",
             ) from None
         raise WorkbenchError(f"A cell of the lab failed: {error}", code="WB-GEN-003") from None
@@ -117,7 +119,7 @@ def execute(made: NotebookNode, folder: Path, lessons: Sequence[Sequence[str]] =
     for cell in made.cells:
         if "check" in cell.metadata.get("tags", []) and not _passed(cell):
             raise WorkbenchError(
-                "A check does not pass on the solution.",
+                "A check does not pass with the solution.",
                 seen=_plain(cell) or cell.source,
                 code="WB-GEN-004",
             )
@@ -126,9 +128,9 @@ def execute(made: NotebookNode, folder: Path, lessons: Sequence[Sequence[str]] =
 def _with_lessons(
     cells: Sequence[NotebookNode], lessons: Sequence[Sequence[str]]
 ) -> list[NotebookNode]:
-    """Return the cells with one more behind each that has a lesson: it fails where that is not so.
+    """Return the cells, each followed by a cell for its lesson, which fails if that is not true.
 
-    The values of the names in a condition are told with it.
+    The message of such a failure has the values of the names in the condition.
     """
     from nbformat import v4
 
@@ -145,7 +147,7 @@ def _with_lessons(
 
 
 def _values(condition: str) -> str:
-    """Return an expression that says what the names in a condition stand for."""
+    """Return an expression that gives the values of the names in a condition."""
     found = [node for node in ast.walk(ast.parse(condition)) if isinstance(node, ast.Name)]
     own = {node.id for node in found if isinstance(node.ctx, ast.Store)}  # of a comprehension
     names = {node.id: None for node in found if node.id not in own}
@@ -167,9 +169,9 @@ def build(source: Path, to: Path, solved_to: Path, *, run: bool) -> list[Path]:
     Args:
         source: The file `lab_N.md`.
         to: Folder of the students' notebook `lab_N.ipynb`: steps keep the outputs of a run with the
-            solutions, but for those that are to be seen by oneself; exercises and checks have none.
+            solutions, except `unseen` ones; exercises and checks have no outputs.
         solved_to: Folder of the instructors' `lab_N_solved.ipynb`, whose checks keep their outputs.
-        run: Whether to run the lab for its outputs; else those of cells that have not changed stay.
+        run: Whether to run the lab for its outputs; otherwise unchanged cells keep theirs.
     """
     import nbformat
 
@@ -190,7 +192,7 @@ def build(source: Path, to: Path, solved_to: Path, *, run: bool) -> list[Path]:
             cell.outputs = []
     for made, path in ((student, for_students), (solved, for_instructors)):
         for place, cell in enumerate(made.cells):
-            if cell.cell_type == "code":  # nbval wants a number where there is an output
+            if cell.cell_type == "code":  # nbval needs a number if there is an output
                 cell["execution_count"] = place if cell.outputs else None
                 cell.outputs = [_still(output, place) for output in cell.outputs]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +207,7 @@ def _take_outputs(made: NotebookNode, executed: NotebookNode) -> None:
 
 
 def _keep_outputs(made: NotebookNode, path: Path, kept: str) -> None:
-    """Keep the outputs of unchanged cells with that tag alone: others might hold an answer."""
+    """Keep only the outputs of unchanged cells with that tag: others might contain an answer."""
     import nbformat
 
     if not path.exists():
@@ -219,7 +221,7 @@ def _keep_outputs(made: NotebookNode, path: Path, kept: str) -> None:
 
 
 def _still(output: Any, place: int) -> Any:
-    """Return an output as GitHub shows it: of a drawing the SVG, for it strips those in HTML."""
+    """Return an output as GitHub shows it: of a drawing only the SVG, as GitHub strips the HTML."""
     if "execution_count" in output:
         output["execution_count"] = place
     output.get("metadata", {}).pop(PASSED, None)
@@ -243,11 +245,11 @@ class Piece:
 
     Attributes:
         exercise: Number of the exercise it belongs to; empty for text and steps.
-        unseen: Whether students get a step without its output: it gives an answer away.
-        solution: What stands in an exercise's place when it is solved.
+        unseen: Whether students get a step without its output, which would show an answer.
+        solution: The cell that replaces an exercise in the solved notebook.
         right: Other answers that its check must pass.
         wrong: Mistakes that its check must find.
-        lessons: What must be true once it has run: conditions in its own names.
+        lessons: Conditions in its own names that must be true after it has run.
     """
 
     kind: Kind
@@ -262,22 +264,22 @@ class Piece:
 
 @dataclass(frozen=True)
 class Lab:
-    """A lab as its file tells it."""
+    """A lab as its file describes it."""
 
     number: int
     pieces: list[Piece]
 
     @property
     def exercises(self) -> list[Piece]:
-        """Its exercises in their order."""
+        """Its exercises in order."""
         return [piece for piece in self.pieces if piece.kind == "exercise"]
 
 
 def read(path: Path) -> Lab:
-    """Return the lab that a file `lab_N.md` holds.
+    """Return the lab in a file `lab_N.md`.
 
     Raises:
-        PlanError: It cannot be read as one; says which block is not understood.
+        PlanError: It cannot be read as a lab; the message names the invalid block.
     """
     named = _NAME.fullmatch(path.name)
     if named is None or not path.is_file():
@@ -296,7 +298,7 @@ def _pieces(text: str) -> list[Piece]:
             cells = [one for one in found if one.kind != "text"]
             if not cells:
                 raise PlanError(
-                    "A lesson stands before the first cell of its lab.",
+                    "A lesson must come after the first cell of its lab.",
                     seen=piece[0],
                     code="WB-PLAN-052",
                 )
@@ -307,7 +309,7 @@ def _pieces(text: str) -> list[Piece]:
 
 
 def _in_order(text: str) -> Iterator[Piece | list[str]]:
-    """Give the cells, and the conditions of each lesson as a list."""
+    """Yield the cells, and the conditions of each lesson as a list."""
     open_: dict[str, Piece] = {}
     at = 0
     for block in _BLOCK.finditer(text):
@@ -335,10 +337,10 @@ def _in_order(text: str) -> Iterator[Piece | list[str]]:
             yield Piece("check", source or f'labs.check("{number}")', number)
         else:
             raise PlanError(
-                "A block of a lab is not understood.",
+                "A block of a lab is not valid.",
                 seen=f"```python{block[1]}",
-                allowed="unseen or lesson; exercise, solution, right, wrong or check, and the "
-                "exercise's number; an exercise stands before what belongs to it",
+                allowed="unseen or lesson; or exercise, solution, right, wrong or check with the "
+                "exercise's number, beginning with the exercise",
                 code="WB-PLAN-053",
             )
     if prose := text[at:].strip():
@@ -359,5 +361,5 @@ def _verify(lab: Lab, path: Path) -> None:
             lacking = "a check"
         if lacking:
             raise PlanError(
-                f"Exercise {piece.exercise} lacks {lacking}.", seen=str(path), code="WB-PLAN-054"
+                f"Exercise {piece.exercise} needs {lacking}.", seen=str(path), code="WB-PLAN-054"
             )

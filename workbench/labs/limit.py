@@ -1,4 +1,4 @@
-"""Watches the cells of exercises: ends those that never end, and knows how each one ended last."""
+"""Watches the cells of exercises: interrupts endless ones, and knows how each one ended last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from ..execution.outcome import outcome_behind
 
 MARKER = re.compile(r"#\s*YOUR CODE\s+(\d+\.\d+)")
-"""What marks the cell of an exercise; a student may write below it what they like."""
+"""Marks the cell of an exercise; below this line, students write what they like."""
 
 
 def exercise_of(source: str) -> str | None:
@@ -33,8 +33,8 @@ class Ended:
 
     Attributes:
         on_engines: Whether it ran there, and not in the notebook.
-        error: The name of what it ended in, empty where all went well.
-        unread: Whether nothing of it was run, since it is no Python.
+        error: The name of the error that ended it, empty if there was none.
+        unread: Whether none of it was run, because it is not Python.
     """
 
     on_engines: bool
@@ -53,12 +53,12 @@ def _ended(info: Any, result: Any) -> Ended:
 
 
 class Late(BaseException):
-    """What a block did took longer than it may; no `except Exception` of an answer stops it."""
+    """A block took longer than allowed; no `except Exception` of an answer stops this error."""
 
 
 @contextmanager
 def at_most(limit_s: float) -> Iterator[None]:
-    """Raise `Late` in the block after so many seconds, and again each second while it goes on.
+    """Raise `Late` in the block after `limit_s` seconds, and again each second until it ends.
 
     Only the main thread can be reached; on another one there is no limit.
     """
@@ -69,7 +69,7 @@ def at_most(limit_s: float) -> Iterator[None]:
     ended = False
 
     def strike(*unused: Any) -> None:
-        if not ended:  # one that comes while the block's end is tidied up hits nobody
+        if not ended:  # a signal during the cleanup after the block raises nothing
             raise Late
 
     before = signal.signal(signal.SIGALRM, strike)
@@ -115,22 +115,22 @@ class Limit:
 
     def after(self, result: Any = None) -> None:
         """The cell is over."""
-        with self._lock:  # a strike that has begun is waited for: it must not hit the next cell
+        with self._lock:  # wait for a strike that has begun: it must not hit the next cell
             number, self._running = self._running, None
             struck, self._struck = self._struck, False
         if result is not None and self._info is not None:
             if number is not None:
                 self.ended[number] = _ended(self._info, result)
             elif result.success and not _ASKS.search(self._info.raw_cell or ""):
-                self.ended.clear()  # an answer may stand in a cell without its line
+                self.ended.clear()  # an answer may be in a cell without its line
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if struck:
             print(  # noqa: T201 - the notebook's output
                 f"The cell of exercise {number} took longer than {self.limit_s:g} s and was "
-                "interrupted. Is there a loop that never ends, or a message that nobody sends? "
-                "Change the cell and run it again; nothing else was lost."
+                "interrupted. Is there a loop that never ends, or a receive without a send? "
+                "Change the cell and run it again. Nothing else was lost."
             )
 
     def _strike(self, number: str) -> None:
@@ -147,13 +147,13 @@ _installed: dict[int, Limit] = {}
 
 
 def last_end(shell: Any, number: str) -> Ended | None:
-    """Return how the cell of an exercise ended last; None where nobody watched, or it never ran."""
+    """Return how the cell of an exercise ended last; None if it never ran, or was not watched."""
     watch = _installed.get(id(shell))
     return None if watch is None else watch.ended.get(number)
 
 
 def install(shell: Any, limit_s: float | None) -> None:
-    """Watch the cells of a shell from now on, in place of what watched them before."""
+    """Watch the cells of a shell from now on, instead of an earlier watch."""
     old = _installed.pop(id(shell), None)
     if old is not None:
         old.after()

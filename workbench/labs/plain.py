@@ -1,7 +1,7 @@
-"""What an answer holds, as plain data: numbers, texts, lists, dictionaries, arrays as typed bytes.
+"""The content of an answer as plain data: numbers, strings, lists, dictionaries, arrays of bytes.
 
-A check sees nothing else of an answer, in the notebook as in `workbench grade`: there the answer's
-process is not to be believed, so nothing of what it sends is ever run or unpickled.
+A check sees nothing else of an answer, both in the notebook and in `workbench grade`. The grader
+cannot trust the answer's process, so it never runs or unpickles anything that this process sends.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _PLAIN_KINDS = "biufc"
 _DEPTH, _ITEMS, _BYTES, _BITS, _CHARACTERS = 24, 100_000, 4_000_000, 20_000, 1_000_000
 _WORDS = 400
 _READ_ITEMS, _READ_KEYS, _READ_BYTES = 4 * _ITEMS, 5000, 16_000_000
-"""What is read of one description: keys that all have one hash take time by their square."""
+"""The limits of one description: keys that share one hash take quadratic time."""
 
 
 class Other:
-    """A value that is no plain data, as far as a check can ask for it.
+    """A value that is not plain data, as far as a check can ask for it.
 
     Args:
         kind: Its class, by name.
         words: Its `repr`, cut.
-        number: What `float` makes of it; None where it makes nothing.
+        number: The result of `float`; None if `float` fails.
     """
 
     def __init__(self, kind: str, words: str, number: float | None, is_callable: bool) -> None:
@@ -39,7 +39,7 @@ class Other:
 
     def __float__(self) -> float:
         if self._number is None:
-            raise TypeError(f"{self.kind} is no number")
+            raise TypeError(f"{self.kind} is not a number")
         return self._number
 
     def __repr__(self) -> str:
@@ -47,7 +47,7 @@ class Other:
 
 
 class Items(Other):
-    """Such a value that can be gone through: a generator, an object with `__iter__`."""
+    """Such a value that can be iterated: a generator, an object with `__iter__`."""
 
     def __init__(self, kind: str, words: str, number: float | None, items: list[Any]) -> None:
         super().__init__(kind, words, number, False)
@@ -59,11 +59,11 @@ class Items(Other):
 
 @dataclass(frozen=True)
 class NamedRun:
-    """A run, where a check hands one to a function of the answer.
+    """A run that a check passes to a function of the answer.
 
     Attributes:
-        workers: The run as it would be with so many of them; 0 for the run as it is.
-        sent_bytes: What each of these sends in a step.
+        workers: The run as it would be with this many of them; 0 for the run as it is.
+        sent_bytes: The bytes that each of these sends in a step.
     """
 
     name: str
@@ -79,11 +79,11 @@ def shown(value: Any) -> str:
     return words if len(words) <= 40 else f"{type(value).__name__} {words[:36]}..."
 
 
-# -- from a value to what JSON can say -------------------------------------------------------------
+# -- from a value to JSON --------------------------------------------------------------------------
 
 
 def pack(value: Any) -> Any:
-    """Return a value as JSON says it; what is no plain data becomes a description."""
+    """Return a value for JSON; a value that is not plain data becomes a description."""
     return _Packer().pack(value, 0)
 
 
@@ -100,12 +100,12 @@ class _Packer:
                     return found[0]
         except (KeyboardInterrupt, MemoryError):
             raise
-        except Exception:  # whatever an object of a student's does when it is looked at
+        except Exception:  # looking at an object of a student may raise anything
             return _other(value)
         return _other(value)
 
     def _known(self, value: Any, depth: int) -> list[Any] | None:
-        """Return the one thing that JSON can say, in a list; None where there is none."""
+        """Return the value for JSON, alone in a list; None if there is none."""
         if value is None or isinstance(value, bool):
             return [value]
         kind = type(value)
@@ -127,7 +127,7 @@ class _Packer:
             if str(tensor.dtype) == "torch.bfloat16":
                 tensor = tensor.float()
             return self._array(tensor.numpy(), depth)
-        if isinstance(value, (bool, int, float, str)):  # of a class of the student's own
+        if isinstance(value, (bool, int, float, str)):  # of a student's own class
             return [self.pack({bool: bool, int: int, float: float}.get(kind, _base(value))(value),
                               depth + 1)]  # fmt: skip
         if isinstance(value, Mapping):
@@ -203,14 +203,14 @@ def _other(value: Any) -> dict[str, Any]:
 
 
 class Senseless(ValueError):
-    """What came is nothing that `pack` makes."""
+    """The data is not from `pack`."""
 
 
 def unpack(wire: Any) -> Any:
-    """Return the value that `pack` described; nothing in it is believed.
+    """Return the value that `pack` described; the description is not trusted.
 
     Raises:
-        Senseless: It is no description, or a larger one than `pack` makes.
+        Senseless: It is not a description, or a larger one than `pack` makes.
     """
     try:
         return _Unpacker().unpack(wire, 0)

@@ -1,8 +1,8 @@
 """What labs show and hand out: `labs.beside`, `labs.namespaces`, `labs.take_home`.
 
-The first is a formula, what it predicts, and what was measured; the second a picture of what the
-notebook and the engines hold just now: their names side by side; the third a lab's runs in one file
-that a browser can download.
+The first is a formula with its prediction and the measured value. The second is a picture of the
+names that the notebook and the engines hold at this moment, side by side. The third is one file
+with a lab's runs, which a browser can download.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 def beside(
     *rows: tuple[str, str, float, float] | tuple[str, str, float, float, str], title: str = ""
 ) -> Table:
-    """Return a table of formulae beside the measured numbers that they predict.
+    """Return a table that compares the predictions of formulae with measured numbers.
 
     Args:
         rows: What it is; its formula; the predicted and the measured value; the unit: `s`, `bytes`,
@@ -75,7 +75,7 @@ def _labs_shorten(value):
             few = math.prod(value.shape) <= 4 and hasattr(value, "tolist")
             return words + (f" {{value.tolist()}}" if few else "")
         words = " ".join(repr(value).split())
-    except Exception:  # whatever an object of the user's does when it is looked at
+    except Exception:  # looking at an object of the user may raise anything
         return f"<{{kind}}>"
     return words if len(words) <= 60 else words[:57] + "..."
 def _labs_held(names, ours):
@@ -95,11 +95,11 @@ _OURS = (
 def namespaces() -> Namespaces:
     """Return a picture of the names in the notebook's process and in each engine's.
 
-    Modules and the names that every engine is given (`rank`, `device`, ...) are left out.
+    Modules and the names that Workbench sets on every engine (`rank`, `device`, ...) are left out.
 
     Raises:
         ClusterError: No cluster is running.
-        RunError: Something else is going on on the engines.
+        RunError: The engines are busy.
     """
     from IPython.core.getipython import get_ipython
 
@@ -124,7 +124,7 @@ def namespaces() -> Namespaces:
 _WIDTH, _LEFT, _RIGHT = 680.0, 250.0, 300.0
 _LINE, _HEAD, _PAD, _GAP = 15.0, 22.0, 8.0, 12.0
 _MOST = 8
-"""Names that are shown of each; the rest is counted."""
+"""Names that are shown of each process; the rest is counted."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Namespaces(Picture):
         return "\n".join(found)
 
     def canvas(self) -> Canvas:
-        """The notebook on the left, the engines on the right, what crosses in between."""
+        """The notebook on the left, the engines on the right, the magics between them."""
         y, body, middles = 20.0, [], []
         x = _WIDTH - _RIGHT
         for rank, held in enumerate(self.engines):
@@ -188,7 +188,7 @@ def _box(
     lines = [f"{name} = {value}" for name, value in list(held.items())[:_MOST]]
     if len(held) > _MOST:
         lines.append(f"and {len(held) - _MOST} more")
-    for i, line in enumerate(lines or ["holds no name of yours"]):
+    for i, line in enumerate(lines or ["no variables of yours"]):
         most = int((width - 20) / width_of("x"))
         shown = line if len(line) <= most else line[: most - 1] + "…"
         body.append(svg_text(x + 10, y + _HEAD + 11 + i * _LINE, shown, "" if lines else "m"))
@@ -197,14 +197,14 @@ def _box(
 
 def _paragraph(who: str, held: Mapping[str, str]) -> str:
     lines = [f"  {name} = {value}" for name, value in held.items()]
-    return "\n".join([f"{who}:", *(lines or ["  no name of yours"])])
+    return "\n".join([f"{who}:", *(lines or ["  no variables of yours"])])
 
 
 _README = """Runs of a lab.
 
-NAME/              a run: wb.load("NAME") brings it back, with history, evaluations and weights
+NAME/              a run: wb.load("NAME") loads it, with history, evaluations and weights
 NAME/history.csv   one row per worker and step; times in seconds, sizes in bytes
-NAME/summary.txt   its figures
+NAME/summary.txt   its key figures
 NAME/run.png       its picture
 """
 
@@ -216,11 +216,11 @@ class Bundle:
         self.path, self.names = path, names
 
     def text(self) -> str:
-        """What it is and how to open it."""
+        """What the file contains and how to open it."""
         runs = ", ".join(self.names)
         return (
-            f"{self.path}: {runs}. Download it from the file browser; at home, unzip it and "
-            f'wb.load("{self.names[0]}") brings the run back.'
+            f"{self.path}: {runs}. Download it from the file browser. At home, unzip it and load "
+            f'a run, for example with wb.load("{self.names[0]}").'
         )
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
@@ -243,12 +243,15 @@ def take_home(*runs: Run | str, to: str | Path = "lab.zip") -> Bundle:
         to: The file, in the notebook's folder by default.
 
     Raises:
-        PlanError: There is no run to take along, or the file is no `.zip`.
+        PlanError: There is no run to take home, or the file is not a `.zip`.
     """
     path = Path(to)
     if path.suffix != ".zip":
         raise PlanError(
-            "The file is to be a zip file.", seen=str(to), allowed='"lab.zip"', code="WB-PLAN-049"
+            "to must be the name of a zip file.",
+            seen=str(to),
+            allowed='"lab.zip"',
+            code="WB-PLAN-049",
         )
     chosen = [known[run] if isinstance(run, str) else run for run in runs or known.values()]
     if not chosen:
@@ -269,7 +272,7 @@ def take_home(*runs: Run | str, to: str | Path = "lab.zip") -> Bundle:
 
 
 def _folders(chosen: Sequence[Run]) -> dict[str, Run]:
-    """Return a folder's name for each run: its own, where that is one and no other run has it."""
+    """Return a folder name for each run: the run's own name if it is valid and unique."""
     folders: dict[str, Run] = {}
     for run in chosen:
         name = plain = re.sub(r"[^\w .+-]", "_", run.name).strip(" .") or "run"

@@ -1,7 +1,7 @@
 """The answer's side of a check: what it can be asked for, in the process where its cells ran.
 
-`answers.Check` asks. In the notebook it asks here directly; in `workbench grade` by messages, from
-a process of its own. What goes in and what comes out is what `plain` makes of it.
+`answers.Check` asks. In the notebook it asks here directly; in `workbench grade` it asks by
+messages, from another process. Questions and answers are plain data, as `plain` makes them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ del _labs_plain
 """
 
 COLUMNS = ("rank", "step", "step_s", "start_s", "sync_wait_s", "samples", "loss", "blamed_rank")
-"""Of a run's history, what checks may ask for."""
+"""The columns of a run's history that checks may ask for."""
 
 _FIGURES = ("workers", "samples_per_s", "sent_step_bytes", "memory_bytes", "servers")
 _MOST_WEIGHTS_BYTES = 2_000_000
@@ -50,10 +50,10 @@ Wire = dict[str, Any]
 
 
 class Side(Protocol):
-    """Whom a check asks; each answer is a dictionary of plain data."""
+    """The side that a check asks; each answer is a dictionary of plain data."""
 
     def value(self, name: str) -> Wire:
-        """`value` and `words`, its `repr`; nothing where there is no such name."""
+        """`value` and `words`, its `repr`; empty if there is no such name."""
 
     def call(self, name: str, args: list[Any], limit_s: float) -> Wire:
         """`value` and `words`; or `late`; or `raised`."""
@@ -62,10 +62,10 @@ class Side(Protocol):
         """`values`, by rank; or `late`; or `wrong` and `hint`."""
 
     def run(self, name: str) -> Wire:
-        """What `facts` says of a run; nothing where there is none."""
+        """What `facts` returns for a run; empty if there is none."""
 
     def play(self, name: str) -> Wire:
-        """What was sealed and run of a blind case; nothing where it was not opened."""
+        """What was sealed and run of a blind case; empty if it was not opened."""
 
 
 class Here:
@@ -92,7 +92,7 @@ class Here:
             return {"late": True}
         except Exception as error:
             return {"raised": f"{type(error).__name__}: {_words(error)}"}
-        except SystemExit as error:  # it would end the notebook's cell, and nothing be said
+        except SystemExit as error:  # it would end the notebook's cell without a message
             return {"raised": f"SystemExit: {_words(error)}"}
 
     def _given(self, value: Any) -> Any:
@@ -115,7 +115,7 @@ class Here:
         in_time = False
         try:
             in_time = task.over.wait(limit_s)
-        finally:  # also if the check is stopped: what nobody attends would keep the engines busy
+        finally:  # also if the check is stopped: else the task would keep the engines busy
             if not in_time:
                 task.interrupt()
                 task.over.wait()
@@ -147,7 +147,7 @@ class Here:
 
 
 def facts(run: Any) -> Wire:
-    """Return what a check may ask of a run."""
+    """Return everything that a check may ask about a run."""
     known: dict[str, Any] = {
         "state": str(run.state), "began": float(getattr(run, "began", math.nan)),
         "strategy": run.plan.strategy, "workers": run.plan.workers,
@@ -179,7 +179,7 @@ def _weights(run: Any) -> Any:
 
 
 def _as_if_of(run: Any, workers: int, sent_bytes: float) -> Any:
-    """Return a run as it would be with so many workers, in rows; the gradients are as large."""
+    """Return a run as it would be with this many workers, with gradients of the same size."""
     from ..history.store import RunHistory
     from ..shared.record import RECORD
 

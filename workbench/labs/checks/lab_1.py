@@ -23,7 +23,7 @@ def square(c: Check) -> None:
         not off,
         "every engine holds the square of its rank",
         f"the value of rank {off[0] if off else 0} is {found[off[0] if off else 0]}",
-        "a square is a number times itself; `rank` is different on each engine",
+        "a square is a number times itself, and `rank` is different on each engine",
     )
 
 
@@ -33,8 +33,8 @@ def total(c: Check) -> None:
     value = c.value("total")
     c.need(
         not hasattr(value, "__len__"),
-        f"`total` is {value!r}: one number is asked for.",
-        "%pull gives a list, one value for each rank; add them up",
+        f"`total` is {value!r}, but it must be one number.",
+        "%pull gives a list with one value per rank: add them up",
     )
     c.expect(
         c.number_of("total") == 5,
@@ -51,14 +51,14 @@ def mean(c: Check) -> None:
     for rank, value in enumerate(found):
         c.need(
             isinstance(value, (int, float)),
-            f"`mean` of rank {rank} is no plain number.",
-            "`.item()` makes a number of a tensor with one element",
+            f"`mean` of rank {rank} is not a plain number.",
+            "`.item()` turns a tensor with one element into a number",
         )
     c.expect(
         len({round(value, 6) for value in found}) == 1,
         "all workers have the same mean",
         f"the workers have different means: {[round(value, 3) for value in found]}",
-        "each worker knows its own part only; an all-reduce tells it about the others",
+        "each worker knows only its own part: an all-reduce gives it the others'",
     )
     parts = [rank + i for rank in range(len(found)) for i in range(rank + 1)]
     truth = sum(parts) / len(parts)
@@ -66,8 +66,7 @@ def mean(c: Check) -> None:
         all(math.isclose(value, truth, rel_tol=1e-5) for value in found),
         "it is the mean of all numbers",
         "it is not the mean of all numbers",
-        "worker 2 has three numbers and worker 0 only one: sums and counts can be added up, means "
-        "cannot",
+        "worker 2 has three numbers and worker 0 has only one. Add up sums and counts, not means",
     )
 
 
@@ -79,8 +78,8 @@ def speedup(c: Check) -> None:
         truth = together.samples_per_s / alone.samples_per_s
         c.need(
             (truth > 1) is wins,
-            f"These runs say that two workers are {truth:.2f} times as fast as one with the "
-            f"{which} model. It is the other way round on a computer that nothing else keeps busy.",
+            f"In these runs two workers are {truth:.2f} times as fast as one with the {which} "
+            "model. On a computer with no other load it is the other way round.",
             "run the cells of section 3 again, then this one",
         )
         name = f"speedup_{which}"
@@ -88,8 +87,8 @@ def speedup(c: Check) -> None:
         c.expect(
             close(found, truth, SHARE),
             f"`{name}` is the ratio of the two throughputs",
-            f"`{name}` is {found:.3g}, which the two runs do not show",
-            "samples per second with two workers, divided by those with one",
+            f"`{name}` is {found:.3g}, which is not the ratio of the two runs",
+            "divide the samples per second of two workers by those of one",
         )
 
 
@@ -100,8 +99,8 @@ def crossing(c: Check) -> None:
         found = c.number_from("crossing_s", n, c_s)
         c.need(
             math.isclose(found, c_s * n / (n - 1), rel_tol=1e-6),
-            f"crossing_s({n}, {c_s}) returned {found:.4g}: there, {n} workers are not as fast as "
-            "one.",
+            f"crossing_s({n}, {c_s}) returned {found:.4g}. With this compute time {n} workers are "
+            "not as fast as one.",
             "put your result for T₁ into T₁ / n + c_s: it must give T₁ again",
         )
-    c.expect(True, "n workers and one take the same time there", "")
+    c.expect(True, "at that compute time n workers and one take the same time", "")

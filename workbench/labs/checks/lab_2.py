@@ -1,8 +1,8 @@
 """Lab 2: all-reduce by hand.
 
-An all-reduce that students wrote is tried out on the engines. Tensors under test hold `10**rank`
-times a number that tells its place, so that each decimal digit of a quotient says how often a
-worker's part is in a sum.
+A student's all-reduce is tried out on the engines. Tensors under test hold `10**rank` times a
+number that identifies its place, so each decimal digit of a quotient says how often a worker's
+part is in a sum.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _labs_look(weights, batches):
 _labs_answer = _labs_look({weights!r}, {batches!r})
 del _labs_look
 """
-"""What is right is computed here, not there: an answer's process is handed the task alone."""
+"""The right result is computed here: the process of an answer only gets the task."""
 
 
 @exercise("2.1", "Reduce to one", where="the engines")
@@ -62,14 +62,15 @@ def reduce_to_one(c: Check) -> None:
     other = sent[shown].index(max(sent[shown]))
     c.need(
         not off or sorted(sent[shown]) != sorted(shown * NUMBER_BYTES * n for n in times),
-        f"It is worker {other} that adds up and hands out.",
-        "it works; but here let worker 0 be the one that all send to",
+        f"Worker {other} adds up the tensors and sends out the sum.",
+        "this works, but here all workers must send to worker 0",
     )
     c.expect(
         not off,
-        "one worker adds up and hands out, the others send once",
-        f"of a tensor of {shown * NUMBER_BYTES} bytes the workers sent {sent[shown]}",
-        "everybody but worker 0 sends the tensor once, to worker 0; it answers each of them once",
+        "one worker adds up and sends out the sum, the others send once",
+        f"with a tensor of {shown * NUMBER_BYTES} bytes the workers sent {sent[shown]} bytes",
+        "every worker except worker 0 sends the tensor once, to worker 0, and worker 0 answers "
+        "each of them once",
     )
 
 
@@ -84,10 +85,10 @@ def ring(c: Check) -> None:
     astray = min((_not_around(found, turn) for turn in (1, -1)), key=len)
     c.expect(
         not astray,
-        "everybody sends to the next one around the circle",
+        "every worker sends to the next one in the circle",
         f"worker {astray[0][0] if astray else 0} sent to worker {astray[0][1] if astray else 0}",
-        "in a ring a worker knows two others: it always sends to the same one of them, and "
-        "receives from the other",
+        "in a ring a worker has two neighbours: it always sends to the same one, and receives "
+        "from the other",
     )
     sent = {SIZES[k]: max(worker[k][1] for worker in found) for k in range(len(SIZES))}
     rounds = 2 * (workers - 1)
@@ -95,9 +96,9 @@ def ring(c: Check) -> None:
     shown = off[0] if off else SIZES[0]
     c.expect(
         not off,
-        "nobody sends more than a chunk in each of the rounds",
-        f"of a tensor of {shown * NUMBER_BYTES} bytes a worker sent {sent[shown]}",
-        "a message is one chunk of the tensor, not the whole of it",
+        "no worker sends more than one chunk in a round",
+        f"with a tensor of {shown * NUMBER_BYTES} bytes a worker sent {sent[shown]} bytes",
+        "a message is one chunk of the tensor, not the whole tensor",
     )
 
 
@@ -143,12 +144,12 @@ def hierarchical(c: Check) -> None:
         for rank, worker in enumerate(found):
             sent = {int(to): size_bytes for to, size_bytes in worker[place][2].items()}
             _within(c, groups, rank, sent, size * NUMBER_BYTES)
-    c.expect(True, "members talk to their leader alone, whoever that is", "")
-    c.expect(True, "between groups no leader sends more than it may", "")
+    c.expect(True, "members send only to their leader, whatever its rank", "")
+    c.expect(True, "no leader sends more to other groups than allowed", "")
 
 
 def _within(c: Check, groups: Groups, rank: int, sent: dict[int, int], size_bytes: int) -> None:
-    """End the check when a worker sent what is not its to send."""
+    """End the check when a worker sent something that it must not send."""
     mine = next(group for group in groups if rank in group)
     leaders = [group[0] for group in groups]
     if rank != mine[0]:
@@ -156,7 +157,7 @@ def _within(c: Check, groups: Groups, rank: int, sent: dict[int, int], size_byte
         c.need(
             not others,
             f"Groups {groups}: worker {rank} sent to worker {others[0] if others else 0}.",
-            "it leads no group, so it sends to the first of its own group and to nobody else",
+            "it is not a leader, so it sends only to the first rank of its own group",
         )
         return
     far = [to for to in sent if to not in mine and to not in leaders]
@@ -164,14 +165,14 @@ def _within(c: Check, groups: Groups, rank: int, sent: dict[int, int], size_byte
         not far,
         f"Groups {groups}: worker {rank} sent to worker {far[0] if far else 0}, a member of "
         "another group.",
-        "members are served by their own leader",
+        "only a group's own leader sends to its members",
     )
     across = sum(sent[to] for to in sent if to not in mine)
     c.need(
         across <= (len(groups) - 1) * size_bytes,
-        f"Groups {groups}: leader {rank} sent {across} bytes to other leaders, of a tensor of "
-        f"{size_bytes}.",
-        "the leaders make one sum among themselves, after their groups have added up",
+        f"Groups {groups}: leader {rank} sent {across} bytes to other leaders. The tensor has "
+        f"{size_bytes} bytes.",
+        "each leader first adds up its own group, then the leaders compute one sum of these sums",
     )
 
 
@@ -184,11 +185,11 @@ def crossing(c: Check) -> None:
         ring_s = 2 * (n - 1) * (latency_s + m_bytes / (n * bytes_per_s))
         c.need(
             m_bytes > 0 and math.isclose(one_s, ring_s, rel_tol=1e-3),
-            f"crossing_bytes({n}, {latency_s:g}, {bytes_per_s:g}) returned {m_bytes:.4g}: there, "
-            f"one takes {one_s:.4g} s and the ring {ring_s:.4g} s.",
-            "set both times equal, bring what holds M to one side and what holds λ to the other",
+            f"crossing_bytes({n}, {latency_s:g}, {bytes_per_s:g}) returned {m_bytes:.4g}. With "
+            f"this size reduce to one takes {one_s:.4g} s and the ring {ring_s:.4g} s.",
+            "set both times equal, move the terms with M to one side and those with λ to the other",
         )
-    c.expect(True, "both take equally long there", "")
+    c.expect(True, "with this size both take the same time", "")
 
 
 @exercise("2.5", "Mirrored training by hand", where="the engines")
@@ -199,8 +200,8 @@ def train(c: Check) -> None:
     )
     c.need(
         all(all(one) for one in have),
-        "The engines lack `train`, or what it needs.",
-        "run the cells of sections 2 and 9 in their order, then the cell of exercise 2.5",
+        "The engines do not have `train`, or something that it needs.",
+        "run the cells of sections 2 and 9 in order, then the cell of exercise 2.5",
     )
     weights, batches = _task(len(have))
     found = c.ask(
@@ -209,35 +210,35 @@ def train(c: Check) -> None:
             batches=[(x.tolist(), y.tolist()) for x, y in batches],
         ),
         limit_s=LIMIT_S,
-        hint="all workers call all_reduce equally often, in the same order",
+        hint="all workers must call all_reduce equally often, in the same order",
     )
     together = [np.asarray(worker[0], dtype=float) for worker in found]
     begun, alone = _flat(weights), _flat(_alone(weights, batches))
     c.need(
         all(weights.shape == alone.shape and np.isfinite(weights).all() for weights in together),
         "After training, weights are missing or not finite.",
-        "change the gradients in place, and nothing else of the model",
+        "change only the gradients of the model, in place",
     )
     c.need(
         not np.array_equal(together[0], begun),
         "The weights have not changed.",
-        "optimizer.step() stays where it is",
+        "leave optimizer.step() where it is",
     )
     apart = max(float(np.abs(weights - together[0]).max()) for weights in together)
     c.expect(
         apart <= EXACT,
         "all workers end with the same weights",
-        f"the workers' weights are up to {apart:.1g} apart",
-        "each worker knows the gradient of its own share; before optimizer.step() it has to know "
-        "everybody's",
+        f"the workers' weights differ by up to {apart:.1g}",
+        "each worker knows only the gradient of its own share, and before optimizer.step() it "
+        "needs the gradients of all",
     )
     off = float(np.abs(together[0] - alone).max())
     c.expect(
         off <= EXACT,
-        "they are those of one device that takes whole batches",
-        f"the weights of worker 0 are up to {off:.1g} off those of one device",
-        "a worker's gradient is a mean over its own samples; a share of 22 samples weighs more "
-        "than one of 21",
+        "the weights equal those of one device that takes whole batches",
+        f"the weights of worker 0 differ by up to {off:.1g} from those of one device",
+        "a worker's gradient is a mean over its own samples, so a share of 22 samples must count "
+        "more than a share of 21",
     )
     if len(found) > 1 and apart <= EXACT and off <= EXACT:
         whole = sum(len(x) for x, _ in batches)
@@ -249,13 +250,13 @@ def _shared_out(c: Check, counts: list[Any], whole: int) -> None:
     for rank, (rows, calls) in enumerate(counts):
         c.need(
             rows < whole,
-            f"Worker {rank} has taken all {whole} samples of the batches through the model.",
-            "a worker computes with its own share only: `own_x` and `own_y`",
+            f"Worker {rank} computed all {whole} samples of the batches.",
+            "a worker computes only with its own share: `own_x` and `own_y`",
         )
         c.need(
             calls > 0,
-            f"Worker {rank} has never called `all_reduce`.",
-            "add up with the function that `train` is given: further down it is your ring",
+            f"Worker {rank} never called `all_reduce`.",
+            "add up with the function that `train` gets as `all_reduce` (later it is your ring)",
         )
 
 
@@ -301,8 +302,8 @@ SIZES = (12, 7, 1)
 NUMBER_BYTES = 4
 
 STEP_BY_STEP = (
-    "follow the messages on paper: to each send belongs a receive of the same size on the other "
-    "worker, and while one waits for the other nothing else happens on both"
+    "follow the messages on paper: each send needs a receive of the same size on the other "
+    "worker, and a worker that waits does nothing else"
 )
 
 _ADD_UP = """
@@ -328,12 +329,12 @@ def ready(c: Check, function: str) -> int:
     c.need(
         all(one[0] for one in have),
         "The engines have no `Mail`.",
-        "run the cell of section 2 that defines it, then the exercise's cell again",
+        "run the cell of section 2 that defines `Mail`, then the exercise's cell again",
     )
     c.need(
         all(one[1] for one in have),
         f"The engines have no function `{function}`.",
-        f"run the cell of exercise {c.number}; it begins with %%distributed",
+        f"run the cell of exercise {c.number}: it begins with %%distributed",
     )
     return len(have)
 
@@ -346,7 +347,7 @@ def added_up(c: Check, function: str, groupings: list[Groups] | None = None) -> 
 
 
 def sums(c: Check, found: list[Any], trials: list[str]) -> bool:
-    """Say whether every worker has the sum in every trial; of the first wrong one, what it has."""
+    """Say whether every worker has the sum in every trial; show the first wrong result."""
     workers = len(found)
     whole = sum(10**rank for rank in range(workers))
     for place, trial in enumerate(trials):
@@ -354,15 +355,15 @@ def sums(c: Check, found: list[Any], trials: list[str]) -> bool:
         size = SIZES[place % len(SIZES)]
         c.need(
             all(one.shape == (size,) for one in parts),
-            f"{trial}: the tensor has another shape afterwards.",
-            "change the numbers of `x` in place, and not its shape",
+            f"{trial}: the function changed the shape of the tensor.",
+            "change only the numbers of `x`, in place",
         )
         changed = any((parts[rank] != 10**rank).any() for rank in range(workers))
         for rank in range(workers):
             if not (parts[rank] == whole).all():
                 said = _unlike(rank, workers, parts[rank], whole, trial, changed)
                 return c.expect(False, "", *said)
-    return c.expect(True, "every worker has the sum, whatever the tensor's size", "")
+    return c.expect(True, "every worker has the sum, for each size of the tensor", "")
 
 
 def _parts(x: Any) -> Any:
@@ -377,10 +378,11 @@ def _unlike(
     """Return what is wrong with a worker's result, and a hint."""
     if (parts == 10**rank).all():
         hints = (
-            "the function changes `x` itself: `x += y` does, `x = x + y` makes another tensor",
-            "the sum is made; who has it hands it on, and this worker has to receive it into `x`",
+            "change `x` itself: `x += y` does this, `x = x + y` makes a new tensor",
+            "another worker has the sum and must send it to this worker, which receives it "
+            "into `x`",
         )
-        words = f"{trial}: worker {rank} still holds its own numbers only."
+        words = f"{trial}: worker {rank} still holds only its own numbers."
         return words, hints[others_changed]
     at = int(np.flatnonzero(parts != whole)[0])
     value = parts[at]
@@ -389,7 +391,7 @@ def _unlike(
     if np.isfinite(value) and value == round(value) and len(digits) == workers:
         ranks = ", ".join(map(str, range(workers)))
         words += f"; the parts of workers {ranks} are in it {', '.join(digits)} times"
-    hint = "each part belongs into each number once; follow one number through the rounds on paper"
+    hint = "each sum must contain each part once: follow one number through the rounds on paper"
     return f"{words}.", hint
 
 
@@ -398,5 +400,5 @@ def through_mail(c: Check, found: list[Any]) -> None:
     c.need(
         sent > 0 or len(found) == 1,
         "Nothing was sent through `mail`.",
-        "write it with mail.send, mail.receive and mail.exchange",
+        "use mail.send, mail.receive and mail.exchange",
     )

@@ -17,26 +17,26 @@ SAME_S = 1e-3
 
 @exercise("3.1", "What to expect of a step")
 def expect(c: Check) -> None:
-    """Steps are equal, and waits are what is missing to the longest."""
+    """Steps are equal, and each wait is the difference to the longest work."""
     work_ms = np.array([20.0, 10.0, 50.0])
     step, wait = c.array("step_ms", (3,)), c.array("wait_ms", (3,))
     c.expect(
         float(np.ptp(step)) < 5,
         "all workers see the same step",
         f"`step_ms` differs from worker to worker: {_list(step)}",
-        "a step ends with the update, and nobody can update before the average is there",
+        "a step ends with the update, and no worker can update before the average is known",
     )
     c.expect(
         bool(np.all(np.abs(step - work_ms.max()) <= 8)),
-        "its length is set by the right worker",
-        f"steps of {_list(step)} ms are not what these three workers take",
-        "for whom do the gradients have to wait before they can be averaged?",
+        "the right worker determines the length of the step",
+        f"with these three workers steps do not take {_list(step)} ms",
+        "which gradient must arrive before the gradients can be averaged?",
     )
     c.expect(
         bool(np.all(np.abs(wait - (work_ms.max() - work_ms)) <= 5)),
         "the waits are right",
         f"`wait_ms` is {_list(wait)}",
-        "own work and own wait add up to the step; the last one to arrive finds all others there",
+        "a worker's work and its wait add up to the step, and the last worker does not wait",
     )
 
 
@@ -49,8 +49,8 @@ def by_hand(c: Check) -> None:
         one = np.asarray(value).reshape(-1) if not isinstance(value, (str, dict)) else np.empty(0)
         c.need(
             len(one) == 1 and one.dtype.kind in "fiu",
-            f"`wait_s` of rank {rank} is {value!r}: one number is asked for.",
-            "`.item()` makes a number of a tensor with one element",
+            f"`wait_s` of rank {rank} is {value!r}, but it must be one number.",
+            "`.item()` turns a tensor with one element into a number",
         )
         waits.append(float(one[0]))
     truth = [max(ready) - mine for mine in ready]
@@ -58,30 +58,29 @@ def by_hand(c: Check) -> None:
     c.need(
         all(0.005 <= truth[r] <= 10 for r in range(len(ready)) if r != slow),
         "`ready_s` does not show that one worker was ready later than the others.",
-        "leave the lines above your own as they are, and run the cell again",
+        "do not change the lines above `# YOUR CODE`, and run the cell again",
     )
-    c.need(len(ready) > 1, "One worker alone waits for nobody.", "run labs.begin(3) again")
+    c.need(len(ready) > 1, "A single worker never waits.", "run labs.begin(3) again")
     c.expect(
         min(waits) >= -SAME_S,
-        "nobody waits for less than no time",
+        "no wait is negative",
         f"a wait of {min(waits) * 1e3:.1f} ms is negative",
-        "take your own time from the latest one, not the other way round",
+        "subtract this worker's time from the latest time, not the other way round",
     )
     last = int(np.argmin(truth))
     c.expect(
         abs(waits[last]) <= SAME_S,
-        "the worker that was ready last waits for nobody",
-        f"rank {last} was ready last, and its `wait_s` is {waits[last] * 1e3:.1f} ms",
-        "the time that everybody waits for is one of the times themselves: which one?",
+        "the worker that was ready last does not wait",
+        f"rank {last} was ready last, but its `wait_s` is {waits[last] * 1e3:.1f} ms",
+        "all workers wait until one of these times: which one?",
     )
     off = [r for r in range(len(ready)) if abs(waits[r] - truth[r]) > SAME_S and r != last]
     c.expect(
         not off,
-        "the others wait until it is ready",
+        "the others wait until the last one is ready",
         f"the wait of rank {off[0] if off else 0} is {waits[off[0] if off else 0] * 1e3:.1f} ms, "
         "which is not the time until the last one was ready",
-        "all workers need the same time to wait for: ask for it with one all_reduce, and mind its "
-        "`op`",
+        "all workers wait until the same time: find it with one all_reduce, and choose its `op`",
     )
 
 
@@ -102,24 +101,25 @@ def blind(c: Check) -> None:
     c.expect(
         culprit == int(np.argmin(typical)),
         "that is the slow worker",
-        f"worker {culprit} waits {typical[culprit] * 1e3:.0f} ms in a typical step: it is not the "
-        "slow one",
-        "who waits is early; for whom do the others wait? blind.blame() has a column for each",
+        f"worker {culprit} waits {typical[culprit] * 1e3:.0f} ms in a typical step, so it is not "
+        "the slow one",
+        "a worker that waits is early. Which worker do the others wait for? blind.blame() has a "
+        "column for each",
     )
     found = c.array("potential", (workers,))
     right = all(close(a, b, SHARE) for a, b in zip(found, truth, strict=True))
     as_it_was = all(close(a, b, SHARE) for a, b in zip(found, actual, strict=True))
     c.need(
         right or not as_it_was,
-        f"`potential` is {_list(found)}: the actual rates, nearly the same for all.",
+        f"`potential` is {_list(found)}. These are the actual rates, almost the same for all.",
         "divide by the time in which the worker was busy, without its waits",
     )
     c.expect(
         right,
-        "the potentials are samples by busy time: they tell the workers apart",
-        f"`potential` is {_list(found)}, which the run does not show",
-        "add up over the run first, then divide: the samples of a worker by its steps less its "
-        "waits",
+        "the potentials are samples per busy time, and they show which worker is slow",
+        f"`potential` is {_list(found)}, which does not agree with the run",
+        "first add up over the run, then divide: a worker's samples by the time of its steps "
+        "minus its waits",
     )
 
 
@@ -132,19 +132,19 @@ def share(c: Check) -> None:
             c.need(
                 abs(found) < 1e-9,
                 f"waiting_share(1) returned {found:.4g}.",
-                "for whom does a worker wait that is alone?",
+                "how long does a single worker wait?",
             )
         c.need(
             0 <= found < 1,
             f"waiting_share({n}) returned {found:.4g}.",
-            "a share is a fraction of the whole step: it lies between 0 and 1",
+            "the result is a fraction of the whole step: it is between 0 and 1",
         )
         c.need(
             math.isclose(found, (n - 1) / (2 * n), rel_tol=1e-6, abs_tol=1e-9),
             f"waiting_share({n}) returned {found:.4g}.",
-            "the mean wait is the mean step less the mean delay; divide it by the mean step",
+            "the mean wait is the mean step minus the mean delay: divide it by the mean step",
         )
-    c.expect(True, "the share is right, for few workers and for many", "")
+    c.expect(True, "the fraction is right, for few workers and for many", "")
 
 
 @exercise("3.5", "Keep it or drop it")
@@ -154,12 +154,12 @@ def keep(c: Check) -> None:
         found = c.number_from("keep_up_to_s", n, t_s)
         c.need(
             math.isclose(found, t_s * n / (n - 1), rel_tol=1e-6),
-            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}: there, keeping and dropping take "
-            "different times.",
-            "how large is the part of each worker once the slow one has gone, and how long does "
-            "it take for that part?",
+            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}. With this time, keeping and dropping "
+            "the worker do not take equally long.",
+            "how large is the part of each worker without the slow one, and how long does a "
+            "worker take for that part?",
         )
-    c.expect(True, "there, keeping it and dropping it take the same time", "")
+    c.expect(True, "with this time, keeping and dropping the worker take equally long", "")
 
 
 def _list(values: np.ndarray[Any, Any]) -> str:

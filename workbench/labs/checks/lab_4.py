@@ -11,7 +11,7 @@ from ..answers import Check, close, exercise, number
 from ..plain import NamedRun
 
 LIMIT_S = 8.0
-"""Steps on a few numbers take milliseconds; what takes longer waits for ever."""
+"""Steps on a few numbers take milliseconds; an answer that takes longer waits forever."""
 
 SHARE = 0.02
 """How far a number that is read from a run may be off: a student may round it."""
@@ -20,7 +20,7 @@ EXACT = 1e-5
 """How far weights may differ: a share in single precision is 1e-7 off, a mean of means 1e-2."""
 
 ASIDE = 1.06
-"""How far beside an answer a step must be longer: the answer is then within 3 % of the best."""
+"""How far from an answer a step must be longer: the answer is then within 3 % of the best."""
 
 STEPS, NUMBERS = 3, 7
 
@@ -35,56 +35,57 @@ import torch
 _labs_answer = _labs_look({parts!r}[rank])
 del _labs_look
 """
-"""What is right is computed here, not there: an answer's process is handed its own part alone."""
+"""The right result is computed here: the process of an answer only gets its own part."""
 
 
 @exercise("4.1", "The server's step", where="the engines")
 def central_step(c: Check) -> None:
-    """Weighted by samples; state on the server; the weights with everybody."""
+    """Weighted by samples; state on the server; the new weights on every worker."""
     have = c.ask("_labs_answer = callable(globals().get('central_step'))")
     c.need(
         all(have),
         "The engines have no function `central_step`.",
-        "run the cell of exercise 4.1; it begins with %%distributed",
+        "run the cell of exercise 4.1: it begins with %%distributed",
     )
     parts = _parts(len(have))
     found = c.ask(
         _TRAIN.format(numbers=NUMBERS, parts=parts),
         limit_s=LIMIT_S,
-        hint="`velocity` is None on all workers but 0; `dist` is torch.distributed",
+        hint="`velocity` is None on all workers except 0, and `dist` is torch.distributed",
     )
     weights = [np.asarray(worker[0], dtype=float) for worker in found]
     alone, state = _alone(parts)
     c.need(
         all(w.shape == alone.shape for w in weights),
-        f"`w` has the shape {weights[0].shape} afterwards: that of {alone.shape} is asked for.",
-        "change `w` in place, and not its shape",
+        f"`w` has the shape {weights[0].shape} afterwards, but it must have {alone.shape}.",
+        "change the values of `w` in place, not its shape",
     )
     c.need(
         bool((weights[0] != 1).any()),
         "The weights of worker 0 have not changed.",
-        "change `w` in place: `w -= ...` does, `w = w - ...` makes a tensor that nobody sees",
+        "change `w` in place: `w -= ...` does this, `w = w - ...` makes a new tensor that the "
+        "caller does not see",
     )
     c.expect(
         all(np.array_equal(w, weights[0]) for w in weights),
         "all workers have the server's weights",
         "the workers' weights are not equal",
-        "the server has to hand its weights out, in every step",
+        "the server has to send its weights to all workers, in every step",
     )
     held = np.asarray(found[0][1], dtype=float)
     c.expect(
         bool((held != 0).any()),
         "the server keeps the optimizer's state",
         "`velocity` of worker 0 is still zero after three steps",
-        "it is the state that the next step begins with: change it in place",
+        "the next step begins with `velocity`: change it in place",
     )
     off = float(np.abs(weights[0] - alone).max())
     c.expect(
         off <= EXACT and float(np.abs(held - state).max()) <= EXACT,
         "three steps equal those of one device with the whole batch",
-        f"after three steps a weight of worker 0 is {off:.1g} off that of one device",
-        "the mean of means is not the mean: each gradient counts by its worker's samples; and the "
-        "velocity of one step is where the next one begins",
+        f"after three steps a weight of worker 0 differs by {off:.1g} from that of one device",
+        "the mean of means is not the mean: weight each gradient by its worker's samples, and "
+        "keep the velocity for the next step",
     )
 
 
@@ -127,27 +128,26 @@ def through_server(c: Check) -> None:
         value = c.number_from("through_server", run)
         c.need(
             close(value, 2 * _step_bytes(run), SHARE),
-            f"through_server of run {name!r} returned {value:.6g} bytes, which is not what passes.",
-            "add up the rows of a single step: the gradients of all its workers come in, and as "
-            "much goes out to them",
+            f"through_server of run {name!r} returned {value:.6g} bytes, which is not right.",
+            "add up the rows of a single step: the gradients of all workers come in, and as many "
+            "bytes go out to them",
         )
     run = c.run((names or ["central-3"])[0])
     gradient_bytes = _step_bytes(run) / run.plan.workers
     c.need(
         gradient_bytes > 0,
         f"In the run {run.name!r} nothing was sent.",
-        "run its cell again: its workers send their gradients to a server",
+        "run its cell again: in that cell the workers send their gradients to a server",
     )
     for workers in (2, 5):
         value = c.number_from("through_server", NamedRun(run.name, workers, gradient_bytes))
         c.need(
             close(value, 2 * workers * gradient_bytes, SHARE),
-            f"Of a run with {workers} workers through_server returned {value:.6g} bytes, which is "
-            "not what passes.",
-            "count it from the rows of the run that the function is given: it may have any number "
-            "of workers",
+            f"For a run with {workers} workers through_server returned {value:.6g} bytes, which is "
+            "not right.",
+            "count the rows of the run that the function gets: it may have any number of workers",
         )
-    c.expect(True, "all that comes in and goes out in one step is counted", "")
+    c.expect(True, "all bytes that come in and go out in one step are counted", "")
 
 
 _CENTRAL = ("central-3", "central-1", "central-2", "adam-central")
@@ -159,7 +159,7 @@ def best_workers(c: Check) -> None:
     for t1_s, m_bytes, bytes_per_s in ((0.06, 57640, 6e6), (1.0, 4e6, 1e9), (0.5, 1e8, 1e10)):
         asked = f"best_workers({t1_s:g}, {m_bytes:g}, {bytes_per_s:g})"
         n = c.number_from("best_workers", t1_s, m_bytes, bytes_per_s)
-        c.need(n > 0, f"{asked} returned {n:g}: a number above 0 is asked for.")
+        c.need(n > 0, f"{asked} returned {n:g}, but the result must be greater than 0.")
         here_s, less_s, more_s = (
             t1_s / k + 2 * k * m_bytes / bytes_per_s for k in (n, n / ASIDE, n * ASIDE)
         )
@@ -167,13 +167,13 @@ def best_workers(c: Check) -> None:
         c.need(
             n != int(n) or abs(n - best) >= 1 or here_s <= min(less_s, more_s),
             f"{asked} returned {n:g}, a whole number.",
-            "do not round: the curve's lowest point is asked for",
+            "do not round: return the exact lowest point of the curve",
         )
         fewer = "fewer" if less_s < here_s else "more"
         c.need(
             here_s <= min(less_s, more_s),
             f"{asked} returned {n:.4g}: with {fewer} workers a step is shorter.",
-            "one term falls with N, the other grows; at the best N their slopes cancel",
+            "one term falls with N, the other grows, and at the best N their slopes cancel",
         )
     c.expect(True, "with fewer workers and with more a step is longer", "")
 
@@ -192,10 +192,9 @@ def holds(c: Check) -> None:
     who = ("a mirrored worker", "a worker of central storage", "the server")
     right = [True] * len(who)
     hints = (
-        "a mirrored worker has everything: weights, gradients, the optimizer's state",
-        "a worker of central storage computes gradients, and takes no optimizer's step",
-        "as many gradients arrive in a step as there are workers; the weights and the state exist "
-        "once",
+        "a mirrored worker has everything: weights, gradients and the optimizer's state",
+        "a worker of central storage computes gradients, but its optimizer takes no step",
+        "in a step one gradient arrives from each worker, and the weights and the state exist once",
     )
     said: list[tuple[str, str]] = []
     for (n, slots), truth in trials:
@@ -203,7 +202,7 @@ def holds(c: Check) -> None:
         for k in range(len(who)):
             if right[k] and not close(found[k], truth[k], SHARE):
                 right[k] = False
-                said.append((f"holds({n}, {slots}) says {found[k]:g} M for {who[k]}", hints[k]))
+                said.append((f"holds({n}, {slots}) gives {found[k]:g} M for {who[k]}", hints[k]))
     for k in range(len(who)):
         if right[k]:
             c.expect(True, f"what {who[k]} holds is right", "")
@@ -219,7 +218,7 @@ def _three(c: Check, n: int, slots: int) -> list[float]:
         values = []
     c.need(
         len(values) == 3 and all(math.isfinite(value) for value in values),
-        f"holds({n}, {slots}) returned {found!r}: a list of three numbers is asked for.",
-        "fill in the three names in the cell; each is a multiple of M",
+        f"holds({n}, {slots}) returned {found!r}, but it must return a list of three numbers.",
+        "fill in the three variables in the cell: each is a multiple of M",
     )
     return values

@@ -14,7 +14,7 @@ SHARE = 0.02
 """How far a number that is read from a run may be off: a student may round it."""
 
 STEPS = 45
-"""How long exercise 5.3's run is: in a shorter one the sprint at the start outweighs the rest."""
+"""The length of exercise 5.3's run: in a shorter one the start, without waits, counts too much."""
 
 TARGET = 1.2
 """The loss that exercise 5.5 asks for."""
@@ -27,15 +27,15 @@ Diary = list[tuple[str, int]]
 _TURNS: Diary = [(what, w) for what in ("pull", "push") for w in (0, 1, 2)]
 _DIARIES: list[tuple[Diary, list[int], str]] = [
     ([("pull", 0), ("push", 0), ("pull", 0), ("push", 0)], [0, 0],
-     "one worker alone computes on the newest parameters"),
-    (_TURNS, [0, 1, 2], "three pulled at once: each push ages those that come after it"),
+     "a single worker always computes with the newest parameters"),
+    (_TURNS, [0, 1, 2], "three workers pulled at once: each push makes the later ones staler"),
     ([("pull", 0), ("pull", 1), ("push", 0), ("push", 1), ("pull", 0), ("push", 0), ("pull", 1),
       ("push", 1)], [0, 1, 0, 0],
-     "what counts is the worker's own latest pull, which may come long after its latest push"),
+     "count from the worker's own latest pull, which may come long after its latest push"),
 ]  # fmt: skip
 
 
-@exercise("5.1", "Staleness from the server's diary")
+@exercise("5.1", "Staleness from the server's log")
 def staleness(c: Check) -> None:
     """Updates between a worker's latest pull and its push."""
     for diary, truth, hint in _DIARIES:
@@ -44,21 +44,21 @@ def staleness(c: Check) -> None:
             numbers = [number(value) for value in found]
         except (TypeError, ValueError):
             c.wrong(
-                f"staleness(...) returned {found!r}: a list of numbers is asked for.",
+                f"staleness(...) returned {found!r}, but it must return a list of numbers.",
                 "begin with an empty list and append one number for each push",
             )
         pushes = len(truth)
         c.need(
             len(numbers) == pushes,
-            f"For a diary with {pushes} pushes staleness(...) returned {len(numbers)} numbers.",
-            "one number for each push, none for a pull",
+            f"For a log with {pushes} pushes staleness(...) returned {len(numbers)} numbers.",
+            "append one number for each push, and none for a pull",
         )
         c.need(
             numbers == truth,
             f"For {diary} staleness(...) returned [{', '.join(f'{n:g}' for n in numbers)}].",
             hint,
         )
-    c.expect(True, "the staleness of every push is right, in three diaries", "")
+    c.expect(True, "the staleness of every push is right, in three logs", "")
 
 
 @exercise("5.2", "Staleness of unequal workers")
@@ -70,16 +70,16 @@ def own_staleness(c: Check) -> None:
         found = c.number_from("own_staleness", i, list(step_s))
         truth = sum(step_s[i] / t for j, t in enumerate(step_s) if j != i)
         hint = (
-            "worker i itself is none of the others"
+            "worker i itself is not one of the others"
             if len(set(step_s)) == 1
-            else "in t seconds a worker with steps of 0.1 s makes t / 0.1 pushes; add up the others"
+            else "in t seconds a worker with steps of 0.1 s makes t / 0.1 pushes: add up the others"
         )
         c.need(
             math.isclose(found, truth, rel_tol=1e-6),
             f"own_staleness({i}, {step_s}) returned {found:.4g}.",
             hint,
         )
-    c.expect(True, "it is right for equal and for unequal workers", "")
+    c.expect(True, "the result is right for equal and for unequal workers", "")
     step_s = [0.5, 0.1, 0.3]
     shares = [1 / t / sum(1 / s for s in step_s) for t in step_s]
     mean = sum(share * c.number_from("own_staleness", i, step_s) for i, share in enumerate(shares))
@@ -93,33 +93,33 @@ def own_staleness(c: Check) -> None:
 
 @exercise("5.3", "A bound on staleness")
 def tight(c: Check) -> None:
-    """The largest bound under which no push is staler than 4 updates; who waited, how much."""
+    """The largest bound with which no push is staler than 4 updates; who waited, how much."""
     run = c.run("tight")
     workers, bound = run.plan.workers, run.plan.options.get("max_staleness")
     c.need(
         run.plan.strategy == "parameter_server" and workers == 3,
         f"The run 'tight' is {run.plan.strategy} with {workers} workers.",
-        "uncomment the line that is given, and put the option where the dots are",
+        "remove the # before the line in the cell, and replace the dots by the option",
     )
     if bound is None:
         c.wrong(
             "The run 'tight' has no bound.",
-            "the option was used for the run 'bounded', a few cells above",
+            "use the same option as in the run 'bounded', a few cells above",
         )
         return
     limit = (workers - 1) * (int(bound) + 1)
     if limit > 4:
         c.expect(
             False, "", f"With max_staleness={bound} a push may be up to {limit} updates stale.",
-            "the option counts steps ahead, not updates: solve (N - 1)(s + 1) for s",
+            "the option counts steps ahead, not updates: solve (N - 1)(s + 1) = 4 for s",
         )  # fmt: skip
     else:
         c.expect(
             limit == 4,
             "the bound is the largest that rules out pushes staler than 4 updates",
-            f"With max_staleness={bound} no push is staler than {limit}: that is stricter than "
-            "asked for.",
-            "leave the workers as much freedom as the limit allows",
+            f"With max_staleness={bound} no push is staler than {limit}. This is stricter than "
+            "necessary.",
+            "choose the largest bound that the limit allows",
         )
     _waits(c, run)
 
@@ -129,22 +129,22 @@ def _waits(c: Check, run: RunFacts) -> None:
     c.need(
         steps >= STEPS,
         f"The run 'tight' has {steps} steps.",
-        f"the line that is given asks for {STEPS}: leave that as it is",
+        f"keep --steps {STEPS} in the line of the cell",
     )
     ranks, blamed = run.history["rank"], run.history["blamed_rank"]
     blamed = blamed[blamed >= 0]
     c.need(
         len(blamed) > 0,
-        "In the run 'tight' nobody was held back.",
-        "make worker 1 slow as in the line that is given",
+        "In the run 'tight' no worker had to wait.",
+        "make worker 1 slow, as in the line of the cell",
     )
     truth = int(np.bincount(blamed.astype(int)).argmax())
     found = c.whole("waited_for")
     c.expect(
         found == truth,
-        "`waited_for` is the worker that the others were blocked by",
-        f"`waited_for` is {found}, which the history does not show",
-        "`blamed_rank` names it in each row that waited; -1 stands where nobody was waited for",
+        "`waited_for` is the worker that blocked the others",
+        f"`waited_for` is {found}, which does not agree with the history",
+        "`blamed_rank` gives this worker in each row with a wait, and -1 in the other rows",
     )
     mine = ranks == 0
     share = float(run.history["sync_wait_s"][mine].sum() / run.history["step_s"][mine].sum())
@@ -153,40 +153,40 @@ def _waits(c: Check, run: RunFacts) -> None:
     c.need(
         not math.isclose(found_share, float((own_wait_s / own_s).mean()), rel_tol=1e-6)
         or math.isclose(found_share, share, rel_tol=1e-6),
-        f"`waited_share` is {found_share:.3g}: the mean of the steps' shares.",
-        "a mean of shares is not the share of the whole: divide sum by sum",
+        f"`waited_share` is {found_share:.3g}, the mean over the fractions of the steps.",
+        "the mean of the fractions is not the fraction of the whole time: divide sum by sum",
     )
     c.expect(
         close(found_share, share, SHARE),
-        "`waited_share` is the share of its time that worker 0 was blocked",
-        f"`waited_share` is {found_share:.3g}, which the history does not show",
-        "take the rows of worker 0 only, and divide sum by sum",
+        "`waited_share` is the fraction of its time in which worker 0 was blocked",
+        f"`waited_share` is {found_share:.3g}, which does not agree with the history",
+        "take only the rows of worker 0, and divide sum by sum",
     )
 
 
-@exercise("5.4", "A rate that knows the age of a gradient")
+@exercise("5.4", "A rate that depends on the age of a gradient")
 def aware(c: Check) -> None:
-    """The rate over max(1, staleness); a run with the option, that settles."""
+    """The rate over max(1, staleness); a run with the option, which converges."""
     for lr, stale in ((0.1, 2), (0.6, 3), (0.1, 1), (0.2, 0), (0.5, 10)):
         found = c.number_from("rate_of_push", lr, stale)
         c.need(
             math.isclose(found, lr / max(1, stale), rel_tol=1e-6),
             f"rate_of_push({lr}, {stale}) returned {found:.4g}.",
-            "a staleness of 2 halves the rate, one of 0 or 1 leaves it as it is",
+            "a staleness of 2 halves the rate, and a staleness of 0 or 1 does not change it",
         )
-    c.expect(True, "the rate is divided by the staleness, and a fresh gradient keeps it all", "")
+    c.expect(True, "the rate is divided by the staleness, and a fresh gradient keeps it", "")
     run = c.run("aware")
     if not c.expect(
         run.plan.strategy == "parameter_server" and bool(run.plan.options["staleness_aware_lr"]),
         "the run 'aware' divides each push's rate by its staleness",
-        "the run 'aware' takes every push at the full rate",
-        "an option of parameter_server, set with -o name=true",
+        "the run 'aware' applies every push with the full rate",
+        "set an option of parameter_server with -o name=true",
     ):
         return
     c.need(
         _trains_as(run, c.run("hot")),
-        "The run 'aware' is not the training of 'hot'.",
-        "--recipe hot, with three workers",
+        "The run 'aware' does not train the recipe of 'hot' with three workers.",
+        "use --recipe hot and three workers",
     )
     loss = _by_time(run)[2]
     c.expect(
@@ -214,10 +214,10 @@ def ratios(c: Check) -> None:
         found = c.number_of(name)
         c.expect(
             close(found, uneven[at] / sync[at], SHARE),
-            f"`{name}` is what the parameter server needed, over what mirrored training needed",
-            f"`{name}` is {found:.3g}, which the two curves do not show",
-            f"curve() gives seconds, samples and loss; take the {what} at the first place where "
-            f"the loss is below {TARGET}, and divide uneven's by sync's",
+            f"`{name}` compares what the parameter server and mirrored training needed",
+            f"`{name}` is {found:.3g}, which does not agree with the two curves",
+            f"curve() gives seconds, samples and loss: take the {what} at the first point with a "
+            f"loss below {TARGET}, and divide uneven's by sync's",
         )
 
 
@@ -227,7 +227,7 @@ def _reached(c: Check, name: str) -> tuple[float, float]:
     c.need(
         len(below) > 0,
         f"The run {name!r} does not get below a loss of {TARGET}.",
-        f"run its cell again, with --name {name} and the steps that are given there",
+        f"run its cell again, with --name {name} and the number of steps in that cell",
     )
     return float(seconds[below[0]]), float(used[below[0]])
 

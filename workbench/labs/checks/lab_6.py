@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..answers import Check
 
 _LAYERS_MS = (72, 64, 26, 20, 18, 16)
-"""What each layer of the uneven model takes, as the lab says."""
+"""The time of each layer of the uneven model, as in the lab."""
 
 _HELD = {"gpipe": [6, 6, 6], "1f1b": [3, 2, 1]}
 """What layers count in three stages with six microbatches, unless cells ran out of order."""
@@ -62,56 +62,56 @@ def workers_needed(c: Check) -> None:
         need = 16 * parameters
         c.need(
             count * limit_bytes >= need,
-            f"{asked} returned {count}: so many workers have no room for it.",
-            "count all that the table above names, and remember that a worker cannot be cut in two",
+            f"{asked} returned {count}, but this many workers do not have enough memory.",
+            "count all rows of the table above, and round up to whole workers",
         )
         c.need(
             (count - 1) * limit_bytes < need,
-            f"{asked} returned {count}: fewer would do.",
-            "the bytes in all, divided by what one worker may take, rounded up",
+            f"{asked} returned {count}, but fewer workers are enough.",
+            "divide the total bytes by the bytes that one worker may use, and round up",
         )
-    c.expect(True, "the workers have room for parameters, gradients and moments, and none is "
-             "too many", "")  # fmt: skip
+    c.expect(True, "the workers have enough memory for parameters, gradients and moments, and "
+             "there is no worker too many", "")  # fmt: skip
 
 
 @exercise("6.2", "One prediction for each image", where="the engines")
 def right_cnn(c: Check) -> None:
     """As many rows as images, each of its own image and of all its maps."""
     seen = c.engines("RightCNN")
-    c.need(bool(seen), "No engine has a `RightCNN`.")
+    c.need(bool(seen), "No engine has a class `RightCNN`.")
     answers = c.ask(_LOOK_AT_CNN)
     answer: dict[str, Any] = answers[0] if answers and isinstance(answers[0], dict) else {}
     c.need(
         "shape" in answer,
         f"RightCNN()(images) is a {answer.get('kind', 'value that cannot be read')}.",
-        "forward returns the last layer's output: a tensor",
+        "forward must return the last layer's output, which is a tensor",
     )
     right = c.expect(
         answer["shape"] == [5, 10],
-        "a batch of images gives as many rows of ten numbers",
+        "each image of a batch gives one row of ten numbers",
         f"5 images give the shape {tuple(answer['shape'])}",
-        "rows are images: only what belongs to one image may be flattened",
+        "each row is one image: flatten only the values of one image into a row",
     )
     if not right:
         return
     c.expect(
         answer["moved"] == [True, False, False, False, False],
         "a prediction depends on its own image",
-        f"another first image changes the predictions {_places(answer['moved'])} of 5",
-        "rows that are cut off after the fact still hold parts of other images: make the maps "
-        "smaller before they are flattened",
+        f"changing the first image changes the predictions {_places(answer['moved'])} of 5",
+        "removing rows at the end is too late, because each row holds parts of other images: make "
+        "the maps smaller before you flatten them",
     )
     c.expect(
         answer["used"] == 64,
-        "all maps of conv2 take part",
+        "all maps of conv2 are used",
         f"the predictions have a gradient for only {answer['used']} of the 64 maps of conv2",
-        "shrink each map, do not leave maps out",
+        "make each map smaller, but leave out no map",
     )
     c.expect(
         answer["fc1"] == [128, 64 * 14 * 14],
         "`fc1` has the inputs that its author had in mind",
         f"`fc1` has the weights {tuple(answer['fc1'])}",
-        "leave the layers as they are; something between conv2 and fc1 is lacking",
+        "do not change the layers: an operation before fc1 is missing",
     )
 
 
@@ -122,22 +122,22 @@ def bubble(c: Check) -> None:
         found = c.number_from("bubble", p, m)
         c.need(
             math.isclose(found, (p - 1) / (m + p - 1), rel_tol=1e-6),
-            f"bubble({p}, {m}) returned {found:.4g}, which is not that pipeline's idle share.",
-            "of m + p - 1 turns, a stage works in m",
+            f"bubble({p}, {m}) returned {found:.4g}, which is not that pipeline's idle fraction.",
+            "a stage works in m of the m + p - 1 turns",
         )
-    c.expect(True, "`bubble` is the share of the turns in which a stage stands idle", "")
+    c.expect(True, "`bubble` is the fraction of the turns in which a stage is idle", "")
     count = c.whole("m_10")
     c.expect(
         count >= 1 and 3 / (count + 3) <= 0.1 + 1e-12,
-        "so many microbatches are enough",
-        f"with {count} microbatches, four stages stand idle for more than 10 % of the time",
-        "ask your function with p = 4 and more microbatches",
+        "this number of microbatches is enough",
+        f"with {count} microbatches, four stages are idle for more than 10 % of the time",
+        "call your function with p = 4 and more microbatches",
     )
     c.expect(
         3 / (count - 1 + 3) > 0.1 if count > 0 else False,
-        "and one fewer would not be",
-        f"{count} is not the smallest number of microbatches that will do",
-        "try one number after the other; at most 10 % includes 10 % itself",
+        "one microbatch fewer would not be enough",
+        f"{count} is not the smallest number of microbatches that is enough",
+        "try one number after the other: at most 10 % includes 10 % itself",
     )
 
 
@@ -148,26 +148,26 @@ def in_flight(c: Check) -> None:
         counted = _counted(c, f"most_{schedule}")
         c.need(
             counted == _HELD[schedule],
-            f"What the engines hold in most_{schedule} is not from its run.",
-            "run the cells from the run gpipe-6 on, in their order",
+            f"most_{schedule} on the engines is not from the run with that schedule.",
+            "run the cells again in order, beginning with the run gpipe-6",
         )
         given = [_whole(c, f"`{name}`[{i}]", one) for i, one in enumerate(c.items(name, 3))]
         off = [stage for stage in range(3) if given[stage] != counted[stage]]
         c.expect(
             not off,
-            f"{schedule}: each stage held as many as you say",
+            f"{schedule}: the number of microbatches is right for each stage",
             f"{schedule}: stage {off[0] if off else 0} did not hold "
-            f"{given[off[0]] if off else ''} microbatches at its worst moment",
-            "gpipe begins no backward before the last forward"
+            f"{given[off[0]] if off else ''} microbatches at most",
+            "gpipe does not begin a backward pass before the last forward pass"
             if schedule == "gpipe"
-            else "a microbatch that leaves stage 0 comes back to it after all later stages had it; "
-            "the last stage has nobody to wait for",
+            else "a microbatch comes back to stage 0 after it has been in all later stages, but "
+            "the last stage does not have to wait for another one",
         )
 
 
-@exercise("6.5", "The slowest stage as fast as can be", where="the engines", cell="the notebook")
+@exercise("6.5", "The fastest slowest stage", where="the engines", cell="the notebook")
 def balanced(c: Check) -> None:
-    """The run's own cuts, and what its slowest stage has to do."""
+    """The run's own cuts, and the work of its slowest stage."""
     text = c.text("cuts")
     try:
         wanted = [int(part) for part in text.split(",")]
@@ -176,22 +176,22 @@ def balanced(c: Check) -> None:
     c.need(
         len(wanted) == 2 and min(wanted) > 0 and wanted[0] < wanted[1] < len(_LAYERS_MS),
         f"`cuts` is {text!r}.",
-        'two numbers of layers in their order, such as "2,4": where stages 1 and 2 begin',
+        'write the two layers at which stages 1 and 2 begin, in order, such as "2,4"',
     )
     run = c.run("balanced")
     c.need(
         run.plan.options.get("split_at") == text,
-        f"The run 'balanced' was cut at {run.plan.options.get('split_at')}, `cuts` says {text}.",
+        f"The run 'balanced' was cut at {run.plan.options.get('split_at')}, but `cuts` is {text}.",
         "run the whole cell again",
     )
     best = min(_slowest_ms(cut) for cut in itertools.combinations(range(1, len(_LAYERS_MS)), 2))
     mine = _slowest_ms((wanted[0], wanted[1]))
     right = c.expect(
         mine == best,
-        "no other cuts leave the slowest stage less to do",
-        f"your slowest stage has {mine} ms to do; there are cuts with a faster one",
+        "with no other cuts the slowest stage has less work",
+        f"your slowest stage takes {mine} ms, but with other cuts it takes less",
         "stages need not have the same number of layers: add up the times, and cut so that the "
-        "largest sum is as small as it can be",
+        "largest sum is as small as possible",
     )
     if right:
         c.expect(
@@ -217,20 +217,20 @@ def _counted(c: Check, name: str) -> list[int]:
     found = c.ask(f"_labs_answer = list(globals().get({name!r}, {{}}).values())")
     c.need(
         len(found) >= 3 and all(isinstance(one, list) and one for one in found[:3]),
-        f"The engines have counted nothing in `{name}`.",
-        "run the cells of sections 3, 4 and 5 in their order",
+        f"`{name}` is empty or missing on the engines.",
+        "run the cells of sections 3, 4 and 5 in order",
     )
     return [max(int(count) for count in one) for one in found[:3]]
 
 
 def _whole(c: Check, what: str, value: Any) -> int:
-    """Return a whole number, or say that it is none."""
+    """Return a whole number, or end the check because the value is not one."""
     try:
         number = float(value)
         if isinstance(value, bool) or number != int(number):
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        c.wrong(f"{what} is {value!r}: a whole number is asked for.")
+        c.wrong(f"{what} is {value!r}, but it must be a whole number.")
     return int(number)
 
 

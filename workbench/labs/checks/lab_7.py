@@ -30,15 +30,15 @@ _MAPS = {
     ),
     "MultiWorkerMirroredStrategy": (
         "DistributedDataParallel",
-        "a copy with each worker for good, and an all-reduce between processes",
+        "each worker has a permanent copy, and there is an all-reduce between processes",
     ),
     "CentralStorageStrategy": (
         "DataParallel",
-        "where is the only lasting copy, and when do the other devices get theirs?",
+        "where is the only permanent copy, and when do the other devices get theirs?",
     ),
     "ParameterServerStrategy": (
         "rpc",
-        "workers that go at their own pace call somebody who is elsewhere",
+        "workers run at their own pace and call a process that has the parameters",
     ),
 }
 
@@ -56,15 +56,15 @@ def global_batch(c: Check) -> None:
     )
     c.expect(
         samples == [_PER_REPLICA] * 2,
-        "each replica got as many samples as the one GPU had",
+        "each replica got as many samples as the single GPU",
         f"the replicas got {samples} samples in a step",
-        "what `fit` is told is divided over the replicas",
+        "the batch size of `fit` is divided among the replicas",
     )
 
 
 @exercise("7.2", "The step that is not equal")
 def odd_step(c: Check) -> None:
-    """First step with unequal shares, the shares, and what a sample of the smaller one counts."""
+    """First step with unequal shares, the shares, and the weight of a sample in the smaller one."""
     steps = _by_step(c.run("mirrored"))
     odd = [step for step, samples in enumerate(steps) if len(set(samples)) > 1]
     c.need(bool(odd), "All shares of the run 'mirrored' are equal.", "run the cell of section 1")
@@ -73,23 +73,23 @@ def odd_step(c: Check) -> None:
     c.expect(
         given == odd[0],
         "that is the first step whose shares are unequal",
-        f"the shares of step {given} are {steps[given] if 0 <= given < len(steps) else 'unknown'}, "
-        "and it is not the first one that is unequal",
-        "steps count from 0; compare the rows of both ranks, step by step",
+        f"the shares of step {given} are {steps[given] if 0 <= given < len(steps) else 'unknown'}: "
+        "this is not the first step with unequal shares",
+        "steps count from 0: compare the rows of both ranks, step by step",
     )
     mine = c.items("odd_shares", 2)
     c.expect(
         _equal(mine, shares),
-        "so were the samples shared",
-        f"`odd_shares` is {mine}, which the history does not show",
+        "these are the shares of that step",
+        f"`odd_shares` is {mine}, which does not agree with the history",
         "select the rows of that step, and take their column `samples`",
     )
     c.expect(
         close(c.number_of("factor"), sum(shares) / (2 * min(shares)), _SHARE),
-        "and so much does a sample of the smaller share count",
+        "a sample of the smaller share counts this many times as much",
         f"with a factor of {c.number_of('factor'):.4g}, the smaller share's samples would not "
         "count 1/(2a) each",
-        "divide what it counts there, 1/(2a), by what one device gives it, 1/(a+b)",
+        "divide its weight in this step, 1/(2a), by its weight on one device, 1/(a+b)",
     )
 
 
@@ -101,27 +101,27 @@ def even(c: Check) -> None:
     c.need(
         len(steps) == _STEPS and len(_by_step(alone)) == _STEPS,
         f"The run 'even-mirrored' has {len(steps)} steps.",
-        "leave `--steps` and `-n` in the cell's first line as they are",
+        "do not change `--steps` and `-n` in the cell's first line",
     )
     most = max(sum(samples) for samples in steps)
     c.need(
         most == _BATCH,
         f"The largest batch has {most} samples.",
-        "leave `batch_size` as it is; the number of images is what can be changed",
+        "do not change `batch_size`, but the number of images",
     )
     odd = [step for step, samples in enumerate(steps) if len(set(samples)) > 1]
-    where = f"step {odd[0]} was shared {steps[odd[0]]}" if odd else ""
+    where = f"the shares of step {odd[0]} are {steps[odd[0]]}" if odd else ""
     c.expect(
         not odd,
-        "all batches divide evenly over the replicas",
+        "all batches are divided evenly among the replicas",
         where,
-        "which images are in the epoch's last batch? Hand `fit` as many as fill whole batches",
+        "how many images are in the epoch's last batch? Pass only whole batches to `fit`",
     )
     if not odd:
         c.expect(
             _largest(alone.weights(), together.weights()) < _FAR,
             "the weights of the replicas are those of one device",
-            "the weights of the two runs differ by more than rounding explains",
+            "the weights of the two runs differ by more than rounding",
             "both must read the same images in the same order",
         )
 
@@ -132,8 +132,8 @@ def in_pytorch(c: Check) -> None:
     found = c.value("in_pytorch")
     if not isinstance(found, Mapping):
         c.wrong(
-            f"`in_pytorch` is a {type(found).__name__}: a dictionary is asked for.",
-            "fill in the cell as it stands: a name on the left, its counterpart on the right",
+            f"`in_pytorch` is a {type(found).__name__}, but it must be a dictionary.",
+            "fill in the cell: a name on the left, its counterpart on the right",
         )
     for name, (counterpart, hint) in _MAPS.items():
         given = found.get(name)
@@ -145,20 +145,20 @@ def in_pytorch(c: Check) -> None:
         word = str(given).strip().lower()
         c.need(
             word in [known.lower() for known in _KNOWN],
-            f"{name}: {given!r} is none of the four.",
+            f"{name}: {given!r} is not one of the four.",
             f"choose one of {', '.join(_KNOWN)}",
         )
         c.expect(
             word == counterpart.lower(),
             f"{name}: right",
-            f"{name}: {given} works another way",
+            f"{name}: {given} works in another way",
             hint,
         )
 
 
 @exercise("7.5", "The same weights in another layout")
 def apart(c: Check) -> None:
-    """Tried on made-up layers, then on the two runs."""
+    """Tried on random layers, then on the two runs."""
     draw = np.random.default_rng(7)
     for sizes in ((3, 3), (4, 2, 5)):
         keras, torch = _made_up(draw, sizes)
@@ -169,9 +169,9 @@ def apart(c: Check) -> None:
     c.expect(
         _largest({n: v.T for n, v in keras.items()}, dict(zip(keras, torch.values(), strict=True)))
         < _FAR * 10,
-        "and the two runs end with the same weights",
+        "the two runs end with the same weights",
         "the two runs do not end with the same weights",
-        "run the cells of section 5 in their order",
+        "run the cells of section 5 in order",
     )
 
 
@@ -182,8 +182,8 @@ def _compare(c: Check, keras: dict[str, Any], torch: dict[str, Any], what: str) 
     c.need(
         math.isclose(number, truth, rel_tol=1e-4, abs_tol=1e-9),
         f"apart(...) of {what} returned {number:.4g}, which is not the largest difference.",
-        "a difference has no sign, the largest is no mean, and a matrix with as many numbers is "
-        "not yet a matrix with the numbers in the same places",
+        "take absolute values and the largest of them, and transpose matrices, because the same "
+        "number of elements does not put them in the same places",
     )
 
 

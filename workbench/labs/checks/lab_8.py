@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 STEPS, SAVED, TOTAL = 38, 20, 60
 BATCH = 48
 ROUNDING = 1e-10
-"""How far runs may be apart that differ in the order of their sums only (float64)."""
+"""The largest difference of runs that differ only in the order of their sums (float64)."""
 
 _TRAIN = """
 def _labs_answer():
@@ -78,7 +78,7 @@ _labs_answer = _labs_answer()
 
 @exercise("8.1", "What belongs in a checkpoint", where="the engines")
 def by_hand(c: Check) -> None:
-    """A training that is saved, goes on, dies and is loaded ends like one that never stopped."""
+    """A training that is saved, dies and is loaded ends like one that never stopped."""
     begun, batches = _task()
     found: dict[str, Any] = c.ask(_TRAIN.format(begun=begun, batches=batches))[0]
     if name := found.get("missing"):
@@ -91,7 +91,7 @@ def by_hand(c: Check) -> None:
     c.need(
         found["saved"],
         "`save` returns nothing.",
-        "write its body in the cell of exercise 8.1, run the cell, and return what is needed",
+        "write its body in the cell of exercise 8.1, return what is needed, and run the cell",
     )
     unloaded, then, back, whole, end = (
         np.asarray(found[name], dtype=float)
@@ -100,32 +100,34 @@ def by_hand(c: Check) -> None:
     c.need(
         _is_near(then, _trained(begun[0], batches, 12))
         and _is_near(whole, _trained(begun[0], batches, 20)),
-        "The engines did not train as the check asked.",
-        "torch must be as it was: restart the engines (labs.begin(8)), and run the cell again",
+        "The engines did not train as in the check.",
+        "a cell may have changed torch: restart the engines (labs.begin(8)), and run the cell "
+        "again",
     )
     c.need(
         not _same(back, unloaded),
-        "`load` leaves the fresh model as it is.",
+        "`load` does not change the fresh model.",
         "model.load_state_dict(...) puts weights into a model",
     )
     c.expect(
         _same(back, then),
-        "the weights come back as they were when they were saved",
-        "the weights that come back are not those of the moment of saving",
-        "training went on after `save`: did what `save` returned change with it?",
+        "the loaded weights are those of the moment of saving",
+        "the loaded weights are not those of the moment of saving",
+        "training continued after `save`: did the result of `save` change with the model?",
     )
     c.expect(
         found["step"] == 12,
-        "it knows where to go on",
-        f"`load` returned {found['step']} as the step to go on from",
-        "`save` is told the step; `load` has nothing but what was saved to know it from",
+        "`load` returns the right step",
+        f"`load` returned {found['step']} as the step to continue with",
+        "`save` gets the step, and `load` can only know it from the result of `save`",
     )
     if _same(back, then):
         c.expect(
             _same(end, whole),
             "the training ends with the same weights, to the last bit",
-            f"the weights at the end differ by {np.abs(end - whole).max():.2g} from one go's",
-            "the next update depends on more than the weights: who else has a memory here?",
+            f"the weights at the end differ by {np.abs(end - whole).max():.2g} from those of a "
+            "training without a break",
+            "the next update depends on more than the weights: which other object has a state?",
         )
 
 
@@ -135,21 +137,21 @@ def lost(c: Check) -> None:
     goes_on, again, count = (c.whole(n) for n in ("goes_on_with", "done_again", "that_count"))
     c.expect(
         goes_on == SAVED,
-        "it goes on with the right step",
-        f"it does not go on with step {goes_on}",
-        "what do the workers still have of the steps after the last checkpoint?",
+        "the run continues with the right step",
+        f"the run does not continue with step {goes_on}",
+        "after the death, what is left of the steps after the last checkpoint?",
     )
     c.expect(
         again == STEPS - SAVED,
         "the steps between checkpoint and death are done again",
         f"{again} is not the number of steps that are done again",
-        "count those that were done when the worker died, and are not in the checkpoint",
+        "count the steps that were done when the worker died and are not in the checkpoint",
     )
     c.expect(
         count == TOTAL,
         "each step counts once",
         f"the result is not one of {count} steps",
-        "what became of the weights that the first doing of those steps had made?",
+        "are the weights from the first time that those steps were done still used?",
     )
 
 
@@ -159,40 +161,40 @@ def resumed(c: Check) -> None:
     c.need(
         c.known_run("resumed") is not None,
         "There is no run named 'resumed' yet.",
-        'wb.resume(..., name="resumed") makes one; .wait() waits for its end',
+        'start it with wb.resume(..., name="resumed") and wait for its end with .wait()',
     )
     run, whole = c.run("resumed"), c.run("undisturbed")
     began = int(np.min(run.history["step"])) if len(run.history["step"]) else TOTAL
     c.expect(
         0 < began < TOTAL,
-        "it goes on from the checkpoint",
-        f"its first step is {began}",
-        'wb.resume("lab_8/broken", ...) goes on where the checkpoint was written',
+        "the run continues from the checkpoint",
+        f"the first step of the run is {began}",
+        'wb.resume("lab_8/broken", ...) continues from the step of the checkpoint',
     )
     workers = len(run.engines)
     c.expect(
         workers == 2,
-        "two workers do it",
+        "the run has two workers",
         f"the run has {workers} workers",
-        "without a word, wb.resume takes as many as there were",
+        "without workers=..., wb.resume takes as many as before",
     )
     truth = _apart(run.weights(), whole.weights())
     c.expect(
         truth <= ROUNDING,
-        "it ends with the weights of the undisturbed run, but for rounding",
-        f"its weights differ by {truth:.2g} from those of the undisturbed run",
-        "weights alone are not a checkpoint: momentum and the place in the data belong to it",
+        "the run ends with the weights of the undisturbed run, apart from rounding",
+        f"the weights of the run differ by {truth:.2g} from those of the undisturbed run",
+        "weights alone are not a checkpoint: momentum and the place in the data are part of it",
     )
     gap = c.number_of("gap")
     c.expect(
         math.isclose(gap, truth, rel_tol=0.01, abs_tol=1e-18),
         "`gap` is the largest difference",
-        f"`gap` is {gap:.3g}, which the two runs do not show",
-        "difference(one, other) of section 3, of this run and the undisturbed one",
+        f"`gap` is {gap:.3g}, which is not the difference of the two runs",
+        "call difference(one, other) of section 3 with this run and the undisturbed one",
     )
 
 
-@exercise("8.4", "Go on with fewer")
+@exercise("8.4", "Continue with fewer workers")
 def fewer(c: Check) -> None:
     """The global batch stays, and mirrored loses nothing."""
     before, after = c.number_of("samples_before"), c.number_of("samples_after")
@@ -204,26 +206,26 @@ def fewer(c: Check) -> None:
     )
     c.expect(
         before == BATCH / 3,
-        "before the death each takes its part of the batch",
-        f"{before:g} samples are not the part of one of three workers",
-        "the global batch is what all workers consume together in a step",
+        "before the death each worker takes its share of the batch",
+        f"{before:g} samples are not the share of one of three workers",
+        "the global batch is the samples of one step, on all workers together",
     )
     c.expect(
         after == BATCH / 2,
-        "after it the two share the whole batch",
-        f"after the death it is not {after:g} samples",
-        "the batch size of a run is the global one: does it change with the workers?",
+        "after the death the two workers share the whole batch",
+        f"after the death worker 0 does not take {after:g} samples",
+        "the batch size of a run is the global batch: does it change with the workers?",
     )
     c.expect(
         again == 0,
         "the right number of steps is done again",
         f"{again} is not the number of steps that are done again",
-        "who, under mirrored, has the weights as they were after the last full step?",
+        "with mirrored, which workers have the weights of the last complete step?",
     )
     c.expect(
         bool(same),
-        "what becomes of the result is right",
-        f"`same_result` is {same}: compare what one update is made from, before and after",
+        "`same_result` is right",
+        f"`same_result` is {same}: compare the samples of one update before and after the death",
         "which samples go into step 30, with three workers and with two?",
     )
 
@@ -248,20 +250,20 @@ def interval(c: Check) -> None:
         if not good and n == 1:
             side = "shorter" if loss(value * 0.99) < loss(value) else "longer"
             c.wrong(
-                f"{shown} returned {value:.4g}: a {side} interval loses less.",
+                f"{shown} returned {value:.4g}, but a {side} interval loses less.",
                 "at the lowest point the derivative of C/W + W/(2M) by W is zero",
             )
         c.need(
             good,
-            f"{shown} returned {value:.4g}: not the best for {n} machines.",
-            "for one machine it is right; how often does any one of n machines fail?",
+            f"{shown} returned {value:.4g}, which is not the best for {n} machines.",
+            "for one machine the result is right: how often does any one of n machines fail?",
         )
     c.expect(True, "no other interval loses less, on one machine and on many", "")
 
 
 @exercise("8.6", "Heal")
 def healed(c: Check) -> None:
-    """The step of the death is taken by those who are left, and nothing else changes."""
+    """The workers that are left take the step of the death, and nothing else changes."""
     again = c.whole("redone")
     then, later = c.number_of("samples_in_20"), c.number_of("samples_healed")
     same = c.value("same_weights")
@@ -274,25 +276,25 @@ def healed(c: Check) -> None:
         again == 0,
         "the right number of steps is done again",
         f"{again} is not the number of steps that are done again",
-        "which steps were complete, on every worker, when one died before step 20?",
+        "which steps were complete on every worker when one died before step 20?",
     )
     c.expect(
         then == BATCH / 2,
-        "the two that are left share the batch of the step",
-        f"{then:g} samples are not worker 0's part of step 20",
-        "the global batch stays; how many workers take step 20?",
+        "the two workers that are left share the batch of the step",
+        f"{then:g} samples are not worker 0's share of step 20",
+        "the global batch does not change: how many workers take step 20?",
     )
     c.expect(
         later == BATCH / 3,
-        "with the fresh worker each has its part as before",
-        f"{later:g} samples are not the part of one of three workers",
-        "how many workers share the batch once the fresh one has joined?",
+        "with the fresh worker each has the same share as before",
+        f"{later:g} samples are not the share of one of three workers",
+        "how many workers share the batch when the fresh one has joined?",
     )
     c.expect(
         bool(same),
-        "what becomes of the result is right",
+        "`same_weights` is right",
         f"`same_weights` is {same}: does it matter which worker takes which sample of a step?",
-        "an update is made from the mean over the global batch",
+        "an update uses the mean over the global batch",
     )
 
 
@@ -300,16 +302,16 @@ def healed(c: Check) -> None:
 def lost_time(c: Check) -> None:
     """Two pauses and the share of one worker, for each failure of any machine."""
     cases = (
-        ((2.0, 0.0, 1, 5e5), "all stand still twice: when the others go on, and when one joins"),
+        ((2.0, 0.0, 1, 5e5), "all workers pause twice: at the death, and when a worker joins"),
         ((2.0, 0.0, 10, 5e5), "how often does any one of n machines fail?"),
-        ((0.5, 90.0, 3, 9e3), "one of n workers is away: how much of the work is not done then?"),
+        ((0.5, 90.0, 3, 9e3), "while one of n workers is away, which part of the work is missing?"),
     )
     for (pause_s, away_s, n, m_s), hint in cases:
         value = c.number_from("lost_by_healing", pause_s, away_s, n, m_s)
         shown = f"lost_by_healing({pause_s:g}, {away_s:g}, {n}, {m_s:g})"
         c.need(
             math.isclose(value, (2 * pause_s + away_s / n) * n / m_s, rel_tol=1e-3),
-            f"{shown} returned {value:.4g}: that is not the share of the time that is lost.",
+            f"{shown} returned {value:.4g}, which is not the fraction of the time that is lost.",
             hint,
         )
     c.expect(True, "pauses, the missing share and the rate of failures are all counted", "")
@@ -317,7 +319,7 @@ def lost_time(c: Check) -> None:
 
 @exercise("8.8", "Who can heal")
 def promises(c: Check) -> None:
-    """As the catalog says: who holds what a worker held."""
+    """As the catalog says: which other process holds what a worker held."""
     found = c.value("lost_under")
     names = ("mirrored", "sharded", "local_sgd", "tensor_parallel", "central_storage")
     c.need(
@@ -334,7 +336,7 @@ def promises(c: Check) -> None:
             given == right,
             f"{name} is right",
             f"{name} is not {given!r}",
-            f"wb.strategies() and docs/strategies.md: where is the model under {name}?",
+            f"look at wb.strategies() and docs/strategies.md: where is the model with {name}?",
         )
 
 
@@ -353,7 +355,7 @@ def _task() -> tuple[list[list[float]], list[list[list[float]]]]:
 
 
 def _trained(begun: list[float], batches: list[list[list[float]]], steps: int) -> Any:
-    """Return what so many steps make of the weights; reckoned here, and not where answers ran."""
+    """Return the weights after some steps; computed here, not where answers ran."""
     weights, velocity = np.array(begun), np.zeros(9)
     for batch in batches[:steps]:
         x = np.array(batch)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..answers import Check
 
 PROBED = 1.35
-"""Within what factor of the truth a probed number must be: real messages take time too."""
+"""The largest factor between a probed number and the truth: real messages take time too."""
 
 PREDICTED = 1.5
 ENOUGH = 0.85
@@ -22,7 +22,7 @@ _CASES = (
     Case("P", 2, 400, (1.0, 1.0), 0.05, 0.002, 4e6),
     Case("P", 4, 800, (1.0, 1.0, 3.0, 1.0), 0.2, 0.03, 50e6),
 )
-"""What the formulae are tried on."""
+"""The cases on which the formulae are tried."""
 
 
 def expected(case: Case) -> dict[str, float]:
@@ -48,16 +48,16 @@ def probed(c: Check) -> None:
     for name, truth, words, hint in (
         ("t1_s", PRACTICE.whole_s, "the seconds of a step on one device",
          "time_step gives it in seconds"),
-        ("latency_s", PRACTICE.latency_s, "what a message takes however small it is, in seconds",
-         "a message with next to no bytes takes hardly more than the latency"),
+        ("latency_s", PRACTICE.latency_s, "the seconds that even the smallest message takes",
+         "a message with only a few bytes takes little more than the latency"),
         ("bytes_per_s", PRACTICE.bytes_per_s, "the bytes that the link carries in a second",
-         "two sizes: how many more bytes, in how many more seconds?"),
+         "send two sizes: how many more bytes, in how many more seconds?"),
     ):  # fmt: skip
         found = c.number_of(name)
         c.expect(
             found > 0 and max(found / truth, truth / found) <= PROBED,
             f"`{name}` is {words}",
-            f"`{name}` is {found:.4g}, which the probes of case P do not show",
+            f"`{name}` is {found:.4g}, which does not agree with the probes of case P",
             hint,
         )
 
@@ -76,9 +76,9 @@ def _differs(c: Check, name: str, args: tuple[Any, ...], truth: float) -> str:
 
 
 _HINTS = {
-    "one_device": "the whole batch in T₁ seconds, and no message",
-    "mirrored": "2(N-1) messages of M/N bytes each, and the share of the slowest worker",
-    "central_storage": "two messages of M bytes each, and the share of the slowest worker",
+    "one_device": "a step is the whole batch in T₁ seconds, without messages",
+    "mirrored": "a step is the slowest worker's share, and 2(N-1) messages of M/N bytes each",
+    "central_storage": "a step is the slowest worker's share, and two messages of M bytes each",
 }
 
 
@@ -107,21 +107,21 @@ def apart(c: Check) -> None:
         c.need(
             not wrong,
             f"{wrong} for {facts}",
-            "what does one worker achieve, with its B/N samples, its own time for them, a push "
-            "and a pull? Then add up",
+            "what is the rate of one worker, with B/N samples, its own time for them, a push and "
+            "a pull? Then add up the rates",
         )
-    c.expect(True, "each worker's own rate, added up", "")
+    c.expect(True, "the result is the sum of the workers' own rates", "")
 
 
 @exercise("9.4", "Case A, blind", where="the engines", cell="the notebook")
 def case_a(c: Check) -> None:
-    """An honest prediction, near what was measured; a choice near the best."""
+    """An honest prediction, near the measured value; a choice near the best."""
     _played(c, "A")
 
 
 @exercise("9.5", "Case B, blind", where="the engines", cell="the notebook")
 def case_b(c: Check) -> None:
-    """An honest prediction, near what was measured; a choice near the best."""
+    """An honest prediction, near the measured value; a choice near the best."""
     _played(c, "B")
 
 
@@ -130,31 +130,31 @@ def _played(c: Check, name: str) -> None:
     if play is None or not play["strategy"]:
         c.wrong(
             f"Nothing is sealed for case {name}.",
-            "give `strategy` and `samples_per_s` values before blind.seal, and run the cell",
+            "set `strategy` and `samples_per_s` before blind.seal, and run the cell",
         )
     strategy, predicted = str(play["strategy"]), float(play["predicted"])
     measured = {str(key): float(rate) for key, rate in dict(play["measured"]).items()}
     c.need(
         strategy in STRATEGIES and set(measured) == set(STRATEGIES),
-        f"Case {name} is sealed and was not run to its end.",
-        "blind.run(case) runs your choice and the others",
+        f"Case {name} is sealed, but was not run to its end.",
+        "run your choice and the others with blind.run(case)",
     )
     if not c.expect(
         play["honest"] is True,
         "the prediction was sealed before the case was run",
         "the prediction was sealed after the case had been run",
-        f'blind.case("{name}") deals out new numbers: predict from probes, seal, and then run',
+        f'blind.case("{name}") gives new numbers: predict from probes, seal, and then run',
     ):
         return
     factor = predicted / measured[strategy]
     c.expect(
         1 / PREDICTED <= factor <= PREDICTED,
-        f"the prediction is within a factor of {PREDICTED:g} of what was measured",
-        f"{predicted:.3g} samples/s were predicted for {strategy}, "
+        f"the prediction is within a factor of {PREDICTED:g} of the measured value",
+        f"{predicted:.3g} samples/s were predicted for {strategy}, but "
         f"{measured[strategy]:.3g} were measured",
-        "what is left out: the messages, or a worker that is slower than the others?"
+        "did you leave out the messages, or a worker that is slower than the others?"
         if factor > 1
-        else "samples per second: what is counted twice, or in another unit?",
+        else "did you count something twice, or use another unit than samples per second?",
     )
     share = choice_score(strategy, measured)
     c.expect(

@@ -1,7 +1,7 @@
-"""What the grader does in the kernel that runs students' cells: puts names back, asks checks.
+"""The grader's work in the kernel that runs students' cells: it restores names, asks checks.
 
-A student's cell can redefine whatever it likes: `labs`, `print`, the checks' own functions. Before
-a check is asked, what this module has seen before the first of their cells is put back.
+A student's cell can redefine anything: `labs`, `print`, the checks' own functions. Before a check,
+this module restores everything that it saw before the first cell of the student.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _KINDS = (FunctionType, BuiltinFunctionType, type)
 _IN_CLASSES = (FunctionType, property, staticmethod, classmethod)
 _MOST_CHARACTERS = 2000
 _SETTLE_S = 0.05
-"""Until a process that was just killed is seen to be dead."""
+"""The time until a process that was just killed is seen to be dead."""
 _NAMED = 6
 
 
 def load() -> None:
-    """Import what the lab's own cells need: it is put back later."""
+    """Import the modules that the lab's own cells need: they are restored later."""
     from .. import answers, asking, blind  # noqa: F401  # noqa: F401
 
 
 class Guard:
-    """What builtins, the checks and the modules they use were before the first student's cell."""
+    """The builtins, the checks and their modules as they were before the first student's cell."""
 
     def __init__(self) -> None:
         ours = {name for name in sys.modules if name.partition(".")[0] == "workbench"}
@@ -67,7 +67,7 @@ class Guard:
         ]
 
     def restore(self) -> list[str]:
-        """Put back what was changed; return the names."""
+        """Restore what was changed; return the names."""
         changed = [
             f"{name}.{key}" for name, names, key, value in self._held
             if names.get(key, self) is not value
@@ -124,7 +124,7 @@ class Inside:
         return {"engines": _engines(), "runs": _runs()}
 
     def mend(self) -> dict[str, Any]:
-        """After a student's cell: put back what the lab's next cells need."""
+        """After a student's cell: restore what the lab's next cells need."""
         said = self._guard.restore()
         if (sys.stdout, sys.stderr) != self._streams:
             sys.stdout, sys.stderr = self._streams
@@ -188,7 +188,7 @@ def _without_limit() -> None:
 
 
 def _engines() -> int:
-    """How many engines live, by their processes; -1 without a cluster."""
+    """Return the number of engines whose process lives; -1 without a cluster."""
     from ...notebook.session import session
 
     with contextlib.suppress(Exception):
@@ -206,7 +206,7 @@ def _lives(pid: int) -> bool:
 
 
 def _runs() -> dict[str, float]:
-    """When each run that has finished began, by name."""
+    """Return the start time of each finished run, by name."""
     from ...execution.registry import runs
 
     with contextlib.suppress(Exception):
@@ -215,7 +215,7 @@ def _runs() -> dict[str, float]:
 
 
 def _free_engines() -> None:
-    """End what a check that was interrupted has left running on the engines."""
+    """End the code that an interrupted check has left running on the engines."""
     from ...notebook.session import session
 
     with contextlib.suppress(Exception):

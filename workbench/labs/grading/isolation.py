@@ -1,6 +1,6 @@
-"""What the system allows to keep students' code from the checks; starts kernels so.
+"""Keeps students' code away from the checks as well as the system allows, and starts such kernels.
 
-It also says what of the grader's environment a notebook sees, and where that keeps its files.
+It also defines which part of the grader's environment a notebook sees, and where its files are.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ print("seen: " + (seen[0] if seen else "nothing"))
 
 @dataclass(frozen=True)
 class Isolation:
-    """How kernels are kept apart from the process that marks.
+    """How kernels are kept apart from the grading process.
 
     Attributes:
-        how: `namespaces`, `user`, or empty where there is nothing.
-        why: Why there is no more, in words.
+        how: `namespaces`, `user`, or empty for no isolation.
+        why: Why there is no better isolation, in words.
         network: Whether kernels reach the network that we reach.
-        hidden: Files and folders that no kernel is to see, such as what others have handed in.
+        hidden: Files and folders that no kernel may see, such as the notebooks of other students.
     """
 
     how: How = ""
@@ -64,13 +64,13 @@ class Isolation:
     def words(self) -> str:
         """One line for the head of the report."""
         if self.how == "namespaces":
-            said = "isolated: cells cannot read or signal the process that marks, nor see its files"
-            more = f" (but they reach the network: {self.why})"
+            said = "isolated: cells cannot read or signal the grading process, or see its files"
+            more = f" (but they can reach the network: {self.why})"
             return said + more if self.network else said
         if self.how == "user":
-            return ("isolated as another user: cells cannot signal the process that marks, but "
-                    f"read what every user may ({self.why})")  # fmt: skip
-        return f"not isolated: a cell can read the checks, and end the marker ({self.why})"
+            return ("isolated as another user: cells cannot signal the grading process, but can "
+                    f"read files that every user may read ({self.why})")  # fmt: skip
+        return f"not isolated: cells can read the checks and end the grading process ({self.why})"
 
     def to_wire(self) -> dict[str, Any]:
         """The same, JSON-ready."""
@@ -80,15 +80,15 @@ class Isolation:
         }  # fmt: skip
 
 
-NOTHING = Isolation("", "it was not asked for")
+NOTHING = Isolation("", "it was not requested")
 
 
 def find_out() -> Isolation:
-    """Return the best that works here: each is tried with a real process."""
+    """Return the best isolation that works here: each is tried with a real process."""
     if not sys.platform.startswith("linux"):
         return Isolation("", f"{sys.platform} has no namespaces")
     if os.getuid() == 0 and not _enters_folders():
-        return Isolation("", "root may not enter other users' folders here: no CAP_DAC_OVERRIDE")
+        return Isolation("", "root cannot enter other users' folders here: no CAP_DAC_OVERRIDE")
     why = _tried(Isolation("namespaces", network=False))
     if not why:
         return Isolation("namespaces", network=False)
@@ -101,7 +101,7 @@ def find_out() -> Isolation:
 
 
 def _enters_folders() -> bool:
-    """Whether this process may enter what belongs to other users, as root mostly may."""
+    """Whether this process may enter folders of other users, as root usually may."""
     for line in (
         Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     ):
@@ -111,7 +111,7 @@ def _enters_folders() -> bool:
 
 
 def _tried(isolation: Isolation) -> str:
-    """Return why a place of this kind cannot be had; empty where it can."""
+    """Return why a place of this kind is not possible; empty if it is."""
     how = isolation.how
     try:
         with tempfile.TemporaryDirectory(prefix="wbg-") as made:
@@ -134,12 +134,12 @@ def _tried(isolation: Isolation) -> str:
 
 
 class Place:
-    """Where one kernel is to run.
+    """The place where one kernel runs.
 
     Args:
-        folder: Its own; it is handed to the user that the kernel becomes.
-        stubs: A folder that stands in for the checks; None leaves them there.
-        memory_bytes: What may be held in shared memory.
+        folder: The kernel's own; it is given to the user that the kernel becomes.
+        stubs: A folder that replaces the checks; None leaves them there.
+        memory_bytes: The limit for shared memory.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Place:
         self.uid = _spare_uid() if isolation.how and os.getuid() == 0 else 0
 
     def hand_over(self) -> None:
-        """Give the folder and all that is in it now to the kernel's user."""
+        """Give the folder and its present contents to the kernel's user."""
         if not self.uid:
             return
         for one in (self._folder, *self._folder.rglob("*")):
@@ -200,7 +200,7 @@ class Place:
 
 
 def _spare_uid() -> int:
-    """Return a user id that nobody has, and no process runs as."""
+    """Return a user id that no user has and that no process runs as."""
     import pwd
 
     taken = {int(entry.pw_uid) for entry in pwd.getpwall()}
@@ -220,11 +220,11 @@ def _spare_uid() -> int:
 
 def _paths() -> list[Path]:
     found = [Path(one).absolute() for one in dict.fromkeys([*sys.path, str(_PACKAGES)]) if one]
-    return [one for one in found if one != Path("/")]  # it is there where `-m` runs in it
+    return [one for one in found if one != Path("/")]  # "/" is in it if `-m` runs there
 
 
 def _checks() -> list[Path]:
-    """Return the folders with checks, also those of other installations that can be read."""
+    """Return the folders with checks, also those of other readable installations."""
     found = {path / _CHECKS for path in _paths()}
     for place in {*readable(), "/usr", "/usr/local"}:
         for pattern in _INSTALLED:
@@ -233,25 +233,25 @@ def _checks() -> list[Path]:
 
 
 def _is_clone(path: Path) -> bool:
-    """Whether a path of Python's holds a clone of Workbench, and not installed packages."""
+    """Whether a path of Python's contains a clone of Workbench, and not installed packages."""
     installed = path.name in ("site-packages", "dist-packages")
     return not installed and (path / _CHECKS).parent.is_dir()
 
 
 def _beside() -> list[Path]:
-    """Return what lies in a clone beside its package: its history holds solutions too."""
+    """Return what is in a clone next to its package: its history contains solutions too."""
     clones = [path for path in _paths() if _is_clone(path)]
     return [one for path in clones for one in path.iterdir() if one.name != "workbench"]
 
 
 def solutions() -> list[Path]:
-    """Return the folders with solutions that lie beside a package on Python's path."""
+    """Return the folders with solutions that are next to a package on Python's path."""
     found = [path / "notebooks" / "solutions" for path in _paths()]
     return [one for one in found if one.is_dir()]
 
 
 def readable() -> list[str]:
-    """Return what Python needs beside the system: itself, its packages, Workbench."""
+    """Return what Python needs in addition to the system: itself, its packages, Workbench."""
     found: list[Path] = [Path(sys.base_prefix), Path(sys.prefix), Path(sys.executable)]
     found.append(Path(os.path.realpath(sys.executable)).parents[1])
     found += [path / "workbench" if _is_clone(path) else path for path in _paths()]
@@ -263,7 +263,7 @@ def readable() -> list[str]:
 
 
 def _outermost(paths: Sequence[Path]) -> list[str]:
-    """Return the paths that lie in no other one."""
+    """Return the paths that are not inside another one."""
     kept_: list[Path] = []
     for path in sorted(set(paths), key=lambda one: len(one.parts)):
         if not any(one in path.parents for one in kept_):
@@ -277,7 +277,7 @@ _KEPT = (
     "CUDA_HOME", "SYSTEMROOT", "WORKBENCH_MAX_ENGINES", "WORKBENCH_DEVICES", "WORKBENCH_HOSTS",
     "WORKBENCH_IDLE_TIMEOUT",
 )  # fmt: skip
-"""What of the grader's environment a notebook sees: no secret has one of these names."""
+"""The part of the grader's environment that a notebook sees: no secret has one of these names."""
 
 _SWEEPS = 20
 
@@ -288,15 +288,15 @@ PLACES = {
     "JUPYTER_RUNTIME_DIR": "jupyter", "XDG_CACHE_HOME": "home", "XDG_CONFIG_HOME": "home",
     "XDG_DATA_HOME": "home", "TORCHINDUCTOR_CACHE_DIR": "home", "KERAS_HOME": "home",
 }  # fmt: skip
-"""Where a notebook is told to keep what, in its own folder."""
+"""Where a notebook keeps its files, in its own folder."""
 
 
 def kept() -> dict[str, str]:
-    """Return what is taken over from our own environment."""
+    """Return the variables that are taken over from our own environment."""
     found = {name: os.environ[name] for name in _KEPT if name in os.environ}
     if site.ENABLE_USER_SITE:
         found["PYTHONUSERBASE"] = site.getuserbase()
-    else:  # nor may packages be found in the `HOME` that we give it
+    else:  # then packages in the `HOME` that we give it must not be found either
         found["PYTHONNOUSERSITE"] = "1"
     paths = [os.path.abspath(p) for p in found.get("PYTHONPATH", "").split(os.pathsep) if p]
     found["PYTHONPATH"] = os.pathsep.join([*paths, *({str(_PACKAGES)} - set(paths))])
@@ -304,7 +304,7 @@ def kept() -> dict[str, str]:
 
 
 def environment(folder: Path, mark: str) -> dict[str, str]:
-    """Return the environment of a notebook that lives in `folder`."""
+    """Return the environment of a notebook that runs in `folder`."""
     for place in {*PLACES.values(), "work"}:
         (folder / place).mkdir(parents=True, exist_ok=True)
     ours = {name: str(folder / place) for name, place in PLACES.items()}
@@ -313,7 +313,7 @@ def environment(folder: Path, mark: str) -> dict[str, str]:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, also parts that its owner may not write; what is above it stays as it is."""
+    """Remove a folder, also parts that its owner may not write; nothing above it changes."""
     top = os.fspath(folder)
 
     def allow(_: Callable[..., Any], path: str, __: object) -> None:
@@ -322,7 +322,7 @@ def remove(folder: Path) -> None:
                 if not os.path.islink(one):
                     os.chmod(one, stat.S_IRWXU)
 
-    for _ in range(_SWEEPS):  # what one opens, the next removes
+    for _ in range(_SWEEPS):  # one sweep makes folders writable, the next removes them
         if os.path.islink(top) or os.path.isfile(top):
             with contextlib.suppress(OSError):
                 os.unlink(top)

@@ -1,12 +1,12 @@
-"""Where students' cells run: as another user, among no other processes, without the checks' files.
+"""Where students' cells run: as another user, without other processes and the checks' files.
 
-Run as a program it makes that place and becomes the kernel in it; only Python's own modules are
-used, since it begins with the rights of whoever grades. `isolation` finds out what is possible.
+Run as a program, it makes that place and becomes the kernel in it. It uses only Python's own
+modules, because it begins with the rights of the grader. `isolation` finds out what is possible.
 
-    namespaces  own mounts (an empty root with what Python needs, read-only), own processes, and
-                where that can be had a network of its own, which leads nowhere; where the grader
-                is root another user id too, else a user namespace
-    user        another user id alone: files that every user may read can be read
+    namespaces  own mounts (an empty root with what Python needs, read-only), own processes, and if
+                possible its own network, which leads nowhere; another user id too if the grader is
+                root, otherwise a user namespace
+    user        only another user id: files that every user may read can be read
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _SYSTEM = (
     "sys",
 )
 _LIBRARIES = ("/opt/rocm*", "/opt/cuda*", "/opt/nvidia*", "/opt/intel*", "/run/opengl-driver*")
-"""No more of `/run`: its sockets (a session's bus, containers) start processes outside; nor of
-`/opt`, where courses lie."""
+"""Nothing else of `/run`, because its sockets (a session's bus, containers) start processes
+outside, and nothing else of `/opt`, because courses may be there."""
 _FLAGS = {
     "nosuid": 2, "nodev": 4, "noexec": 8, "noatime": 1 << 10, "nodiratime": 1 << 11,
     "relatime": 1 << 21,
@@ -81,13 +81,13 @@ def _bind(source: str, target: str, *, write: bool = False) -> None:
     if not write:
         found = _mounts(os.path.realpath(target))
         if not found:
-            raise OSError(f"{target} stays writable: it is no mount")
+            raise OSError(f"{target} stays writable: it is not a mount")
         for place, flags in found:
             _read_only(place, flags)
 
 
 def _mounts(below: str) -> list[tuple[str, int]]:
-    """Return what is mounted at a place and below it, with the flags it has."""
+    """Return the mounts at a place and below it, with their flags."""
     found: dict[str, int] = {}
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
@@ -99,19 +99,19 @@ def _mounts(below: str) -> list[tuple[str, int]]:
 
 
 def _read_only(place: str, flags: int) -> None:
-    """Let nothing be written there: a remount holds for one mount, not for those in it."""
+    """Make a mount read-only: a remount changes one mount, but not the mounts inside it."""
     as_it_is = _REMOUNT | _BIND | _RDONLY | flags
     for more in (_NOSUID | _NODEV, _NOSUID, 0):
         if _libc.mount(b"", os.fsencode(place), b"", as_it_is | more, b"") == 0:
             return
-    if os.path.isdir(place):  # what cannot be made so is covered
+    if os.path.isdir(place):  # a mount that cannot be made read-only is covered
         _mount("tmpfs", place, "tmpfs", _NOSUID | _NODEV | _RDONLY, "size=4k")
         return
     raise OSError(f"{place} stays writable")
 
 
 def _devices(root: str) -> None:
-    """Make the devices that every program needs, and show those that compute."""
+    """Make the devices that every program needs, and show the compute devices."""
     os.mkdir(f"{root}/dev")
     _mount("tmpfs", f"{root}/dev", "tmpfs", _NOSUID, "mode=0755,size=1m")
     for name in os.listdir("/dev"):
@@ -126,7 +126,7 @@ def _devices(root: str) -> None:
 
 
 def _system(root: str, memory_bytes: int) -> None:
-    """Show what every program needs; what is kept in memory has a bound."""
+    """Show what every program needs; file systems in memory have a limit."""
     for name in os.listdir("/"):
         place = f"/{name}"
         if name not in _SYSTEM:
@@ -146,7 +146,7 @@ def _system(root: str, memory_bytes: int) -> None:
 
 
 def _enter(given: dict[str, Any]) -> None:
-    """Leave everything that is not named: mounts first, then the old root."""
+    """Leave everything that is not listed: first mounts, then the old root."""
     root = given["root"]
     _mount("none", "/", "", _REC | _PRIVATE)
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "mode=0755,size=16m")
@@ -159,7 +159,7 @@ def _enter(given: dict[str, Any]) -> None:
             _mount(stand_in, root + place, "", _BIND)
             _read_only(root + place, 0)
     _bind(given["folder"], root + given["folder"], write=True)
-    # While the old one is in sight: a user namespace may not mount it otherwise.
+    # While the old one is visible: otherwise a user namespace may not mount it.
     _mount("proc", f"{root}/proc", "proc", _NOSUID | _NODEV)
     os.chdir(root)
     _checked(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
@@ -170,7 +170,7 @@ def _enter(given: dict[str, Any]) -> None:
 
 
 def _become(uid: int) -> None:
-    """Become another user, with no right or key beyond; nothing that is run gives one back."""
+    """Become another user, without other rights or keys; no program that is run gives them back."""
     _libc.syscall(_KEYCTL.get(os.uname().machine, -1), _JOIN_SESSION_KEYRING, None)
     if uid:
         os.setgroups([])
@@ -197,7 +197,7 @@ def _unshare(uid: int, *, network: bool) -> None:
 
 
 def _attend(pid: int) -> NoReturn:
-    """Hand interrupts on to a child, and end as it does; children of others are taken note of."""
+    """Forward interrupts to a child, and end as it does; also reap the children of others."""
     signal.signal(signal.SIGINT, lambda *_: os.kill(pid, signal.SIGINT))
     while True:
         try:
@@ -239,7 +239,7 @@ def main() -> None:
 
 
 def _attend_first(first: int) -> NoReturn:
-    """Outside: hand interrupts on; say by our own end how the kernel inside has ended."""
+    """Outside: forward interrupts, and end in the same way as the kernel inside."""
     signal.signal(signal.SIGINT, lambda *_: os.kill(first, signal.SIGINT))
     while True:
         _, status = os.waitpid(first, 0)

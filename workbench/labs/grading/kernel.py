@@ -1,7 +1,7 @@
 """The kernel that runs students' cells: ipykernel's, with a way in for the grader.
 
-What begins with the secret of this run is not a cell but a request to `inside`: it is answered
-without a look at any name of the notebook, and its result goes back in the kernel's reply.
+Code that begins with the secret of this run is not a cell but a request to `inside`. It is answered
+without using any name of the notebook, and its result is part of the kernel's reply.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _given: dict[str, Any] = {}
 
 
 class GradingKernel(IPythonKernel):
-    """Answers the grader's requests, and cuts what a cell's error says."""
+    """Answers the grader's requests, and cuts the message of a cell's error."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
@@ -69,7 +69,7 @@ class GradingKernel(IPythonKernel):
 
 
 def main() -> None:
-    """Take what the grader sends on standard input, close that, and become the kernel."""
+    """Read the grader's settings from standard input, close it, and become the kernel."""
     processes.die_with_parent()
     _given.update(json.loads(sys.stdin.readline()))
     nothing = os.open(os.devnull, os.O_RDONLY)

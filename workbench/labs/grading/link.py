@@ -1,8 +1,8 @@
-"""The grader's wire to a kernel: start it, run cells within a time, interrupt it, end it.
+"""The grader's connection to a kernel: start it, run cells with a time limit, interrupt it, end it.
 
-Outputs are not listened to, so a cell may print what it likes: its kernel drops it.
+Outputs are not read, so a cell may print as much as it likes: its kernel drops it.
 
-A check, and so the mark, runs here, in the grader's own process, and asks the kernel by messages.
+A check, and so the mark, runs here in the grader's own process, and asks the kernel by messages.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ MOST_FACTS_BYTES = 100_000_000
 
 
 class Gone(Exception):
-    """The kernel is no more; the message says why."""
+    """The kernel has ended; the message says why."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of a cell.
+    """The result of a cell.
 
     Attributes:
-        error: What it raised, in a line; empty where it raised nothing.
-        interrupted: Whether it took too long, and heeded the interrupt.
-        answer: What `inside` answered.
+        error: The error that it raised, in one line; empty if it raised none.
+        interrupted: Whether it took too long and reacted to the interrupt.
+        answer: The answer of `inside`.
     """
 
     error: str = ""
@@ -64,11 +64,11 @@ class Reply:
 
 
 class KernelLink:
-    """One kernel in a folder of its own.
+    """One kernel in its own folder.
 
     Args:
         folder: New and empty, in the notebook's own folder; no other kernel uses anything of it.
-        deadline: When all must be over, by `time.monotonic`.
+        deadline: When everything must have ended, by `time.monotonic`.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class KernelLink:
         self.known: dict[str, dict[str, Any]] = {}
         """Facts of the runs that the lab's own cells have made."""
         self.workers = 0
-        """How many engines the lab's own cells have started."""
+        """The number of engines that the lab's own cells have started."""
         stubs = write_stubs(folder.parent / f"{folder.name}-checks", lab) if isolation.how else None
         with processes.starting, self._log.open("wb") as log:
             place = Place(isolation, folder, stubs, limits.memory_bytes)
@@ -125,11 +125,11 @@ class KernelLink:
         return processes.below(os.getpid())
 
     def kill(self) -> None:
-        """End the kernel and all that it has started, at once."""
+        """End the kernel and every process that it has started, at once."""
         processes.end(self.family)
 
     def end(self) -> None:
-        """End the kernel as Jupyter does, so that it can clear away; then whatever is left."""
+        """End the kernel as Jupyter does, so that it can clean up; then end what is left."""
         if self.process.poll() is None:
             self._send(self._control, "shutdown_request", {"restart": False})
         until = time.monotonic() + LEAVE_S
@@ -154,7 +154,7 @@ class KernelLink:
             answer = self._run(self._nonce + "{}", START_S, interrupt=False).answer or {}
         except Gone as gone:
             tail = self._log.read_bytes()[-800:].decode("utf-8", "replace").strip()
-            raise Gone(f"{gone} (its last words: {tail})" if tail else str(gone)) from None
+            raise Gone(f"{gone} (its last output: {tail})" if tail else str(gone)) from None
         if "ready" not in answer:
             raise Gone(answer.get("failed") or "it did not answer")
         try:
@@ -163,15 +163,15 @@ class KernelLink:
             raise Gone(str(error)) from None
 
     def ask(self, do: str, *, wait_s: float = 30.0, **what: Any) -> Reply:
-        """Have `inside` do something.
+        """Let `inside` do something.
 
         Raises:
-            Gone: The kernel is no more.
+            Gone: The kernel has ended.
         """
         return self._run(self._nonce + json.dumps({"do": do, **what}), wait_s)
 
     def remember(self, runs: object) -> None:
-        """Take the facts of runs that the lab's own cell has made: no later cell changes them."""
+        """Store the facts of runs that the lab's own cell has made: no later cell changes them."""
         for name in runs if isinstance(runs, dict) else {}:
             room = len(self.known) < MOST_RUNS and self._facts_bytes < MOST_FACTS_BYTES
             if name not in self.known and room:
@@ -181,10 +181,10 @@ class KernelLink:
                     self._facts_bytes += len(json.dumps(answer["facts"]))
 
     def check(self, number: str, limit_s: float) -> Reply:
-        """Make the check of an exercise, here: the kernel is only asked for plain data.
+        """Make the check of an exercise here: the kernel only gives plain data.
 
         Raises:
-            Gone: The kernel is no more.
+            Gone: The kernel has ended.
         """
         began = time.monotonic()
 
@@ -224,7 +224,7 @@ class KernelLink:
             content = self._reply(number, time.monotonic() + self._limits.grace_s)
         if content is None:
             self.kill()
-            raise Gone(f"it took longer than {limit_s:g} s and heeded no interrupt")
+            raise Gone(f"it took longer than {limit_s:g} s and ignored the interrupt")
         error = ""
         if content.get("status") == "error":
             error = f"{content.get('ename')}: {content.get('evalue')}"[:MOST_ERROR_CHARACTERS]
@@ -240,15 +240,15 @@ class KernelLink:
         return str(message["header"]["msg_id"])
 
     def _reply(self, number: str, until: float) -> dict[str, Any] | None:
-        """Return the reply to a message; None when it has not come by then."""
-        while True:  # a look at the time after each message: a kernel may send without end
+        """Return the reply to a message; None if it has not come by then."""
+        while True:  # check the time after each message: a kernel may send without end
             if self._shell.poll(POLL_MS):
-                with contextlib.suppress(Exception):  # what is no message of Jupyter's
+                with contextlib.suppress(Exception):  # it may not be a message of Jupyter's
                     _, message = self._session.recv(self._shell, mode=zmq.NOBLOCK)
                     if message and message["parent_header"].get("msg_id") == number:
                         return dict(message["content"])
                 if time.monotonic() < until and not self.watch.broken:
-                    continue  # what was sent before an end comes before the end
+                    continue  # read first what was sent before the kernel ended
             if self.watch.broken:
                 raise Gone(self.watch.broken)
             if self.process.poll() is not None:
@@ -272,15 +272,15 @@ def _ended(code: int) -> str:
 
 _MOST_FINDINGS, _MOST_CHARACTERS = 50, 2000
 _OWN_S = 30.0
-"""For what a check reckons itself, beyond the time that answers may take and are waited for."""
+"""Time for a check's own computation, beyond the time allowed for answers."""
 
-_STUB = '''"""In place of the checks of lab {lab}, which another process makes."""
+_STUB = '''"""Replaces the checks of lab {lab}, which another process makes."""
 
 from ..answers import exercise
 
 
 def _away(c):
-    c.wrong("This check is made when all cells have run, and not in the notebook.")
+    c.wrong("This check runs after all cells, and not in the notebook.")
 
 
 for _number, _title, _where in {known!r}:
@@ -305,12 +305,12 @@ _LOOK_AT = {
 
 
 def look_at(source: str) -> list[str]:
-    """Return what a teacher should look at in a cell: what no answer of the labs needs."""
+    """Return what a teacher should look at in a cell, because no answer of the labs needs it."""
     return [name for name, pattern in _LOOK_AT.items() if re.search(pattern, source)]
 
 
 def write_stubs(folder: Path, lab: int) -> Path:
-    """Write what stands in for the checks in a kernel: numbers and titles, and no check."""
+    """Write what replaces the checks in a kernel: numbers and titles, and no check."""
     folder.mkdir(mode=0o755)
     known: list[tuple[str, str, str]] = []
     with contextlib.suppress(WorkbenchError):  # the kernel's start says so
@@ -321,21 +321,21 @@ def write_stubs(folder: Path, lab: int) -> Path:
 
 
 class OutOfTime(BaseException):
-    """The time for a check is over; no `except Exception` of a check holds it."""
+    """The time for a check is over; no `except Exception` of a check catches it."""
 
 
 class Away(BaseException):
-    """The kernel is no more; the cause says why."""
+    """The kernel has ended; the cause says why."""
 
 
 class Told:
-    """The other side of a check: a kernel, which is not believed.
+    """The other side of a check: a kernel, which is not trusted.
 
     Args:
-        send: Sends what is to be done with its time limit; gives the answer, None when it was
+        send: Sends a request with its time limit; gives the answer, or None if it was
             interrupted.
         known: Facts of runs as they were when the lab's own cell had made them.
-        workers: How many engines must answer; 0 where that is not known.
+        workers: How many engines must answer; 0 if that is not known.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class Told:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the answers must have come."""
+        """Seconds that are left for the answers."""
         return self._until - time.monotonic()
 
     def _told(self, do: str, **what: Any) -> Wire:
@@ -378,7 +378,7 @@ class Told:
             raise ValueError("no engine answered")
         if values is not None and self._workers > 0 and len(values) != self._workers:
             words = f"{len(values)} of {self._workers} engines answered."
-            return {"wrong": words, "hint": "the lab's engines are needed, all of them"}
+            return {"wrong": words, "hint": "the check needs all engines of the lab"}
         return found
 
     def run(self, name: str) -> Wire:
@@ -391,14 +391,14 @@ class Told:
 
 
 def mark(number: str, told: Told) -> tuple[dict[str, Any], bool]:
-    """Return what a check says of an answer, and whether its time was over."""
+    """Return the report of a check on an answer, and whether its time was over."""
     late = False
     try:
         with at_most(max(told.left_s, 0) + _OWN_S):
             report = look(number, told).to_wire()
     except (OutOfTime, Late):
         late = True
-        words = "The check was stopped at the time limit: code of the answer did not end."
+        words = "The check was stopped at the time limit, because the answer's code did not end."
         finding = {"right": False, "words": words, "hint": "does every loop and every receive end?"}
         report = {"exercise": number, "passed": False, "findings": [finding]}
     report["findings"] = [_cut(one) for one in report["findings"][:_MOST_FINDINGS]]

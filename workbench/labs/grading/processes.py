@@ -1,7 +1,7 @@
-"""What a notebook may use while it is graded, and who ends it when it uses more.
+"""The limits of a notebook while it is graded, and how its processes are ended.
 
-Whatever a notebook has started is found, also what has left its family, and ended. What all of it
-uses is watched: processes, memory, disk.
+All processes that a notebook has started are found and ended, even those that have left its process
+tree. Their number, their memory and their files on disk are watched.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ FILES = 4096
 FILE_BYTES = 2 * GB
 MOST_FILES = 50_000
 STEP_S = 120.0
-"""A step of the lab may take so long even where an exercise's cell may not."""
+"""A step of the lab may take this long even if an exercise's cell may not."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one notebook may use.
+    """The limits of one notebook.
 
     Attributes:
         cell_s: Seconds for a cell of the student, and for a check.
@@ -39,9 +39,9 @@ class Limits:
         memory_gb: Memory of all its processes together.
         disk_gb: All files in its folder together, as the disk holds them.
         processes: Processes at once, engines included.
-        restarts: How often its kernel is started anew when a cell has brought it down.
-        grace_s: Seconds for an interrupt to be heeded before the kernel is killed; an engine that
-            heeds none is ended by the kernel after 8 s, which is the better way.
+        restarts: How often its kernel is restarted after a cell has ended it.
+        grace_s: Seconds after an interrupt before the kernel is killed. The kernel ends an engine
+            that ignores the interrupt after 8 s, which is the better way.
     """
 
     cell_s: float = 60.0
@@ -64,9 +64,9 @@ class Limits:
 
 
 def bound_this_process(limits: Limits) -> None:
-    """Set what the system itself enforces, for this process and all that it starts.
+    """Set the limits that the system enforces, for this process and all that it starts.
 
-    Address space is not bounded: PyTorch reserves far more of it than it uses.
+    Address space is not limited, because PyTorch reserves far more of it than it uses.
     """
     cpu_s = int(limits.total_s * CORES) + 60
     wanted = {"CORE": 0, "FSIZE": FILE_BYTES, "NOFILE": FILES, "CPU": cpu_s}
@@ -96,32 +96,33 @@ def _tasks_of_user() -> int:
 
 
 MARK = "WORKBENCH_GRADING"
-"""In the environment of every process of a graded notebook that has not cleared it."""
+"""In the environment of every process of a graded notebook, unless the process cleared it."""
 
 starting = threading.Lock()
-"""Held while this process starts a kernel; who takes it for good may end all there are."""
+"""Held while this process starts a kernel; a thread that keeps it may end all kernels."""
 
 _SET_PDEATHSIG, _GET_DUMPABLE, _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 1, 3, 4, 36
 _SWEEPS_S = 10.0
 
 
 def adopt(on: bool = True) -> bool:
-    """Become the parent of descendants whose own parent has ended (Linux); say whether it worked.
+    """Become the parent of descendants whose own parent has ended (Linux); return if it worked.
 
-    A process that has forked twice and left its session is then still found among our children.
+    A process that has forked twice and left its session is then still one of our children.
     """
     return _prctl(_SET_CHILD_SUBREAPER, int(on))
 
 
 def die_with_parent() -> bool:
-    """Have the system end this process when its parent ends (Linux); say whether it will."""
+    """Let the system end this process when its parent ends (Linux); return whether it will."""
     return _prctl(_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def hide(on: bool = True) -> bool:
     """Keep other processes of this user from our memory, environment and open files (Linux).
 
-    What we start is not hidden. Who may trace everything, as root often may, sees us all the same.
+    Processes that we start are not hidden. A user who may trace everything, often root, still sees
+    us.
 
     Returns:
         Whether anything was changed.
@@ -140,7 +141,7 @@ def _prctl(option: int, value: int, expected: int = 0) -> bool:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether a process runs: it is there and no zombie."""
+    """Whether a process runs: it exists and is not a zombie."""
     with contextlib.suppress(psutil.Error):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
@@ -164,9 +165,9 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def end(find: Callable[[], Iterable[psutil.Process]]) -> list[psutil.Process]:
-    """End what `find` finds until it finds nothing; return what is left after all.
+    """End what `find` finds until it finds nothing; return what is still left at the end.
 
-    All are halted first, so that none starts another while the others end.
+    All are stopped first, so that none starts another process while the others end.
     """
     until = time.monotonic() + _SWEEPS_S
     while found := [process for process in find() if process.pid != os.getpid()]:
@@ -182,7 +183,7 @@ def end(find: Callable[[], Iterable[psutil.Process]]) -> list[psutil.Process]:
 
 
 def reap(processes: Iterable[psutil.Process]) -> None:
-    """Take note of the ends of those that became our children."""
+    """Reap the ended processes that became our children."""
     for process in processes:
         with contextlib.suppress(ChildProcessError, OSError):
             os.waitpid(process.pid, os.WNOHANG)
@@ -191,8 +192,8 @@ def reap(processes: Iterable[psutil.Process]) -> None:
 def memory_bytes(processes: Iterable[psutil.Process], enough: int) -> int:
     """Return the memory that processes hold.
 
-    Pages that engines share are counted once, which takes longer, so that is done only when a
-    count of all pages comes to `enough` or more.
+    Pages that engines share should be counted once. This takes longer, so it is done only if a
+    count of all pages gives `enough` or more.
     """
     known, resident = list(processes), 0
     for process in known:
@@ -210,14 +211,14 @@ def memory_bytes(processes: Iterable[psutil.Process], enough: int) -> int:
 
 EVERY_S = 0.25
 SOON_S = 0.05
-"""The pause while more than half of the memory is used."""
+"""The pause if more than half of the memory is used."""
 DISK_EVERY_S = 2.0
 MOST_OWN_BYTES = GB
-"""What answers may fill of the grader's own memory."""
+"""How much of the grader's own memory answers may fill."""
 MOST_PATH = 3500
-"""Characters; the system takes 4096, and what lies deeper could not be counted."""
+"""Characters; the system allows 4096, and files in deeper folders could not be counted."""
 SHARE = 3
-"""A pause is at least so many times as long as the look before it."""
+"""A pause is at least this many times as long as the check before it."""
 
 
 class Watch:
@@ -235,12 +236,12 @@ class Watch:
         self._over = threading.Event()
         self._own_bytes = _own_bytes()
         self.broken = ""
-        """Which limit was passed, in words; empty while none was."""
+        """The limit that was exceeded, in words; empty if none was."""
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._over.set()
         self._thread.join()
 
@@ -260,7 +261,7 @@ class Watch:
                 return
 
     def _weigh(self, family: list[psutil.Process]) -> float:
-        """See whether they hold too much memory; return the pause until the next look."""
+        """Check whether they hold too much memory; return the pause until the next check."""
         most_bytes, began = self._limits.memory_bytes, time.monotonic()
         held = memory_bytes(family, most_bytes)
         own = _own_bytes() - self._own_bytes
@@ -271,17 +272,17 @@ class Watch:
             self.broken = f"its answers filled {own / GB:.1f} GB of the grader's memory"
         soon = held > most_bytes / 2 or own > MOST_OWN_BYTES / 2
         pause_s = SOON_S if soon else EVERY_S
-        return max(pause_s, SHARE * (time.monotonic() - began))  # labs measure times beside us
+        return max(pause_s, SHARE * (time.monotonic() - began))  # labs measure times meanwhile
 
     def _measure(self) -> float:
-        """See whether their files are too large or too many; return the pause afterwards."""
+        """Check whether their files are too large or too many; return the pause afterwards."""
         began = time.monotonic()
         size_bytes, files = on_disk(self._folder, self._limits.disk_bytes, MOST_FILES)
         if size_bytes > self._limits.disk_bytes:
             allowed = f"{self._limits.disk_gb:g} GB are allowed"
             self.broken = f"its files held {size_bytes / GB:.1f} GB or more: {allowed}"
         elif files == TOO_DEEP:
-            self.broken = f"its folders were nested deeper than {MOST_PATH} characters"
+            self.broken = f"the paths of its folders were longer than {MOST_PATH} characters"
         elif files > MOST_FILES:
             self.broken = f"it had more than {MOST_FILES} files and folders"
         self._disk_at = time.monotonic() + DISK_EVERY_S
@@ -296,10 +297,10 @@ def _own_bytes() -> int:
 
 
 def on_disk(folder: Path, enough_bytes: int, enough_files: int) -> tuple[int, int]:
-    """Return what the files below a folder hold on disk, and how many there are.
+    """Return the size on disk of the files below a folder, and their number.
 
-    A count ends when it comes to more than enough, so a look takes a bounded time; and where a
-    folder lies too deep to be looked into, with `TOO_DEEP` files.
+    The count ends when a limit is exceeded, so it takes a limited time. If a folder is too deep to
+    read, the number is `TOO_DEEP`.
     """
     waiting, size_bytes, files = [os.fspath(folder)], 0, 0
     while waiting:

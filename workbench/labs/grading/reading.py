@@ -1,8 +1,8 @@
-"""Reads a notebook whatever is in it: any format of Jupyter's, or the reason why it is none.
+"""Reads a notebook in any format of Jupyter's, or says why a file is not a notebook.
 
-A student's exercise cells are put into the lab as it was handed out. What runs are the lab's own
-steps and checks; of the notebook that was handed in, the exercises' cells are taken, and the
-student's own cells between such a cell and the lab's next cells.
+A student's exercise cells are put into the lab as it was handed out. The lab's own steps and checks
+run, not those of the notebook that was handed in. From that notebook come only the exercises' cells
+and the student's own cells between such a cell and the lab's next cells.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"\d{1,3}\.\d{1,3}")
 
 
 class Unreadable(Exception):
-    """The file is no notebook that could be graded; the message says why."""
+    """The file is not a notebook that can be graded; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Cell:
 
     Attributes:
         place: Its position among all cells, from 1.
-        exercise: The exercise whose cell it is by its metadata; empty for others.
+        exercise: The exercise whose cell it is, by its metadata; empty for other cells.
         check: The exercise whose check it is.
     """
 
@@ -44,12 +44,12 @@ class Cell:
 
     @property
     def plain(self) -> str:
-        """The source as it is compared: without space at the ends of lines."""
+        """The source for comparisons: without spaces at the ends of lines."""
         return "\n".join(line.rstrip() for line in self.source.strip().splitlines())
 
     @property
     def marked(self) -> str:
-        """The number in its line `# YOUR CODE`, empty where there is none."""
+        """The number in its line `# YOUR CODE`; empty if there is none."""
         return exercise_of(self.source) or ""
 
 
@@ -78,21 +78,21 @@ def read(path: Path) -> Book:
     """Return the code cells of a notebook.
 
     Raises:
-        Unreadable: It is missing, too large, or no notebook.
+        Unreadable: It is missing, too large, or not a notebook.
     """
     content = _content(path)
     if not isinstance(content, dict):
-        raise Unreadable("It is JSON, but no notebook.")
+        raise Unreadable("It is JSON, but not a notebook.")
     cells = content.get("cells")
-    if cells is None:  # before format 4, cells stood in worksheets
+    if cells is None:  # before format 4, cells were in worksheets
         sheets = content.get("worksheets")
         if not isinstance(sheets, list):
-            raise Unreadable("It is JSON, but no notebook: it has no cells.")
+            raise Unreadable("It is JSON, but not a notebook: it has no cells.")
         cells = [cell for sheet in sheets for cell in _list(_dict(sheet).get("cells"))]
     if not isinstance(cells, list):
-        raise Unreadable("It is JSON, but no notebook: its cells are no list.")
+        raise Unreadable("It is JSON, but not a notebook: its cells are not a list.")
     if len(cells) > MOST_CELLS:
-        raise Unreadable(f"It has {len(cells)} cells: at most {MOST_CELLS} are read.")
+        raise Unreadable(f"It has {len(cells)} cells, but at most {MOST_CELLS} are allowed.")
     ours = _dict(_dict(content.get("metadata")).get("workbench"))
     lab = ours.get("lab")
     whole = isinstance(lab, int) and not isinstance(lab, bool)
@@ -104,15 +104,15 @@ def read(path: Path) -> Book:
 def _content(path: Path) -> Any:
     try:
         if path.is_dir():
-            raise Unreadable("It is a folder: name the notebooks in it.")
+            raise Unreadable("It is a folder: give the notebooks in it.")
         if not path.exists():
             raise Unreadable("There is no such file.")
         if not path.is_file():
-            raise Unreadable("It is no regular file.")
+            raise Unreadable("It is not a regular file.")
         size = path.stat().st_size
         if size > MOST_BYTES:
             raise Unreadable(
-                f"It has {size / 1e6:.0f} MB: at most {MOST_BYTES / 1e6:.0f} are read."
+                f"It has {size / 1e6:.0f} MB, but at most {MOST_BYTES / 1e6:.0f} MB are allowed."
             )
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -124,7 +124,7 @@ def _content(path: Path) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise Unreadable("It is not JSON that could be read: it is nested too deeply.") from None
+        raise Unreadable("It cannot be read, because its JSON is nested too deeply.") from None
     except ValueError as error:
         raise Unreadable(f"It is not JSON: {str(error)[:200]}.") from None
 
@@ -170,12 +170,12 @@ _CHECK_LINE = re.compile(r"labs\.(check|progress)\([^()]*\)|#.*|")
 
 @dataclass(frozen=True)
 class Item:
-    """What is run next.
+    """The next thing to run.
 
     Attributes:
         place: The cell's position in the lab as it was handed out.
         exercise: The exercise it belongs to; empty for steps.
-        sources: What to run: one cell; of an answer, also the student's own cells around it.
+        sources: The cells to run: one cell; for an answer, also the student's own cells around it.
         stub: The exercise as it was handed out.
     """
 
@@ -191,8 +191,8 @@ class Merged:
     """A lab with a student's answers in it.
 
     Attributes:
-        untouched: Exercises whose cell is as it was handed out, or missing.
-        notes: What was changed or missing in the notebook, and is as handed out here.
+        untouched: Exercises whose cell is unchanged or missing.
+        notes: What was changed or missing in the notebook, and is restored here.
     """
 
     items: list[Item]
@@ -201,12 +201,12 @@ class Merged:
 
     @property
     def exercises(self) -> list[str]:
-        """Numbers of the exercises, in their order."""
+        """Numbers of the exercises, in order."""
         return [item.exercise for item in self.items if item.kind == "check"]
 
 
 def role(cell: Cell) -> tuple[Literal["step", "answer", "check"], str]:
-    """Return what a cell of a lab as handed out is, and the exercise it belongs to."""
+    """Return the role of a cell of the original lab, and the exercise it belongs to."""
     if cell.check:
         return "check", cell.check
     number = cell.exercise or cell.marked
@@ -231,7 +231,7 @@ def merge(lab: Book, handed_in: Book) -> Merged:
 
 
 class _Student:
-    """The notebook that was handed in, beside the lab."""
+    """The notebook that was handed in, compared with the lab."""
 
     def __init__(self, lab: Book, handed_in: Book) -> None:
         self._lab, self._cells = lab, handed_in.cells
@@ -244,7 +244,7 @@ class _Student:
         self._missing: list[str] = []
 
     def number(self, cell: Cell) -> str:
-        """The exercise whose answer a cell holds; what its line says goes before metadata."""
+        """The exercise whose answer is in a cell; the number in its line counts before metadata."""
         if cell.marked in self._numbers:
             return cell.marked
         return cell.exercise if cell.exercise in self._numbers else ""
@@ -262,7 +262,7 @@ class _Student:
         )
 
     def answer(self, number: str, stub: Cell) -> list[Cell]:
-        """Return the cells that answer an exercise; none where it was left as it was."""
+        """Return the cells that answer an exercise; none if it was not changed."""
         mine = [i for i, cell in enumerate(self._cells) if self.number(cell) == number]
         if not mine:
             self._missing.append(number)
@@ -290,7 +290,7 @@ class _Student:
         return found
 
     def notes(self) -> list[str]:
-        """Say what was not as handed out, and which cells are not run."""
+        """Say which parts differ from the original lab, and which cells are not run."""
         said = [f"exercise {number} was missing" for number in self._missing]
         fixed = [cell for cell in self._lab.cells if role(cell)[0] != "answer"]
         theirs = {cell.plain for cell in self._cells}
@@ -311,7 +311,7 @@ class _Student:
             and not self.number(cell)
         ]  # fmt: skip
         if idle:
-            words = f"{_counted(len(idle), 'cell')} beside no exercise"
+            words = f"{_counted(len(idle), 'cell')} not next to an exercise"
             restored.append(f"{words} ({_listed(idle)}): not run")
         return restored
 

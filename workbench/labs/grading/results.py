@@ -1,7 +1,7 @@
-"""What came out: of an exercise, and of a notebook.
+"""The results of an exercise and of a notebook.
 
-It is a table for people and JSON for programs, in a file that has all that is known so far from the
-first notebook on.
+They are shown as a table for people and as JSON for programs. From the first notebook on, the JSON
+file has all results so far.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ MARKS: dict[State, str] = {
 _MOST_CHARACTERS = 2000
 
 OVER = "over"
-"""In the last line that a runner writes, in place of an exercise."""
+"""In the last line that a runner writes, instead of an exercise."""
 
 
 def printable(text: object, also: str = "\n") -> str:
-    """Return text without what a terminal would obey.
+    """Return text without control characters for a terminal.
 
     Args:
-        also: Characters that are kept though they are not printable; none for a name in a line.
+        also: Characters that are kept although they are not printable; none for a name in a line.
     """
     cut = str(text)[:_MOST_CHARACTERS]
     return "".join(c if c.isprintable() or c in also else "\N{REPLACEMENT CHARACTER}" for c in cut)
@@ -50,13 +50,13 @@ class Outcome:
     """One exercise of one notebook.
 
     Attributes:
-        state: `right` or `wrong` as the check says; `untouched`: wrong, and as it was handed out;
-            `stopped`: its cell, or its check, passed a limit or ended the notebook's process;
+        state: `right` or `wrong` by the check; `untouched`: wrong, and its cell was not changed;
+            `stopped`: its cell, or its check, exceeded a limit or ended the notebook's process;
             `not graded`: it was not reached.
         findings: What the check looked at: `right`, `words`, `hint`.
-        error: What the cell raised, or why it was stopped.
-        put_back: Names of the lab's that the cell had redefined.
-        look_at: What in its cells no answer of the labs needs: a teacher should read them.
+        error: The error that the cell raised, or why it was stopped.
+        put_back: Names of the lab that the cell had redefined.
+        look_at: Parts of its cells that no answer of the labs needs: a teacher should read them.
         seconds: Time of its cells and its check.
     """
 
@@ -75,13 +75,13 @@ class Outcome:
         return self.state == "right"
 
     def begin_anew(self) -> None:
-        """Forget what came out when its cells ran before."""
+        """Forget the results of an earlier run of its cells."""
         self.state, self.error, self.seconds = "not graded", "", 0.0
         self.findings, self.put_back, self.look_at = [], [], []
 
     @property
     def reason(self) -> str:
-        """Why it is not right, in one sentence; the hint where there is one."""
+        """Why it is not right, in one sentence, with the hint if there is one."""
         if self.passed:
             return ""
         if self.state in ("stopped", "not graded"):
@@ -92,9 +92,9 @@ class Outcome:
             hint = wrong[0].get("hint", "")
             said = str(wrong[0].get("words", "")) + (f" (hint: {hint})" if hint else "")
         if not wrong and self.state == "untouched":
-            said = "its cell is as it was handed out"
+            said = "its cell was not changed"
         raised = f"its cell raised {self.error.partition(chr(10))[0]}" if self.error else ""
-        return "; ".join(filter(None, [raised, said])) or "the check said nothing"
+        return "; ".join(filter(None, [raised, said])) or "the check gave no reason"
 
     def to_wire(self) -> dict[str, Any]:
         """The same, JSON-ready."""
@@ -106,10 +106,10 @@ class Graded:
     """One notebook.
 
     Attributes:
-        lab: Its lab; None where that could not be found out.
+        lab: Its lab; None if that is not known.
         notes: What was restored, and which cells were not run.
         problems: Why it, or a part of it, could not be graded; steps of the lab that failed.
-        restarts: How often its kernel was started anew.
+        restarts: How often its kernel was restarted.
     """
 
     file: str
@@ -123,17 +123,17 @@ class Graded:
 
     @property
     def points(self) -> int:
-        """How many exercises are right."""
+        """The number of right exercises."""
         return sum(one.passed for one in self.outcomes)
 
     @property
     def is_graded(self) -> bool:
-        """Whether every exercise was looked at."""
+        """Whether every exercise was graded."""
         return bool(self.outcomes) and all(one.state != "not graded" for one in self.outcomes)
 
     @property
     def status(self) -> int:
-        """The exit status that this notebook alone would give."""
+        """The exit status for this notebook alone."""
         if not self.is_graded:
             return NOT_GRADED
         return RIGHT if self.points == len(self.outcomes) else SOMETHING_WRONG
@@ -163,7 +163,7 @@ _LISTS: dict[str, type] = {
 
 
 def from_wire(wire: Mapping[str, Any]) -> Graded:
-    """Return what `to_wire` has written.
+    """Return the result that `to_wire` has written.
 
     Raises:
         KeyError, TypeError or ValueError: It is something else.
@@ -188,7 +188,7 @@ def from_wire(wire: Mapping[str, Any]) -> Graded:
 
 
 def _checked(wire: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Return these fields, once each is of its kind: a cell may have written in our name."""
+    """Return these fields if each has the right type: a cell may have written them in our name."""
     for name in names:
         value = wire[name]
         if not isinstance(value, _KINDS.get(name, (object,))):
@@ -196,13 +196,13 @@ def _checked(wire: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         if name in _LISTS and not (
             isinstance(value, list) and all(isinstance(one, _LISTS[name]) for one in value)
         ):
-            raise TypeError(f"{name} is no list of its kind")
+            raise TypeError(f"{name} is not a list of the right type")
     return {name: wire[name] for name in names}
 
 
 _WRAP = 72
 _FORMAT = 1
-"""Of the JSON; grows when a field changes its meaning."""
+"""The version of the JSON; it grows when a field changes its meaning."""
 
 
 def status(graded: Sequence[Graded]) -> int:
@@ -211,10 +211,10 @@ def status(graded: Sequence[Graded]) -> int:
 
 
 def text(graded: Sequence[Graded], isolation: Isolation | None = None) -> str:
-    """Return a table for each lab, and what was found besides.
+    """Return a table for each lab, and the notes.
 
     Args:
-        isolation: Said first: how far what follows can be believed.
+        isolation: Comes first, because it says how far the results can be trusted.
     """
     labs = dict.fromkeys(_lab(one) for one in graded)
     names = names_of([one.file for one in graded])
@@ -229,12 +229,12 @@ def text(graded: Sequence[Graded], isolation: Isolation | None = None) -> str:
 
 
 def _lab(one: Graded) -> int | None:
-    """The lab that it was graded as; none where it could not be."""
+    """The lab for which it was graded; none if it could not be graded."""
     return one.lab if one.outcomes else None
 
 
 def names_of(files: Sequence[str]) -> dict[str, str]:
-    """Return for each file the end of its path that no other has, as it may stand in a line."""
+    """Return for each file the end of its path that no other file has, fit for one line."""
     ends = {file: _ends(file) for file in files}
     count = Counter(end for each in ends.values() for end in each)
     return {
@@ -253,7 +253,7 @@ def table(graded: Sequence[Graded], names: Mapping[str, str]) -> Table:
     """Return a row for each notebook of a lab, a column for each exercise, points, and reasons.
 
     Args:
-        names: What each file is called.
+        names: The name of each file.
     """
     numbers = sorted({o.exercise for one in graded for o in one.outcomes}, key=_order)
     columns = [Column("notebook", "left"), *(Column(number, "left") for number in numbers)]
@@ -285,7 +285,7 @@ def _reason(outcome: Outcome) -> str:
 
 
 def _line(words: str) -> str:
-    """Return words that fit a table: one line, no word that widens it."""
+    """Return words that fit in a table: one line, without words that are too wide."""
     short = [w if len(w) <= _WRAP else w[: _WRAP - 3] + "..." for w in printable(words).split()]
     line = " ".join(short)
     return line if len(line) <= 4 * _WRAP else line[: 4 * _WRAP - 3] + "..."
@@ -298,11 +298,11 @@ def _notes(graded: Sequence[Graded], names: Mapping[str, str]) -> list[str]:
         found += [f"{name}: {_line(note)}" for note in one.notes]
         found += [
             f"{name}: {outcome.exercise} had redefined {_line(', '.join(outcome.put_back))}: "
-            "put back"
+            "restored"
             for outcome in one.outcomes if outcome.put_back
         ]  # fmt: skip
         found += [
-            f"{name}: look at {outcome.exercise}: it names {_line(', '.join(outcome.look_at))}"
+            f"{name}: look at {outcome.exercise}: it uses {_line(', '.join(outcome.look_at))}"
             for outcome in one.outcomes if outcome.look_at
         ]  # fmt: skip
     return found
@@ -311,7 +311,7 @@ def _notes(graded: Sequence[Graded], names: Mapping[str, str]) -> list[str]:
 def to_json(
     graded: Sequence[Graded], limits: dict[str, Any], isolation: Isolation | None = None
 ) -> str:
-    """Return everything that is known, as JSON."""
+    """Return all results as JSON."""
     content = {
         "format": _FORMAT,
         "status": status(graded),
@@ -324,12 +324,12 @@ def to_json(
 
 
 class Saved:
-    """A JSON file that is whole at any time, and written anew whenever a notebook is graded.
+    """A JSON file that is complete at any time, and written again whenever a notebook is graded.
 
     Args:
-        file: Where it is; what is no regular file, such as a pipe, is written at the end only.
-        paths: All that is to be graded, in the order of the file.
-        limits, isolation: As the file names them.
+        file: Its path; if it is not a regular file, such as a pipe, it is written only at the end.
+        paths: All notebooks to grade, in the order of the file.
+        limits, isolation: As they are in the file.
     """
 
     def __init__(
@@ -346,10 +346,10 @@ class Saved:
         self._lock = threading.Lock()
 
     def add(self, graded: Graded) -> None:
-        """Take in what came out of a notebook.
+        """Add the result of a notebook.
 
         Raises:
-            OSError: It could not be written; what is there stays.
+            OSError: It could not be written; the old content stays.
         """
         with self._lock:
             for i in self._waiting:
@@ -361,10 +361,10 @@ class Saved:
                 self._write(to_json(self._known, self._limits, self._isolation))
 
     def finish(self, content: str) -> None:
-        """Write what came out of all.
+        """Write the results of all notebooks.
 
         Raises:
-            OSError: It could not be written; what is there stays.
+            OSError: It could not be written; the old content stays.
         """
         with self._lock:
             self._write(content)

@@ -1,9 +1,10 @@
-"""The process that grades one notebook: reads it, merges it, runs it, settles every exercise.
+"""The process that grades one notebook: it reads, merges and runs it, and settles every exercise.
 
-It takes what it is to do as JSON on standard input, and writes what it knows to standard output, a
-line each time that it knows more.
+It gets its task as JSON on standard input, and writes its results to standard output, one line each
+time that it knows more.
 
-The lab is run with a student's answers, again where a cell broke it, until each one is settled.
+The lab is run with a student's answers. If a cell broke it, it is run again, until every exercise
+is settled.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ def grade(
 
     Args:
         canonical: The lab as it was handed out; by default found in `notebooks`.
-        folder: For its kernels; private, and removed by somebody else.
-        until: When it must be over, by `time.monotonic`.
-        earlier: What another runner had found when one of the notebook's cells ended it.
-        tell: Told what is known so far, and the exercise whose cells run next.
+        folder: For its kernels; private, and removed by the supervisor.
+        until: When it must have ended, by `time.monotonic`.
+        earlier: The results of another runner that one of the notebook's cells ended.
+        tell: Called with the results so far, and the exercise whose cells run next.
     """
     began = time.monotonic()
     graded = Graded(str(path), versions=versions())
@@ -73,16 +74,18 @@ def _prepare(path: Path, canonical: Path | None, notebooks: Path, graded: Graded
     graded.lab = handed_in.lab if handed_in.lab is not None else handed_in.guessed_lab()
     if canonical is None:
         if graded.lab is None:
-            raise Unreadable("It is of no lab: it names none, and has no cell `# YOUR CODE`.")
+            raise Unreadable(
+                "It belongs to no lab: it names none, and has no cell with `# YOUR CODE`."
+            )
         canonical = notebooks / f"lab_{graded.lab}.ipynb"
         if not canonical.is_file():
-            raise Unreadable(f"It is of lab {graded.lab}, which does not exist.")
+            raise Unreadable(f"It belongs to lab {graded.lab}, which does not exist.")
     lab = lab_of(canonical)
     wanted = lab.lab if lab.lab is not None else lab.guessed_lab()
     merged = merge(lab, handed_in)
     if wanted != graded.lab and len(merged.untouched) == len(merged.exercises):
         theirs = "no lab" if graded.lab is None else f"lab {graded.lab}"
-        raise Unreadable(f"It is of {theirs}; lab {wanted} is asked for.")
+        raise Unreadable(f"It belongs to {theirs}, but lab {wanted} is being graded.")
     graded.lab = wanted
     graded.outcomes = [Outcome(number) for number in merged.exercises]
     graded.notes = merged.notes
@@ -90,7 +93,7 @@ def _prepare(path: Path, canonical: Path | None, notebooks: Path, graded: Graded
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
+    """Return the versions on which a result depends."""
     found = {"python": sys.version.split()[0]}
     for name in ("distributed-workbench", "torch", "tensorflow"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -99,24 +102,24 @@ def versions() -> dict[str, str]:
 
 
 def lab_of(path: Path) -> Book:
-    """Return a lab as handed out, to see that it can be used.
+    """Return the original lab, and check that it can be used.
 
     Raises:
-        Unreadable: It is none.
+        Unreadable: It is not a lab.
     """
     lab = read(path)
-    if lab.version == "solved":  # an empty notebook would be given the solutions
-        raise Unreadable("It has the solutions: name the students' notebook of this lab.")
+    if lab.version == "solved":  # an empty notebook would get the solutions
+        raise Unreadable("It contains the solutions: give the students' notebook of this lab.")
     if not any(cell.check for cell in lab.cells):
-        raise Unreadable("It has no checks: name a student's notebook that `workbench labs` made.")
+        raise Unreadable("It has no checks: give a student's notebook made by `workbench labs`.")
     return lab
 
 
 def _end_with(parent: int, folder: Path) -> None:
-    """End all and ourselves when the process that started us is no more."""
+    """End all processes and ourselves when the process that started us has ended."""
     while os.getppid() == parent:
         time.sleep(_WATCH_PARENT_S)
-    processes.starting.acquire()  # for good: no other kernel is started
+    processes.starting.acquire()  # never released: no other kernel is started
     processes.end(lambda: processes.below(os.getpid()))
     for _ in range(100):
         remove(folder)
@@ -130,7 +133,7 @@ def main() -> None:
     """Grade the notebook that standard input names."""
     given = json.loads(sys.stdin.readline())
     processes.adopt()
-    processes.hide()  # what a cell writes to our standard output would be taken for our word
+    processes.hide()  # a cell could write to our standard output, and be taken for us
     ending = (given["parent"], Path(given["folder"]))
     ender = threading.Thread(target=_end_with, args=ending, daemon=True)
     ender.start()
@@ -138,7 +141,7 @@ def main() -> None:
         _grade(given)
     finally:
         if os.getppid() != given["parent"]:
-            ender.join()  # nobody reads what we say: it clears away, and ends us
+            ender.join()  # nobody reads our output: it cleans up and ends us
 
 
 def _grade(given: dict[str, Any]) -> None:
@@ -162,7 +165,7 @@ Tell = Callable[[Graded, str], None]
 
 
 class _Again(Exception):
-    """The kernel is to be started anew, without the cells of an exercise."""
+    """The kernel must be restarted, without the cells of an exercise."""
 
 
 class _Enough(Exception):
@@ -174,9 +177,10 @@ class Grading:
 
     Args:
         graded: Its outcomes are filled in; those that another runner has settled stay.
-        folder: Where its kernels live, each in a folder of its own.
-        until: When it must be over, by `time.monotonic`.
-        tell: Told what is known, and whose cells will run next, should this process be ended.
+        folder: The folder for its kernels, each in its own folder.
+        until: When it must have ended, by `time.monotonic`.
+        tell: Called with the results, and the exercise whose cells run next, in case they end
+            this process.
     """
 
     def __init__(
@@ -209,7 +213,7 @@ class Grading:
             for number in self._open:
                 one = self._outcomes[number]
                 one.state, one.error = "not graded", f"not reached: {why}"
-            self._graded.problems.append(f"Not all of it was graded: {why}.")
+            self._graded.problems.append(f"Some exercises were not graded: {why}.")
 
     def _pass(self) -> None:
         self._ran, self._engines, self._lost_by = [], 0, ""
@@ -228,15 +232,15 @@ class Grading:
             self._clear()
 
     def _kernel_folder(self) -> Path:
-        """Return a new folder whose name no cell could foretell.
+        """Return a new folder whose name no cell can guess.
 
-        An error ends this process; the supervisor starts another, with a folder elsewhere.
+        An error ends this process; the supervisor starts another one, with another folder.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a cell may have removed it
         return Path(tempfile.mkdtemp(prefix="", dir=self._folder))
 
     def _clear(self) -> None:
-        """Remove all files: what a kernel has written is not counted for the next."""
+        """Remove all files, so that those of one kernel do not count for the next."""
         with contextlib.suppress(OSError):
             for one in list(self._folder.iterdir()):
                 remove(one)
@@ -251,7 +255,7 @@ class Grading:
 
     def _check_time(self) -> None:
         if time.monotonic() > self._deadline:
-            raise _Enough(f"the notebook's {self._limits.total_s:g} s were over")
+            raise _Enough(f"the notebook reached its limit of {self._limits.total_s:g} s")
 
     # -- the lab's steps ---------------------------------------------------------------------------
 
@@ -276,38 +280,38 @@ class Grading:
             self._graded.problems.append(words)
 
     def _fell(self, item: Item, why: str) -> NoReturn:
-        """The kernel is gone in a step or a check: somebody's cell has prepared that."""
+        """The kernel ended in a step or a check: an earlier cell must have caused that."""
         self._check_time()
         mine = [item.exercise] if item.kind == "check" else []
         suspects = [n for n in [*mine, *reversed(self._ran)] if n not in self._left_out]
         if not suspects:
-            raise _Enough(f"the lab's cell {item.place} failed, and no answer had run: {why}")
+            raise _Enough(f"the lab's cell {item.place} failed before any answer had run: {why}")
         if item.kind == "step":
             why = f"after its cell had run, cell {item.place} of the lab failed: {why}"
         self._stop(suspects[0], why)
 
     def _stop(self, number: str, why: str) -> NoReturn:
-        """An exercise has brought the kernel down: go on without its cells."""
+        """An exercise has ended the kernel: continue without its cells."""
         outcome = self._outcomes[number]
         if number in self._open:
             self._settle(number, "stopped", why)
-        elif outcome.passed:  # it was right, and brought the kernel down later
+        elif outcome.passed:  # it was right, but ended the kernel later
             outcome.state, outcome.error = "stopped", why
         self._leave_out(number)
 
     def _leave_out(self, number: str) -> NoReturn:
-        """Leave an exercise's cells out from now on; where something is open, begin again."""
+        """Leave out an exercise's cells from now on; if an exercise is open, begin again."""
         self._left_out.add(number)
         if self._open and self._graded.restarts >= self._limits.restarts:
-            raise _Enough(f"its kernel was started anew {self._limits.restarts} times")
+            raise _Enough(f"its kernel was restarted {self._limits.restarts} times")
         raise _Again
 
     def _without_the_loser(self, number: str) -> None:
         """Begin again if cells of another exercise have cost engines that are needed here."""
         lost_by = self._lost_by
         if lost_by and lost_by != number and lost_by not in self._left_out:
-            self._problem(f"Exercise {lost_by} ended engines, or removed files, that later cells "
-                          "need: it was left out, and the lab run again.")  # fmt: skip
+            self._problem(f"Exercise {lost_by} ended engines or removed files that later cells "
+                          "need. The lab was run again without it.")  # fmt: skip
             self._leave_out(lost_by)
 
     # -- exercises ---------------------------------------------------------------------------------
@@ -379,7 +383,7 @@ class Grading:
             self._fell(item, f"in its check, {gone}")
         self._check_time()
         answer = reply.answer or {}
-        words = f"The check could not be made: {answer.get('failed') or 'no report came'}."
+        words = f"The check failed: {answer.get('failed') or 'there was no report'}."
         nothing = {"findings": [{"right": False, "words": words, "hint": ""}]}
         report = answer.get("report") or nothing
         passed = report.get("passed") is True and not reply.interrupted
@@ -392,7 +396,7 @@ class Grading:
             self._settle(number, "stopped")
         elif reply.interrupted:
             self._settle(number, "stopped", f"in its check, {self._too_long}")
-        elif number in self._merged.untouched:  # never right, whatever a check lets through
+        elif number in self._merged.untouched:  # never right, even if a check passes it
             self._settle(number, "untouched")
         else:
             self._settle(number, "right" if passed else "wrong")

@@ -1,4 +1,4 @@
-"""Starts a runner for each notebook, outlives whatever it meets, and leaves nothing behind."""
+"""Starts a runner for each notebook, survives whatever happens to it, and cleans up after it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .results import OVER, Graded, from_wire
 MARGIN_S = 150.0
 """For starting and ending kernels and for interrupts, beyond a notebook's time."""
 MOST_ANSWER_BYTES = 20_000_000
-_PREFIX = "wbg-"  # short: paths of sockets are
+_PREFIX = "wbg-"  # short, because paths of sockets must be short
 
 
 def grade(
@@ -39,14 +39,14 @@ def grade(
     isolation: Isolation | None = None,
     done: Callable[[Graded], None] = lambda graded: None,
 ) -> list[Graded]:
-    """Grade notebooks, each in processes of its own; return what came out, in their order.
+    """Grade notebooks, each in its own processes; return the results in the same order.
 
     Args:
-        notebooks: Where the labs as handed out are, `lab_N.ipynb`.
-        canonical: The lab as handed out, for all of them.
-        isolation: How kernels are kept apart from the marks; found out by default.
+        notebooks: The folder of the original labs, `lab_N.ipynb`.
+        canonical: The original lab, for all of them.
+        isolation: How kernels are kept apart from the marks; by default the best that works.
         jobs: Notebooks at once; labs measure times, so more than one needs cores for each.
-        done: Told of each notebook when it is graded; what it raises is dropped.
+        done: Called with each graded notebook; its errors are dropped.
     """
     hidden = processes.hide()  # the environment that we were started with may hold secrets
     before = set(psutil.Process().children())
@@ -73,7 +73,7 @@ def grade(
 
 
 def _not_for_students(paths: Sequence[Path], canonical: Path | None) -> list[str]:
-    """Return where notebooks lie that were handed in, and their files."""
+    """Return the files of the notebooks that were handed in, and their folders."""
     files = {path.absolute() for path in (*paths, *filter(None, [canonical])) if path.exists()}
     return [str(one) for one in (*sorted({file.parent for file in files}), *sorted(files))]
 
@@ -83,7 +83,7 @@ def _new(me: psutil.Process, before: set[psutil.Process]) -> list[psutil.Process
 
 
 class _Runners:
-    """The runners that live, so that all can be ended."""
+    """The living runners, so that all of them can be ended."""
 
     def __init__(
         self,
@@ -103,14 +103,14 @@ class _Runners:
         self._lock, self._stopped = threading.Lock(), False
 
     def stop(self) -> None:
-        """End all that live; start no other."""
+        """End all living runners; start no other."""
         with self._lock:
             self._stopped = True
             for runner in self._living.values():
                 runner.kill()
 
     def grade(self, path: Path, done: Callable[[Graded], None]) -> Graded:
-        """Grade one notebook; whatever goes wrong is said in what came out."""
+        """Grade one notebook; if something goes wrong, the result says what."""
         began = time.monotonic()
         try:
             graded = self._run(path)
@@ -149,12 +149,12 @@ class _Runners:
         return graded
 
     def _once(self, given: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
-        """Have a runner grade, in a new folder; return the last that it said, and how it ended."""
+        """Let a runner grade in a new folder; return its last line, and how it ended."""
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
         try:
             with self._lock:
                 if self._stopped:
-                    return None, "It was not begun."
+                    return None, "It was not started."
                 runner = self._start(folder)
             return self._hear(runner, {**given, "folder": str(folder)})
         finally:
@@ -166,7 +166,7 @@ class _Runners:
             [sys.executable, "-m", "workbench.labs.grading.runner"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             start_new_session=True, env=kept() | {"HOME": str(folder)},
-            cwd="/",  # modules are looked for there: no place that a cell may write to
+            cwd="/",  # Python looks for modules there, and no cell may write there
         )  # fmt: skip
         self._living[runner.pid] = runner
         return runner
@@ -174,10 +174,10 @@ class _Runners:
     def _hear(
         self, runner: subprocess.Popen[bytes], given: dict[str, Any]
     ) -> tuple[dict[str, Any] | None, str]:
-        """Return the last that a runner said, and in words how it ended."""
+        """Return the last line of a runner, and in words how it ended."""
         try:
             return _talk(runner, given, given["until"] - time.monotonic() + MARGIN_S)
-        except BaseException:  # nobody reads, or will
+        except BaseException:  # nobody reads its output any more
             runner.kill()
             for pipe in filter(None, (runner.stdin, runner.stdout, runner.stderr)):
                 with contextlib.suppress(OSError):
@@ -198,7 +198,7 @@ def _said(error: Exception) -> str:
 
 
 def _leave_out(last: dict[str, Any], why: str) -> None:
-    """Settle the exercise whose cells ended a runner, if it was one: the next leaves them out."""
+    """Settle the exercise whose cells ended a runner, if any: the next runner leaves them out."""
     for one in last["exercises"]:
         if one["exercise"] == last["running"]:
             one.update(state="stopped", error=f"in its cell: {why}")
@@ -219,9 +219,9 @@ def _talk(
         reader.start()
     try:
         runner.wait(limit_s)
-        why = f"the process that grades it was ended (status {runner.returncode})"
+        why = f"the grading process ended too early (status {runner.returncode})"
     except subprocess.TimeoutExpired:
-        why = f"the process that grades it was not over after {limit_s:.0f} s, and was ended"
+        why = f"the grading process took longer than {limit_s:.0f} s and was killed"
         runner.kill()
     for reader in readers:
         reader.join(5)
@@ -230,7 +230,7 @@ def _talk(
 
 
 def _last_line(said: bytes) -> dict[str, Any] | None:
-    """Return the last whole thing that a runner said."""
+    """Return the last complete line of a runner."""
     for line in reversed(said.splitlines()):
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             found: dict[str, Any] = json.loads(line)
