@@ -243,8 +243,8 @@ class LocalSGD(ParameterAveraging):
             self._agreed_on = [flat.clone() for flat in self.fragments[self._turn]]
             self._agreed_place = self._turn
 
+    def completes_alone(self) -> bool:
         """Whether a step that broke off counts without its average: it does not."""
-        """Whether a step that broke off counts; only a step that ends in the average can break."""
         return False
 
     def undo(self) -> None:

@@ -159,7 +159,7 @@ def _agree(failed: Exception | None) -> None:
         raise FitError(
             "Rank 0 could not build the model's weights.",
             seen=told[0].splitlines()[0],
-                next_step="mend what rank 0's error names",
+            next_step="mend what rank 0's error names",
             code="WB-FIT-161",
         )
 
@@ -519,7 +519,7 @@ class Traffic:
         self.counted, self.timed = hooks, hooks and trainer.device.type == "cpu"
         self.unmeasured = {}
         if not self.timed:
-            why = f"FSDP's collectives run in parallel with the computation on {trainer.device.type}"
+            why = f"on {trainer.device.type} FSDP's collectives run during the computation"
             columns: tuple[str, ...] = ("sync_wait_s", "transfer_s")
             if not hooks:
                 why = "this PyTorch cannot time FSDP's collectives"
