@@ -219,7 +219,7 @@ class Closures:
             late = [rank for rank, since_s in self._running.items() if clock() - since_s > STALL_S]
         if late:
             raise ClusterError(
-                f"Worker {late[0]} does not end its closure.",
+                f"Worker {late[0]} has not finished its closure.",
                 seen=f"nothing for {STALL_S:g} s",
                 next_step="%cluster shows which engines are alive; %cluster restart",
                 code="WB-CLUSTER-045",

@@ -62,10 +62,10 @@ class Coordinated:
         """
         if training.hooks.step_end:
             raise FitError(
-                "Steps of a parameter server have no order in which a callback could be called.",
+                "A parameter server cannot call on_step_end: its steps have no order.",
                 seen="a callback with on_step_end",
                 allowed="on_epoch_end, on_train_end",
-                next_step="schedule closures in a loop of your own: coordinator.schedule(...)",
+                next_step="schedule closures in your own loop: coordinator.schedule(...)",
                 code="WB-FIT-071",
             )
         source, job = training.source, training.job

@@ -461,7 +461,7 @@ def _theirs(
     higher = {path for rank, named in heard.items() if rank > context.spec.rank for path in named}
     for one, path in zip(callbacks, paths, strict=True):
         if path in higher:
-            note(f"{type(one).__name__} is written by rank 0 alone: all workers name {path}.")
+            note(f"{type(one).__name__} is written by rank 0 only: all workers use {path}.")
     return [one for one, path in zip(callbacks, paths, strict=True) if path in lower]
 
 

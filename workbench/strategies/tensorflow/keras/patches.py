@@ -230,8 +230,8 @@ def _step_by_step(note: Callable[[str], None]) -> Callable[[Any], Any]:
             if self.steps_per_execution > 1:
                 self.steps_per_execution = 1
                 note(
-                    "Steps are taken one by one: TensorFlow cannot put several into one call over "
-                    "several workers (steps_per_execution)."
+                    "Steps are taken one by one: over several workers TensorFlow cannot take "
+                    "several in one call (steps_per_execution)."
                 )
             return result
 
@@ -267,7 +267,7 @@ def _replaced(module: str, owner: str, name: str, make: Callable[[Any], Any]) ->
         original = getattr(place, name)
     except (ImportError, AttributeError) as error:
         raise RunError(
-            "This version of Keras is built otherwise, so it cannot be repaired for this strategy.",
+            "This version of Keras differs too much to be repaired for this strategy.",
             seen=f"keras {keras.__version__}, no {error}",
             allowed="keras 3.15",
             next_step="pip install 'keras==3.15.*', then %cluster restart",

@@ -74,7 +74,7 @@ class Trainer:
             self.model(to_tensors(sample[0]))
         if not self.model.trainable_variables:
             raise FitError(
-                "The model has no weight that can be trained.",
+                "The model has no trainable weight.",
                 seen=type(self.model).__name__,
                 next_step="set trainable=True on some of its layers",
                 code="WB-FIT-100",
@@ -255,9 +255,10 @@ def objective(loss: Any) -> Callable[[Any, Any], Any]:
     """
     if foreign(loss):
         raise FitError(
-            "The loss is PyTorch's, and this is a TensorFlow run.",
+            "PyTorch's loss cannot be used in a TensorFlow run.",
             seen=type(loss).__name__,
-            next_step="loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), or such",
+            next_step="pass a Keras loss: "
+            "loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True)",
             code="WB-FIT-101",
         )
     if isinstance(loss, keras.losses.Loss):
@@ -286,7 +287,7 @@ def metric_function(name: str, metric: Any) -> Callable[[Any, Any], Any]:
         return lambda out, y: tf.reduce_mean(tf.cast(function(y, out, **keywords), tf.float32))
     if isinstance(metric, keras.metrics.Metric):
         raise FitError(
-            f"Metric {name} is no mean over samples, so it cannot be added up over replicas.",
+            f"Metric {name} is not a mean over samples, so it cannot be added up over replicas.",
             seen=type(metric).__name__,
             allowed="a function of (output, y), or a Keras metric that averages",
             next_step="compile the model with it and call model.fit",
@@ -309,7 +310,7 @@ def build_optimizer(optimizer: Any, model: Any, distribution: Any) -> Any:
         made = optimizer(model.trainable_variables)
         if not isinstance(made, keras.optimizers.Optimizer):
             raise FitError(
-                "The optimizer function did not return a Keras optimizer.",
+                "optimizer is a function that does not return a Keras optimizer.",
                 seen=type(made).__name__,
                 next_step="optimizer=lambda p: keras.optimizers.SGD(0.1)",
                 code="WB-FIT-104",
@@ -325,7 +326,7 @@ def build_optimizer(optimizer: Any, model: Any, distribution: Any) -> Any:
         made.build(model.trainable_variables)
     elif {id(v) for v in made._trainable_variables} != {id(v) for v in model.trainable_variables}:
         raise FitError(
-            "The optimizer was built on another model's variables.",
+            "The optimizer was built for another model's variables.",
             next_step="pass a function: optimizer=lambda p: keras.optimizers.SGD(0.1)",
             code="WB-FIT-106",
         )
@@ -345,11 +346,13 @@ class Precision:
     def __init__(self, model: Any, precision: str | None) -> None:
         if precision == "fp16":
             raise FitError(
-                "In TensorFlow wb.fit does not scale the loss, as float16 needs it.",
+                "precision must be None or 'bf16': wb.fit does not scale the loss for float16 in "
+                "TensorFlow.",
                 seen="precision='fp16'",
                 allowed="None or 'bf16'",
-                next_step="precision='bf16', or keras.config.set_dtype_policy('mixed_float16') "
-                "before the model is built, and model.fit: Keras scales by itself",
+                next_step="use precision='bf16', or call "
+                "keras.config.set_dtype_policy('mixed_float16') before the model is built and "
+                "train with model.fit: Keras scales the loss",
                 code="WB-FIT-094",
             )
         self.mixed = precision is not None
@@ -396,9 +399,9 @@ class Schedule:
         own = getattr(optimizer, "_learning_rate", None)
         if rate is not None and isinstance(own, keras.optimizers.schedules.LearningRateSchedule):
             raise FitError(
-                "The optimizer has a schedule already.",
+                "scheduler must be left out: the optimizer has a schedule already.",
                 seen=f"scheduler=..., and learning_rate={type(own).__name__}",
-                next_step="leave scheduler out, or make the optimizer with a number",
+                next_step="leave scheduler out, or make the optimizer with a number as rate",
                 code="WB-FIT-095",
             )
         self._rate, self._optimizer = rate, optimizer

@@ -122,10 +122,10 @@ def _check_kind(context: RunContext, distribution: Any, original: type, name: st
         return
     chosen, word = context.entry.name, KINDS[name]
     raise FitError(
-        "The cell makes another strategy than the line names, and runs in the scope of the line's.",
+        "The cell makes another strategy than the one named on its line.",
         seen=f"tf.distribute.{name}(...) under {chosen}",
         allowed="the name `strategy`, which is there already",
-        next_step=f"leave this line of the cell out, or choose {word} in place of {chosen}",
+        next_step=f"leave this line of the cell out, or choose {word} instead of {chosen}",
         code="WB-FIT-097",
     )
 
@@ -133,11 +133,11 @@ def _check_kind(context: RunContext, distribution: Any, original: type, name: st
 def _say(context: RunContext, name: str, *, given: bool) -> None:
     replicas = context.spec.world_size
     text = (
-        f"tf.distribute.{name} gave the strategy of this run, which has "
-        f"{replicas} {'replica' if replicas == 1 else 'replicas'}; `strategy` is there without it."
+        f"tf.distribute.{name} returned the strategy of this run, which has "
+        f"{replicas} {'replica' if replicas == 1 else 'replicas'}; `strategy` is the same one."
     )
     if given:
-        text += " Its arguments were not used: -n and -o on the line say what they say."
+        text += " Its arguments were not used: -n and -o on the line decide."
     if context.spec.rank == 0:
         context.emit(events.Noted(rank=0, text=text))
 
@@ -277,8 +277,8 @@ class Steps:
         if self._traced_s >= WORTH_SAYING_S and self.context.spec.rank == 0:
             often = "once" if self._traces == 1 else f"{self._traces} times"
             text = (
-                f"TensorFlow traced the step {often}, {self._traced_s:.1f} s in all; "
-                "that time belongs to no step."
+                f"TensorFlow traced the step {often}, {self._traced_s:.1f} s in total; "
+                "no step's time includes it."
             )
             self.context.emit(events.Noted(rank=0, text=text))
 
@@ -414,7 +414,8 @@ class OwnLoop:
             return
         if tf.executing_eagerly():
             raise FitError(
-                "The loop's first step was computed already, from the model's own weights.",
+                "--init-from needs a tf.function here: the first step already used the model's "
+                "own weights.",
                 seen="--init-from, and a step without tf.function",
                 allowed="a step in a tf.function, wb.fit or model.fit",
                 next_step="put @tf.function on the function that calls strategy.run",
@@ -472,8 +473,8 @@ def check_unsaved(context: RunContext) -> None:
     """
     if context.spec.checkpoint or context.spec.resume:
         raise FitError(
-            "Checkpoints of an own loop under TensorFlow are its own affair: only it knows what it "
-            "trains with.",
+            "--checkpoint cannot be used with your own TensorFlow loop: only the loop knows what "
+            "it trains.",
             seen="--checkpoint with strategy.run",
             allowed="--checkpoint with model.fit or wb.fit",
             next_step="leave --checkpoint out and use tf.train.Checkpoint in the loop",
