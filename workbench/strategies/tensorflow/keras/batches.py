@@ -55,7 +55,7 @@ class Batches:
         if "batch_size" in given:
             if not arrays:
                 raise FitError(
-                    "--batch-size has no effect here: the data set is already divided into batches.",
+                    "--batch-size cannot be used: the data set is already divided into batches.",
                     seen=type(call["x"]).__name__,
                     next_step="read wb.options.get('batch_size', 64) where the data set is batched",
                     code="WB-FIT-072",

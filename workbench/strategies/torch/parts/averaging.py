@@ -93,17 +93,17 @@ class Averaging:
     def _check_options(self, asked: str, simulated: bool) -> None:
         if self._compress.startswith("topk") and asked != AUTO:
             raise FitError(
-                "topk gathers what each worker chose; it has no use for an all-reduce.",
+                "allreduce cannot be used with topk, which gathers what each worker chose.",
                 seen=f"compress={self._compress}, allreduce={asked}",
-                next_step="leave out -o allreduce",
+                next_step="remove -o allreduce",
                 code="WB-FIT-108",
             )
         if asked == BACKEND and simulated:
             raise FitError(
-                "Bandwidth and latency are simulated on our own links, which the backend's "
-                "all-reduce does not use.",
+                "Bandwidth and latency can only be simulated on Workbench's own links, and the "
+                "backend's all-reduce does not use them.",
                 seen=", ".join(fault.text for fault in self._context.spec.faults),
-                next_step="-o allreduce=auto, or one of the algorithms",
+                next_step="use -o allreduce=auto, or one of the algorithms",
                 code="WB-FIT-109",
             )
 

@@ -106,7 +106,7 @@ def check_alike(model: torch.nn.Module, device: torch.device | None = None) -> N
         raise FitError(
             "The workers hold different models, so they cannot train one together.",
             seen=", ".join(f"rank {r}: {int(e[0])} parameters" for r, e in enumerate(every)),
-            next_step="build the same model on every worker, whatever its rank",
+            next_step="build the same model on every worker, independent of its rank",
             code="WB-FIT-127",
         )
 
@@ -355,7 +355,7 @@ class Guard:
                 "The workers no longer train the same parameters.",
                 seen=f"{len(named)} parameters with requires_grad on rank "
                 f"{self._context.spec.rank} at step {self._context.step}",
-                allowed="the same ones on every worker",
+                allowed="the same parameters on every worker",
                 next_step="freeze, unfreeze and add layers at the same step on every rank",
                 code="WB-FIT-112",
             )
@@ -442,16 +442,16 @@ class Guard:
         usual = max(values, key=values.count)
         members = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         odd = [members[place] for place, value in enumerate(values) if value != usual]
-        amount = f"by up to {spread:.3g}" if spread < math.inf else "in what is no number"
+        amount = f"by up to {spread:.3g}" if spread < math.inf else "in values that are not numbers"
         who = "rank " if len(odd) == 1 else "ranks "
         return FitError(
-            "The workers' copies of the model are no longer equal, so together they do not train "
-            "one model.",
+            "The workers' copies of the model are no longer equal, so they no longer train one "
+            "model.",
             seen=f"at step {self._context.step}: {name} differs {amount}; "
-            f"{who}{', '.join(map(str, odd))} not as rank {members[values.index(usual)]}",
+            f"{who}{', '.join(map(str, odd))} unlike rank {members[values.index(usual)]}",
             allowed="equal parameters on all workers after each step",
-            next_step="change parameters only by the loss and the optimizer that was handed over, "
-            "the same way on every rank; what is random needs the same seed on all",
+            next_step="change parameters only by the loss and the optimizer of the run, in the "
+            "same way on every rank; use the same random seed on all ranks",
             code="WB-FIT-113",
         )
 

@@ -383,12 +383,12 @@ class Partitioned(Strategy):
         if self.rank == 0 and (asked or not device.is_cpu):
             place = "the workers' devices; it is on the CPU now"
             if asked and not on_host:
-                place = "every worker; rank 0 alone has it, as under -o gather=first"
+                place = "every worker; only rank 0 has it, as with -o gather=first"
             self.context.emit(
                 events.Noted(
                     rank=0,
                     text=f"The whole model with its optimizer's state ({size_bytes / 1e9:.1f} GB) "
-                    f"has no room on {place}.",
+                    f"does not fit {place}.",
                 )
             )
         return asked and on_host, None if device.is_cpu else torch.device("cpu")

@@ -114,9 +114,9 @@ class LoopHealing:
         """Return why the loop cannot go on with others; empty where it can."""
         loop = self._loop
         if self.source is None:
-            return "its batches are its own: wb.prepare was given no loader"
+            return "wb.prepare was given no loader, so the loop makes its own batches"
         if missing := [m for m in loop.others if not any(m is kept for kept in self._kept)]:
-            return f"keep= does not name its further model {type(missing[0]).__name__}"
+            return f"keep= does not name its other model {type(missing[0]).__name__}"
         scheduled = hasattr(loop.optimizer.step, "_wrapped_by_lr_sched")
         if scheduled and not any(
             getattr(kept, "optimizer", None) is loop.optimizer for kept in self._kept

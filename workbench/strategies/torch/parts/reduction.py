@@ -201,8 +201,8 @@ class Reductions:
             self._context.emit(
                 events.Warned(
                     rank=rank,
-                    text="An optimizer steps over parameters that no worker averages, so each "
-                    f"trains them alone (shapes {shapes[:100]}). Hand their model over as well: "
+                    text="An optimizer updates parameters that no worker averages, so each worker "
+                    f"trains them alone (shapes {shapes[:100]}). Pass their model as well: "
                     "other, other_optimizer = wb.prepare(other, other_optimizer).",
                 )
             )

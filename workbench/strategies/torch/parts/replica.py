@@ -84,7 +84,7 @@ class Trainer:
         self._loss: torch.Tensor = torch.tensor(NAN)
         self.buffers = KeptBuffers(self.model.buffers())
         several = self._workers > 1 and job.step_fn is not None
-        self._around_step_fn: Any = _NoBackward() if several else _NOTHING
+        self._around_step_fn: Any = NoBackward() if several else _NOTHING
 
     def be_one_of(self, workers: int) -> None:
         """Be one of so many workers from now on."""
@@ -316,26 +316,34 @@ class AgreedScaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf}
 
 
-class _NoBackward:
-    """Refuses a backward meanwhile: its gradients would be one worker's, and nobody's average."""
+class NoBackward:
+    """Refuses backward while entered: nobody would average the gradients of one worker.
 
-    def __enter__(self) -> None:
+    Attributes:
+        refused: The error with which a backward was refused last.
+    """
+
+    refused: FitError | None = None
+
+    def __enter__(self) -> NoBackward:
         self._original = torch.autograd.backward  # that of tensors calls it
         torch.autograd.backward = self._refuse
+        return self
 
     def __exit__(self, *error: object) -> None:
         torch.autograd.backward = self._original
 
     def _refuse(self, *_: Any, **__: Any) -> None:
-        raise FitError(
-            "step_fn called backward itself, so each worker would train with gradients of its own "
-            "share alone.",
+        self.refused = FitError(
+            "step_fn called backward itself, so each worker would train with the gradients of its "
+            "own share only.",
             seen="backward() within step_fn",
-            allowed="a step_fn that returns the loss: wb.fit calls backward, and averages",
-            next_step="return the loss (the sum, where there are several), or write the loop "
+            allowed="a step_fn that returns the loss: wb.fit calls backward and averages",
+            next_step="return the loss (their sum, if there are several), or write the loop "
             "yourself with wb.prepare",
             code="WB-FIT-155",
         )
+        raise self.refused
 
 
 _NOTHING = contextlib.nullcontext()
@@ -391,9 +399,9 @@ def build_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optim
     built = optimizer([p for p in model.parameters() if p.requires_grad])
     if not isinstance(built, torch.optim.Optimizer):
         raise FitError(
-            "The optimizer function did not return a torch.optim.Optimizer.",
+            "optimizer is a function that does not return a torch.optim.Optimizer.",
             seen=type(built).__name__,
-            next_step="optimizer=lambda p: torch.optim.SGD(p, 0.1)",
+            next_step="pass optimizer=lambda p: torch.optim.SGD(p, 0.1)",
             code="WB-FIT-156",
         )
     check_closure(built)

@@ -83,8 +83,8 @@ def watch_scripts(context: RunContext) -> Callable[[], None]:
     global _watching
     if _watching is not None:
         raise RunError(
-            "This process records a script already.",
-            next_step="end that one first: call what watch_scripts returned",
+            "This process is already recording a script.",
+            next_step="end that recording first: call what watch_scripts returned",
             code="WB-RUN-126",
         )
     _watching = scripts = _Scripts(context)
@@ -203,7 +203,7 @@ class _Scripts:
         context.weights = loop.weights if whole else dict
         announce(context, found.model, _global_batch(fetches, context.spec.world_size))
         if not fetches:
-            why = "the script takes its batches from no DataLoader"
+            why = "the script does not take its batches from a DataLoader"
             context.emit(events.Unmeasured(columns={"data_wait_s": why}))
         return True
 
@@ -229,8 +229,8 @@ class _Scripts:
             self.loop.close()
         elif context.updates and not (context.taken_over or context.strategy):
             text = (
-                "Nothing was recorded: optimizers took steps, but of no torch.nn.Module that was "
-                "found, or without backward()."
+                "Nothing was recorded: the optimizers that took steps belong to no known "
+                "torch.nn.Module, or backward() was not called."
             )
             context.emit(events.Noted(rank=context.spec.rank, text=text))
         self._stands_down = True
@@ -279,7 +279,7 @@ class ScriptLoop(OwnLoop):
             self.hear_of_waits(by_optimizer)
         elif several and not inside:
             self.timer.blind()
-            why = "the script communicates outside backward, where it is not seen"
+            why = "the script communicates outside backward, where it is not measured"
             columns = dict.fromkeys(("sync_wait_s", "transfer_s"), why)
             context.emit(events.Unmeasured(columns=columns))
         if not isinstance(found.entrance, torch.jit.ScriptModule):

@@ -137,7 +137,7 @@ def cut(
     if bounds is None and isinstance(model, Stages):
         if len(layers) != stages:
             raise FitError(
-                "The list does not hold as many stages as there are places for them.",
+                "The list must hold one module per stage.",
                 seen=f"{len(layers)} stages",
                 allowed=f"{stages} stages on {workers} workers",
                 next_step=f"use -n {len(layers)}, or join stages with nn.Sequential",
@@ -169,9 +169,10 @@ def _chain(
         )  # fmt: skip
     elif not isinstance(program.data, torch.Tensor):
         raise FitError(
-            "The input of a chain of layers must be one tensor, to be cut into microbatches.",
+            "The input of a chain of layers must be one tensor, so that it can be divided into "
+            "microbatches.",
             seen=type(program.data).__name__,
-            next_step="let the data set give (x, y) with x a tensor, or take the input apart in a "
+            next_step="let the data set give (x, y) with x a tensor, or unpack the input in a "
             "module's own forward",
             code="WB-FIT-134",
         )

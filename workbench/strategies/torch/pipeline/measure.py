@@ -91,8 +91,7 @@ def check_enough(
             allowed=f"at most {len(layers)} stages",
             next_step=f"use {fewer}, or "
             + (
-                "let forward call more modules: it is cut where a module is called that is called "
-                "once"
+                "let forward call more modules: the model is cut at modules that are called once"
                 if traced
                 else "give the model more layers"
             ),
@@ -137,7 +136,7 @@ def given_bounds(layers: Sequence[Layer], split_at: str, stages: int) -> list[in
         )
     if len(bounds) - 1 != stages:
         raise FitError(
-            "split_at does not make as many stages as there are places for them.",
+            "split_at does not make the required number of stages.",
             seen=f"{split_at}: {len(bounds) - 1} stages",
             allowed=f"{stages} stages, so {stages - 1} cuts",
             next_step=f"use -n {len(bounds) - 1}, or change split_at",
@@ -184,8 +183,8 @@ def batchnorm_warning(
     return (
         f"BatchNorm ({', '.join(found)}) normalises over a microbatch of {microbatch} samples "
         f"instead of the batch of {batch}, and updates its running statistics {microbatches} "
-        "times a step: the result differs from one device's. GroupNorm or LayerNorm do not depend "
-        "on it."
+        "times per step: the result differs from one device's. GroupNorm and LayerNorm do not "
+        "depend on the batch."
     )
 
 
@@ -235,7 +234,7 @@ def form_of(value: Any, layer: str) -> Form:
     """
     if not isinstance(value, torch.Tensor):
         raise FitError(
-            "Only tensors can be handed from stage to stage.",
+            "A layer may pass only tensors to the next stage.",
             seen=f"layer {layer} returns a {type(value).__name__}",
             next_step="let it return a tensor or a tuple of tensors",
             code="WB-FIT-141",
@@ -306,8 +305,8 @@ def _check_samples(layers: Sequence[Layer], costs: Sequence[Cost], samples: int)
         "A layer changes the number of samples, so outputs and targets would not match.",
         seen=f"Layer {layer}: {samples} samples became {form.shape[0]} rows of "
         f"{tuple(form.shape[1:])}",
-        next_step="a view(-1, n) folds values into the batch where n is not what one "
-        "sample has: use nn.Flatten() or x.flatten(1), and fit the next layer to it",
+        next_step="use nn.Flatten() or x.flatten(1), and fit the next layer to it: view(-1, n) "
+        "moves values into the batch if n is not the size of one sample",
         code="WB-FIT-142",
     )
 

@@ -103,9 +103,9 @@ def fill(
     final = tensors_of(built, kept)
     if len(building.seen) != len(names) or final.keys() != kept:
         raise FitError(
-            "The function does not return the same model each time it is called.",
+            "The function must return the same model each time it is called.",
             seen=f"{len(names)} tensors, then {len(building.seen)}",
-            next_step="build the model from nothing but constants inside the function",
+            next_step="build the model inside the function from constants only",
             code="WB-FIT-133",
         )
     for name, tensor in final.items():
@@ -379,10 +379,10 @@ class Pipeline:
 def uneven(samples: int, whole: int) -> FitError:
     """Return what to raise where a loss within the model would count repeated samples."""
     return FitError(
-        "Where the model computes the loss itself, a batch must divide into equal microbatches.",
+        "A batch must divide into equal microbatches, because the model computes the loss itself.",
         seen=f"{samples} samples",
         allowed=f"a multiple of {whole}",
-        next_step="leave the rest out (a DataLoader with drop_last=True), or let the model return "
+        next_step="drop the rest (a DataLoader with drop_last=True), or let the model return "
         "its output and use loss=, which takes batches of any size",
         code="WB-FIT-144",
     )

@@ -66,8 +66,8 @@ class Program:
         for tensor in chosen:
             if not tensor.dim() or len(tensor) != samples:
                 raise FitError(
-                    "Each tensor that the model is given must have one row per sample, to be cut "
-                    "into microbatches.",
+                    "Each tensor passed to the model must have one row per sample, so that it can "
+                    "be divided into microbatches.",
                     seen=f"shape {tuple(tensor.shape)} in a batch of {samples} samples",
                     next_step="keep what belongs to the whole batch in the model, as a buffer",
                     code="WB-FIT-145",
@@ -103,7 +103,7 @@ def program_of(job: Job, batch: Any) -> Program:
     data = batch if job.step_fn is not None else batch[0]
     if next(tensors_of(data), None) is None:
         raise FitError(
-            "The input of a pipeline must be tensors, to be cut into microbatches.",
+            "The input of a pipeline must be tensors, so that it can be divided into microbatches.",
             seen=type(data).__name__,
             next_step="let the data set give tensors, or use another strategy",
             code="WB-FIT-146",

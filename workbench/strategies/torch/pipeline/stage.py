@@ -101,7 +101,7 @@ def autocast(precision: str | None, device: torch.device) -> Callable[[], Any]:
         return contextlib.nullcontext
     if precision == "fp16":
         raise FitError(
-            "Precision fp16 scales the loss, which a pipeline cannot do stage by stage.",
+            "precision cannot be 'fp16': it scales the loss, which a pipeline cannot do by stage.",
             seen=precision,
             allowed="None or 'bf16'",
             next_step="precision='bf16'",

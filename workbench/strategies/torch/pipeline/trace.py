@@ -40,6 +40,7 @@ from torch.fx.node import map_aggregate
 from ....engine.torch.data import map_batch, tensors_of
 from ....engine.torch.support import evaluating as evaluates
 from ....errors import FitError
+from ..parts.replica import NoBackward
 from .measure import Layer, is_chain, tensor_names, with_aliases
 from .program import Output, Program
 
@@ -134,14 +135,17 @@ def _trace(model: torch.nn.Module, program: Program) -> _Trace:
     held = next(model.parameters()).device
     outputs: list[Any] = []
     whole = _Whole(model, program, outputs)
+    guard = NoBackward()
     try:
-        with _quiet():
+        with _quiet(), guard:
             tensors = tuple(tensor.to(held) for tensor in program.tensors)
             exported = torch.export.export(whole, tensors, strict=False)
             module = exported.module()
     except Exception as error:
+        if guard.refused is not None:
+            raise guard.refused from None
         raise FitError(
-            "The model could not be traced, so it cannot be cut by itself.",
+            "The model could not be traced, so it cannot be cut automatically.",
             seen=f"{_first_line(error)}{_place(error, model)}",
             allowed="nn.Sequential, a list of stages, or a module whose forward does not branch "
             "on values",
@@ -152,7 +156,7 @@ def _trace(model: torch.nn.Module, program: Program) -> _Trace:
     results = list(next(n for n in module.graph.nodes if n.op == "output").args[0])
     if not results or not all(isinstance(result, Node) for result in results):
         raise FitError(
-            "The last stage must end in a tensor that the model has computed.",
+            "The last stage must return a tensor that the model has computed.",
             seen=type(outputs[0]).__name__ if outputs else "nothing",
             next_step="let the model return a tensor, or tensors in a tuple or dictionary",
             code="WB-FIT-149",

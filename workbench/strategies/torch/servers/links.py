@@ -305,8 +305,8 @@ class ShardLinks:
     def _taken_over(self, gone: int, server: int, seconds: float) -> None:
         if self._rank0:
             text = (
-                f"Server s{server} took over the part of server s{gone}, which is gone, within "
-                f"{seconds:.2f} s; no step is lost. There is no second copy of that part any more."
+                f"Server s{server} took over the part of server s{gone}, which died, within "
+                f"{seconds:.2f} s; no step is lost. There is no longer a second copy of that part."
             )
             self._context.emit(events.Noted(rank=0, text=text))
 

@@ -149,8 +149,8 @@ class Remote:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(a is not None for a in args[1:]) or kwargs.get("closure") is not None:
             raise FitError(
-                "An optimizer whose step takes a closure cannot work on a server: the closure "
-                "computes the loss again in the middle of the step.",
+                "optimizer must not need a closure: the closure computes the loss again in the "
+                "middle of the step, which a server cannot do.",
                 seen=type(optimizer).__name__,
                 next_step="use another optimizer, or strategy mirrored",
                 code="WB-FIT-123",
@@ -173,12 +173,12 @@ class Remote:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._known:
                     raise FitError(
-                        "A parameter is trained that was frozen, or not the optimizer's, when the "
-                        "others were put on the servers; this worker's copy alone would change.",
+                        "A trained parameter was frozen or missing in the optimizer when the "
+                        "servers received the others; only this worker's copy would change.",
                         seen=f"a parameter of shape {tuple(parameter.shape)}",
                         allowed="requires_grad and param_groups as they were; freezing is possible",
-                        next_step="call wb.prepare with all layers unfrozen and freeze some after "
-                        "it, or use strategy mirrored",
+                        next_step="call wb.prepare with all layers unfrozen and freeze some "
+                        "afterwards, or use strategy mirrored",
                         code="WB-FIT-124",
                     )
 
@@ -194,7 +194,7 @@ class Remote:
         if now != self._versions:
             raise FitError(
                 "The gradients were changed between backward and optimizer.step(). On this worker "
-                "they are only its share of the sum, so a norm taken of them is not the whole's.",
+                "they are only its share of the sum, so their norm is not that of the whole sum.",
                 seen="clipping, or another change in place",
                 next_step="use wb.fit(clip_norm=...), which clips on the server, or strategy "
                 "mirrored",
@@ -247,8 +247,8 @@ class Remote:
         for i, parameter in enumerate(self.parameters):
             if i not in self._tables and parameter.grad is not None and parameter.grad.is_sparse:
                 raise FitError(
-                    "A sparse gradient came where none was expected: the servers' memory is laid "
-                    "out before the first step, for whole tensors where no layer says otherwise.",
+                    "A sparse gradient is only possible for a layer made with sparse=True: the "
+                    "servers reserve memory for whole tensors before the first step.",
                     seen=f"parameter {i} of shape {tuple(parameter.shape)}",
                     allowed="sparse gradients of layers made with sparse=True",
                     next_step="make the embedding with nn.Embedding(..., sparse=True), or look it "

@@ -59,8 +59,8 @@ def check_row_wise(optimizer: torch.optim.Optimizer, tables: Collection[torch.Te
             continue
         settings = ", ".join(f"{name}={value}" for name, value in kept.items())
         raise FitError(
-            "Of a table with sparse gradients only the rows of the gradient travel, and this "
-            "optimizer's step changes others too.",
+            "The optimizer must change only the rows that a sparse gradient holds, because only "
+            "these are sent; this optimizer changes other rows too.",
             seen=f"{type(optimizer).__name__}({settings})",
             allowed="SGD, Adagrad and SparseAdam, without momentum and weight_decay",
             next_step="use one of them, or make the embedding with sparse=False",

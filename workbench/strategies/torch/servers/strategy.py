@@ -224,7 +224,7 @@ class Served(Strategy):
 
     def _refuse_scaling(self, seen: str) -> None:
         raise FitError(
-            "Loss scaling and servers do not go together: each worker would skip other steps.",
+            "Loss scaling cannot be used with servers: each worker would skip different steps.",
             seen=seen,
             allowed="bf16, which needs none; fp16 under mirrored, sharded, local_sgd, gossip",
             next_step="use precision='bf16', in a loop torch.autocast(..., dtype=torch.bfloat16), "
@@ -234,8 +234,8 @@ class Served(Strategy):
 
     def _refuse_another(self) -> None:
         raise FitError(
-            "The servers step the optimizer that wb.prepare was given; a new one would train this "
-            "worker's copy alone.",
+            "The servers step the optimizer that wb.prepare received; a new optimizer would train "
+            "only this worker's copy.",
             seen="optimizer.step() of another optimizer",
             allowed="one optimizer for the whole loop",
             next_step="change its param_groups (lr, momentum, ...), which reach the servers, or "
