@@ -34,28 +34,28 @@ TORCH = (
         (COMPILED + "model.fit(data.batch(30))", ["30 over 4", "data.batch(32) or data.batch(28)"]),
         (
             COMPILED + "model.fit(data.batch(32), batch_size=16)",
-            ["of another size", "batches of 32, batch_size=16", "leave batch_size out"],
+            ["WB-FIT-090", "batches of 32, batch_size=16", "leave batch_size out"],
         ),
         (
             HEAD + "wb.fit(model, data.batch(32), loss=loss, optimizer=optimizer, batch_size=16)",
-            ["of another size", "batches of 32, batch_size=16"],
+            ["WB-FIT-039", "batches of 32, batch_size=16"],
         ),
         (COMPILED + "model.fit(data)", ["WB-FIT-089", "(4,), (3,)", ".batch(64)"]),
         (
             "import keras\noutside.compile('sgd', 'mse')\noutside.fit([[1.0]], [[1.0]])",
-            ["outside this run's strategy", "built under no strategy", "in the cell that trains"],
+            ["WB-FIT-074", "built under no strategy"],
         ),
         (
             HEAD + "model.compile(early, loss)\nmodel.fit(x, y)",
-            ["optimizer was made outside", "in the cell that trains"],
+            ["WB-FIT-083"],
         ),
         (
             COMPILED + TORCH + "model.fit(torch.utils.data.DataLoader(set_, batch_size=32))",
-            ["data is PyTorch's", "DataLoader", "x.numpy()"],
+            ["WB-FIT-088", "DataLoader", "x.numpy()"],
         ),
         (
             HEAD + TORCH + "wb.fit(model, set_, loss=loss, optimizer=optimizer, batch_size=16)",
-            ["data is PyTorch's", "TensorDataset", "x.numpy()"],
+            ["WB-FIT-033", "TensorDataset", "x.numpy()"],
         ),
         (
             HEAD + TORCH + "wb.fit(torch.nn.Linear(4, 3), (x, y), loss=loss, optimizer=optimizer, "
