@@ -67,7 +67,7 @@ class Rendezvous:
                 left_s = 0.5 if end_s is None else min(0.5, end_s - time.monotonic())
                 if left_s <= 0:
                     raise ClusterError(
-                        "Engines of this run did not answer.",
+                        "Some engines of this run did not answer.",
                         seen=f"no {topic} from "
                         + ", ".join((names or {}).get(rank, str(rank)) for rank in missing),
                         allowed=f"an answer within {timeout_s:g} s",

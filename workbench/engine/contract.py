@@ -222,11 +222,11 @@ class Strategy(ABC):
             FitError: This strategy takes one pair.
         """
         raise FitError(
-            f"Strategy {self.context.spec.strategy} trains one model and optimizer in a cell.",
+            f"Strategy {self.context.spec.strategy} trains one model and one optimizer per cell.",
             seen="wb.prepare, called again",
             allowed="one wb.fit or wb.prepare; several pairs under one_device and mirrored",
-            next_step="use mirrored, or one module that holds both models, with one optimizer; a "
-            "second training goes into a cell of its own",
+            next_step="use mirrored, or one module that holds both models, with one optimizer; put "
+            "a second training into its own cell",
             code="WB-FIT-070",
         )
 

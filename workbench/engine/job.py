@@ -100,7 +100,7 @@ class Conductor:
             raise ClusterError(
                 "The process that keeps the job's records did not start.",
                 seen=f"exit status {status}" if status is not None else f"no word in {CONDUCT_S} s",
-                next_step="its own words are above; is the installation whole there?",
+                next_step="read its messages above, and check that the installation is complete",
                 code="WB-CLUSTER-081",
             )
         parts: list[About] = answer["parts"]
@@ -278,10 +278,10 @@ def _described(folder: Path) -> About:
         version = found["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(
-            f"There is no job beside the script: {DESCRIPTION} cannot be read.",
+            f"The script's folder holds no job: {DESCRIPTION} cannot be read.",
             seen=f"{path}: {type(error).__name__}: {error}",
             allowed="the folder as run.to_job(DIR) wrote it",
-            next_step="write it anew: run.to_job(DIR)",
+            next_step="write it again: run.to_job(DIR)",
             code="WB-PLAN-194",
         ) from error
     if version != FORMAT:
@@ -289,7 +289,7 @@ def _described(folder: Path) -> About:
             "The job was written by another version of Workbench.",
             seen=version,
             allowed=FORMAT,
-            next_step="install the wheel that lies in the job's folder",
+            next_step="install the wheel in the job's folder",
             code="WB-PLAN-195",
         )
     return {"folder": str(folder), **found}
@@ -302,10 +302,10 @@ def _take_part(path: Path, job: About) -> bool:
     os.environ.pop("TF_CONFIG", None)  # TensorFlow is told by the strategy, for the time of the run
     if (wanted := job.get("launch", {}).get("processes", where.world_size)) != where.world_size:
         raise PlanError(
-            "The job needs another number of processes.",
+            "The job needs a different number of processes.",
             seen=f"{where.world_size} processes",
             allowed=f"{wanted}: {_launch_words(job['launch'])}",
-            next_step=f"torchrun --standalone --nproc-per-node {wanted} {path.name}",
+            next_step=f"start it with torchrun --standalone --nproc-per-node {wanted} {path.name}",
             code="WB-PLAN-196",
         )
     conductor = Conductor() if where.rank == 0 else None

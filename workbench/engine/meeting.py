@@ -82,7 +82,7 @@ class Surroundings:
                 raise ValueError(f"RANK={rank} of WORLD_SIZE={world_size}")
         except (KeyError, ValueError) as error:
             raise PlanError(
-                "The environment names a rank, but not the whole of torchrun's variables.",
+                "The environment names a rank, but some of torchrun's variables are missing.",
                 seen=str(error),
                 allowed="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
                 next_step="start it with torchrun, or unset RANK to run it in one process",
@@ -106,7 +106,7 @@ def _of_tensorflow(text: str) -> Surroundings:
         addresses = tuple(str(cluster[kind][i]) for kind, i in order)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PlanError(
-            "TF_CONFIG was not understood.",
+            "TF_CONFIG is not valid.",
             seen=f"{text[:200]} ({type(error).__name__}: {error})",
             allowed='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", '
             '"index": 0}}',
@@ -328,7 +328,7 @@ def meeting_of(where: Surroundings) -> Meeting:
             seen=f"{len(key)} characters" if key else "nothing",
             allowed=f"the same {LEAST_KEY} characters or more in each process",
             next_step=f"export {KEY}=$(python -c 'import secrets; print(secrets.token_hex(16))') "
-            "once, and hand it to all of them; `workbench run DIR` does so by itself",
+            "once, and pass it to all of them; `workbench run DIR` does so automatically",
             code="WB-PLAN-192",
         )
     if where.world_size == 1:
@@ -351,7 +351,7 @@ def _no_meeting(seen: str) -> ClusterError:
         "The job's processes did not find each other.",
         seen=seen,
         allowed=f"all processes of the job within {MEET_S:g} s",
-        next_step="look at the logs of the other processes: one of them may have failed before; "
+        next_step="look at the logs of the other processes: one of them may have failed earlier; "
         "between hosts, the port must be open",
         code="WB-CLUSTER-080",
     )

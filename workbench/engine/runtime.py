@@ -143,9 +143,9 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> CellOu
 
 
 LOST = (
-    "The GPU failed, and fails in this engine from now on. A new engine takes its place, without "
-    "the variables. CUDA_LAUNCH_BLOCKING=1 in the environment shows the line that failed; often a "
-    "label or an index is out of range."
+    "The GPU failed and cannot be used in this engine any more. A new engine replaces it, without "
+    "its variables. Set CUDA_LAUNCH_BLOCKING=1 in the environment to see the line that failed; "
+    "often a label or an index is out of range."
 )
 
 
@@ -390,7 +390,7 @@ def _ensure_group(engine: Engine, spec: RunSpec, framework: Any) -> None:
 
 NOT_BROUGHT = (
     "The final weights were not kept: this engine is on another machine, from which Workbench "
-    "brings no files. Save them in the cell, or start engines by ssh, slurm or mpi "
+    "copies no files. Save them in the cell, or start engines by ssh, slurm or mpi "
     "(%cluster start --launcher)."
 )
 
@@ -421,8 +421,8 @@ def _save_weights(run: RunContext, framework: Any) -> str | None:
         run.emit(
             events.Noted(
                 rank=run.spec.rank,
-                text=f"The final weights ({size_bytes / 1e9:.1f} GB) were not written beside the "
-                "run; save them in the cell.",
+                text=f"The final weights ({size_bytes / 1e9:.1f} GB) are too large to be stored "
+                "with the run; save them in the cell.",
             )
         )
         return None

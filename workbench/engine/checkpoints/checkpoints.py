@@ -102,9 +102,9 @@ class Checkpoints:
         about = self.start.about
         if about["base"] != self.context.trained:
             raise FitError(
-                "The checkpoint is of another cell: the trainings before this one differ.",
+                "The checkpoint belongs to another cell: the trainings before this one differ.",
                 seen=f"{self.context.trained} steps before it, then {about['base']}",
-                next_step="go on with the cell as it was: wb.resume runs the one that was saved",
+                next_step="continue with the same cell: wb.resume runs the one that was saved",
                 code="WB-FIT-002",
             )
         self._saved = self.resumed_step = self.start.step
@@ -141,10 +141,10 @@ class Checkpoints:
             if type(error).__module__.startswith("workbench."):
                 raise
             raise FitError(
-                "The checkpoint does not fit what the cell trains.",
+                "The checkpoint does not fit the model, optimizer or scheduler of the cell.",
                 seen=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                allowed="the model, optimizer and scheduler it was taken of",
-                next_step="go on with the cell as it was, or begin anew in another folder",
+                allowed="the model, optimizer and scheduler with which it was saved",
+                next_step="continue with the unchanged cell, or begin again in another folder",
                 code="WB-FIT-003",
             ) from error
         if whole and own is not None:
@@ -153,8 +153,8 @@ class Checkpoints:
     def _without_own(self, path: Path) -> str:
         rank = self.context.spec.rank
         return (
-            f"{path / f'rank-{rank}'} is missing: what rank {rank} alone had is lost (its random "
-            "states). The run goes on, but does not end as one that was never interrupted."
+            f"{path / f'rank-{rank}'} is missing, so the random states of rank {rank} are lost. "
+            "The run continues, but its result will differ from an uninterrupted one."
         )
 
     def tell(self) -> None:
@@ -512,8 +512,8 @@ class Writer:
             return  # one line for each try would bury everything else
         self._told.add(reason)
         self._warn(
-            f"The checkpoint at step {step} could not be written; {self._stands()}, training goes "
-            f"on, and the next one is tried. {_words(error)}"
+            f"The checkpoint at step {step} could not be written; {self._stands()}. Training "
+            f"continues, and so does saving. {_words(error)}"
         )
 
     def _tell_success(self, step: int) -> None:
@@ -532,7 +532,7 @@ class Writer:
 
     def _stands(self) -> str:
         last = checkpoints.latest(self._folder)
-        return f"step {last.step} is the last good one" if last else "there is none before it"
+        return f"step {last.step} is the last good one" if last else "there is no earlier one"
 
     def _warn(self, text: str) -> None:
         self.context.emit(events.Warned(rank=self.context.spec.rank, text=text))

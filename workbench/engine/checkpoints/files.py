@@ -43,10 +43,10 @@ def blind(path: str, token: str) -> str:
             if Path(path).read_text() == token:
                 os.rmdir(tempfile.mkdtemp(prefix=".workbench-", dir=Path(path).parent))
                 return ""
-            why = "it is another folder there"
+            why = "another folder is there"
         except FileNotFoundError:
             there = Path(path).parent.is_dir()
-            why = "it is another folder there" if there else "it is not there"
+            why = "another folder is there" if there else "it does not exist"
         except OSError as error:
             why = error.strerror or type(error).__name__
         if time.monotonic() > end_s:

@@ -142,7 +142,7 @@ class LiveDebugger(Debugger):
         """Hold the cell in `frame` until a command lets it go on."""
         self._open = self._between = False
         if not self._attention.busy.acquire(blocking=False):
-            tell("another thread of this rank is at a breakpoint, so this one goes on")
+            tell("another thread of this rank is at a breakpoint, so this one continues")
             self.set_continue()
             return
         try:
@@ -182,7 +182,7 @@ class LiveDebugger(Debugger):
             return True
         if not was_deaf:
             how = HOW.format(engine=asks.engine)
-            tell(f"breakpoint() at {where}: {reason}, so the cell goes on, also at further ones.")
+            tell(f"breakpoint() at {where}: {reason}, so the cell continues, also at later ones.")
             tell(f"To stop there, {how}.")
             asks.deaf = reason
         self.clear_all_breaks()
@@ -277,14 +277,14 @@ def stop_here(*args: Any, header: str | None = None, **keywords: Any) -> None:
         return
     asks = stdin_bridge.current()
     if asks is None:
-        tell("breakpoint() in a process that the engine started: passed by")
+        tell("breakpoint() in a process that the engine started: ignored")
         return
     if header:
         tell(header)
     if stdin_bridge.stop(frame):
         return
     if asks.busy.locked():
-        tell("a breakpoint was met while this rank is paused at another one: passed by")
+        tell("breakpoint() while this rank is paused at another one: ignored")
         return
     if _live is None or _live._attention is not asks:
         _live = LiveDebugger(asks)
@@ -299,7 +299,7 @@ def ask(prompt: object = "", *, password: bool = False) -> str:
     """
     name = "getpass()" if password else "input()"
     asks = stdin_bridge.current()
-    reason = "this process is no engine of the cluster"
+    reason = "this process is not an engine of the cluster"
     if asks is not None and asks.busy.acquire(blocking=False):
         try:
             frame = sys._getframe(1)
@@ -319,7 +319,7 @@ def ask(prompt: object = "", *, password: bool = False) -> str:
     elif asks is not None:
         reason = "this rank is paused already"
     raise RunError(
-        f"{name} was called on an engine, where nobody can type: {reason}.",
+        f"{name} was called on an engine, but nobody can type there: {reason}.",
         seen=str(prompt),
         next_step="ask in a cell of the notebook, then %push the value to the engines",
         code="WB-RUN-004",

@@ -107,7 +107,7 @@ def command(line: str) -> str | None:
         return None
     word = debugger.parseline(line)[0]
     if word in _RESUME:
-        return "The cell is over: it can be looked at (w u d l p pp a locals), not continued.\n"
+        return "The cell has ended: look at it (w u d l p pp a locals); it cannot be continued.\n"
     try:
         debugger.onecmd(debugger.precmd(line))
     except KeyboardInterrupt:

@@ -305,8 +305,8 @@ class ControlLink:
         self.emit(
             events.Warned(
                 rank=run.spec.rank,
-                text=f"{steps} not measured: {recorder.trouble}. Their times are those at which "
-                "the host began them.",
+                text=f"{steps} not measured: {recorder.trouble}. Their times show when the host "
+                "began them.",
             )
         )
 

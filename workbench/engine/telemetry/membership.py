@@ -31,7 +31,7 @@ LOOK_S, LOOKS = 1.0, 5
 """How often one looks whether a worker hangs in what was broken, and how often in a row it must."""
 HANGS = (
     "A collective hangs although its connections are closed. This worker's process ends, so that a "
-    "fresh engine can take its place."
+    "new engine can replace it."
 )
 Phase = Literal["before", "ready", "cut", "past"]
 """Where a worker stands: before or past a training; or in one, cut off from the others; or at its
@@ -176,7 +176,7 @@ class Membership:
             try:
                 while True:
                     if self._may_leave:
-                        raise RunStopped("The others go on without this worker.")
+                        raise RunStopped("The others continue without this worker.")
                     if self.stale:
                         assert self._latest is not None, "what is stale has a successor"
                         self.generation, self.stale = self._latest.generation, False

@@ -55,21 +55,21 @@ def leave_when(source: Source, every_s: float = EVERY_S) -> None:
     global _watch
     if not (callable(source) or isinstance(source, (str, os.PathLike))):
         raise PlanError(
-            "What says that this host goes away?",
+            "source must be a path or a function.",
             seen=type(source).__name__,
             allowed="the path of a file, or a function that returns None or the seconds left",
             code="WB-PLAN-328",
         )
     if isinstance(every_s, bool) or not isinstance(every_s, (int, float)) or not every_s > 0:
         raise PlanError(
-            "How often is a notice looked for?",
+            "every_s must be a number of seconds.",
             seen=every_s,
             allowed="a number of seconds greater than 0",
             code="WB-PLAN-329",
         )
     if _departure is None:
         raise RunError(
-            "wb.leave_when was called where no worker is.",
+            "wb.leave_when must be called on a worker.",
             allowed="a cell under %%distributed, or a job's script",
             next_step="put it into the cell that trains, above wb.fit",
             code="WB-RUN-150",
@@ -103,7 +103,7 @@ class Watch:
                 found, text = None, f"{type(error).__name__}: {error}"
                 if text != told:
                     told = text
-                    os.write(2, f"wb.leave_when: no answer ({text}); asked again.\n".encode())
+                    os.write(2, f"wb.leave_when: no answer ({text}); asking again.\n".encode())
             if found is not None and found is not False:
                 self._hear(Notice(f"notice: {self._reason}", _seconds(found), host=True))
                 return

@@ -110,7 +110,7 @@ class Window:
     def _open(self, step: int) -> bool:
         if step >= self.stop:  # several steps at a time (steps_per_execution) passed over it
             self._done = True
-            self._note(f"No profile: no step between {self.start} and {self.stop} began by itself.")
+            self._note(f"No profile: no step from {self.start} to {self.stop} began separately.")
             return False
         try:
             profiler = self._make()
@@ -144,7 +144,7 @@ class Window:
             folder, ours = (where or self.path).parent, cluster_env.folder()
             brought = ours is not None and folder.is_relative_to(ours)  # its path is the host's
             self._note(
-                f"Profile of {steps}, a file for each rank (run.profiles; ui.perfetto.dev opens "
+                f"Profile of {steps}, one file per rank (run.profiles; ui.perfetto.dev opens "
                 f"them){'' if brought else f': {folder}'}"
             )
 
@@ -173,7 +173,7 @@ def gate(spec: RunSpec, note: Callable[[str], object]) -> Gate:
     module = importlib.import_module(f"workbench.engine.{spec.framework}.support")
     folder = run_folder(spec.run_dir, spec.run_id)
     if folder is None:
-        note("Nothing is profiled: this engine is on a machine from which no files are brought.")
+        note("No profile: this engine is on a machine from which Workbench copies no files.")
         return Gate()
     path = folder / PROFILES / _name(spec)
     start, stop = spec.profile
@@ -205,9 +205,9 @@ def check_profile(run: RunContext, total_steps: int) -> None:
     if run.spec.profile and run.spec.profile[0] >= run.trained + total_steps:
         start, stop = run.spec.profile
         raise FitError(
-            "--profile asks for steps that this training does not have.",
+            "--profile names steps that this training does not have.",
             seen=f"{start}:{stop} of {total_steps} steps",
             allowed=f"0 to {total_steps}",
-            next_step=f"--profile {max(0, total_steps - 5)}:{total_steps}",
+            next_step=f"use --profile {max(0, total_steps - 5)}:{total_steps}",
             code="WB-FIT-013",
         )

@@ -82,8 +82,8 @@ def fit(
     needed = {"model": model, "data": data, "optimizer": optimizer}
     if missing := [name for name, value in needed.items() if value is None]:
         raise FitError(
-            f"wb.fit was not given {' or '.join(missing)}.",
-            next_step="wb.fit(model, data, loss=..., optimizer=..., batch_size=...)",
+            f"wb.fit needs {' and '.join(missing)}.",
+            next_step="call wb.fit(model, data, loss=..., optimizer=..., batch_size=...)",
             code="WB-FIT-005",
         )
     used = {
@@ -171,7 +171,7 @@ def _sources(
     fit_arguments.check_batch(source.batch_size, context)
     if source.steps_per_epoch is None and counts.steps is None:
         raise FitError(
-            "The data has no length, so an epoch has no end.",
+            "steps is missing: the data has no length, so an epoch has no end.",
             seen=type(data).__name__,
             next_step="pass steps=1000",
             code="WB-FIT-006",

@@ -261,11 +261,11 @@ class Training:
         for name in ("batch_size", "per_epoch"):
             if about[name] != batches[name]:
                 raise FitError(
-                    "The checkpoint was taken with other batches, so its place in the data is not "
-                    "one in these.",
+                    "The checkpoint was saved with other batches, so its place in the data does "
+                    "not exist in these.",
                     seen=f"{name} {batches[name]}",
                     allowed=f"{name} {about[name]}",
-                    next_step="go on with the same data and batch size",
+                    next_step="continue with the same data and batch size",
                     code="WB-FIT-067",
                 )
         self.first = int(about["step"])

@@ -36,7 +36,7 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise FitError(
-            f"wb.log takes numbers; {name} is none.",
+            f"wb.log takes only numbers, and {name} is not a number.",
             seen=type(value).__name__,
             next_step=f"pass {name}=float(...)",
             code="WB-FIT-008",

@@ -144,7 +144,7 @@ class Regrouping:
         if why_not := self._why_not(strategy):
             if membership.waits:
                 raise RunError(
-                    "A worker cannot be let in to this training.", seen=why_not, code="WB-RUN-137"
+                    "A worker cannot join this training.", seen=why_not, code="WB-RUN-137"
                 )
             self._tell_why_not(why_not)
             return
@@ -158,7 +158,7 @@ class Regrouping:
         place = self._membership.place
         self.context.emit(events.Standing(rank=place, phase="apart", why=why_not))
         if self.context.spec.rank == 0:
-            text = f"If a worker dies this training cannot go on without a restart: {why_not}."
+            text = f"If a worker dies, this training can only continue by a restart: {why_not}."
             self.context.emit(events.Noted(rank=0, text=text))
 
     def withdraw(self, why_not: str) -> None:
@@ -170,19 +170,19 @@ class Regrouping:
     def _why_not(self, strategy: Strategy) -> str:
         training = self._training
         if not strategy.regroups:
-            return f"{self.context.spec.strategy} keeps more than copies"
+            return f"{self.context.spec.strategy} keeps state that is not a copy on each worker"
         if why_not := strategy.bound():
             return why_not
         if training.base:
-            return "it is not the first of its cell"
+            return "it is not the first training of its cell"
         if why_not := training.why_not():
             return why_not
         if training.source.samples is None:
-            return "its data is a stream, in which nobody can go back"
+            return "its data is a stream, which cannot go back"
         try:
             format_of(self.context).packed([strategy.handed_over(), training.place()])
         except FitError as error:
-            return f"its state cannot be handed over ({error.seen})"
+            return f"its state cannot be sent to another worker ({error.seen})"
         return ""
 
     def _break_out(self, strategy: Strategy) -> None:
@@ -318,7 +318,7 @@ class Regrouping:
         self._complete(strategy, about, spec.rank)
         at = [tuple(one["at"]) for one in about]
         if max(at) == NOWHERE:
-            raise RunError("Nobody is there who has what was trained.", code="WB-RUN-139")
+            raise RunError("No worker with the trained state is left.", code="WB-RUN-139")
         best = max(at)
         self._together, self.lags = best[0], False
         behind = [rank for rank, one in enumerate(at) if _lacks(strategy, one, best)]

@@ -181,7 +181,7 @@ def dirichlet_shards(labels: NDArray[Any], workers: int, alpha: float, seed: int
         if all(len(shard) for shard in shards):
             return shards
     raise FitError(
-        "With so much skew some worker is left without a sample.",
+        "skew is so strong that some worker has no sample.",
         seen=f"skew={alpha:g}, {len(labels)} samples of {len(np.unique(labels))} classes over "
         f"{workers} workers",
         next_step="raise skew, or use fewer workers",

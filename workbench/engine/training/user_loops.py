@@ -83,19 +83,20 @@ def _prepare_another(
             seen="a second wb.prepare with a loader or keep="
             if loader is not None or keep
             else "wb.prepare after wb.fit",
-            allowed="one loop in a cell; its loader and keep= go with the first wb.prepare",
-            next_step="wb.prepare(model, optimizer) for the loop's other models; a second loop "
-            "goes into a cell of its own",
+            allowed="one loop in a cell; its loader and keep= belong in the first wb.prepare",
+            next_step="use wb.prepare(model, optimizer) for the loop's other models; put a second "
+            "loop into its own cell",
             code="WB-FIT-009",
         )
     module = check_pair(context, model, optimizer)
     saved = context.spec.checkpoint or context.spec.resume
     if saved and not all(any(k is each for k in context.kept) for each in (model, optimizer)):
         raise FitError(
-            "A checkpoint would not hold this model: it has the first pair, and what keep= names.",
+            "A checkpoint would not hold this model: it holds only the first pair and keep=.",
             seen="--checkpoint with several models",
             allowed="all models and optimizers of the loop in the first call's keep=",
-            next_step="wb.prepare(first, first_optimizer, loader, keep=[other, other_optimizer])",
+            next_step="call wb.prepare(first, first_optimizer, loader, keep=[other, "
+            "other_optimizer])",
             code="WB-FIT-010",
         )
     another: tuple[Any, Any] = context.strategy.wrap_another_loop(module, optimizer)
@@ -127,10 +128,10 @@ def check_kept(keep: Sequence[Any]) -> tuple[Any, ...]:
     for thing in keep:
         if not all(callable(getattr(thing, n, None)) for n in ("state_dict", "load_state_dict")):
             raise FitError(
-                "A checkpoint cannot keep this.",
+                "keep= must name objects with a state.",
                 seen=type(thing).__name__,
                 allowed="objects with state_dict and load_state_dict, as schedulers are",
-                next_step="wb.prepare(model, optimizer, loader, keep=[scheduler])",
+                next_step="call wb.prepare(model, optimizer, loader, keep=[scheduler])",
                 code="WB-FIT-011",
             )
     return tuple(keep)
@@ -146,7 +147,7 @@ def check_pair(context: RunContext, model: Any, optimizer: Any, source: Any = No
     module = support.build_module(model)
     if not hasattr(optimizer, "param_groups"):
         raise FitError(
-            "An own loop needs a built optimizer.",
+            "Your own loop needs a built optimizer.",
             seen=type(optimizer).__name__,
             next_step="optimizer = torch.optim.SGD(model.parameters(), 0.1)",
             code="WB-FIT-012",
@@ -196,8 +197,8 @@ def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
     framework = context.spec.framework
     if context.spec.checkpoint or context.spec.resume:
         raise FitError(
-            "Checkpoints of a loop that distributes itself are its own affair: only it knows what "
-            "lies where.",
+            "--checkpoint cannot be used with a loop that distributes itself: only the loop knows "
+            "where its state is.",
             seen="--checkpoint with wb.watch",
             allowed="--checkpoint with wb.fit or wb.prepare",
             next_step="leave --checkpoint out and save in the loop, or use wb.prepare",
@@ -205,7 +206,7 @@ def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
         )
     if importlib.util.find_spec(f"workbench.strategies.{framework}.parts.watched") is None:
         raise FitError(
-            f"wb.watch is not needed for {framework}: loops there are recorded by themselves.",
+            f"wb.watch is not needed for {framework}: its loops are recorded automatically.",
             next_step="leave it out; reduce the gradients with strategy.run and the optimizer",
             code="WB-FIT-069",
         )

@@ -50,7 +50,7 @@ def address_in(spec: RunSpec) -> str:
     if spec.address:
         return spec.address
     raise ClusterError(
-        "The engine was not told by which address other hosts reach it.",
+        "The engine does not know the address by which other hosts reach it.",
         seen=spec.run_id,
         next_step="%cluster restart",
         code="WB-CLUSTER-074",
@@ -155,7 +155,7 @@ def look_up(store: Store, server: int, role: str = "link") -> dict[str, Any]:
         return json.loads(store.get(f"{role}/{server}"))  # type: ignore[no-any-return]
     except RuntimeError as error:  # torch's stores raise subclasses of it
         raise LinkError(
-            f"Server s{server} did not come up.", seen=str(error).splitlines()[0], code="WB-RUN-012"
+            f"Server s{server} did not start.", seen=str(error).splitlines()[0], code="WB-RUN-012"
         ) from error
 
 

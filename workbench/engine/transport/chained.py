@@ -176,11 +176,11 @@ class ChainedLink(Link):
             raise error
         if copy is None:
             raise LinkError(
-                f"{error.felt}: both servers that held a part of the parameters are gone, "
+                f"{error.felt}: both servers with a part of the parameters have died, "
                 f"{gone.name} last.",
                 felt=error.felt,
                 next_step="%cluster restart, and run the cell again; with --checkpoint the run "
-                "goes on from its last checkpoint by itself",
+                "continues from its last checkpoint automatically",
                 code="WB-RUN-140",
             ) from error
         self._link, self._copy = copy, None

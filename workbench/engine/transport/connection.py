@@ -79,9 +79,9 @@ def closed(peer: str) -> LinkClosedError:
     """Return the error for a link whose other end is gone."""
     felt = "Connection closed by peer"
     return LinkClosedError(
-        f"{felt}: {peer} is gone.",
+        f"{felt}: {peer} has ended.",
         felt=felt,
-        next_step="its own error says why; %cluster logs shows what it wrote",
+        next_step="read its own error; %cluster logs shows its output",
         code="WB-RUN-020",
     )
 
@@ -90,9 +90,9 @@ def ended(peer: str) -> LinkError:
     """Return the error for another worker that exchanges nothing any more."""
     felt = "Connection closed by peer"
     return LinkError(
-        f"{felt}: {peer} takes no further part, though this worker's loop goes on.",
+        f"{felt}: {peer} has stopped taking part, but this worker's loop continues.",
         felt=felt,
-        next_step="its own error says why; if it shows none, its loop was shorter: let all ranks "
+        next_step="read its own error; if it shows none, its loop was shorter: let all ranks "
         "take the same number of steps",
         code="WB-RUN-021",
     )
@@ -113,7 +113,7 @@ def unpack_head(head: bytes, peer: str) -> tuple[int, int]:
     magic, header_bytes, payload_bytes = _HEAD.unpack(head)
     if magic != _MAGIC or header_bytes > MAX_HEADER_BYTES:
         raise LinkError(
-            f"{peer} sent something that is no message.", seen=head.hex(), code="WB-RUN-022"
+            f"{peer} sent data that is not a message.", seen=head.hex(), code="WB-RUN-022"
         )
     return header_bytes, payload_bytes
 
@@ -146,7 +146,7 @@ def room_for(message: Message, peer: str) -> memoryview:
         return np.empty(message.size_bytes, np.uint8).data
     except MemoryError:
         raise LinkError(
-            f"{peer} announced a payload for {message.kind!r} that there is no memory for.",
+            f"{peer} announced a payload for {message.kind!r} that does not fit the memory.",
             seen=f"{message.size_bytes} bytes",
             code="WB-RUN-024",
         ) from None
@@ -290,11 +290,11 @@ def prove_worker(sock: socket.socket, key: bytes, rank: int) -> None:
         proof = _exactly(sock, _PROOF_BYTES)
     except OSError as error:
         raise LinkError(
-            "The server did not let this worker in.", seen=str(error), code="WB-RUN-014"
+            "The server refused this worker.", seen=str(error), code="WB-RUN-014"
         ) from error
     if not hmac.compare_digest(proof, _proof(key, b"server", name, theirs, mine)):
         raise LinkError(
-            "What answers at the server's address does not know the run's key.", code="WB-RUN-015"
+            "The process at the server's address does not know the run's key.", code="WB-RUN-015"
         )
     sock.settimeout(None)
 

@@ -31,9 +31,7 @@ LOOK_S = 0.05
 def called_off() -> LinkError:
     """Return the error of a donor whose receivers will not all come."""
     felt = "Connection closed by peer"
-    return LinkError(
-        f"{felt}: a worker that was to take over is gone.", felt=felt, code="WB-RUN-136"
-    )
+    return LinkError(f"{felt}: a worker that was joining has ended.", felt=felt, code="WB-RUN-136")
 
 
 class Donor:

@@ -96,7 +96,7 @@ class Doorway:
         except TimeoutError as error:
             missing = sorted(set(awaited) - set(sockets))
             raise LinkError(
-                "Workers of this host did not connect.", seen=missing, code="WB-RUN-016"
+                "Some workers of this host did not connect.", seen=missing, code="WB-RUN-016"
             ) from error
         other = prove_server(sock, key)
         if other is None or other not in awaited or other in sockets:
@@ -271,6 +271,6 @@ def _silent(rank: int) -> LinkError:
     return LinkError(
         f"Worker {rank} has not answered.",
         seen=f"{SILENCE_S} s",
-        next_step="%cluster stacks shows where it is",
+        next_step="look at %cluster stacks, which shows where it is",
         code="WB-RUN-018",
     )
