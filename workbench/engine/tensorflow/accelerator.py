@@ -48,7 +48,7 @@ MASK, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 
 GREEDY = (
-    "TensorFlow had started before this run and takes nearly all memory of {gpus}, until the "
+    "TensorFlow had started before this run and takes nearly all memory of {gpus} until the "
     "engine ends: %cluster restart."
 )
 
@@ -103,10 +103,10 @@ def names(devices: Sequence[str]) -> list[str]:
         return [f"CPU:{number}" for number in range(len(devices))]
     if len(set(devices)) < len(devices):
         raise ClusterError(
-            "TensorFlow takes a GPU for one replica only.",
+            "In TensorFlow each replica needs its own GPU.",
             seen=", ".join(devices),
             allowed="a GPU for each replica",
-            next_step=f"-n {len(set(devices))}, or %cluster start --devices cpu",
+            next_step=f"use -n {len(set(devices))}, or %cluster start --devices cpu",
             code="WB-CLUSTER-049",
         )
     return [f"{_type(device)}:{number}" for number, device in enumerate(devices)]
@@ -153,7 +153,7 @@ def check(devices: Sequence[str]) -> None:
         before = _process.called.get(number, _number(device))
         if before != _number(device):
             raise EngineSpentError(
-                "TensorFlow has used another GPU on this engine before, and cannot change that.",
+                "TensorFlow used another GPU on this engine before, and cannot change that.",
                 seen=f"{_type(device)}:{number} is GPU {before}",
                 allowed=f"GPU {_number(device)}",
                 next_step="%cluster restart",

@@ -71,7 +71,7 @@ class StreamSource(Source):
             yield Share(slice_batch(batch, *held), stop - start, total, step, epoch)
         if empty:
             raise FitError(
-                "The data set gave no sample.", seen=type(self.data).__name__, code="WB-FIT-031"
+                "The data set returned no sample.", seen=type(self.data).__name__, code="WB-FIT-031"
             )
 
     def _batches(self) -> Iterator[Any]:
@@ -99,7 +99,7 @@ def batch_length(batch: Any) -> int:
     leaves = tf.nest.flatten(batch)
     if not leaves or not np.ndim(leaves[0]):
         raise FitError(
-            "A batch without an array cannot be counted.",
+            "A batch must contain an array, so that its samples can be counted.",
             seen=type(batch).__name__,
             code="WB-FIT-032",
         )
@@ -125,7 +125,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
     """
     if _of_torch(data):
         raise FitError(
-            "The data is PyTorch's, and this is a TensorFlow run.",
+            "PyTorch data cannot be used in a TensorFlow run.",
             seen=f"{type(data).__module__}.{type(data).__name__}",
             allowed=KINDS,
             next_step="pass arrays: (x.numpy(), y.numpy()), or wb.data.digits(..., arrays=True)",
@@ -140,7 +140,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
         return StreamSource(data, size, len(data))
     if batch_size is None:
         raise FitError(
-            "How many samples make a step was not said.",
+            "batch_size is missing.",
             allowed="a whole number of samples over all workers",
             next_step="pass batch_size=64",
             code="WB-FIT-034",
@@ -155,10 +155,10 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if not indexed or isinstance(data, (str, bytes, Mapping, tuple, list)) or _is_array(data):
         raise FitError(
-            "The data was not understood.",
+            "data is of a kind that wb.fit cannot read.",
             seen=type(data).__name__,
             allowed=KINDS,
-            next_step="wb.fit(model, (x, y), ...)",
+            next_step="use wb.fit(model, (x, y), ...)",
             code="WB-FIT-036",
         )
     _not_empty(len(data), data)
@@ -171,7 +171,7 @@ def _from_dataset(data: tf.data.Dataset, batch_size: int | None) -> StreamSource
         _same_batch(made, batch_size)
     elif batch_size is None:
         raise FitError(
-            "The tf.data set has no batches, and no batch size was given.",
+            "batch_size is missing: the tf.data set has no batches.",
             next_step="pass batch_size=64, or data.batch(64)",
             code="WB-FIT-037",
         )
@@ -197,7 +197,7 @@ def batched(data: Any) -> int | None:
 def _same_batch(made: int, asked: int | None) -> None:
     if asked not in (None, made):
         raise FitError(
-            "The data set has its batches made already, of another size.",
+            "batch_size differs from the size of the batches that the data set already has.",
             seen=f"batches of {made}, batch_size={asked}",
             next_step=f"leave batch_size out, or batch the data set by {asked}",
             code="WB-FIT-039",
@@ -227,7 +227,7 @@ def divisible(loader: Any, *, seed: int) -> Source:
         FitError: Always.
     """
     raise FitError(
-        "Under TensorFlow a loop divides its data by itself.",
+        "A TensorFlow loop divides its data itself: wb.prepare takes no loader.",
         seen=type(loader).__name__,
         next_step="strategy.experimental_distribute_dataset(data)",
         code="WB-FIT-041",

@@ -24,7 +24,7 @@ def build_module(model: Any) -> Any:
     if isinstance(built, keras.Model) and not isinstance(model, type):
         return built
     raise FitError(
-        "The model is no Keras model.",
+        "The model is not a Keras model.",
         seen=foreign(built)
         or (f"class {model.__name__}" if isinstance(model, type) else type(built).__name__),
         allowed="a keras.Model, or a function without arguments that returns one",
@@ -52,7 +52,7 @@ def check_optimizer(optimizer: Any, model: Any) -> None:
         isinstance(optimizer, keras.optimizers.Optimizer) or callable(optimizer)
     ):
         raise FitError(
-            "The optimizer was not understood.",
+            "optimizer is neither a Keras optimizer nor a function.",
             seen=optimizer,
             allowed="a keras.optimizers.Optimizer, or a function of the variables that returns one",
             next_step="optimizer=keras.optimizers.SGD(0.1)",
@@ -68,7 +68,7 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
         float(scheduler(0))
     except Exception as error:
         raise FitError(
-            "In TensorFlow a scheduler is a function of the step that returns the learning rate.",
+            "scheduler must be a function of the step that returns the learning rate.",
             seen=f"scheduler(0) raised {type(error).__name__}: {error}",
             allowed="a function of the step, or one of keras.optimizers.schedules",
             next_step="scheduler=keras.optimizers.schedules.ExponentialDecay(0.1, 100, 0.9)",

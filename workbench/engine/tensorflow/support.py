@@ -65,7 +65,7 @@ LOGICAL_DEVICES = 8
 """Logical CPU devices that an engine has at least."""
 
 MADE_ANEW = (
-    "TensorFlow had started with {before} this run needs, so it was made anew with {devices}: "
+    "TensorFlow had started with {before} this run needs, so it was restarted with {devices}: "
     "tensors, variables and models of earlier cells can no longer be used on this engine."
 )
 
@@ -91,7 +91,7 @@ def setup(spec: RunSpec) -> None:
     """
     if keras.backend.backend() != "tensorflow":
         raise ClusterError(
-            "Keras computes with another framework on this engine.",
+            "Keras uses another framework on this engine.",
             seen=f"KERAS_BACKEND={keras.backend.backend()}",
             allowed="tensorflow",
             next_step="set os.environ['KERAS_BACKEND'] = 'tensorflow', then %cluster restart",
@@ -99,7 +99,7 @@ def setup(spec: RunSpec) -> None:
         )
     if spec.mode == "run" and os.environ.get("TF_CONFIG"):
         raise ClusterError(
-            "TF_CONFIG is set already; here a run finds its devices and workers by itself.",
+            "TF_CONFIG must not be set: a run finds its devices and workers itself.",
             seen=os.environ["TF_CONFIG"],
             allowed="no TF_CONFIG",
             next_step="del os.environ['TF_CONFIG'] in a %%distributed cell, then run this one",
@@ -296,9 +296,9 @@ _OUTSIDE = (
 )
 _CAUSES = {
     "cannot be modified after being initialized": "this engine's devices were set before the cell: "
-    f"{LOGICAL_DEVICES} logical CPU devices or more. Say how many replicas with -n instead.",
-    "AddN must have the same size and shape": "the replicas were given shares of different size, "
-    "and something was added up that has a row per sample. Drop the smaller last batch with "
+    f"{LOGICAL_DEVICES} logical CPU devices or more. Set the number of replicas with -n instead.",
+    "AddN must have the same size and shape": "the replicas have shares of different size, and "
+    "something with one row per sample was added up. Drop the smaller last batch with "
     "data.batch(64, drop_remainder=True).",
     "optimizer can only optimize Tensors": "a PyTorch optimizer was made for a Keras model; pass "
     "one of keras.optimizers.",
@@ -415,7 +415,7 @@ class TensorFlowProfiler:
                 return None
             found = sorted(Path(self._folder).rglob("*.xplane.pb"))
             if not found:
-                raise RunError("TensorFlow's profiler has written nothing.", code="WB-RUN-028")
+                raise RunError("TensorFlow's profiler wrote nothing.", code="WB-RUN-028")
             shutil.copyfile(found[0], path.with_suffix(".xplane.pb"))
             path.write_text(json.dumps({"traceEvents": list(_events(found[0]))}))
             return path
@@ -450,7 +450,7 @@ def _protocol() -> Any:
         with contextlib.suppress(ImportError):
             return importlib.import_module(f"{package}.xplane_pb2")
     raise RunError(
-        "This TensorFlow does not bring the protocol of its profiles.", code="WB-RUN-029"
+        "This TensorFlow does not include the protocol of its profiles.", code="WB-RUN-029"
     )
 
 

@@ -187,7 +187,7 @@ class StreamSource(Source):
             yield Share(slice_batch(data, *kept, total), stop - start, total, step, epoch)
         if empty:
             raise FitError(
-                "The data set gave no sample.",
+                "The data set returned no sample.",
                 seen=type(self.loader.dataset).__name__,
                 code="WB-FIT-048",
             )
@@ -208,7 +208,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
         return _from_loader(undivided(data), batch_size, seed)
     if batch_size is None:
         raise FitError(
-            "How many samples make a step was not said.",
+            "batch_size is missing.",
             allowed="a whole number of samples over all workers",
             next_step="pass batch_size=64",
             code="WB-FIT-049",
@@ -235,7 +235,7 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> 
     size = batch_size or loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if not isinstance(size, int):
         raise FitError(
-            "The loader does not say how many samples make a batch.",
+            "The DataLoader must have a batch_size.",
             seen=type(loader.batch_sampler or loader.sampler).__name__,
             next_step="give the DataLoader a batch_size",
             code="WB-FIT-051",
@@ -246,7 +246,7 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> 
         return StreamSource(loader, size)
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
         raise FitError(
-            "A loader with a batch_sampler of its own cannot be divided over workers.",
+            "A DataLoader with its own batch_sampler cannot be divided over workers.",
             seen=type(loader.batch_sampler).__name__,
             next_step="give the DataLoader batch_size and sampler instead",
             code="WB-FIT-052",
@@ -268,7 +268,7 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> 
         order = Order(len(sampler), size, _sampled(sampler, seed), loader.drop_last)
     if not order.steps_per_epoch:
         raise FitError(
-            "The loader drops its only batch: it is smaller than the batch size.",
+            "The loader drops its only batch, which is smaller than the batch size.",
             seen=f"{order.samples} samples, batch size {size}, drop_last=True",
             code="WB-FIT-053",
         )
@@ -347,10 +347,10 @@ def _not_empty(length: int, data: Any) -> None:
 
 def _unknown(data: Any) -> FitError:
     return FitError(
-        "The data was not understood.",
+        "data is of a kind that wb.fit cannot read.",
         seen=type(data).__name__,
         allowed=KINDS,
-        next_step="wb.fit(model, (x, y), ...) or wb.fit(model, wb.data.digits('train'), ...)",
+        next_step="use wb.fit(model, (x, y), ...) or wb.fit(model, wb.data.digits('train'), ...)",
         code="WB-FIT-055",
     )
 
@@ -363,7 +363,7 @@ def divisible(loader: Any, *, seed: int) -> Source:
     """
     if not isinstance(loader, DataLoader):
         raise FitError(
-            "The loader is no DataLoader.",
+            "The loader is not a DataLoader.",
             seen=type(loader).__name__,
             allowed="a torch.utils.data.DataLoader with a batch_size",
             code="WB-FIT-056",
@@ -395,7 +395,7 @@ def batch_length(data: Any) -> int:
         if tensor.dim():
             return len(tensor)
     raise FitError(
-        "A batch without a tensor cannot be counted.",
+        "A batch must contain a tensor, so that its samples can be counted.",
         seen=type(data).__name__,
         next_step="let the collate function return tensors whose first dimension is the batch",
         code="WB-FIT-045",
@@ -469,17 +469,17 @@ def labels(source: Source) -> NDArray[np.int64]:
         target = _fetched(source)
     else:
         raise FitError(
-            "A stream cannot be dealt out by class: its samples have no index.",
+            "skew cannot be used with a stream, whose samples have no index.",
             seen=type(source).__name__,
-            next_step="leave out -o skew, or use a data set with an index",
+            next_step="remove -o skew, or use a data set with an index",
             code="WB-FIT-057",
         )
     if target is None or target.dim() != 1 or target.is_floating_point():
         raise FitError(
-            "skew deals samples out by their class, and these have none.",
+            "skew distributes samples by their class, and these samples have none.",
             seen="no pairs (x, y)" if target is None else f"y of {target.dtype}, {target.dim()}-d",
             allowed="pairs (x, y) with y one whole number per sample",
-            next_step="leave out -o skew",
+            next_step="remove -o skew",
             code="WB-FIT-058",
         )
     return target.cpu().numpy().astype(np.int64)

@@ -141,7 +141,7 @@ def ensure_group(spec: RunSpec) -> None:
         destroy_group()
     if dist.is_initialized():
         raise EngineSpentError(
-            "A process group of before does not go.",
+            "An earlier process group could not be ended.",
             seen=f"rank {dist.get_rank()} of {dist.get_world_size()}",
             code="WB-CLUSTER-055",
         )
@@ -240,7 +240,7 @@ def _connect_store(spec: RunSpec) -> Any:
     global _store_port
     if spec.store is None:
         raise ClusterError(
-            "The engine was not told where the store is.", seen=spec.run_id, code="WB-CLUSTER-030"
+            "The engine does not know where the store is.", seen=spec.run_id, code="WB-CLUSTER-030"
         )
     host, port = spec.store
     _store_port = port  # an interrupt breaks the connection to it while it is being made, too
@@ -253,7 +253,7 @@ def _connect_store(spec: RunSpec) -> Any:
         raise ClusterError(
             "The store in which workers meet does not answer.",
             seen=f"{host}:{port}",
-            next_step="run the cell again; where that does not help, %cluster restart",
+            next_step="run the cell again; if that does not help, %cluster restart",
             code="WB-CLUSTER-031",
         ) from error
     store.set_timeout(STORE_TIMEOUT)
@@ -457,9 +457,9 @@ class Updates:
             time.sleep(accelerator.POLL_S)
         if self._aborted.is_set():
             raise ClusterError(
-                "This step's collectives were ended before they were done.",
+                "This step's collectives were ended before they had finished.",
                 seen="half-summed gradients",
-                next_step="nothing of them was used; run the cell again",
+                next_step="run the cell again; none of these sums was used",
                 code="WB-CLUSTER-054",
             )
 
@@ -584,7 +584,7 @@ def _check_world(spec: RunSpec, size: int, rank: int) -> None:
     if (size, rank) == (spec.world_size, spec.rank):
         return
     raise ClusterError(
-        "init_process_group asks for another group than this cell's.",
+        "init_process_group must ask for the process group of this cell.",
         seen=f"world_size={size}, rank={rank}",
         allowed=f"world_size={spec.world_size}, rank={spec.rank} here, or neither: both are in "
         "the environment",
@@ -612,7 +612,7 @@ def _serves(spec: RunSpec, backend: str | None) -> bool:
             "The backend that init_process_group asks for does not work here.",
             seen=f"{backend} on {spec.device}",
             allowed=spec.backend,
-            next_step=f"init_process_group({spec.backend!r}), or leave the backend out",
+            next_step=f"use init_process_group({spec.backend!r}), or leave the backend out",
             code="WB-CLUSTER-033",
         )
     have = c10d.BackendConfig(c10d.Backend(c10d.get_backend_config())).get_device_backend_map()
@@ -623,6 +623,6 @@ def _tell_once(cell: _Cell) -> None:
     if cell.spec.rank == 0 and not cell.told:
         cell.told = True
         sys.stderr.write(
-            f"note: the process group is there already ({cell.spec.backend}, "
+            f"note: the process group already exists ({cell.spec.backend}, "
             f"{cell.spec.world_size} ranks); init_process_group uses it.\n"
         )

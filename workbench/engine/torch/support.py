@@ -249,7 +249,7 @@ def build_module(model: Any) -> torch.nn.Module:
         built = _joined(model())
     if isinstance(model, type) or not isinstance(built, torch.nn.Module):
         raise FitError(
-            "The model is no torch.nn.Module.",
+            "The model is not a torch.nn.Module.",
             seen=type(built).__name__ if not isinstance(model, type) else f"class {model.__name__}",
             allowed="a module, or a function without arguments that returns one",
             next_step="pass the module itself: wb.fit(model, ...)",
@@ -263,7 +263,7 @@ def build_module(model: Any) -> torch.nn.Module:
         )
     if not any(parameter.requires_grad for parameter in built.parameters()):
         raise FitError(
-            "The model has no parameter that can be trained.",
+            "The model has no trainable parameter.",
             seen=type(built).__name__,
             next_step="set requires_grad=True on some of its parameters",
             code="WB-FIT-061",
@@ -279,7 +279,7 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
         strange = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in owned]
         if strange:
             raise FitError(
-                "The optimizer holds parameters that are not the model's, so they would not train.",
+                "optimizer must hold only parameters of the model; others would not be trained.",
                 seen=f"{len(strange)} foreign parameters",
                 next_step="build it from this model, or pass a function of the parameters: "
                 "optimizer=lambda p: torch.optim.SGD(p, 0.1)",
@@ -287,7 +287,7 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
             )
     elif not callable(optimizer):
         raise FitError(
-            "The optimizer was not understood.",
+            "optimizer is neither a torch optimizer nor a function.",
             seen=optimizer,
             allowed="a torch.optim.Optimizer, or a function of the parameters that returns one",
             next_step="optimizer=lambda p: torch.optim.SGD(p, 0.1)",
@@ -301,20 +301,20 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
 
     if isinstance(scheduler, ReduceLROnPlateau):
         raise FitError(
-            "ReduceLROnPlateau needs a measured value, so it cannot be stepped by wb.fit.",
+            "ReduceLROnPlateau needs a measured value, so wb.fit cannot step it.",
             next_step="step it in a callback: on_epoch_end(epoch, logs)",
             code="WB-FIT-064",
         )
     if isinstance(scheduler, LRScheduler):
         if scheduler.optimizer is not optimizer:
             raise FitError(
-                "The scheduler steers another optimizer than the one that is trained with.",
-                next_step="scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 10)",
+                "The scheduler belongs to another optimizer.",
+                next_step="pass scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 10)",
                 code="WB-FIT-065",
             )
     elif scheduler is not None and not callable(scheduler):
         raise FitError(
-            "The scheduler was not understood.",
+            "scheduler is neither a scheduler nor a function.",
             seen=scheduler,
             allowed="a scheduler, or a function of the optimizer that returns one",
             code="WB-FIT-066",
@@ -360,23 +360,23 @@ def explain_mistake(error: BaseException) -> str | None:
         return None
     one, width = math.prod(shape[1:]), math.prod(shape) // rows
     text = (
-        f"The loss was given {rows} outputs for {samples} targets, since a view changed the number "
-        f"of samples:\n  {tuple(shape)} became ({rows}, {width})"
+        f"The loss received {rows} outputs for {samples} targets, because a view changed the "
+        f"number of samples:\n  {tuple(shape)} became ({rows}, {width})"
     )
     line = _line(frames)
     text += f" in: {line}" if line else ""
     text += (
         f"\n  one sample has {' * '.join(map(str, shape[1:]))} = {one} values there, not {width}, "
         f"so view(-1, {width}) makes {one / width:g} rows of each\n"
-        "  next: x.flatten(1), which never touches the batch"
+        "  next: use x.flatten(1), which never changes the batch dimension"
     )
     if one == 4 * width and len(shape) == 4:
         text += (
-            f", with {one} inputs for the Linear behind it; or a 2x2 max-pool before the view, "
+            f", with {one} inputs for the next Linear; or a 2x2 max-pool before the view, "
             f"which makes {shape[2]}x{shape[3]} into {shape[2] // 2}x{shape[3] // 2}"
         )
     else:
-        text += f", with {one} inputs for the Linear behind it"
+        text += f", with {one} inputs for the next Linear"
     return text
 
 
@@ -553,7 +553,7 @@ def check_closure(optimizer: Any) -> None:
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise FitError(
-            "This optimizer asks for a closure, with which it computes the loss several times in "
+            "This optimizer needs a closure, with which it computes the loss several times in "
             "one step; wb.fit computes it once.",
             seen=kind.__name__,
             allowed="an optimizer whose step needs no closure (SGD, Adam, AdamW, ...)",
@@ -616,9 +616,9 @@ def _lazy_layers(model: torch.nn.Module) -> list[str]:
 
 def _unreal(model: torch.nn.Module, seen: str) -> FitError:
     return FitError(
-        "The model has lazy layers whose shapes could not be found from the data.",
+        "The shapes of the model's lazy layers could not be derived from the data.",
         seen=seen,
         allowed="a model that takes the first part of a batch: model(x)",
-        next_step="call it once before: model(x[:1]), then train it",
+        next_step="call it once yourself, model(x[:1]), then train it",
         code="WB-FIT-047",
     )

@@ -60,7 +60,7 @@ _REFUSED = {
     "reducescatter_async": "torch.distributed.reduce_scatter_tensor",
     "sparse_allreduce_async": "hvd.allreduce(tensor.to_dense())",
     "SyncBatchNorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), on GPUs",
-    "elastic": "--on-failure with --checkpoint on the line lets a run go on after a worker's death",
+    "elastic": "--on-failure with --checkpoint: the run continues after a worker's death",
     "ProcessSet": _OTHER_GROUPS,
     "add_process_set": _OTHER_GROUPS,
     "remove_process_set": _OTHER_GROUPS,
@@ -69,8 +69,8 @@ _REFUSED = {
 }
 _LAUNCH = "%%distributed -n 4 on top of the cell, or torchrun --nproc-per-node 4 train.py"
 _PARTS = {
-    "tensorflow": "%%distributed mirrored --framework tensorflow trains with model.fit as it is",
-    "keras": "%%distributed mirrored --framework tensorflow trains with model.fit as it is",
+    "tensorflow": "%%distributed mirrored --framework tensorflow trains with unchanged model.fit",
+    "keras": "%%distributed mirrored --framework tensorflow trains with unchanged model.fit",
     "mxnet": "horovod.torch, or %%distributed parameter_server",
     "spark": "the cell itself, under %%distributed",
     "ray": "the cell itself, under %%distributed",
@@ -92,7 +92,7 @@ class Loader(importlib.abc.Loader):
         name = module.__name__.removeprefix("horovod").removeprefix(".")
         if name in _PARTS:
             raise LacksError(
-                f"Workbench has no {module.__name__}, and Horovod itself no longer builds.",
+                f"Workbench has no {module.__name__}, and Horovod itself can no longer be built.",
                 allowed="horovod.torch",
                 next_step=_PARTS[name],
                 code="WB-FIT-184",

@@ -75,9 +75,9 @@ class Bucket:
             if gradient.is_sparse:
                 if not sparse_as_dense:
                     raise FitError(
-                        "A gradient is sparse.",
+                        "A gradient is sparse, which needs sparse_as_dense=True.",
                         seen=f"shape {tuple(p.shape)}",
-                        next_step="hvd.DistributedOptimizer(..., sparse_as_dense=True)",
+                        next_step="use hvd.DistributedOptimizer(..., sparse_as_dense=True)",
                         code="WB-FIT-172",
                     )
                 gradient = gradient.to_dense()
@@ -151,7 +151,7 @@ def _check_unchanged(parameter: torch.Tensor, seen: tuple[Any, int]) -> None:
         "Gradients were changed before they were averaged over the ranks.",
         seen=f"a gradient of shape {tuple(parameter.shape)}, between backward and step",
         allowed="changes (clipping, unscaling) after optimizer.synchronize()",
-        next_step="optimizer.synchronize(), then what changes them, then "
+        next_step="call optimizer.synchronize(), then change them, then "
         "`with optimizer.skip_synchronize(): optimizer.step()`",
         code="WB-FIT-173",
     )
@@ -284,11 +284,11 @@ class Gradients:
         if left <= 0:
             self._clear()
             raise FitError(
-                "Gradients came more often than backward_passes_per_step before step().",
+                "There were more backward passes before step() than backward_passes_per_step.",
                 seen=f"backward pass {self.passes + 1} for a parameter of shape "
                 f"{tuple(parameter.shape)}",
                 allowed=f"{self.passes} before optimizer.step()",
-                next_step="backward_passes_per_step=N, where N backward passes make a step",
+                next_step="set backward_passes_per_step=N if N backward passes make a step",
                 code="WB-FIT-174",
             )
         self._left[id(parameter)] = left - 1
@@ -384,11 +384,11 @@ def refuse_averaged(model: torch.nn.Module) -> None:
     while gradients is not None:
         if gradients.run is not None and gradients.run() is current():
             raise FitError(
-                "hvd.DistributedOptimizer averages this model's gradients already, so Workbench "
-                "cannot as well.",
+                "hvd.DistributedOptimizer already averages this model's gradients, so Workbench "
+                "cannot average them too.",
                 seen="wb.prepare or wb.fit after hvd.DistributedOptimizer",
                 allowed="one of them",
-                next_step="take hvd.DistributedOptimizer out, or record the loop as it is: "
+                next_step="remove hvd.DistributedOptimizer, or record the unchanged loop: "
                 "wb.watch(model, optimizer, loader)",
                 code="WB-FIT-182",
             )

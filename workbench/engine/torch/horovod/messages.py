@@ -130,13 +130,13 @@ def synchronize(handle: Handle) -> Any:
 
 def op_of(op: Any, average: bool | None = None) -> Op:
     if op is not None and average is not None:
-        raise FitError("op= stands in the place of average=: give one of them.", code="WB-FIT-166")
+        raise FitError("op= and average= cannot be used together.", code="WB-FIT-166")
     found = Op(op) if op is not None else Sum if average is False else Average
     if found is Adasum:
         raise FitError(
             "Adasum is not supported.",
             allowed="Average, Sum, Min, Max and Product; Average and Sum for an optimizer",
-            next_step="op=hvd.Average",
+            next_step="use op=hvd.Average",
             code="WB-FIT-167",
         )
     return found
@@ -159,7 +159,7 @@ def begin(process_set: Any) -> None:
         raise FitError(
             "Process sets are not supported.",
             allowed="hvd.global_process_set: all ranks",
-            next_step="torch.distributed.new_group, for messages of some ranks",
+            next_step="use torch.distributed.new_group for messages of some ranks",
             code="WB-FIT-168",
         )
     for gradients in list(pending):
@@ -276,7 +276,7 @@ def allgather_async(
         raise FitError(
             "Tensors of different shapes cannot be gathered.",
             seen=", ".join(f"rank {at}: {shape} {kind}" for at, (shape, kind) in enumerate(shapes)),
-            allowed="the first dimension alone may differ",
+            allowed="only the first dimension may differ",
             code="WB-FIT-169",
         )
     counts = [shape[0] for shape, _ in shapes]
@@ -438,8 +438,8 @@ def join(device: int = -1) -> int:
     if size() == 1:
         return 0
     raise FitError(
-        "hvd.join is not supported: ranks must take as many steps as each other.",
-        next_step="DistributedSampler gives each rank as many samples; leave hvd.join() out",
+        "hvd.join is not supported: all ranks must take the same number of steps.",
+        next_step="remove hvd.join(); DistributedSampler gives all ranks equally many samples",
         code="WB-FIT-170",
     )
 

@@ -14,8 +14,8 @@ from ....shared import events
 from ...context import current
 
 NOTE = (
-    "horovod.torch is Workbench's own stand-in over torch.distributed, since Horovod itself no "
-    "longer builds. docs/training.md (Code written for Horovod) says what it has."
+    "horovod.torch is Workbench's replacement over torch.distributed, since Horovod itself can no "
+    "longer be built. docs/training.md (Code written for Horovod) lists what it contains."
 )
 
 
@@ -39,9 +39,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """
     if comm is not None or process_sets:
         raise FitError(
-            "hvd.init takes all ranks here.",
+            "hvd.init always uses all ranks here.",
             seen="comm=" if comm is not None else "process_sets=",
-            next_step="hvd.init(); torch.distributed.new_group makes groups of some ranks",
+            next_step="call hvd.init(); torch.distributed.new_group makes groups of some ranks",
             code="WB-FIT-163",
         )
     if not dist.is_initialized():
@@ -70,7 +70,7 @@ def _join() -> None:
         raise FitError(
             "These processes were not started by torchrun, so they cannot find each other.",
             seen=f"{launched[0]}={os.environ[launched[0]]}",
-            next_step="torchrun --nproc-per-node 4 train.py in place of horovodrun -np 4 or mpirun",
+            next_step="use torchrun --nproc-per-node 4 train.py instead of horovodrun or mpirun",
             code="WB-FIT-164",
         )
     stores: Any = dist  # the stores are there, but not declared as exported
@@ -92,7 +92,7 @@ def is_initialized() -> bool:
 def require_init() -> None:
     if not is_initialized():
         raise FitError(
-            "Horovod has not been initialized.", next_step="hvd.init()", code="WB-FIT-165"
+            "Horovod has not been initialized.", next_step="call hvd.init()", code="WB-FIT-165"
         )
 
 
