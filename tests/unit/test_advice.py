@@ -17,7 +17,7 @@ from workbench.engine.debugging.tracebacks import advice
             "torch.Size([1, 4])",
             "drop_last=True",
         ),
-        ("AttributeError: 'Sequential' object has no attribute 'module'", "write model in place"),
+        ("AttributeError: 'Sequential' object has no attribute 'module'", "write model"),
         ("AttributeError: 'Net' object has no attribute 'modules_'", None),
         (
             "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer "
@@ -39,7 +39,7 @@ from workbench.engine.debugging.tracebacks import advice
             "ResourceExhaustedError: Graph execution error: OOM when allocating tensor with shape"
             "[8192,8192] and type float on /job:localhost/replica:0/task:0/device:GPU:0 by "
             "allocator GPU_0_bfc",
-            "%cluster free gives other programs nothing back, and %cluster restart does",
+            "but %cluster restart does",
         ),
         (
             "ResourceExhaustedError: {{function_node __wrapped__MatMul}} failed to allocate memory "
