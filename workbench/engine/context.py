@@ -1,7 +1,7 @@
-"""The run an engine is taking part in: what strategies, `wb.fit` and `wb.log` are handed.
+"""The run an engine is taking part in: the context of strategies, `wb.fit` and `wb.log`.
 
-Its board is what the engines of a run say to each other before anything else connects them. A value
-that one engine posts (`RunContext.post`) goes up its control link to the kernel, which hands it to
+Its board holds what the engines of a run tell each other before they are connected. A value that
+one engine posts (`RunContext.post`) goes over its control link to the kernel, which passes it to
 every engine of the run:
 
     worker 1 -- post("address", "127.0.0.1:40123") --> kernel --> board of each engine
@@ -39,7 +39,7 @@ class Rendezvous:
         self._heard: dict[str, dict[int, Any]] = {}
 
     def hear(self, topic: str, rank: int, value: Any) -> None:
-        """Put up what an engine said; its latest word counts."""
+        """Store what an engine posted; its latest value counts."""
         with self._changed:
             self._heard.setdefault(topic, {})[rank] = value
             self._changed.notify_all()
@@ -52,13 +52,13 @@ class Rendezvous:
         timeout_s: float | None = None,
         names: Mapping[int, str] | None = None,
     ) -> dict[int, Any]:
-        """Wait until all those engines have spoken on a topic; return what they said, by rank.
+        """Wait until all these engines have posted on a topic; return the values by rank.
 
         Args:
-            names: How ranks are called in an error.
+            names: The names of ranks in an error message.
 
         Raises:
-            ClusterError: Not all of them did within `timeout_s`; says who is missing.
+            ClusterError: Not all of them did within `timeout_s`; names the missing ones.
         """
         wanted = list(ranks)
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -160,7 +160,7 @@ class RunContext:
     checkpoints: Any = None
 
     def post(self, topic: str, value: Any = True) -> None:
-        """Say something to all engines of the run (this one hears it too)."""
+        """Post a value to all engines of the run, including this one."""
         self.emit(events.Posted(rank=self.spec.rank, topic=topic, value=value))
 
     def log_memory(self, held_bytes: float) -> None:
@@ -177,18 +177,18 @@ class RunContext:
         self.links = []
 
     def break_off(self) -> None:
-        """Let waits for servers end; from any thread."""
+        """End waits for servers; from any thread."""
         for link in list(self.dialled):
             link.break_off()
 
     def workers_done(self) -> None:
-        """On a server: no worker comes any more to take another one's place; from any thread."""
+        """On a server: no worker will replace one that has left; from any thread."""
         for hub in (self.hub, self.copy_hub):
             if hub is not None:
                 hub.expect_nobody()
 
     def server_gone(self, server: int) -> None:
-        """Let waits for a server end, also where its host is silent; its copy takes over."""
+        """End waits for a server, even if its host is silent; its copy takes over."""
         for link in self.links:
             link.cut(server)
         if self.successor is not None:
@@ -227,7 +227,7 @@ def require(what: str) -> RunContext:
     """Return the run under way.
 
     Raises:
-        RunError: There is none; says which magic to put on top of the cell.
+        RunError: There is none; names the magic to put on top of the cell.
     """
     if _current is None:
         raise RunError(

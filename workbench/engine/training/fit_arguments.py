@@ -32,7 +32,7 @@ def data_module(framework: str) -> Any:
 
 
 def load_strategy(context: RunContext) -> Any:
-    """Return the cell's strategy object, or a new one in place of an earlier one."""
+    """Return the cell's strategy object, or a new one that replaces an earlier one."""
     if context.strategy is not None:
         if context.strategy.per_cell:
             return context.strategy
@@ -58,7 +58,7 @@ def check_counts(
     """Apply the line's overrides and check what comes out.
 
     Raises:
-        FitError: A count is no whole number of at least 1, a seed is negative.
+        FitError: A count is not a whole number of at least 1, or a seed is negative.
     """
     given = context.spec.overrides
     # Epochs on the line are meant, even where the cell counts in steps.
@@ -87,7 +87,7 @@ def check_counts(
 
 
 def check_batch(batch_size: int, context: RunContext) -> None:
-    """Raise FitError when some worker would never have a sample."""
+    """Raise FitError if some worker would never have a sample."""
     workers = context.spec.world_size
     if context.entry.data_parallel and batch_size < workers:
         raise FitError(
@@ -187,7 +187,7 @@ def check_extras(
 
 
 def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[str]) -> None:
-    """Raise FitError when the strategy cannot be used this way, or lacks a feature.
+    """Raise FitError if the strategy cannot be used this way, or does not support a feature.
 
     Args:
         used: Names of `catalog.FIT_FEATURES` that were asked for.
@@ -217,7 +217,7 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
 
 
 def check_sparse(entry: catalog.Strategy, model: Any) -> None:
-    """Raise FitError when layers give sparse gradients and the strategy cannot take them."""
+    """Raise FitError if layers give sparse gradients and the strategy cannot use them."""
     if "sparse_gradients" in entry.supports:
         return
     find = getattr(support(entry.framework), "sparse_layers", None)  # not every framework has any
@@ -234,7 +234,7 @@ def check_sparse(entry: catalog.Strategy, model: Any) -> None:
 
 
 def lacks_memory(entry: catalog.Strategy, model: Any) -> bool:
-    """Whether a part of a built model has no memory yet, which the strategy gives it.
+    """Whether a part of a built model has no memory yet, which the strategy will allocate.
 
     Raises:
         FitError: The strategy cannot.
@@ -257,7 +257,7 @@ def lacks_memory(entry: catalog.Strategy, model: Any) -> bool:
 
 
 def check_closure(entry: catalog.Strategy, optimizer: Any) -> None:
-    """Raise FitError when the optimizer asks for a closure, where the framework knows those."""
+    """Raise FitError if the optimizer needs a closure, in frameworks that have closures."""
     check = getattr(support(entry.framework), "check_closure", None)
     if check is not None:
         check(optimizer)
@@ -304,7 +304,7 @@ class Callbacks:
 
 
 def warn_if_trained(context: RunContext, model: Any) -> None:
-    """Warn when an earlier run trained this very module; remember that this one does."""
+    """Warn if an earlier run trained this module; remember that this run trains it."""
     earlier = _trained_in.get(model)
     this = context.spec.run_id or str(context.spec.run)
     if earlier is not None and earlier != this:

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def initialise(context: RunContext, model: Any) -> None:
-    """Give the first model that the cell trains the weights that the line names, if it names any.
+    """Give the first model of the cell the weights that the line names, if it names any.
 
-    A model that does not know its shapes yet is left alone; its strategy asks again.
+    A model that does not know its shapes yet is left unchanged; its strategy asks again.
 
     Raises:
-        PlanError: The model is of another form.
+        PlanError: The weights are of a different model.
         RunError: The weights cannot be read here.
     """
     folder, support = context.spec.init_from, fit_arguments.support(context.spec.framework)
