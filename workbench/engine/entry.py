@@ -1,15 +1,15 @@
 """Where ipyparallel enters an engine; the only engine module that knows IPython.
 
-Around each of our requests an engine says no more than somebody reads. ipykernel announces each
-request, writes it into the log, and hands both streams over to its thread three times, which takes
-longer than an empty cell. What the order of outputs rests on stays: all that a cell printed is on
-its way before `idle` is, and `idle` says that nothing more comes.
+For each of our requests an engine sends no more than is read. ipykernel announces each request,
+logs it, and passes both streams to its thread three times, which takes longer than an empty cell.
+The order of outputs is kept: everything that a cell printed is sent before `idle`, and `idle` means
+that nothing more follows.
 
-An engine that took another one's place is lent what its cell needs by one that lives. A fresh
-engine has none of what earlier cells defined. Functions, classes and data travel by value, through
-the kernel, which never looks inside.
+An engine that replaces another one borrows what its cell needs from a living engine, because it
+lacks the definitions of earlier cells. Functions, classes and data are sent by value, through the
+kernel, which never looks inside.
 
-Which frameworks this engine has imported is asked here, and another one imported beside them.
+It also reports which frameworks this engine has imported, and can import another one besides them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Makes SIGINT end a blocked collective.
 
-A gloo collective waits in C++, where a signal does not reach Python: the handler runs only when
-the call returns, which may be never. Python does write a byte to the wake-up descriptor at once,
-though. A watchdog thread reads it, gives the main thread a moment to leave by itself, and then
-shuts the group's sockets down: the collective raises and KeyboardInterrupt follows. Where that is
-not enough, the worker waits in the store for a peer that never came: then that goes too.
+A gloo collective waits in C++, where a signal does not reach Python: the handler runs only when the
+call returns, which may be never. But Python writes a byte to the wake-up descriptor at once. A
+watchdog thread reads it, gives the main thread a moment to leave by itself, and then shuts the
+group's sockets down: the collective raises and KeyboardInterrupt follows. If that is not enough,
+the worker is waiting in the store for a peer that never came; then the store's connection is shut
+down, too.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""What a job's script calls: this process joins the run that `run.json` describes.
+"""The functions that a job's script calls: this process joins the run described by `run.json`.
 
 Torchrun, a scheduler or the user has started the processes; the environment says which of them this
-is. Rank 0 starts one process more, the conductor, which is to the job what a notebook's kernel is
-to its engines: it hands out the parts, keeps the records, and agrees on a Stop.
+is. Rank 0 starts one more process, the conductor. It is to the job what a notebook's kernel is to
+its engines: it hands out the parts, keeps the records, and agrees on a Stop.
 
     rank 0 ── starts ──> conductor ── parts for all ──> rank 0
        ^                     ^                            │
        │ who, where          │ records, outcomes          │ each rank's part
     rank 1, 2, ... ──────────┴────────────────────────────┘
 
-The ranks meet in the store of torchrun's agent, or, where TF_CONFIG is set, at the first address in
-it, before TensorFlow listens there. From then on everything is as on an engine of a notebook.
+The ranks meet in the store of torchrun's agent. If TF_CONFIG is set, they meet at its first
+address, before TensorFlow listens there. After that everything is as on an engine of a notebook.
 """
 
 from __future__ import annotations
@@ -201,19 +201,19 @@ _running = False
 
 
 def run_job(script: str | os.PathLike[str]) -> None:
-    """Join the run that `run.json` beside the script describes, and end with it.
+    """Join the run that `run.json` next to the script describes, and end with it.
 
-    The script calls this first. It is then executed once more, as the cell of the run, by which
-    time this call returns at once; when it has ended, so does this process. It also returns at once
-    where multiprocessing has a process of the script's own read it (`spawn`).
+    The script calls this first. The script is then executed once more, as the cell of the run; in
+    that execution this call returns at once. When it has ended, so does this process. The call also
+    returns at once in the script's own processes of multiprocessing (`spawn`).
 
     Args:
         script: `__file__`.
 
     Raises:
-        PlanError: There is no `run.json`, it is none of ours, or the processes are not as many as
-            it asks for.
-        SystemExit: Always at the end: 0 where all went well, else 1.
+        PlanError: There is no `run.json`, it is not Workbench's, or it asks for another number of
+            processes.
+        SystemExit: Always at the end: 0 if all went well, else 1.
     """
     if _running or sys._getframe(1).f_globals.get("__name__") == "__mp_main__":
         return  # the latter: a process that the script has started, which is no rank
@@ -223,7 +223,7 @@ def run_job(script: str | os.PathLike[str]) -> None:
 
 
 def record_script(script: str | os.PathLike[str], args: Sequence[str], out: str = "") -> NoReturn:
-    """Run any training script and record its steps, with no change of its code.
+    """Run any training script and record its steps, without a change to its code.
 
     Args:
         args: The script's arguments.

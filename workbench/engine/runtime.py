@@ -1,10 +1,10 @@
 """What happens on an engine around a cell: the run is set up, the cell runs, nothing is left.
 
-Knows neither IPython nor a framework: the shell is handed in, the framework's own file
+It knows neither IPython nor a framework: the shell is passed in, and the framework's own file
 (`engine/<framework>/support.py`) is loaded by name.
 
-What the kernel is told of a cell's end is made here; and where parameters are on servers, a
-worker's links to them, and what a server does meanwhile.
+It also makes the report on a cell's end for the kernel. If parameters are on servers, it makes a
+worker's links to them, and runs a server.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""How a cell's errors are shown, as far as that differs from IPython's way.
+"""How a cell's errors are shown, if this differs from IPython's way.
 
-Frames of libraries are left out, and their number is said: a beginner looks for their own line, and
-`--traceback full` shows the others. Code that TensorFlow generated from a function of the user's is
-shown as the line they wrote.
+Frames of libraries are left out, and their number is shown: a beginner looks for their own line,
+and `--traceback full` shows the others. Code that TensorFlow generated from a user's function is
+shown as the line that the user wrote.
 
-Cells are named as the notebook names them, not by the file of this process in which their source
-lies, so that equal warnings and errors of several ranks are equal.
+Cells have the notebook's names, not those of the files with their source in this process, so that
+equal warnings and errors of several ranks are equal.
 
-IPython reads and colours the source of every frame, a third of a second each time. Where a cell is
-interrupted all its workers do so at once and the user waits for it, so an interrupt is shown in
-Python's own form: where it struck, in the cell's lines.
+IPython reads and colours the source of every frame, which takes a third of a second each time. When
+a cell is interrupted, all its workers do so at once while the user waits. So an interrupt is shown
+in Python's own form: the place where it arrived, in the cell's lines.
 
-Errors of frameworks that name the trouble but no way out get one.
+If the error of a framework does not say what to do, advice is added.
 
-Of code that a framework generated from the user's it is known which line of theirs a line is:
-TensorFlow's AutoGraph writes each function that it traces into a file, and keeps a map of its
-lines. `engine/tensorflow/support.py` hands the maps in as they are made.
+For code that a framework generated from the user's code, the user's line is known: TensorFlow's
+AutoGraph writes each function that it traces into a file, and keeps a map of its lines.
+`engine/tensorflow/support.py` passes these maps on as they are made.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def short(
     """Return a traceback that begins in the cell, in Python's own form.
 
     Args:
-        chain: Whether to show what it was raised from, too.
+        chain: Whether to show the errors from which it was raised, too.
     """
     while trace is not None and not marks.is_cell(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -78,7 +78,7 @@ def short(
 class Written:
     """A frame of code that was generated from the user's: shown as the line they wrote.
 
-    Has what IPython asks of its own records.
+    It has the attributes that IPython reads of its own records.
     """
 
     filename: str
@@ -100,11 +100,11 @@ Shown = TracebackType | Written
 def fold(trace: TracebackType | None) -> tuple[list[Shown], list[FrameType]]:
     """Divide a traceback into what the user wrote and the frames of libraries.
 
-    What stands before the cell belongs to neither. Frames of comprehensions, which Python 3.12 has
-    no more, are one with the function they stand in.
+    Frames above the cell belong to neither. Frames of comprehensions, which Python 3.12 no longer
+    has, are merged with the frame of their function.
 
     Returns:
-        Runs of the user's frames, each a traceback of its own, and those that are left out.
+        Runs of the user's frames, each as a separate traceback, and the frames that are left out.
     """
     shown: list[tuple[FrameType, int, int] | Written] = []
     left_out: list[FrameType] = []
@@ -156,7 +156,7 @@ def left_out_words(frames: Sequence[FrameType]) -> str:
 
 
 class Folding:
-    """Has an IPython shell show the user's own lines, and say how many others there are."""
+    """Makes an IPython shell show the user's own lines, and the number of the others."""
 
     def __init__(self, shell: Any) -> None:
         self.kind = KINDS[0]
@@ -184,7 +184,7 @@ class Folding:
         return records
 
     def format_record(self, record: Any) -> str:
-        """Return a record as text, without the comment that stands for the magic's line."""
+        """Return a record as text, without the comment that replaces the magic's line."""
         if isinstance(record, Written):
             return record.text()
         text: str = self._record(record)
@@ -192,7 +192,7 @@ class Folding:
         return "".join(line for line in lines if _PLACE_OF_MAGIC.match(plain(line)) is None)
 
     def format_exception(self, kind: Any, error: Any) -> list[str]:
-        """Return what is left out, and the error itself."""
+        """Return the note on left-out frames, and the error itself."""
         named = marks.name_cells if self.kind == FULL else marks.fold_text
         lines = [named(line) for line in self._last(kind, error)]
         left_out, self._left_out = self._left_out, ""
@@ -216,9 +216,9 @@ def _at_their_lines(records: list[Any], trace: TracebackType | None) -> list[Any
 
 
 def told(error: BaseException, trace: TracebackType | None) -> list[str]:
-    """Return an error of ours as it is shown: the user's lines that led to it, then what it says.
+    """Return an error of ours as it is shown: the user's lines that led to it, then its message.
 
-    Its message says what to do, so there is nothing to read in the lines around.
+    The message says what to do, so the lines around are not needed.
     """
     shown, _ = fold(trace)
     lines: list[str] = []
@@ -240,7 +240,7 @@ _PLACE_OF_MAGIC = re.compile(r"\s+1 #\s*$")
 
 
 def install(shell: Any) -> None:
-    """Show the errors of this IPython shell's cells so from now on; may be called again."""
+    """Show the errors of this IPython shell's cells in this way; may be called again."""
 
     def numbers() -> Mapping[str, int]:
         found: Mapping[str, int] = getattr(shell.compile, "_filename_map", {})
@@ -560,7 +560,7 @@ def plain(text: str) -> str:
 
 
 def advice(words: str) -> str | None:
-    """Return the next step for an error, given as `Name: message`, or None where there is none."""
+    """Return the next step for an error, given as `Name: message`, or None if none is known."""
     # Where no file is named, a DataLoader's start found no place for its semaphores.
     unnamed = re.search(r"(No space left on device|Read-only file system)\s*$", words)
     closed = _is_full(SHARED) or (os.path.isdir(SHARED) and not os.access(SHARED, os.W_OK))
@@ -612,7 +612,7 @@ def is_generated(filename: str) -> bool:
 
 
 def note(filename: str, origins: Mapping[Any, Any]) -> None:
-    """Take in AutoGraph's map of a file: `LineLocation` to `OriginInfo`."""
+    """Accept AutoGraph's map of a file: `LineLocation` to `OriginInfo`."""
     found = _lines.setdefault(filename, {})
     for place, origin in origins.items():
         found[place.lineno] = Line(
@@ -624,5 +624,5 @@ def note(filename: str, origins: Mapping[Any, Any]) -> None:
 
 
 def written_line(frame: FrameType, line: int) -> Line | None:
-    """Return the user's line that a generated one is; None where it is none of theirs."""
+    """Return the user's line from which a line was generated; None if there is none."""
     return _lines.get(frame.f_code.co_filename, {}).get(line)

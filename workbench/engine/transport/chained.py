@@ -5,13 +5,12 @@
               ..............>    server s+1    (its copy; silent while s lives)
 
 Source: van Renesse and Schneider, Chain Replication for Supporting High Throughput and
-Availability, OSDI 2004: an update is answered when the last of the chain has it, so whatever was
-answered outlives any one of them. What was asked and not answered yet is asked again at the copy,
+Availability, OSDI 2004: an update is answered when the last of the chain has it, so an answered
+update survives the death of any one of them. A request without an answer is sent again to the copy,
 under the same number: the copy knows the number of each worker's last push that counted.
 
-Both links are open from the beginning. That a server is gone shows by the end of its link, which
-the system closes with the process; where a whole host is silent, the kernel's word does it
-(`cut`).
+Both links are open from the beginning. When a server dies, the system closes its link with the
+process. When a whole host is silent, a message of the kernel ends the link (`cut`).
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class ChainedLink(Link):
     """Two links used as one: the second takes over when the other end of the first is gone.
 
     Args:
-        session: The number of the last one before; where there was one, the second link takes over
-            once all servers go on from one step (`settled`).
+        session: The number of the last session before, if there was one; the second link then takes
+            over once all servers continue from one step (`settled`).
 
     Attributes:
-        taken_over: Called with (server that is gone, server that took over, seconds that took).
+        taken_over: Called with (dead server, server that took over, seconds that this took).
     """
 
     def __init__(self, own: Link, copy: Link, session: int = 0) -> None:

@@ -6,9 +6,9 @@ Both ends of a fresh connection prove that they know the run's key; the key is n
     worker -> server   rank, nonce b, HMAC(key, "worker", rank, a, b)
     server -> worker   HMAC(key, "server", rank, a, b)
 
-Memory that two processes of one host map has no name and goes with its last user. On Linux it is a
-memfd, which needs no room in /dev/shm and is sealed against being resized; elsewhere an unlinked
-temporary file. The descriptor is handed over on a Unix socket.
+Memory that two processes of one host map has no name and is freed with its last user. On Linux it
+is a memfd, which needs no room in /dev/shm and cannot be resized; elsewhere it is an unlinked
+temporary file. The descriptor is sent over a Unix socket.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _MOST_PARTS = 512  # the system limits how many buffers one call may name
 
 
 class LinkError(RunError):
-    """A link broke, or its other end said something that makes no sense.
+    """A link broke, or its other end sent something that makes no sense.
 
     Args:
-        about: As of every error of ours.
-        felt: In short what is felt here of another one's end, who knows better why; empty where
+        about: The arguments of every Workbench error.
+        felt: The local symptom of another process's end, whose own error is the cause; empty if
             the reason may be here.
     """
 

@@ -1,12 +1,12 @@
-"""One worker hands others all that it knows, on connections of their own.
+"""One worker sends others all of its state, on separate connections.
 
     donor                                            receiver r
     listens, writes its address to the store ------> looks it up, connects
     both prove that they know the run's key (`connection.py`)
     state: JSON, then every tensor's bytes --------> into tensors of the sizes that the JSON names
 
-Nothing is unpickled. A donor that waits for a receiver looks whether others are to take part by
-now: one that died will never come.
+Nothing is unpickled. A donor that waits for a receiver checks whether the set of workers has
+changed: a receiver that died will never connect.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
     worker r   sendmsg(size, buffer) ------> recvmsg(size, buffer)   worker s
                recvmsg(size, buffer) <------ sendmsg(size, buffer)
 
-Who waits for a message reads it itself, to where it belongs: the system wakes that very thread, a
-signal interrupts it, and a peer's death ends its wait. Every message begins with its size; one that
-is not as long as what waits for it is refused before anything beyond is read.
+A worker that waits for a message reads it itself, directly into its buffer: the system wakes that
+thread, a signal interrupts it, and a peer's death ends its wait. Every message begins with its
+size; a message of another size than the buffer is refused before more of it is read.
 
-    listen     each worker, in a folder of its own that nobody else may enter
-    connect    to all workers of a lower rank, then let in those of a higher one; both ends prove
+    listen     each worker, in its own folder that nobody else may enter
+    connect    to all workers of a lower rank, then accept those of a higher one; both ends prove
                that they know the run's key (`connection.py`)
 """
 

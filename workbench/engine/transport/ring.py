@@ -3,10 +3,10 @@
     workers --> server s      its own part                       `hub`
                    |          every change of it                 `successor`
                    v
-                server s+1    the copy, on a thread of its own   `copy_hub` (workers, and server s)
+                server s+1    the copy, on its own thread        `copy_hub` (workers, and server s)
 
-A thread holds the copy, since every server waits for its successor: on a ring of servers that
-answered with the thread that waits, all would wait for each other.
+The copy has its own thread because every server waits for its successor. If the thread that waits
+also had to answer, all servers of a ring would wait for each other.
 """
 
 from __future__ import annotations
