@@ -28,7 +28,7 @@ _debugger: Debugger | None = None
 
 @contextlib.contextmanager
 def cell() -> Iterator[None]:
-    """Surround a cell: release the frames kept of the last one, then keep this one's."""
+    """Surround a cell: remove what a debugger left of the last one, and then of this one."""
     clear()
     stdin_bridge.cell_begins()
     try:

@@ -1,8 +1,8 @@
-"""Data for TensorFlow strategies: whatever the user passes, as shares of global batches.
+"""Data for TensorFlow strategies: the user's data, as shares of global batches.
 
 Shares are NumPy arrays; a strategy puts them on its devices. Arrays and map-style data sets are
 taken in the same order as under PyTorch (`engine/training/shares.py`): one seed, one order. A
-tf.data set has an order of its own, and every engine reads all of it.
+tf.data set has its own order, and every engine reads all of it.
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
 
 
 def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) -> Source:
-    """Turn what the user passed into a source.
+    """Turn the user's data into a source.
 
     Args:
         data: A tuple of arrays or tensors of equal length, a tf.data set, a PyDataset, or an
             object with a length and an index.
-        batch_size: Global batch size; None takes that of a tf.data set or PyDataset.
-        shuffle: Ignored for data that has its batches made already.
+        batch_size: Global batch size; None means that of a tf.data set or PyDataset.
+        shuffle: Ignored for data that is already divided into batches.
 
     Raises:
         FitError: It is none of these, is empty, has no batch size, or has another one.
@@ -184,7 +184,7 @@ def _from_dataset(data: tf.data.Dataset, batch_size: int | None) -> StreamSource
 
 
 def batched(data: Any) -> int | None:
-    """Return the batch size that a tf.data set was given last; None where it was given none."""
+    """Return the latest batch size of a tf.data set; None if it has none."""
     size = getattr(data, "_batch_size", None)
     if size is not None:
         return int(size)
@@ -221,7 +221,7 @@ def _not_empty(length: int, data: Any) -> None:
 
 
 def divisible(loader: Any, *, seed: int) -> Source:
-    """Refuse: own loops are divided by `strategy` itself.
+    """Refuse: users' own loops are divided by `strategy` itself.
 
     Raises:
         FitError: Always.
@@ -235,5 +235,5 @@ def divisible(loader: Any, *, seed: int) -> Source:
 
 
 def global_batch(loader: Any, workers: int) -> int | None:
-    """Return None: what a step of an own loop consumes is seen when it runs."""
+    """Return None: the samples of a step are only known when it runs."""
     return None

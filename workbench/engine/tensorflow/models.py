@@ -1,4 +1,4 @@
-"""Keras models, optimizers and schedulers as `wb.fit` is given them; weights by name."""
+"""Keras models, optimizers and schedulers as arguments of `wb.fit`; weights by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build_module(model: Any) -> Any:
 
 
 def foreign(model: Any) -> str:
-    """Return what a model of tf_keras or of PyTorch is called; empty for all others."""
+    """Return the name of a model of tf_keras or of PyTorch; empty for all others."""
     kinds = {re.split(r"[.]", cls.__module__)[0] for cls in type(model).__mro__}
     if "tf_keras" in kinds:
         return "a model of tf_keras (Keras 2)"
@@ -93,7 +93,7 @@ def weight_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def load_weights(model: Any, arrays: dict[str, Any]) -> None:
-    """Give a model weights by name, also while a step is traced; those not named stay."""
+    """Give a model weights by name, also while a step is traced; others are not changed."""
     variables, tracing = weight_names(model), not tf.executing_eagerly()
     with tf.init_scope():
         for name, array in arrays.items():
@@ -110,5 +110,5 @@ def _copies(value: Any) -> list[Any]:
 
 
 def parameter_count(model: Any) -> int:
-    """Return how many numbers the model learns."""
+    """Return how many numbers the model trains."""
     return sum(int(np.prod(variable.shape)) for variable in model.trainable_variables)

@@ -1,14 +1,14 @@
-"""Data for PyTorch strategies: whatever the user passes, as shares of global batches.
+"""Data for PyTorch strategies: the user's data, as shares of global batches.
 
 Three kinds of source, by what the data allows:
 
 - tensors: a batch is one indexing of each tensor; nothing is collated sample by sample;
 - map-style datasets and loaders over them: samples are fetched by index, in the loader's own
-  worker processes where it has some, each worker of the run fetching only its share;
+  worker processes if it has some; each worker of the run fetches only its share;
 - streams (IterableDataset): there is no index, so every worker reads the whole stream and keeps
   its slice of each global batch. The stream must give every worker the same samples.
 
-Collated batches of any nesting are counted, cut and mapped here; a source may be dealt out by class
+Collated batches of any nesting are counted, cut and mapped here; a source may be divided by class
 (`engine/training/shares.py`).
 """
 
@@ -83,9 +83,9 @@ class TensorSource(Source):
             yield Share(self._take(chosen), samples, total, step, epoch)
 
     def stay_on(self, device: str) -> None:
-        """Keep the samples on the device where they take little of it: nothing crosses in a step.
+        """Keep the samples on the device if they are small there: steps then copy nothing.
 
-        There they are indexed, so that a batch need not be brought either.
+        They are indexed there, so batches need not be copied either.
         """
         own = accelerator.of(device)
         room = own.memory()
@@ -194,11 +194,11 @@ class StreamSource(Source):
 
 
 def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) -> Source:
-    """Turn what the user passed into a source.
+    """Turn the user's data into a source.
 
     Args:
         data: A torch Dataset, a tuple of arrays or tensors of equal length, or a DataLoader.
-        batch_size: Global batch size; None takes the loader's.
+        batch_size: Global batch size; None means the loader's.
         shuffle: Ignored for a DataLoader, whose own sampler decides.
 
     Raises:
@@ -359,7 +359,7 @@ def divisible(loader: Any, *, seed: int) -> Source:
     """Return the source behind a user's loader.
 
     Raises:
-        FitError: It is no DataLoader, or cannot be divided.
+        FitError: It is not a DataLoader, or cannot be divided.
     """
     if not isinstance(loader, DataLoader):
         raise FitError(
@@ -374,13 +374,13 @@ def divisible(loader: Any, *, seed: int) -> Source:
 
 
 def undivided(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return the user's own loader, also of one that an earlier cell was handed back."""
+    """Return the user's own loader, also from one that an earlier cell received."""
     own: DataLoader[Any] = vars(loader).get("undivided", loader)
     return own
 
 
 def global_batch(loader: Any, workers: int) -> int | None:
-    """Return what one step of a loop that divides its own data consumes over all workers."""
+    """Return the samples per step, on all workers, of a loop that divides its own data."""
     size = getattr(loader, "batch_size", None)
     return size * workers if isinstance(size, int) else None
 
@@ -446,10 +446,10 @@ CHUNK = 1024
 
 
 def skewed(source: Source, workers: int, alpha: float, seed: int) -> Source:
-    """Return the source with a shard of its own for each worker; the same seed, the same shards.
+    """Return the source with a separate shard for each worker; equal seeds give equal shards.
 
     Raises:
-        FitError: The samples have no class, or cannot be told apart (a stream).
+        FitError: The samples have no class, or no index (a stream).
     """
     shards = dirichlet_shards(labels(source), workers, alpha, seed)
     dealt: Any = copy.copy(source)
@@ -461,7 +461,7 @@ def labels(source: Source) -> NDArray[np.int64]:
     """Return the class of each sample, shape (samples,).
 
     Raises:
-        FitError: The samples have no class, or cannot be told apart.
+        FitError: The samples have no class, or no index.
     """
     if isinstance(source, TensorSource):
         target = source.tensors[-1] if len(source.tensors) == 2 else None

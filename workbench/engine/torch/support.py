@@ -1,16 +1,16 @@
-"""What an engine needs to know of PyTorch: seeds, threads, names, models; the group is apart.
+"""What an engine needs to know of PyTorch: seeds, threads, names, models; without the group.
 
 Loaded by name (`engine.runtime.support`), so nothing else in the engine names the framework.
 
-Of well-known mistakes whose error says little it says what they come from, and the cure; of a model
-and its optimizer, what only some strategies can train with. It holds PyTorch's profiler for a
+It explains the cause and the cure of well-known mistakes whose error says little. It finds what
+only some strategies can train, in a model and its optimizer. It holds PyTorch's profiler for a
 window of steps.
 
-Some imports must not be cut short: half a `torch._dynamo` cannot be imported again. The first step
-of an optimizer imports it, which takes seconds in an engine that was not forked from a warm parent.
-A rank that is still at it when another one fails would be interrupted there, and every later
-optimizer of that engine would fail with it. So a run imports it at its start, all ranks before they
-meet, with interrupts held back until it is done.
+Some imports must not be interrupted: half a `torch._dynamo` cannot be imported again. The first
+step of an optimizer imports it, which takes seconds in an engine that was not forked from a warm
+parent. If another rank fails meanwhile, the import would be interrupted, and every later optimizer
+of that engine would fail. So a run imports it at its start, before the ranks meet, and holds
+interrupts back until it is done.
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ _limited: set[str] = set()
 
 
 def collective_under_way(device: accelerators.Accelerator) -> DeviceWork | None:
-    """Return the collective that a device was given and has not done; None: there is none.
+    """Return the device's unfinished collective; None: there is none.
 
-    It is read from NCCL's flight recorder, which waits for nobody. The control thread asks on the
-    device itself, or the recorder's look at its events would make a context on the first GPU.
+    It is read from NCCL's flight recorder, which never waits. The control thread asks on the device
+    itself, because the recorder's look at its events would make a context on the first GPU.
     """
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
     if dump is None or not dist.is_initialized():
@@ -132,8 +132,8 @@ def collective_under_way(device: accelerators.Accelerator) -> DeviceWork | None:
 def on_updates(watch: Any) -> Callable[[], None]:
     """Tell `watch` when an optimizer begins and ends an update; returns what ends that.
 
-    One that begins has whole gradients: on a device they are waited for, since others may have to
-    go on from what the update makes of them.
+    An update begins with complete gradients. On a device it waits for them, because others may have
+    to continue from its result.
     """
 
     def began(*unused: Any) -> None:
@@ -151,7 +151,7 @@ def on_updates(watch: Any) -> Callable[[], None]:
 
 
 def device_is_lost(spec: RunSpec) -> bool:
-    """Whether the engine's device has failed for good, or does not answer."""
+    """Whether the engine's device has failed permanently, or does not answer."""
     return accelerators.of(spec.device).is_lost(LOST_S)
 
 
@@ -162,7 +162,7 @@ def names(spec: RunSpec) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def around(run: RunContext) -> Iterator[dict[str, Any]]:
-    """Surround the cell of a training run; yields names that the cell finds besides."""
+    """Surround the cell of a training run; yields additional names for the cell."""
 
     def updated(*unused: Any) -> None:
         run.updates += 1
@@ -195,7 +195,7 @@ def save_weights(folder: Path, rank: int, arrays: dict[str, Any]) -> str:
 
 
 def explain(error: BaseException) -> str | None:
-    """Return what lies behind a well-known mistake in a cell; None for all others."""
+    """Return the cause of a well-known mistake in a cell; None for all others."""
     return explain_mistake(error)
 
 
@@ -211,10 +211,10 @@ def _joined(model: Any) -> Any:
 
 
 def sketch_module(model: Any) -> tuple[torch.nn.Module, Callable[[], torch.nn.Module] | None]:
-    """Return a model and, where a function makes it, the model's form alone and its builder.
+    """Return a model or, if a function makes it, only the model's form, and its builder.
 
-    The form lies on the `meta` device: layers, names and shapes without memory. No random number
-    is used up. A function that cannot run there (it computes with weights) builds the whole.
+    The form is on the `meta` device: layers, names and shapes without memory. No random number is
+    used. A function that cannot run there (it computes with weights) builds the whole model.
 
     Raises:
         FitError: As `build_module`.
@@ -296,7 +296,7 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
 
 
 def check_scheduler(scheduler: Any, optimizer: Any) -> None:
-    """Raise FitError unless the scheduler can be stepped once per optimizer step."""
+    """Raise FitError unless the scheduler can be stepped after each optimizer step."""
     from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
     if isinstance(scheduler, ReduceLROnPlateau):
@@ -333,13 +333,13 @@ def weight_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def load_weights(model: torch.nn.Module, arrays: dict[str, Any]) -> None:
-    """Give a model weights by name; those that are not named stay."""
+    """Give a model weights by name; others are not changed."""
     tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
     model.load_state_dict({**model.state_dict(), **tensors})
 
 
 def parameter_count(model: torch.nn.Module) -> int:
-    """Return how many numbers the model learns."""
+    """Return how many numbers the model trains."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
@@ -349,7 +349,7 @@ MOST_NODES = 10_000
 
 
 def explain_mistake(error: BaseException) -> str | None:
-    """Return what lies behind an error of a cell, or None where there is nothing to add."""
+    """Return the cause of an error of a cell, or None if there is nothing to add."""
     found = _BATCHES.search(str(error))
     if found is None:
         return None
@@ -531,7 +531,7 @@ def make(spec: RunSpec) -> TorchProfiler:
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Have a model evaluate meanwhile; layers that evaluated before (frozen BatchNorm) go on so."""
+    """Let a model evaluate meanwhile; layers that evaluated before (frozen BatchNorm) still do."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -542,10 +542,10 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def check_closure(optimizer: Any) -> None:
-    """Raise FitError when an optimizer's step cannot do without a closure.
+    """Raise FitError if an optimizer's step needs a closure.
 
     Args:
-        optimizer: An optimizer or its class; what a function will return is not known yet.
+        optimizer: An optimizer or its class; the result of a function is not known yet.
     """
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if not issubclass(kind, torch.optim.Optimizer):
@@ -575,16 +575,16 @@ def sparse_layers(model: torch.nn.Module) -> list[str]:
 def make_real(
     model: torch.nn.Module, peek: Callable[[], Any], step_fn: Callable[..., Any] | None = None
 ) -> None:
-    """Give lazy layers their shapes, by a batch of one sample; other models stay untouched.
+    """Give lazy layers their shapes, from a batch of one sample; other models are not changed.
 
     The weights are drawn here, before the strategy begins, from the seed that all ranks share.
 
     Args:
-        peek: Returns such a batch; None where the data cannot be read without using it up.
+        peek: Returns such a batch; None if the data cannot be read without consuming it.
         step_fn: How the model is called on a batch; without one, on the first of its parts.
 
     Raises:
-        FitError: The batch does not tell the shapes.
+        FitError: The batch does not determine the shapes.
     """
     if not _lazy_layers(model):
         return
