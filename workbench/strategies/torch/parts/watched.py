@@ -1,4 +1,4 @@
-"""A loop that distributes itself, recorded as it is (`wb.watch`)."""
+"""A loop that distributes itself, recorded unchanged (`wb.watch`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
     """Begin to record a loop.
 
     Raises:
-        FitError: The model is no module, the optimizer no optimizer, or a loop is recorded already.
+        FitError: model or optimizer has the wrong type, or a loop is recorded already.
     """
     if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         raise FitError(

@@ -1,9 +1,9 @@
-"""A model as a chain of layers, which a pipeline can be cut between, and what each costs.
+"""A model as a chain of layers, between which a pipeline can be cut, and what each costs.
 
-A cost is seconds of forward and backward, and the size of what the layer hands on.
+A cost is the seconds of forward and backward, and the size of the layer's outputs.
 
-Measured on one worker, with a microbatch of real shape, one layer at a time: only one layer needs
-to be in memory, so that models larger than a worker can be measured too.
+It is measured on one worker, with a microbatch of real shape, one layer at a time. Only one layer
+must be in memory, so models larger than a worker can be measured too.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Layer:
 
     Attributes:
         name: Its path in the model: `0`, `features.3`, `fc1`.
-        training: What the values of the previous layer go through.
-        evaluating: The same in evaluation; another module only where tracing fixed the mode.
+        training: The module for the previous layer's values.
+        evaluating: The same in evaluation; another module only if tracing fixed the mode.
         names: Full names of its parameters and buffers.
     """
 
@@ -75,7 +75,7 @@ def tensor_names(module: torch.nn.Module) -> list[str]:
 def check_enough(
     layers: Sequence[Layer], stages: int, workers: int, *, traced: bool = False
 ) -> None:
-    """Raise FitError when there are more stages than layers."""
+    """Raise FitError if there are more stages than layers."""
     if len(layers) < stages:
         per_worker = stages // workers
         fits = len(layers) // workers  # stages per worker
@@ -159,7 +159,7 @@ def with_aliases(model: torch.nn.Module, names: Iterable[str]) -> list[str]:
 def shared(
     model: torch.nn.Module, layers: Sequence[Layer], bounds: Sequence[int]
 ) -> dict[str, list[int]]:
-    """Return the parameters that several stages hold, by their first name, and which stages."""
+    """Return the parameters that several stages hold, by their first name, with these stages."""
     first_names = {id(p): name for name, p in reversed(list(model.named_parameters()))}
     learnt = dict(model.named_parameters(remove_duplicate=False))
     holders: dict[str, list[int]] = {}
@@ -175,7 +175,7 @@ def shared(
 def batchnorm_warning(
     model: torch.nn.Module, microbatch: int, batch: int, microbatches: int
 ) -> str | None:
-    """Return what BatchNorm does otherwise in a pipeline; None where none of the model trains."""
+    """Return how BatchNorm differs in a pipeline; None if the model trains none."""
     norms = torch.nn.modules.batchnorm._BatchNorm
     found = [name for name, one in model.named_modules() if isinstance(one, norms) and one.training]
     if not found:
@@ -194,7 +194,7 @@ clock = time.perf_counter
 
 @dataclass(frozen=True)
 class Form:
-    """Shape and type of a value that is handed on."""
+    """Shape and type of a value that is passed on."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -212,10 +212,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one layer was seen to cost for one microbatch.
+    """A layer's measured cost for one microbatch.
 
     Attributes:
-        outputs: What it hands on in training.
+        outputs: Its outputs in training.
         evaluated: The same in evaluation.
     """
 
@@ -230,7 +230,7 @@ def form_of(value: Any, layer: str) -> Form:
     """Return the form of a value.
 
     Raises:
-        FitError: It is no tensor, so it cannot be sent.
+        FitError: It is not a tensor, so it cannot be sent.
     """
     if not isinstance(value, torch.Tensor):
         raise FitError(
@@ -254,10 +254,10 @@ def measure(
 
     Args:
         around: Context of the forward pass (autocast).
-        scored: Whether the last layer gives the loss.
+        scored: Whether the last layer returns the loss.
 
     Raises:
-        FitError: A layer cannot be computed; names it and what it was given.
+        FitError: A layer cannot be computed; names it and its input.
     """
     costs: list[Cost] = []
     with accelerators.own_random(device):
