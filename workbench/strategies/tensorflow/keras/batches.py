@@ -1,6 +1,6 @@
-"""What a call of `model.fit` says about batches, with the line's overrides applied.
+"""The batches of a call of `model.fit`, with the line's overrides applied.
 
-All that it is called with is looked at before anything is trained.
+All arguments are checked before anything is trained.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULT_BATCH = 32
 
 
 class Batches:
-    """What a call of `fit` says about batches, with the line's overrides.
+    """The batches of a call of `fit`, with the line's overrides.
 
     Attributes:
         size: Global batch; None where it is not known.
@@ -197,7 +197,7 @@ def check_compiled(model: Any, distribution: Any) -> None:
 
 
 def check_given(model: Any, call: Mapping[str, Any]) -> None:
-    """Raise FitError where data or labels are missing, or are lists of numbers."""
+    """Raise FitError if data or labels are missing, or are lists of numbers."""
     data, labels = call["x"], call["y"]
     if data is None:
         raise FitError(
@@ -244,7 +244,7 @@ def _named(loss: Any) -> str:
 
 
 def bound(original: Any, model: Any, args: Any, keywords: Any) -> inspect.BoundArguments:
-    """Return what a method of Keras' trainer is called with, defaults included.
+    """Return the arguments of a method of Keras' trainer, defaults included.
 
     Raises:
         FitError: It has no argument of that name.
@@ -277,7 +277,7 @@ def check_kind(data: Any) -> None:
 
 
 def check_batched(data: tf.data.Dataset) -> None:
-    """Raise FitError where a tf.data set surely gives single samples instead of batches."""
+    """Raise FitError if a tf.data set certainly gives single samples instead of batches."""
     shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(data.element_spec)]
     kinds = [type(one).__name__ for one in _chain(data)]
     batched = any("Batch" in kind or "Window" in kind for kind in kinds)
@@ -292,11 +292,11 @@ def check_batched(data: tf.data.Dataset) -> None:
 
 
 def check_size(given: int | None, made: int | None) -> None:
-    """Raise FitError where `batch_size` is not what a tf.data set was batched with.
+    """Raise FitError if `batch_size` differs from that of a tf.data set's batches.
 
     Args:
-        given: What `fit` was passed.
-        made: Size of the data set's batches; None where it is not fixed.
+        given: The argument of `fit`.
+        made: Size of the data set's batches; None if it is not fixed.
     """
     if given is None or made is None or given == made:
         return
@@ -309,7 +309,7 @@ def check_size(given: int | None, made: int | None) -> None:
 
 
 def note_keras_2(context: RunContext) -> None:
-    """Say that `tf_keras` is not watched, where a cell that trained nothing visible has it."""
+    """Report that `tf_keras` is not recorded, if a cell imports it and trained nothing visible."""
     if "tf_keras" in sys.modules:
         text = (
             "tf_keras (Keras 2) is imported: its fit trains, but it is not recorded and cannot be "
@@ -331,7 +331,7 @@ OTHER_WAY = "write the loop: coordinator.schedule(step, args=...), then coordina
 
 
 def check_steps(model: Any) -> None:
-    """Raise FitError where the model has steps of its own: closures carry Keras'."""
+    """Raise FitError if the model has its own step methods: closures run those of Keras."""
     own = [
         name for name in OWN_STEPS if getattr(type(model), name) is not getattr(keras.Model, name)
     ]
@@ -346,7 +346,7 @@ def check_steps(model: Any) -> None:
 
 
 def check_callbacks(callbacks: Any) -> None:
-    """Raise FitError where one wants to be called between batches."""
+    """Raise FitError if a callback must be called between batches."""
     given = getattr(callbacks, "callbacks", callbacks) or []
     for callback in given if isinstance(given, (list, tuple)) else [given]:
         kind = type(callback)

@@ -7,10 +7,10 @@
 Each replica's mean is weighted by its samples, so shares need not be equal: the sum of gradients is
 that of the whole batch.
 
-`wb.fit` may be asked for more: precision, compilation, a schedule of the learning rate.
+Arguments of `wb.fit` ask for more: precision, compilation, a schedule of the learning rate.
 
     precision="bf16"   layers compute in bfloat16, weights and optimizer stay in float32
-    compile=True       XLA compiles a replica's forward and backward; what travels stays outside
+    compile=True       XLA compiles a replica's forward and backward, without the communication
     scheduler=f        before each step the learning rate becomes f(step)
 
 Sources: Micikevicius et al., Mixed Precision Training, ICLR 2018; Kalamkar et al., A Study of
@@ -81,7 +81,7 @@ class Trainer:
             )
 
     def step(self, share: Share) -> tuple[list[int], list[float]]:
-        """Do one optimizer step; return samples and mean loss of each replica."""
+        """Take one optimizer step; return samples and mean loss of each replica."""
         batch, samples = self._divide(share)
         weights = self._spread([n / share.global_samples for n in samples])
         self._schedule.begin(share.step)
@@ -239,7 +239,7 @@ def _sum(a: Any, b: Any) -> Any:
 
 
 def converted(function: Any) -> Any:
-    """Return a function of the user's as `tf.function` would take it: `if tensor:` may be in it."""
+    """Return a user's function as `tf.function` takes it: it may contain `if tensor:`."""
     enabled = ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED)
     return autograph.tf_convert(function, enabled)
 
@@ -247,8 +247,8 @@ def converted(function: Any) -> Any:
 def objective(loss: Any) -> Callable[[Any, Any], Any]:
     """Return a mean over a replica's batch as `loss(output, y)`.
 
-    Keras' own losses take their arguments the other way round, and divide by the number of
-    replicas in a replica's context; what divides here is the share of the samples.
+    Keras' own losses take their arguments in the other order, and divide by the number of replicas
+    in a replica's context; here the share of the samples divides.
 
     Raises:
         FitError: It is a Keras loss that adds up instead of averaging.
@@ -280,7 +280,7 @@ def metric_function(name: str, metric: Any) -> Callable[[Any, Any], Any]:
     """Return a metric as a mean over the batch, `metric(output, y)`.
 
     Raises:
-        FitError: It is a Keras metric that is no mean over samples.
+        FitError: It is a Keras metric that is not a mean over samples.
     """
     if isinstance(metric, keras.metrics.MeanMetricWrapper):
         function, keywords = metric._fn, metric._fn_kwargs
@@ -303,7 +303,7 @@ def build_optimizer(optimizer: Any, model: Any, distribution: Any) -> Any:
     """Return a Keras optimizer, built on the model's variables.
 
     Raises:
-        FitError: A function gave something else, or it belongs to another model or strategy.
+        FitError: A function returned something else, or it belongs to another model or strategy.
     """
     made = optimizer
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -363,7 +363,7 @@ class Precision:
                 layer.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
 
     def widen(self, values: Any) -> Any:
-        """Return what the model gave, in float32: a loss in 8 bits would tell little."""
+        """Return the model's output in float32: a loss in 8 bits would tell little."""
         if not self.mixed:
             return values
         return tf.nest.map_structure(
@@ -378,7 +378,7 @@ class Precision:
 
 
 def compiled(function: Callable[..., Any], *, wanted: bool) -> Callable[..., Any]:
-    """Return the function, compiled by XLA where that is wanted."""
+    """Return the function, compiled by XLA if `wb.fit` asks for it."""
     if not wanted:
         return function
     made: Callable[..., Any] = tf.function(function, autograph=False, jit_compile=True)
@@ -389,10 +389,10 @@ class Schedule:
     """Sets an optimizer's learning rate before each step.
 
     Args:
-        rate: A function of the step, counted from 0; None leaves the learning rate alone.
+        rate: A function of the step, counted from 0; None does not change the learning rate.
 
     Raises:
-        FitError: The optimizer has a schedule of its own.
+        FitError: The optimizer has its own schedule.
     """
 
     def __init__(self, rate: Callable[[int], Any] | None, optimizer: Any) -> None:
