@@ -50,7 +50,7 @@ _devices: list[Callable[[], DeviceWork | None]] = []
 
 
 def ask_device(ask: Callable[[], DeviceWork | None]) -> Callable[[], None]:
-    """Set who reports the device's activity, on the control thread; returns what ends that."""
+    """Let `ask` report the device's activity, on the control thread; returns what ends that."""
     _devices.append(ask)
 
     def undo() -> None:

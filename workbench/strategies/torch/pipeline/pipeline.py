@@ -60,7 +60,7 @@ def let_go(model: torch.nn.Module, keep: Iterable[str]) -> None:
 
 
 def place(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Set a parameter or buffer by its full name."""
+    """Set the parameter or buffer that has this full `name`."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     slots: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
