@@ -88,39 +88,39 @@ class RunContext:
     """One run on one engine.
 
     Attributes:
-        spec: What the kernel sent; its rank and world size are those of the present members.
+        spec: The kernel's request; its rank and world size are those of the present members.
         recorder: Rows of the run.
         gate: Asked before each step.
         faults: Injected delays.
         emit: Sends events.
-        trained: Steps done in this run, by any way; 0 at the end of a strategy cell is an error.
-        taken_over: What took an own loop over (`wb.prepare`, `wb.watch`); empty: nothing did.
+        trained: Steps done in this run, in any way; 0 at the end of a strategy cell is an error.
+        taken_over: The call that took over a user's own loop (`wb.prepare`, `wb.watch`), or empty.
         backwards, updates: Backward passes of such a loop; steps of any optimizer in the cell.
-        kept: What `wb.prepare(keep=)` named.
-        copies: Describes this worker's copy of the model at the end of an own loop, where all
-            workers' copies are to be equal then (`strategies.torch.guard`).
+        kept: The objects in `wb.prepare(keep=)`.
+        copies: Describes this worker's copy of the model at the end of a user's own loop, if all
+            workers' copies must be equal then (`strategies.torch.guard`).
         strategy: The live strategy object, set by `wb.fit` and `wb.prepare`, closed by the runtime.
-        step: The step under way, for `wb.log`.
+        step: The current step, for `wb.log`.
         options_read: Whether the line's overrides were honoured: by `wb.fit`, or by a cell that
             reads `wb.options`.
         unread: Names of `--set` that the cell has not read yet.
         initial_read: Whether a model was given the weights that `--init-from` names.
         failed: Whether the cell ended in an error or was interrupted; known once it has ended.
-        settle: Waits until the device has done all that it was given: where a phase ends.
-        fetch_s: How long the batch under way took to fetch, for timers that read clocks later.
-        links: To each server of the run, where the strategy has servers.
-        dialled: The connections that they are made of, as soon as each is there.
-        connect: Makes them anew, given by which rank and in which generation of the workers.
+        settle: Waits until the device has finished its work, at the end of a phase.
+        fetch_s: How long the current batch took to fetch, for timers that read clocks later.
+        links: To each server of the run, if the strategy has servers.
+        dialled: The connections on which they are built, as soon as each exists.
+        connect: Makes them again, for a rank and a generation of the workers.
         hub: On a server: its links to the workers.
         copy_hub: On a server that holds a copy of another's part: the links for that.
         successor: On a server whose part is held twice: its link to the copy.
-        remote_devices: Of workers for which this engine hands out work, the devices as shown.
-        board: What the engines of the run had to say to each other, by way of the kernel.
-        membership: Who takes part, where that may change while the training goes on.
+        remote_devices: The devices, as shown, of the workers to which this engine hands out work.
+        board: What the engines of the run have posted to each other, through the kernel.
+        membership: Who takes part, if the set of workers may change during training.
         departure: What this process does once it is told to end.
-        checkpoints: What writes and reads this cell's checkpoints; made when first needed.
+        checkpoints: Writes and reads this cell's checkpoints; made when first needed.
         train_s, eval_s: Wall time of training without evaluation and pauses; of evaluation.
-        weights: Called at the end of the run for the final weights; None when nothing was trained.
+        weights: Called at the end of the run for the final weights; None if nothing was trained.
     """
 
     spec: RunSpec

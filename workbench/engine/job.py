@@ -66,7 +66,7 @@ MOST_LOG_BYTES = 16 << 20
 
 
 class Conductor:
-    """The process beside rank 0 that keeps the job's records; it ends when the job has ended."""
+    """The process next to rank 0 that keeps the job's records; it ends when the job has ended."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -81,10 +81,10 @@ class Conductor:
             )
 
     def conduct(self, job: About, abouts: Sequence[About]) -> list[About]:
-        """Have it begin; return what each process is told.
+        """Let it begin; return what each process is told.
 
         Raises:
-            WorkbenchError: The job cannot begin; the conductor's own words.
+            WorkbenchError: The job cannot begin, with the conductor's message.
         """
         self._socket.settimeout(CONDUCT_S)
         answer: About = {}
@@ -132,7 +132,7 @@ class Script:
         self._path = path
 
     def execute(self, source: str, number: int) -> BaseException | None:
-        """Run the script; what it raises is printed from the script's own lines on."""
+        """Run the script; its error is printed from the script's own lines on."""
         lines = source.splitlines(keepends=True)
         linecache.cache[self._path] = (len(source), None, lines, self._path)
         try:
@@ -350,10 +350,10 @@ def _take_part(path: Path, job: About) -> bool:
 
 
 class WatchedScript(Script):
-    """A script that says nothing of Workbench; its training is found while it trains."""
+    """A script that does not use Workbench; its training is found while it trains."""
 
     def execute(self, source: str, number: int) -> BaseException | None:
-        """Run the script, with what it trains recorded."""
+        """Run the script, and record what it trains."""
         run = context.require("workbench run")
         undo = importlib.import_module(SCRIPTS).watch_scripts(run)
         try:

@@ -73,13 +73,13 @@ class Link(Protocol):
         """Begin to carry a run's records."""
 
     def detach(self) -> bool:
-        """Send what is left of the run and let go of it; return whether all of it was sent."""
+        """Send what is left of the run and release it; return whether all of it was sent."""
 
     def emit(self, event: events.Event) -> None:
-        """Send an event of the run under way; never waits."""
+        """Send an event of the current run; never waits."""
 
     def close(self) -> None:
-        """Let go of the kernel."""
+        """Close the link to the kernel."""
 
 
 @dataclass
@@ -372,7 +372,7 @@ def _undo(engine: Engine, run: RunContext, framework: Any) -> None:
 
 
 def give_back(framework: Any) -> None:
-    """Hand what the framework keeps of the device's memory back; not every framework can."""
+    """Return memory that the framework keeps to the device; not every framework can."""
     hand = getattr(framework, "give_back", None)
     if hand is not None:
         hand()
@@ -485,7 +485,7 @@ def _words(error: BaseException) -> str:
 
 
 def outcome_of(error: BaseException | None, traceback: str = "") -> CellOutcome:
-    """Return how a cell ended, and of an error its words and what may help against it."""
+    """Return how a cell ended, and of an error its words and advice."""
     if error is None:
         return CellOutcome(status="ok")
     status: Literal["error", "stopped", "interrupted"] = "error"
@@ -528,10 +528,10 @@ def open_links(run: RunContext, framework: Any) -> None:
 
 
 def serve(run: RunContext, framework: Any) -> None:
-    """Be an engine that runs no cell: answer the workers until they are done or gone.
+    """Act as an engine that runs no cell: answer the workers until they are done or gone.
 
     Raises:
-        LinkError: A worker's link says why a session could not be.
+        LinkError: A session could not be opened; a worker's link has the reason.
     """
     spec = run.spec
     strategy = fit_arguments.load_strategy(run)

@@ -1,4 +1,4 @@
-"""How `import horovod.torch` finds the stand-in: the last finder asked, so a real Horovod wins."""
+"""How `import horovod.torch` finds the replacement: the last finder, so a real Horovod wins."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LacksError(FitError, ImportError):
 
 
 class Refused:
-    """Stands where Horovod has something that is not here: says so when it is used."""
+    """Replaces a name of Horovod that is not supported: reports this when it is used."""
 
     def __init__(self, name: str, instead: str) -> None:
         self._name, self._instead = name, instead
@@ -108,12 +108,12 @@ class Loader(importlib.abc.Loader):
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Answers for `horovod` when everybody else has been asked."""
+    """Answers for `horovod` after all other finders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return what makes a module of Horovod's; None for others, and in a real Horovod."""
+        """Return the loader of a module of Horovod; None for others, and for a real Horovod."""
         top, _, rest = fullname.partition(".")
         if top != "horovod":
             return None
@@ -128,13 +128,13 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Let `import horovod.torch` find this, where no real Horovod is installed."""
+    """Let `import horovod.torch` find this, unless a real Horovod is installed."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.append(Finder())
 
 
 def uninstall() -> None:
-    """Let nobody find it any more."""
+    """Stop finding it."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
     for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
         spec = getattr(sys.modules[name], "__spec__", None)

@@ -16,13 +16,13 @@ from .messages import Average, Compression, Sum, begin, op_of
 
 
 class Distributed:
-    """What an optimizer's class is given besides: it averages before it steps."""
+    """The additional methods of an optimizer's class: it averages before it steps."""
 
     param_groups: list[dict[str, Any]]
     gradients: Gradients
 
     def synchronize(self) -> None:
-        """Wait until all gradients are those of all ranks; they may be changed after that."""
+        """Wait until all gradients are averaged over all ranks; then they may be changed."""
         self.gradients.synchronize(self.param_groups)
 
     @contextlib.contextmanager
@@ -62,7 +62,7 @@ class Distributed:
         """Forget the gradients.
 
         Raises:
-            FitError: They are on their way to other ranks.
+            FitError: They are being sent to other ranks.
         """
         self.gradients.forget_failed()
         if self.gradients.is_under_way:
@@ -76,7 +76,7 @@ class Distributed:
         above.zero_grad(set_to_none)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Say anew how many backward passes a step has."""
+        """Set again how many backward passes a step has."""
         self.gradients.passes = passes
 
 
@@ -94,7 +94,7 @@ def DistributedOptimizer(  # noqa: N802
 ) -> Any:
     """Return an optimizer like this one, over the same parameters, that averages gradients first.
 
-    `num_groups` and `groups` change nothing: buckets are always of one size.
+    `num_groups` and `groups` change nothing: buckets always have one size.
 
     Raises:
         FitError: An argument is not supported, or something else averages already.

@@ -32,10 +32,10 @@ _LAUNCHERS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Use the process group that is there; else join the one that the environment describes.
+    """Use the present process group; otherwise join the one that the environment describes.
 
     Raises:
-        FitError: Other ranks than all are asked for, or what has started them is not torchrun.
+        FitError: Only some ranks are asked for, or the processes were not started by torchrun.
     """
     if comm is not None or process_sets:
         raise FitError(
@@ -78,7 +78,7 @@ def _join() -> None:
 
 
 def shutdown() -> None:
-    """Leave the group where `init` has made it; one that was there before stays."""
+    """Leave the group if `init` has made it; an earlier one stays."""
     if _State.made and dist.is_initialized():
         dist.destroy_process_group()
     _State.initialized = _State.made = False
@@ -138,7 +138,7 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether all hosts have as many processes."""
+    """Return whether all hosts have the same number of processes."""
     hosts = [host for host, _ in _State.places]
     return len({hosts.count(host) for host in hosts}) <= 1
 
@@ -160,7 +160,7 @@ gloo_enabled = gloo_built
 
 
 def nccl_built() -> int:
-    """Return 1 where PyTorch has NCCL, else 0."""
+    """Return 1 if PyTorch has NCCL, else 0."""
     return int(dist.is_nccl_available())
 
 
