@@ -70,7 +70,7 @@ TORCH = (
         (COMPILED + "wb.prepare(model, None)", ["wb.prepare", "use model.fit"]),
         (COMPILED + "model.fit(epochs=2)", ["no data", "model.fit(x, y, ...)"]),
         (COMPILED + "model.fit(x)", ["WB-FIT-086", "(64, 4)"]),
-        (COMPILED + "model.fit(x.tolist(), y)", ["x is a list", "a list of 64", "numpy.array(x)"]),
+        (COMPILED + "model.fit(x.tolist(), y)", ["WB-FIT-085", "a list of 64", "numpy.array(x)"]),
         (
             COMPILED + "model.fit(x, y, epoch=2)",
             ["WB-FIT-087", "'epoch'", "did you mean 'epochs'"],
