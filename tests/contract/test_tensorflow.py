@@ -183,7 +183,7 @@ WRONG = {
     "torch data": (
         "import torch; made(); wb.fit(model, torch.utils.data.TensorDataset(torch.ones(8, 4)), "
         "loss=keras.losses.MeanSquaredError(), optimizer=keras.optimizers.SGD(), batch_size=4)",
-        "PyTorch's",
+        "WB-FIT-033",
     ),
     "torch model": (
         "import torch; wb.fit(torch.nn.Linear(4, 1), (x, y), batch_size=4, "
