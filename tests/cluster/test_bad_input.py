@@ -168,10 +168,10 @@ GOOD = {
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"model": None}, ["not given model"]),
-        ({"data": None}, ["not given data"]),
-        ({"optimizer": None}, ["not given optimizer"]),
-        ({"loss": None}, ["What is minimised is not clear", "neither", "CrossEntropyLoss()"]),
+        ({"model": None}, ["WB-FIT-005", "model"]),
+        ({"data": None}, ["WB-FIT-005", "data"]),
+        ({"optimizer": None}, ["WB-FIT-005", "optimizer"]),
+        ({"loss": None}, ["WB-FIT-017", "neither", "CrossEntropyLoss()"]),
         ({"loss": "nn.CrossEntropyLoss"}, ["make an instance: CrossEntropyLoss()"]),
         ({"model": "'resnet'"}, ["WB-FIT-059", "'str'"]),
         ({"model": "nn.Linear"}, ["WB-FIT-059", "class Linear"]),

@@ -129,7 +129,7 @@ REFUSED = {
     "plan": (("tensor_parallel",), {"plan": "7=col"}, "WB-FIT-153"),
     "style": (("tensor_parallel",), {"plan": "0=up"}, "WB-FIT-152"),
     "classes": (("local_sgd",), {"skew": "0.5"}, "WB-FIT-058"),
-    "grid": (("hybrid",), {"stages": "3"}, "do not fill whole pipelines"),
+    "grid": (("hybrid",), {"stages": "3"}, "WB-FIT-114"),
 }
 
 

@@ -323,7 +323,7 @@ def test_clipping_a_share_of_a_sum_is_refused(workers: Workers, entry: catalog.S
 def test_more_servers_than_tensors_are_refused(workers: Workers, entry: catalog.Strategy) -> None:
     options = {entry.servers_option: 3}
     reports = clean(workers.run(entry.name, server_cells.refused, "servers", options=options))
-    assert "more servers than parameter tensors" in reports[0].value
+    assert "WB-FIT-132" in reports[0].value
 
 
 @pytest.mark.parametrize("fails_first", [False, True], ids=["both", "the first fails"])

@@ -133,13 +133,13 @@ def test_mirrored_says_that_batchnorm_sees_shares(workers: Workers, own_loop: bo
 
 
 WRONG = {
-    "no data": "not given data", "no model": "not given model", "no module": "WB-FIT-059",
-    "a class": "WB-FIT-059", "frozen": "WB-FIT-061", "no loss": "not clear",
-    "two losses": "exclude", "loss class": "cannot be called", "no batch": "was not said",
-    "zero epochs": "epochs must count", "negative seed": "A seed", "empty": "is empty",
-    "ragged": "unequal lengths", "odd data": "not understood", "no pairs": "pairs",
-    "foreign optimizer": "WB-FIT-062", "odd optimizer": "not understood",
-    "precision": "precision", "clip": "clip_norm", "metrics": "Metrics", "eval": "eval_every",
+    "no data": "WB-FIT-005", "no model": "WB-FIT-005", "no module": "WB-FIT-059",
+    "a class": "WB-FIT-059", "frozen": "WB-FIT-061", "no loss": "WB-FIT-017",
+    "two losses": "WB-FIT-017", "loss class": "WB-FIT-018", "no batch": "WB-FIT-049",
+    "zero epochs": "WB-FIT-014", "negative seed": "WB-FIT-015", "empty": "WB-FIT-054",
+    "ragged": "WB-FIT-050", "odd data": "WB-FIT-055", "no pairs": "WB-FIT-007",
+    "foreign optimizer": "WB-FIT-062", "odd optimizer": "WB-FIT-063",
+    "precision": "precision", "clip": "clip_norm", "metrics": "WB-FIT-019", "eval": "eval_every",
     "callback": "callback", "closure": "WB-FIT-046", "built closure": "WB-FIT-046",
 }  # fmt: skip
 
@@ -185,7 +185,7 @@ def test_an_own_loop_on_one_device_may_use_a_closure(workers: Workers) -> None:
 
 def test_a_batch_smaller_than_the_workers_is_refused_everywhere(workers: Workers) -> None:
     reports = clean(workers.run("mirrored", model_cells.fails, "small batch", workers=2))
-    assert ["smaller than the number" in report.value for report in reports] == [True, True]
+    assert ["WB-FIT-016" in report.value for report in reports] == [True, True]
 
 
 def test_the_lines_overrides_win(workers: Workers) -> None:

@@ -174,7 +174,7 @@ WRONG = {
         "made(); model.fit(tf.data.Dataset.from_tensor_slices((x, y[:, 0])))",
         "WB-FIT-089",
     ),
-    "not compiled": ("made(compiled=False); model.fit(x, y, batch_size=24)", "compile"),
+    "not compiled": ("made(compiled=False); model.fit(x, y, batch_size=24)", "WB-FIT-082"),
     "another batch": (
         "made(); wb.fit(model, tf.data.Dataset.from_tensor_slices((x, y)).batch(24), "
         "loss=keras.losses.MeanSquaredError(), optimizer=keras.optimizers.SGD(), batch_size=12)",
@@ -183,7 +183,7 @@ WRONG = {
     "torch data": (
         "import torch; made(); wb.fit(model, torch.utils.data.TensorDataset(torch.ones(8, 4)), "
         "loss=keras.losses.MeanSquaredError(), optimizer=keras.optimizers.SGD(), batch_size=4)",
-        "PyTorch's",
+        "WB-FIT-033",
     ),
     "torch model": (
         "import torch; wb.fit(torch.nn.Linear(4, 1), (x, y), batch_size=4, "

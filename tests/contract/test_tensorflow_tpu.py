@@ -64,7 +64,7 @@ def test_an_address_that_speaks_something_else(monkeypatch, silent):
     thread = threading.Thread(target=answer)
     thread.start()
     monkeypatch.setenv("COLAB_TPU_ADDR", f"127.0.0.1:{silent.getsockname()[1]}")
-    refused(["No TPU answers", "speaks no gRPC"])
+    refused(["WB-CLUSTER-048", "gRPC"])
     thread.join(5)
 
 

@@ -136,7 +136,7 @@ def test_a_device_that_fails_or_hangs_costs_neither_rows_nor_the_link(router, li
         rows += list(records_from(next_of(router, Records).rows))
     assert all(row["flags"] & FLAG_UNMEASURED for row in rows)
     said = event(router, Warned).event.text
-    assert said.startswith("The last 3 steps were not measured: the device ")
+    assert "3 steps were not measured: the device " in said
     assert link.faults == 0
     assert link._thread.is_alive()
 

@@ -1,11 +1,11 @@
 """What an engine does, written into its cluster's folder as it goes.
 
     doing/engine-<i>.jsonl      busy or not, since when, with which call, how the last one ended:
-                                the last line says it
-    doing/out-<i>-<n>.jsonl     what the call has printed, in segments: the first and the latest
+                                the last line is the present state
+    doing/out-<i>-<n>.jsonl     the call's output, in segments: the first and the latest
 
-`workbench ps` shows it; and whoever takes a kept cluster over reads here what was printed, and how
-a cell ended, while nobody listened.
+`workbench ps` shows it. A notebook that takes over a kept cluster reads here what was printed, and
+how a cell ended, while no notebook was connected.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Diary:
 
     Args:
         folder: The cluster's.
-        outputs: Whether to write down what is printed; only a kept cluster needs it.
+        outputs: Whether to write down the output; only a kept cluster needs it.
     """
 
     def __init__(self, folder: Path, engine: int, *, outputs: bool) -> None:
@@ -92,7 +92,7 @@ class Diary:
         self._page.write({"pid": os.getpid(), "since": time.time(), "call": "", **fields})
 
     def close(self) -> None:
-        """Let go of the file; another diary follows."""
+        """Close the file; another diary follows."""
         self._page.close()
 
 

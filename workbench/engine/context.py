@@ -1,7 +1,7 @@
-"""The run an engine is taking part in: what strategies, `wb.fit` and `wb.log` are handed.
+"""The run an engine is taking part in: the context of strategies, `wb.fit` and `wb.log`.
 
-Its board is what the engines of a run say to each other before anything else connects them. A value
-that one engine posts (`RunContext.post`) goes up its control link to the kernel, which hands it to
+Its board holds what the engines of a run tell each other before they are connected. A value that
+one engine posts (`RunContext.post`) goes over its control link to the kernel, which passes it to
 every engine of the run:
 
     worker 1 -- post("address", "127.0.0.1:40123") --> kernel --> board of each engine
@@ -39,7 +39,7 @@ class Rendezvous:
         self._heard: dict[str, dict[int, Any]] = {}
 
     def hear(self, topic: str, rank: int, value: Any) -> None:
-        """Put up what an engine said; its latest word counts."""
+        """Store what an engine posted; its latest value counts."""
         with self._changed:
             self._heard.setdefault(topic, {})[rank] = value
             self._changed.notify_all()
@@ -52,13 +52,13 @@ class Rendezvous:
         timeout_s: float | None = None,
         names: Mapping[int, str] | None = None,
     ) -> dict[int, Any]:
-        """Wait until all those engines have spoken on a topic; return what they said, by rank.
+        """Wait until all these engines have posted on a topic; return the values by rank.
 
         Args:
-            names: How ranks are called in an error.
+            names: The names of ranks in an error message.
 
         Raises:
-            ClusterError: Not all of them did within `timeout_s`; says who is missing.
+            ClusterError: Not all of them did within `timeout_s`; names the missing ones.
         """
         wanted = list(ranks)
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -67,7 +67,7 @@ class Rendezvous:
                 left_s = 0.5 if end_s is None else min(0.5, end_s - time.monotonic())
                 if left_s <= 0:
                     raise ClusterError(
-                        "Engines of this run did not answer.",
+                        "Some engines of this run did not answer.",
                         seen=f"no {topic} from "
                         + ", ".join((names or {}).get(rank, str(rank)) for rank in missing),
                         allowed=f"an answer within {timeout_s:g} s",
@@ -88,39 +88,39 @@ class RunContext:
     """One run on one engine.
 
     Attributes:
-        spec: What the kernel sent; its rank and world size are those of the present members.
+        spec: The kernel's request; its rank and world size are those of the present members.
         recorder: Rows of the run.
         gate: Asked before each step.
         faults: Injected delays.
         emit: Sends events.
-        trained: Steps done in this run, by any way; 0 at the end of a strategy cell is an error.
-        taken_over: What took an own loop over (`wb.prepare`, `wb.watch`); empty: nothing did.
+        trained: Steps done in this run, in any way; 0 at the end of a strategy cell is an error.
+        taken_over: The call that took over a user's own loop (`wb.prepare`, `wb.watch`), or empty.
         backwards, updates: Backward passes of such a loop; steps of any optimizer in the cell.
-        kept: What `wb.prepare(keep=)` named.
-        copies: Describes this worker's copy of the model at the end of an own loop, where all
-            workers' copies are to be equal then (`strategies.torch.guard`).
+        kept: The objects in `wb.prepare(keep=)`.
+        copies: Describes this worker's copy of the model at the end of a user's own loop, if all
+            workers' copies must be equal then (`strategies.torch.guard`).
         strategy: The live strategy object, set by `wb.fit` and `wb.prepare`, closed by the runtime.
-        step: The step under way, for `wb.log`.
+        step: The current step, for `wb.log`.
         options_read: Whether the line's overrides were honoured: by `wb.fit`, or by a cell that
             reads `wb.options`.
         unread: Names of `--set` that the cell has not read yet.
         initial_read: Whether a model was given the weights that `--init-from` names.
         failed: Whether the cell ended in an error or was interrupted; known once it has ended.
-        settle: Waits until the device has done all that it was given: where a phase ends.
-        fetch_s: How long the batch under way took to fetch, for timers that read clocks later.
-        links: To each server of the run, where the strategy has servers.
-        dialled: The connections that they are made of, as soon as each is there.
-        connect: Makes them anew, given by which rank and in which generation of the workers.
+        settle: Waits until the device has finished its work, at the end of a phase.
+        fetch_s: How long the current batch took to fetch, for timers that read clocks later.
+        links: To each server of the run, if the strategy has servers.
+        dialled: The connections on which they are built, as soon as each exists.
+        connect: Makes them again, for a rank and a generation of the workers.
         hub: On a server: its links to the workers.
         copy_hub: On a server that holds a copy of another's part: the links for that.
         successor: On a server whose part is held twice: its link to the copy.
-        remote_devices: Of workers for which this engine hands out work, the devices as shown.
-        board: What the engines of the run had to say to each other, by way of the kernel.
-        membership: Who takes part, where that may change while the training goes on.
+        remote_devices: The devices, as shown, of the workers to which this engine hands out work.
+        board: What the engines of the run have posted to each other, through the kernel.
+        membership: Who takes part, if the set of workers may change during training.
         departure: What this process does once it is told to end.
-        checkpoints: What writes and reads this cell's checkpoints; made when first needed.
+        checkpoints: Writes and reads this cell's checkpoints; made when first needed.
         train_s, eval_s: Wall time of training without evaluation and pauses; of evaluation.
-        weights: Called at the end of the run for the final weights; None when nothing was trained.
+        weights: Called at the end of the run for the final weights; None if nothing was trained.
     """
 
     spec: RunSpec
@@ -160,7 +160,7 @@ class RunContext:
     checkpoints: Any = None
 
     def post(self, topic: str, value: Any = True) -> None:
-        """Say something to all engines of the run (this one hears it too)."""
+        """Post a value to all engines of the run, including this one."""
         self.emit(events.Posted(rank=self.spec.rank, topic=topic, value=value))
 
     def log_memory(self, held_bytes: float) -> None:
@@ -177,18 +177,18 @@ class RunContext:
         self.links = []
 
     def break_off(self) -> None:
-        """Let waits for servers end; from any thread."""
+        """End waits for servers; from any thread."""
         for link in list(self.dialled):
             link.break_off()
 
     def workers_done(self) -> None:
-        """On a server: no worker comes any more to take another one's place; from any thread."""
+        """On a server: no worker will replace one that has left; from any thread."""
         for hub in (self.hub, self.copy_hub):
             if hub is not None:
                 hub.expect_nobody()
 
     def server_gone(self, server: int) -> None:
-        """Let waits for a server end, also where its host is silent; its copy takes over."""
+        """End waits for a server, even if its host is silent; its copy takes over."""
         for link in self.links:
             link.cut(server)
         if self.successor is not None:
@@ -227,7 +227,7 @@ def require(what: str) -> RunContext:
     """Return the run under way.
 
     Raises:
-        RunError: There is none; says which magic to put on top of the cell.
+        RunError: There is none; names the magic to put on top of the cell.
     """
     if _current is None:
         raise RunError(

@@ -1,15 +1,15 @@
 """Where ipyparallel enters an engine; the only engine module that knows IPython.
 
-Around each of our requests an engine says no more than somebody reads. ipykernel announces each
-request, writes it into the log, and hands both streams over to its thread three times, which takes
-longer than an empty cell. What the order of outputs rests on stays: all that a cell printed is on
-its way before `idle` is, and `idle` says that nothing more comes.
+For each of our requests an engine sends no more than is read. ipykernel announces each request,
+logs it, and passes both streams to its thread three times, which takes longer than an empty cell.
+The order of outputs is kept: everything that a cell printed is sent before `idle`, and `idle` means
+that nothing more follows.
 
-An engine that took another one's place is lent what its cell needs by one that lives. A fresh
-engine has none of what earlier cells defined. Functions, classes and data travel by value, through
-the kernel, which never looks inside.
+An engine that replaces another one borrows what its cell needs from a living engine, because it
+lacks the definitions of earlier cells. Functions, classes and data are sent by value, through the
+kernel, which never looks inside.
 
-Which frameworks this engine has imported is asked here, and another one imported beside them.
+It also reports which frameworks this engine has imported, and can import another one besides them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class IPythonShell:
         self.shell.loop_runner = _run_beside
 
     def execute(self, source: str, number: int) -> BaseException | None:
-        """Run the source as cell `number` of the notebook; outputs travel as the cell prints."""
+        """Run the source as cell `number` of the notebook; outputs are sent as the cell prints."""
         shell = self.shell
         shell.execution_count = number
         # What the display hook looks at to see whether the cell ends in a semicolon.
@@ -131,10 +131,10 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         info: `engine`, `url`, `key` (hex), `cwd`, `sys_path`; of a cluster on this host `folder`
             and `kept`; `patience_s` for an engine that nobody else ends; `curve`, the kernel's
-            public key, where what travels is encrypted.
+            public key, if messages are encrypted.
 
     Returns:
-        `pid`, `began` (start time), `host`, `place` (what tells it from other hosts), `address`
+        `pid`, `began` (start time), `host`, `place` (its difference from other hosts), `address`
         (by which they reach it), `python`, `frameworks` (what is imported already).
     """
     global _engine
@@ -235,7 +235,7 @@ def _keep_diary(info: Mapping[str, Any]) -> None:
 
 
 def cell(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Run one cell (see `runtime.run_cell`); return its outcome as it travels."""
+    """Run one cell (see `runtime.run_cell`); return its outcome in the form in which it is sent."""
     if _engine is None:
         raise RuntimeError("this engine is not attached to a notebook")
     shell = IPythonShell()
@@ -267,7 +267,7 @@ def push(values: Mapping[str, Any]) -> None:
 def pull(names: list[str]) -> dict[str, Any]:
     """Return names of the cells' namespace; missing ones are left out.
 
-    Tensors leave as the CPU's: where they go nobody may have such a device.
+    Tensors are sent as the CPU's, because the receiver may not have such a device.
     """
     namespace = IPythonShell().namespace
     return {name: _leaving(namespace[name]) for name in names if name in namespace}
@@ -300,14 +300,14 @@ def variables() -> list[str]:
 
 
 def examine(name: str, *args: Any) -> Any:
-    """Look at the failure that is kept (`postmortem.frames`, `command`, `evaluate`)."""
+    """Inspect the kept failure (`postmortem.frames`, `command`, `evaluate`)."""
     watch = contextlib.nullcontext() if _engine is None else _engine.watch.armed()
     with watch:
         return getattr(postmortem, name)(*args)
 
 
 def load(framework: str) -> list[str]:
-    """Import a framework beside the other one (see `import_framework`)."""
+    """Import a framework in addition to the other one (see `import_framework`)."""
     return import_framework(framework)
 
 
@@ -391,7 +391,7 @@ NEEDED = ("_publish_status", "init_metadata", "should_handle", "get_parent", "ab
 
 
 def shorten(kernel: Any) -> None:
-    """Have an engine's kernel answer our requests briefly."""
+    """Let an engine's kernel answer our requests briefly."""
     if not all(hasattr(kernel, name) for name in NEEDED):
         return  # another ipykernel: it answers as ever
     say, metadata, handles = kernel._publish_status, kernel.init_metadata, kernel.should_handle
@@ -423,7 +423,7 @@ def _is_ours(message: Any) -> bool:
 
 
 def brief(stream: Any) -> None:
-    """Have a stream of ipykernel's hand over what was printed only where something was."""
+    """Let a stream of ipykernel's pass on its output only if there was any."""
     if "flush" in vars(stream) or not hasattr(stream, "_flush_pending"):
         return
     pipe = _Pipe(stream) if getattr(stream, "_should_watch", False) else None
@@ -503,7 +503,7 @@ MOST_BYTES = 1 << 30
 
 
 def names_in(source: str) -> set[str]:
-    """Return the names that a cell mentions; none where it is no plain Python."""
+    """Return the names that a cell mentions; none if it is not plain Python."""
     try:
         tree = ast.parse(source)
     except SyntaxError:  # a cell with magics: everything may be needed
@@ -512,9 +512,9 @@ def names_in(source: str) -> set[str]:
 
 
 def lend(source: str) -> dict[str, bytes]:
-    """Return the user's variables that a cell mentions, packed; empty where one cannot travel.
+    """Return the user's variables that a cell mentions, packed; empty if one cannot be sent.
 
-    What is larger than `MOST_BYTES` in all stays here as well: it is faster loaded anew.
+    More than `MOST_BYTES` in total stays here as well: it is faster to load it again.
     """
     wanted, space = names_in(source), IPythonShell().namespace
     packed: dict[str, bytes] = {}
@@ -540,9 +540,9 @@ def _packed(value: Any) -> bytes:
 
 
 def borrow(packed: Mapping[str, bytes]) -> list[str]:
-    """Take over variables that another engine lent; return the names that could not be.
+    """Take over variables from another engine; return the names for which this failed.
 
-    Tensors of a device come to this engine's own when its next cell tells which that is.
+    Tensors of a device move to this engine's own when its next cell names it.
     """
     space, missing = IPythonShell().namespace, []
     for name, data in packed.items():
@@ -559,7 +559,7 @@ def imported() -> list[str]:
 
 
 def import_framework(framework: str) -> list[str]:
-    """Import a framework beside what is here; variables stay. Return what is imported then.
+    """Import a framework in addition; variables stay. Return what is imported then.
 
     Raises:
         ClusterError: It cannot be imported here, or what it needs is here in another form.

@@ -1,10 +1,11 @@
 """Makes SIGINT end a blocked collective.
 
-A gloo collective waits in C++, where a signal does not reach Python: the handler runs only when
-the call returns, which may be never. Python does write a byte to the wake-up descriptor at once,
-though. A watchdog thread reads it, gives the main thread a moment to leave by itself, and then
-shuts the group's sockets down: the collective raises and KeyboardInterrupt follows. Where that is
-not enough, the worker waits in the store for a peer that never came: then that goes too.
+A gloo collective waits in C++, where a signal does not reach Python: the handler runs only when the
+call returns, which may be never. But Python writes a byte to the wake-up descriptor at once. A
+watchdog thread reads it, gives the main thread a moment to leave by itself, and then shuts the
+group's sockets down: the collective raises and KeyboardInterrupt follows. If that is not enough,
+the worker is waiting in the store for a peer that never came; then the store's connection is shut
+down, too.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class InterruptWatch:
     """One watchdog thread for the engine's life; armed while a cell runs.
 
     Args:
-        break_out: Called from the watchdog's thread when the main thread stays blocked; the second
-            time with True, when the first was not enough.
+        break_out: Called from the watchdog's thread if the main thread stays blocked; the second
+            time with True, if the first was not enough.
 
     Attributes:
-        on_terminate: Called from the watchdog's thread at a SIGTERM, where that has a handler.
+        on_terminate: Called from the watchdog's thread at a SIGTERM, if that has a handler.
     """
 
     def __init__(self, break_out: Callable[[bool], object]) -> None:
@@ -64,7 +65,7 @@ class InterruptWatch:
 
     @contextlib.contextmanager
     def shielded(self) -> Iterator[None]:
-        """Let interrupts only break collectives, not raise: what must be done to the end."""
+        """Let interrupts only break collectives, not raise: the block must run to its end."""
         self._shields += 1
         try:
             yield
@@ -72,13 +73,13 @@ class InterruptWatch:
             self._shields -= 1
 
     def begin_clearing(self, whole: bool) -> None:
-        """The cell was told to end and did: interrupts do not raise for `CLEARING_S` from now on.
+        """Ignore interrupts for `CLEARING_S` from now on: the cell was told to end and did.
 
         They were sent to end the cell, and would leave half of it behind: sockets open, weights
-        unsaved. Whoever clears away for longer than that is stuck.
+        unsaved. Clearing away that takes longer is stuck.
 
         Args:
-            whole: Whether all workers get through; else interrupts break collectives still.
+            whole: Whether all workers succeed; otherwise interrupts still break collectives.
         """
         self._deaf_until_s, self._whole = time.monotonic() + CLEARING_S, whole
 
@@ -110,10 +111,10 @@ class InterruptWatch:
 
 
 def leave_signals_to_us(kernel: Any) -> None:
-    """Have an engine ignore interrupts but while a cell runs; call it from the main thread.
+    """Let an engine ignore interrupts unless a cell runs; call it from the main thread.
 
-    ipykernel lets them raise for as long as it handles a message. One that comes before the cell
-    has begun would then end the handling itself: the request is gone, and nobody ever answers it.
+    ipykernel lets them raise as long as it handles a message. An interrupt that comes before the
+    cell has begun would then end the handling itself: the request is lost, and never answered.
     """
     kernel.pre_handler_hook = kernel.post_handler_hook = _nothing
     signal.signal(signal.SIGINT, signal.SIG_IGN)

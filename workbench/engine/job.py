@@ -1,16 +1,16 @@
-"""What a job's script calls: this process joins the run that `run.json` describes.
+"""The functions that a job's script calls: this process joins the run described by `run.json`.
 
 Torchrun, a scheduler or the user has started the processes; the environment says which of them this
-is. Rank 0 starts one process more, the conductor, which is to the job what a notebook's kernel is
-to its engines: it hands out the parts, keeps the records, and agrees on a Stop.
+is. Rank 0 starts one more process, the conductor. It is to the job what a notebook's kernel is to
+its engines: it hands out the parts, keeps the records, and agrees on a Stop.
 
     rank 0 ── starts ──> conductor ── parts for all ──> rank 0
        ^                     ^                            │
        │ who, where          │ records, outcomes          │ each rank's part
     rank 1, 2, ... ──────────┴────────────────────────────┘
 
-The ranks meet in the store of torchrun's agent, or, where TF_CONFIG is set, at the first address in
-it, before TensorFlow listens there. From then on everything is as on an engine of a notebook.
+The ranks meet in the store of torchrun's agent. If TF_CONFIG is set, they meet at its first
+address, before TensorFlow listens there. After that everything is as on an engine of a notebook.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ MOST_LOG_BYTES = 16 << 20
 
 
 class Conductor:
-    """The process beside rank 0 that keeps the job's records; it ends when the job has ended."""
+    """The process next to rank 0 that keeps the job's records; it ends when the job has ended."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -81,10 +81,10 @@ class Conductor:
             )
 
     def conduct(self, job: About, abouts: Sequence[About]) -> list[About]:
-        """Have it begin; return what each process is told.
+        """Let it begin; return what each process is told.
 
         Raises:
-            WorkbenchError: The job cannot begin; the conductor's own words.
+            WorkbenchError: The job cannot begin, with the conductor's message.
         """
         self._socket.settimeout(CONDUCT_S)
         answer: About = {}
@@ -100,7 +100,7 @@ class Conductor:
             raise ClusterError(
                 "The process that keeps the job's records did not start.",
                 seen=f"exit status {status}" if status is not None else f"no word in {CONDUCT_S} s",
-                next_step="its own words are above; is the installation whole there?",
+                next_step="read its messages above, and check that the installation is complete",
                 code="WB-CLUSTER-081",
             )
         parts: list[About] = answer["parts"]
@@ -132,7 +132,7 @@ class Script:
         self._path = path
 
     def execute(self, source: str, number: int) -> BaseException | None:
-        """Run the script; what it raises is printed from the script's own lines on."""
+        """Run the script; its error is printed from the script's own lines on."""
         lines = source.splitlines(keepends=True)
         linecache.cache[self._path] = (len(source), None, lines, self._path)
         try:
@@ -201,19 +201,19 @@ _running = False
 
 
 def run_job(script: str | os.PathLike[str]) -> None:
-    """Join the run that `run.json` beside the script describes, and end with it.
+    """Join the run that `run.json` next to the script describes, and end with it.
 
-    The script calls this first. It is then executed once more, as the cell of the run, by which
-    time this call returns at once; when it has ended, so does this process. It also returns at once
-    where multiprocessing has a process of the script's own read it (`spawn`).
+    The script calls this first. The script is then executed once more, as the cell of the run; in
+    that execution this call returns at once. When it has ended, so does this process. The call also
+    returns at once in the script's own processes of multiprocessing (`spawn`).
 
     Args:
         script: `__file__`.
 
     Raises:
-        PlanError: There is no `run.json`, it is none of ours, or the processes are not as many as
-            it asks for.
-        SystemExit: Always at the end: 0 where all went well, else 1.
+        PlanError: There is no `run.json`, it is not Workbench's, or it asks for another number of
+            processes.
+        SystemExit: Always at the end: 0 if all went well, else 1.
     """
     if _running or sys._getframe(1).f_globals.get("__name__") == "__mp_main__":
         return  # the latter: a process that the script has started, which is no rank
@@ -223,7 +223,7 @@ def run_job(script: str | os.PathLike[str]) -> None:
 
 
 def record_script(script: str | os.PathLike[str], args: Sequence[str], out: str = "") -> NoReturn:
-    """Run any training script and record its steps, with no change of its code.
+    """Run any training script and record its steps, without a change to its code.
 
     Args:
         args: The script's arguments.
@@ -278,10 +278,10 @@ def _described(folder: Path) -> About:
         version = found["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(
-            f"There is no job beside the script: {DESCRIPTION} cannot be read.",
+            f"The script's folder holds no job: {DESCRIPTION} cannot be read.",
             seen=f"{path}: {type(error).__name__}: {error}",
             allowed="the folder as run.to_job(DIR) wrote it",
-            next_step="write it anew: run.to_job(DIR)",
+            next_step="write it again: run.to_job(DIR)",
             code="WB-PLAN-194",
         ) from error
     if version != FORMAT:
@@ -289,7 +289,7 @@ def _described(folder: Path) -> About:
             "The job was written by another version of Workbench.",
             seen=version,
             allowed=FORMAT,
-            next_step="install the wheel that lies in the job's folder",
+            next_step="install the wheel in the job's folder",
             code="WB-PLAN-195",
         )
     return {"folder": str(folder), **found}
@@ -302,10 +302,10 @@ def _take_part(path: Path, job: About) -> bool:
     os.environ.pop("TF_CONFIG", None)  # TensorFlow is told by the strategy, for the time of the run
     if (wanted := job.get("launch", {}).get("processes", where.world_size)) != where.world_size:
         raise PlanError(
-            "The job needs another number of processes.",
+            "The job needs a different number of processes.",
             seen=f"{where.world_size} processes",
             allowed=f"{wanted}: {_launch_words(job['launch'])}",
-            next_step=f"torchrun --standalone --nproc-per-node {wanted} {path.name}",
+            next_step=f"start it with torchrun --standalone --nproc-per-node {wanted} {path.name}",
             code="WB-PLAN-196",
         )
     conductor = Conductor() if where.rank == 0 else None
@@ -350,10 +350,10 @@ def _take_part(path: Path, job: About) -> bool:
 
 
 class WatchedScript(Script):
-    """A script that says nothing of Workbench; its training is found while it trains."""
+    """A script that does not use Workbench; its training is found while it trains."""
 
     def execute(self, source: str, number: int) -> BaseException | None:
-        """Run the script, with what it trains recorded."""
+        """Run the script, and record what it trains."""
         run = context.require("workbench run")
         undo = importlib.import_module(SCRIPTS).watch_scripts(run)
         try:

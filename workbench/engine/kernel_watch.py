@@ -1,7 +1,7 @@
-"""Where the notebook of an engine is, and what to do when it is gone.
+"""How an engine finds its notebook, and what it does when the notebook is gone.
 
 The engines of a kept cluster outlive their notebook: they look into the cluster's folder for the
-next one's address. Engines that nobody forked, and so nobody ends, end by themselves.
+address of the next one. Engines that the notebook did not fork end by themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Home(Protocol):
     """What the control link asks, on its thread."""
 
     def watch(self, socket: zmq.Socket[bytes]) -> None:
-        """Take note of a socket that is about to be connected to the notebook."""
+        """Watch a socket that is about to be connected to the notebook."""
 
     def moved(self) -> str:
         """Return the notebook's new address, empty while it has none."""
@@ -45,7 +45,7 @@ class KeptHome:
         self._next_look = 0.0
 
     def watch(self, socket: zmq.Socket[bytes]) -> None:
-        """Nothing: a notebook that is gone may be missed for days."""
+        """Do nothing: a notebook that is gone may be away for days."""
 
     def moved(self) -> str:
         """Return the address in the folder when it has changed, else an empty text."""
@@ -63,9 +63,9 @@ class KeptHome:
 
 
 class LastHome:
-    """A notebook without which this engine has no use: it ends when that has gone.
+    """A notebook that this engine depends on: the engine ends when the notebook is gone.
 
-    A connection that is closed shows at once; heartbeats show a host that fell silent.
+    A closed connection shows at once; heartbeats show a host that does not answer.
 
     Args:
         patience_s: How long a lost connection may take to come back.

@@ -1,7 +1,7 @@
 """Which process of a job is this, and how do all of them meet once.
 
-Torchrun, TF_CONFIG or nobody has said which process this is. All say who and where they are, and
-rank 0 answers each:
+Torchrun or TF_CONFIG says which process this is, or nothing does. All processes send who and where
+they are, and rank 0 answers each:
 
     rank 1, 2, ... ── who, where ──> rank 0 ── each one's part ──> rank 1, 2, ...
 
@@ -51,8 +51,8 @@ class Surroundings:
     Attributes:
         rank, world_size: Among all processes of the job, servers included.
         store: Host and port of the store in which PyTorch's processes meet; None: there is none.
-        has_agent: Whether torchrun's agent hosts it; else rank 0 does.
-        attempt: How often torchrun's agent of this host has begun again.
+        has_agent: Whether torchrun's agent hosts it; otherwise rank 0 does.
+        attempt: How often torchrun's agent of this host has started again.
         addresses: Of TF_CONFIG, in the order of the ranks; empty without it.
     """
 
@@ -68,7 +68,7 @@ class Surroundings:
         """Return what the environment says.
 
         Raises:
-            PlanError: It contradicts itself, or is not whole.
+        PlanError: It contradicts itself, or is incomplete.
         """
         if environ.get("TF_CONFIG"):
             return _of_tensorflow(environ["TF_CONFIG"])
@@ -82,7 +82,7 @@ class Surroundings:
                 raise ValueError(f"RANK={rank} of WORLD_SIZE={world_size}")
         except (KeyError, ValueError) as error:
             raise PlanError(
-                "The environment names a rank, but not the whole of torchrun's variables.",
+                "The environment names a rank, but some of torchrun's variables are missing.",
                 seen=str(error),
                 allowed="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
                 next_step="start it with torchrun, or unset RANK to run it in one process",
@@ -106,7 +106,7 @@ def _of_tensorflow(text: str) -> Surroundings:
         addresses = tuple(str(cluster[kind][i]) for kind, i in order)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PlanError(
-            "TF_CONFIG was not understood.",
+            "TF_CONFIG is not valid.",
             seen=f"{text[:200]} ({type(error).__name__}: {error})",
             allowed='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", '
             '"index": 0}}',
@@ -120,27 +120,27 @@ def _of_tensorflow(text: str) -> Surroundings:
 
 
 class Meeting(Protocol):
-    """Where the processes of a job meet once: all speak, rank 0 answers each."""
+    """Where the processes of a job meet once: all send, rank 0 answers each."""
 
     def gather(self, about: About) -> list[About]:
-        """On rank 0: what every process says of itself, in the order of the ranks."""
+        """On rank 0: return what every process sent, in the order of the ranks."""
 
     def hand_out(self, answers: Sequence[About]) -> None:
         """On rank 0: answer each of them."""
 
     def ask(self, about: About) -> About:
-        """On the others: say it, and return the answer."""
+        """On the others: send it, and return the answer."""
 
 
 class Alone:
     """A job of one process."""
 
     def gather(self, about: About) -> list[About]:
-        """Return this process's words alone."""
+        """Return only this process's message."""
         return [about]
 
     def hand_out(self, answers: Sequence[About]) -> None:
-        """Do nothing: nobody else is there."""
+        """Do nothing: there are no other processes."""
 
     def ask(self, about: About) -> About:
         """Never called: a single process is rank 0."""
@@ -151,8 +151,8 @@ class InStore:
     """PyTorch's processes meet in the store that torchrun's agent hosts, or rank 0.
 
     torch is imported by name; rank 0's own store lives as long as this object. A store may still
-    hold what was said before torchrun began again, and its agents count attempts each for itself:
-    so rank 0 opens each meeting under a word of its own, and each answer is to what one has said.
+    hold messages from before torchrun started again, and each of its agents counts its own
+    attempts. So rank 0 opens each meeting under a new word, and each answer is to one message.
     """
 
     def __init__(self, where: Surroundings) -> None:
@@ -192,7 +192,7 @@ class InStore:
             self._ours.set(word, json.dumps(answer))
 
     def ask(self, about: About) -> About:
-        """Say it, and wait for the answer; say it anew where another meeting begins."""
+        """Send it, and wait for the answer; send it again if another meeting begins."""
         end, said_in = time.monotonic() + MEET_S, b""
         with self._hearing("rank 0"):
             while time.monotonic() < end:
@@ -217,7 +217,7 @@ class InStore:
 class AtFirstAddress:
     """Processes of TF_CONFIG meet at the first address in it, before TensorFlow listens there.
 
-    Each message is a line of JSON and its HMAC under the job's key, so nobody else is listened to.
+    Each message is a line of JSON and its HMAC under the job's key, so strangers are ignored.
     """
 
     def __init__(self, where: Surroundings, key: bytes) -> None:
@@ -227,7 +227,7 @@ class AtFirstAddress:
         self._connections: dict[int, socket.socket] = {}
 
     def gather(self, about: About) -> list[About]:
-        """Return what every process says of itself; strangers who say nothing hold up nobody."""
+        """Return what every process sent; strangers who send nothing delay nobody."""
         found = {0: about}
         heard: queue.SimpleQueue[tuple[About | None, socket.socket]] = queue.SimpleQueue()
         silent: set[socket.socket] = set()
@@ -268,7 +268,7 @@ class AtFirstAddress:
         heard.put((self._receive(connection), connection))
 
     def hand_out(self, answers: Sequence[About]) -> None:
-        """Answer each process, and let go of it."""
+        """Answer each process, and close its connection."""
         for rank, connection in self._connections.items():
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(ANSWER_S)
@@ -277,7 +277,7 @@ class AtFirstAddress:
         self._connections.clear()
 
     def ask(self, about: About) -> About:
-        """Say it, and wait for the answer."""
+        """Send it, and wait for the answer."""
         end, why = time.monotonic() + MEET_S, ""
         while time.monotonic() < end:
             try:
@@ -328,7 +328,7 @@ def meeting_of(where: Surroundings) -> Meeting:
             seen=f"{len(key)} characters" if key else "nothing",
             allowed=f"the same {LEAST_KEY} characters or more in each process",
             next_step=f"export {KEY}=$(python -c 'import secrets; print(secrets.token_hex(16))') "
-            "once, and hand it to all of them; `workbench run DIR` does so by itself",
+            "once, and pass it to all of them; `workbench run DIR` does so automatically",
             code="WB-PLAN-192",
         )
     if where.world_size == 1:
@@ -351,7 +351,7 @@ def _no_meeting(seen: str) -> ClusterError:
         "The job's processes did not find each other.",
         seen=seen,
         allowed=f"all processes of the job within {MEET_S:g} s",
-        next_step="look at the logs of the other processes: one of them may have failed before; "
+        next_step="look at the logs of the other processes: one of them may have failed earlier; "
         "between hosts, the port must be open",
         code="WB-CLUSTER-080",
     )

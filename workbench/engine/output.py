@@ -1,13 +1,13 @@
-"""A cell that prints without end does not fill the notebook: beyond a limit, samples travel.
+"""A cell that prints without end does not fill the notebook: beyond a limit, only samples are sent.
 
-The whole text up to the limit, then the newest lines once a second, then the last ones and how
-much was left out.
+The whole text is sent up to the limit, then the newest lines once a second, then the last ones and
+how much was left out.
 
-Progress bars are text, not widgets: an engine has no notebook that would draw those. `tqdm.auto`
+Progress bars are text, not widgets, because an engine has no notebook to draw widgets. `tqdm.auto`
 and `tqdm.notebook` see a kernel and choose ipywidgets, whose changes go to the engine's own client;
-so does rich's live display. Here `tqdm.notebook` holds bars of text, whoever imports it (Lightning,
-the Hugging Face libraries), and rich draws into one display that is replaced. They stand in the
-rank's block, and end as they end.
+so does rich's live display. Here `tqdm.notebook` contains text bars for every library that imports
+it (Lightning, the Hugging Face libraries), and rich draws into one display that is replaced. They
+appear in the rank's block, and stay as they end.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Throttle:
         return len(text)
 
     def close(self) -> None:
-        """Let the last lines through, and say how much was left out, if anything was."""
+        """Write the last lines, and how much was left out, if anything was."""
         self._let_through()
         if self.left_out:
             self._write(
@@ -80,7 +80,7 @@ def _size(chars: int) -> str:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Limit what standard output and error of this process let through, while a cell runs."""
+    """Limit the standard output and error of this process, while a cell runs."""
     weirs = []
     for stream in (sys.stdout, sys.stderr):
         weir = Throttle(stream.write)
@@ -95,7 +95,7 @@ def held_back() -> Iterator[None]:
 
 
 def install() -> None:
-    """Draw bars so from now on, also of libraries that are imported later."""
+    """Draw bars in this way from now on, also those of libraries that are imported later."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
         for name, change in _CHANGES.items():

@@ -1,10 +1,10 @@
 """What happens on an engine around a cell: the run is set up, the cell runs, nothing is left.
 
-Knows neither IPython nor a framework: the shell is handed in, the framework's own file
+It knows neither IPython nor a framework: the shell is passed in, and the framework's own file
 (`engine/<framework>/support.py`) is loaded by name.
 
-What the kernel is told of a cell's end is made here; and where parameters are on servers, a
-worker's links to them, and what a server does meanwhile.
+It also makes the report on a cell's end for the kernel. If parameters are on servers, it makes a
+worker's links to them, and runs a server.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class Link(Protocol):
         """Begin to carry a run's records."""
 
     def detach(self) -> bool:
-        """Send what is left of the run and let go of it; return whether all of it was sent."""
+        """Send what is left of the run and release it; return whether all of it was sent."""
 
     def emit(self, event: events.Event) -> None:
-        """Send an event of the run under way; never waits."""
+        """Send an event of the current run; never waits."""
 
     def close(self) -> None:
-        """Let go of the kernel."""
+        """Close the link to the kernel."""
 
 
 @dataclass
@@ -143,9 +143,9 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> CellOu
 
 
 LOST = (
-    "The GPU failed, and fails in this engine from now on. A new engine takes its place, without "
-    "the variables. CUDA_LAUNCH_BLOCKING=1 in the environment shows the line that failed; often a "
-    "label or an index is out of range."
+    "The GPU failed and cannot be used in this engine any more. A new engine replaces it, without "
+    "its variables. Set CUDA_LAUNCH_BLOCKING=1 in the environment to see the line that failed; "
+    "often a label or an index is out of range."
 )
 
 
@@ -372,7 +372,7 @@ def _undo(engine: Engine, run: RunContext, framework: Any) -> None:
 
 
 def give_back(framework: Any) -> None:
-    """Hand what the framework keeps of the device's memory back; not every framework can."""
+    """Return memory that the framework keeps to the device; not every framework can."""
     hand = getattr(framework, "give_back", None)
     if hand is not None:
         hand()
@@ -390,7 +390,7 @@ def _ensure_group(engine: Engine, spec: RunSpec, framework: Any) -> None:
 
 NOT_BROUGHT = (
     "The final weights were not kept: this engine is on another machine, from which Workbench "
-    "brings no files. Save them in the cell, or start engines by ssh, slurm or mpi "
+    "copies no files. Save them in the cell, or start engines by ssh, slurm or mpi "
     "(%cluster start --launcher)."
 )
 
@@ -421,8 +421,8 @@ def _save_weights(run: RunContext, framework: Any) -> str | None:
         run.emit(
             events.Noted(
                 rank=run.spec.rank,
-                text=f"The final weights ({size_bytes / 1e9:.1f} GB) were not written beside the "
-                "run; save them in the cell.",
+                text=f"The final weights ({size_bytes / 1e9:.1f} GB) are too large to be stored "
+                "with the run; save them in the cell.",
             )
         )
         return None
@@ -485,7 +485,7 @@ def _words(error: BaseException) -> str:
 
 
 def outcome_of(error: BaseException | None, traceback: str = "") -> CellOutcome:
-    """Return how a cell ended, and of an error its words and what may help against it."""
+    """Return how a cell ended, and of an error its words and advice."""
     if error is None:
         return CellOutcome(status="ok")
     status: Literal["error", "stopped", "interrupted"] = "error"
@@ -528,10 +528,10 @@ def open_links(run: RunContext, framework: Any) -> None:
 
 
 def serve(run: RunContext, framework: Any) -> None:
-    """Be an engine that runs no cell: answer the workers until they are done or gone.
+    """Act as an engine that runs no cell: answer the workers until they are done or gone.
 
     Raises:
-        LinkError: A worker's link says why a session could not be.
+        LinkError: A session could not be opened; a worker's link has the reason.
     """
     spec = run.spec
     strategy = fit_arguments.load_strategy(run)

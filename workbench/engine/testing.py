@@ -5,7 +5,7 @@
     with EngineHarness() as engine:
         report = engine.run(spec, source)
 
-All of it is `runtime.run_cell`, as an engine calls it; what stands in for others is the shell
+All of it is `runtime.run_cell`, as an engine calls it. Only two things are replaced: the shell
 (plain `exec` for IPython) and the control link (a list for a socket to the kernel).
 """
 
@@ -31,11 +31,11 @@ Observer = Callable[[RunContext], object]
 
 
 class PlainShell:
-    """A shell without IPython (`runtime.Shell`): it compiles, executes, and hands back the error.
+    """A shell without IPython (`runtime.Shell`): it compiles, executes, and returns the error.
 
     Attributes:
-        namespace: What cells find and leave.
-        error: What the last cell raised, with its traceback as text; empty where nothing.
+        namespace: The names that cells find and leave.
+        error: The last cell's error, with its traceback as text; empty if there was none.
     """
 
     def __init__(self, namespace: dict[str, Any]) -> None:
@@ -57,16 +57,16 @@ class PlainShell:
 
 
 class CollectingLink:
-    """A control link (`runtime.Link`) that keeps what a run says.
+    """A control link (`runtime.Link`) that keeps a run's messages.
 
     Args:
-        post: Passes on what this engine says to the others of the run; None: nobody is there.
+        post: Sends this engine's posts to the others of the run; None: there are no others.
 
     Attributes:
         begun: Called with the run before anything of it is set up.
-        ended: Called with the run when its cell has ended well, while the strategy is still there.
-        events, rows, trained, train_s, eval_s: What the run said, counted and measured.
-        kernels_clock: Nobody else's clock is compared with this process's.
+        ended: Called with the run when its cell has succeeded, while the strategy still exists.
+        events, rows, trained, train_s, eval_s: The run's messages, counted and measured.
+        kernels_clock: No other clock is compared with this process's.
     """
 
     kernels_clock = True
@@ -93,7 +93,7 @@ class CollectingLink:
             self.begun(context)
 
     def detach(self) -> bool:
-        """Keep what is left of the run and let go of it."""
+        """Keep what is left of the run and release it."""
         run, writer = self._run, self._writer
         self._run = self._writer = None
         if run is not None:
@@ -107,7 +107,7 @@ class CollectingLink:
         return True
 
     def emit(self, event: shared_events.Event) -> None:
-        """Keep an event; what is meant for the other engines is passed on."""
+        """Keep an event; one for the other engines is passed on."""
         if isinstance(event, shared_events.Posted) and self._post is not None:
             self._post(event.to_wire())
             return
@@ -120,7 +120,7 @@ class CollectingLink:
         """Do nothing: there is no kernel."""
 
     def hear(self, topic: str, rank: int, value: Any) -> None:
-        """Hand the run what another of its engines said, also where that is ahead of this one."""
+        """Give the run another engine's post, even if that is ahead of this one."""
         if self._run is None:
             self._early.append((topic, rank, value))
         else:
@@ -129,11 +129,11 @@ class CollectingLink:
 
 @dataclass
 class CellReport:
-    """What a cell left behind on one engine.
+    """The results of a cell on one engine.
 
     Attributes:
         outcome: What `run_cell` returned.
-        error: The error with its traceback; empty where there was none.
+        error: The error with its traceback; empty if there was none.
         rows: `record.RECORD` rows in the order of steps, those of a step's replicas by rank.
         events: Names and fields, as the kernel would have heard them.
         trained, train_s, eval_s: As in `RunContext`.
@@ -176,10 +176,10 @@ class EngineHarness:
         namespace: dict[str, Any] | None = None,
         link: CollectingLink | None = None,
     ) -> CellReport:
-        """Run a cell, or take part in a run as a server where the spec says so.
+        """Run a cell, or take part in a run as a server if the spec says so.
 
         Args:
-            namespace: What the cell finds besides the engines' names; it keeps what the cell sets.
+            namespace: The cell's names besides the engine's; it keeps what the cell sets.
             link: Where the run's messages go; by default one that only keeps them.
         """
         self._engine.link = link = link or CollectingLink()

@@ -209,7 +209,7 @@ def test_collectives_between_epochs_do_not_meet_the_others_all_reduce(source, un
                 "model, optimizer, loader = wb.prepare(model, optimizer, loader, ",
                 "model, optimizer = wb.prepare(model, optimizer, ",
             ),
-            "its batches are its own",
+            "wb.prepare was given no loader",
         ),
     ],
 )

@@ -1,14 +1,14 @@
-"""Checkpoints of a run on its engines: when, what, and never half of one.
+"""Checkpoints of a run on its engines: when, what, and always complete.
 
     training     . . step 99 | copy | step 100 . . . . . . . step 199 | copy | . .
     background                       write, flush, rename            write, flush, rename
 
-Training stands still for the copy alone, which is taken between two steps, on all workers between
-the same two. A thread of each engine then writes: rank 0 what stands for all (model, optimizer,
-scheduler), every rank what it alone has (random states, its own replica). All of it goes into
-`step-N.<run>.tmp`; when the last part is there, rank 0 renames the folder to `step-N`. So whatever
-is killed at whatever moment, a folder named `step-N` is whole, and the one before it stays until
-then. A write that fails (a full disk) is told and costs that checkpoint, not the run.
+Training only pauses for the copy, which is taken between the same two steps on all workers. A
+thread of each engine then writes it. Rank 0 writes the common part (model, optimizer, scheduler),
+every rank its own part (random states, its own replica). All of it goes into `step-N.<run>.tmp`.
+When the last part is there, rank 0 renames the folder to `step-N`. So a folder named `step-N` is
+complete, whatever process is killed at any moment, and the one before it stays until then. If a
+write fails (a full disk), the failure is reported, and only that checkpoint is lost.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Checkpoints:
     """Checkpoints of the trainings of one cell, on one engine.
 
     Attributes:
-        every: Steps between two; 0 where none are written.
-        start: The checkpoint that the run goes on from; None where it begins anew.
-        resumed_step: Steps that were done when this run began; 0 where it begins anew.
-        stalled_s: How long training stood still for copies.
+        every: Steps between two; 0 if none are written.
+        start: The checkpoint that the run continues from; None for a new run.
+        resumed_step: Steps that were done when this run began; 0 for a new run.
+        stalled_s: How long training paused for copies.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -79,17 +79,17 @@ class Checkpoints:
         *,
         ends_with_cell: bool = False,
     ) -> Mapping[str, Any] | None:
-        """Begin a training of the cell; return where it stood if the run goes on inside it.
+        """Begin a training of the cell; return its position if the run continues inside it.
 
-        An earlier training of the cell is done again: what it left may be needed.
+        An earlier training of the cell is repeated, because later ones may need its results.
 
         Args:
-            position: Says where in the data training stands.
-            kept: Further objects with `state_dict` and `load_state_dict`.
-            ends_with_cell: Whether only the end of the cell tells the end of this training.
+            position: Returns the position in the data.
+            kept: Other objects with `state_dict` and `load_state_dict`.
+            ends_with_cell: Whether this training ends only when the cell ends.
 
         Raises:
-            FitError: The cell has changed since: the checkpoint is of another place in it.
+            FitError: The cell has changed: the checkpoint belongs to another place in it.
         """
         self._strategy, self._position, self._kept = strategy, position, kept
         if self.every:
@@ -102,16 +102,16 @@ class Checkpoints:
         about = self.start.about
         if about["base"] != self.context.trained:
             raise FitError(
-                "The checkpoint is of another cell: the trainings before this one differ.",
+                "The checkpoint belongs to another cell: the trainings before this one differ.",
                 seen=f"{self.context.trained} steps before it, then {about['base']}",
-                next_step="go on with the cell as it was: wb.resume runs the one that was saved",
+                next_step="continue with the same cell: wb.resume runs the one that was saved",
                 code="WB-FIT-002",
             )
         self._saved = self.resumed_step = self.start.step
         return about
 
     def restore(self, *, whole: bool = True) -> None:
-        """Give the training the state of the checkpoint it goes on from; on all ranks.
+        """Load the state of the checkpoint that the training continues from; on all ranks.
 
         Args:
             whole: Whether random states are set as well: they must be the last thing before a step.
@@ -141,10 +141,10 @@ class Checkpoints:
             if type(error).__module__.startswith("workbench."):
                 raise
             raise FitError(
-                "The checkpoint does not fit what the cell trains.",
+                "The checkpoint does not fit the model, optimizer or scheduler of the cell.",
                 seen=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                allowed="the model, optimizer and scheduler it was taken of",
-                next_step="go on with the cell as it was, or begin anew in another folder",
+                allowed="the model, optimizer and scheduler with which it was saved",
+                next_step="continue with the unchanged cell, or begin again in another folder",
                 code="WB-FIT-003",
             ) from error
         if whole and own is not None:
@@ -153,12 +153,12 @@ class Checkpoints:
     def _without_own(self, path: Path) -> str:
         rank = self.context.spec.rank
         return (
-            f"{path / f'rank-{rank}'} is missing: what rank {rank} alone had is lost (its random "
-            "states). The run goes on, but does not end as one that was never interrupted."
+            f"{path / f'rank-{rank}'} is missing, so the random states of rank {rank} are lost. "
+            "The run continues, but its result will differ from an uninterrupted one."
         )
 
     def tell(self) -> None:
-        """Say once where the run goes on from."""
+        """Report once from where the run continues."""
         spec, start = self.context.spec, self.start
         if start is None or spec.rank:
             return
@@ -182,10 +182,10 @@ class Checkpoints:
             raise checkpoints.refusal(self.start, [what]) from error
 
     def regrouped(self, saved: int) -> None:
-        """Write with the members that there are now; a write under way is given up.
+        """Write with the present members; abandon a write in progress.
 
         Args:
-            saved: The step that was saved last, on all of them.
+            saved: The latest saved step, on all of them.
         """
         self._saved = saved
         self.give_up()
@@ -193,7 +193,7 @@ class Checkpoints:
             self._writer = Writer(self.context, Path(self.context.spec.checkpoint))
 
     def give_up(self) -> None:
-        """Let a write under way end without waiting for the others' parts."""
+        """End a write in progress without waiting for the others' parts."""
         if self._writer is not None:
             self._writer.give_up()
 
@@ -205,10 +205,10 @@ class Checkpoints:
     # -- saving ------------------------------------------------------------------------------------
 
     def is_due(self, done: int | None = None) -> bool:
-        """Whether it is time; steps may be done several at a time.
+        """Whether it is time; several steps may be done at once.
 
         Args:
-            done: Steps done, where the run's rows do not tell.
+            done: Steps done, if the run's rows do not show it.
         """
         if not self.every:
             return False
@@ -217,11 +217,11 @@ class Checkpoints:
         return done > self._saved and (self.asked or done // self.every > self._saved // self.every)
 
     def step_done(self) -> bool:
-        """Save if it is time; called between steps, on all ranks alike. Returns whether it did."""
+        """Save if it is time; called between steps, on all ranks. Returns whether it did."""
         return self.is_due() and self.save()
 
     def save(self, done: int | None = None) -> bool:
-        """Take a copy now and let it be written; return whether this very step was not saved."""
+        """Take a copy now and write it; return whether exactly this step was not saved."""
         step = self.context.trained if done is None else done
         if not self.every or step == self._saved or self._strategy is None:
             return False
@@ -265,9 +265,9 @@ class Checkpoints:
         }
 
     def contents(self) -> tuple[Any, dict[str, Any]] | None:
-        """Return what this worker alone can say of a training that failed: state and manifest.
+        """Return this worker's state and manifest of a training that failed.
 
-        None between trainings, and before there is anything to say.
+        None between trainings, and before there is anything to keep.
         """
         if self._strategy is None:
             return None
@@ -282,7 +282,7 @@ class Checkpoints:
     # -- the end -----------------------------------------------------------------------------------
 
     def conclude(self, *, failed: bool) -> None:
-        """Save the end of a training that went well; let a write under way come to its end."""
+        """Save the end of a training that succeeded; finish a write in progress."""
         writer = self._writer
         if failed:
             if writer is not None:
@@ -296,12 +296,12 @@ class Checkpoints:
 
 
 def format_of(context: RunContext) -> Any:
-    """Return the module that knows how the run's framework holds a state."""
+    """Return the module that stores a state of the run's framework."""
     return importlib.import_module(f"workbench.engine.{context.spec.framework}.checkpoints")
 
 
 def checkpoints_of(context: RunContext) -> Checkpoints:
-    """Return the checkpoints of the cell under way, made when first asked for."""
+    """Return the checkpoints of the current cell, made when first needed."""
     if context.checkpoints is None:
         context.checkpoints = Checkpoints(context)
     found: Checkpoints = context.checkpoints
@@ -309,7 +309,7 @@ def checkpoints_of(context: RunContext) -> Checkpoints:
 
 
 def checkpoint() -> None:
-    """Ask for a checkpoint at the end of the step under way; call it on every rank alike.
+    """Ask for a checkpoint at the end of the current step; call it on every rank.
 
     Raises:
         RunError: There is no run.
@@ -326,9 +326,9 @@ def checkpoint() -> None:
 
 
 def resumed_step() -> int:
-    """Return the steps that were done before this run went on from a checkpoint; 0 for a new run.
+    """Return the steps that were done before this run resumed from a checkpoint; 0 for a new run.
 
-    For loops that bring their own batches: `wb.prepare` passes over those of its loader by itself.
+    For loops that make their own batches: `wb.prepare` skips those of its loader automatically.
     """
     context = require("wb.resumed_step")
     return checkpoints_of(context).resumed_step
@@ -345,7 +345,7 @@ class Writer:
     """Writes the checkpoints of one cell on one engine, one at a time.
 
     Args:
-        folder: Where checkpoints lie; what crashes left half-written there is taken away.
+        folder: The folder of checkpoints; incomplete ones that crashes left are removed.
     """
 
     def __init__(self, context: RunContext, folder: Path) -> None:
@@ -375,10 +375,10 @@ class Writer:
 
         Args:
             format_: The framework's module of checkpoints, which has `write_state`.
-            shared: What stands for all ranks; rank 0's is written.
-            own: What this rank alone has.
+            shared: The common part for all ranks; rank 0's is written.
+            own: This rank's own part.
             about: The manifest.
-            stall_s: How long training stood still for the copy.
+            stall_s: How long training paused for the copy.
         """
         self._thread = threading.Thread(
             target=self._write,
@@ -389,13 +389,13 @@ class Writer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the write under way: there is memory for one copy."""
+        """Wait for the write in progress: there is memory for one copy."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def conclude(self) -> None:
-        """End of a training: wait for the write under way, and say what was missed lately."""
+        """End a training: wait for the write in progress, and report checkpoints missed lately."""
         self.wait()
         if len(self._missed) > 1 and self.context.spec.rank == 0:
             self._warn(f"{self._how_many()} could not be written; {self._stands()}.")
@@ -403,11 +403,11 @@ class Writer:
         self._told.clear()
 
     def give_up(self) -> None:
-        """Let a write under way end without waiting for the others' parts; waits for nobody."""
+        """End a write in progress without waiting for the others' parts; waits for nobody."""
         self._leaving.set()
 
     def leave(self) -> None:
-        """End of a cell that failed: a write under way has `LEAVE_S`, and waits for nobody."""
+        """End a cell that failed: a write in progress has `LEAVE_S`, and waits for nobody."""
         self._leaving.set()
         if self._thread is not None:
             self._thread.join(LEAVE_S)
@@ -512,8 +512,8 @@ class Writer:
             return  # one line for each try would bury everything else
         self._told.add(reason)
         self._warn(
-            f"The checkpoint at step {step} could not be written; {self._stands()}, training goes "
-            f"on, and the next one is tried. {_words(error)}"
+            f"The checkpoint at step {step} could not be written; {self._stands()}. Training "
+            f"continues, and so does saving. {_words(error)}"
         )
 
     def _tell_success(self, step: int) -> None:
@@ -532,7 +532,7 @@ class Writer:
 
     def _stands(self) -> str:
         last = checkpoints.latest(self._folder)
-        return f"step {last.step} is the last good one" if last else "there is none before it"
+        return f"step {last.step} is the last good one" if last else "there is no earlier one"
 
     def _warn(self, text: str) -> None:
         self.context.emit(events.Warned(rank=self.context.spec.rank, text=text))

@@ -1,14 +1,14 @@
-"""Files that survive the machine, and a state in a form that they can hold.
+"""Files that survive a crash of the machine, and states in a form that files can hold.
 
 A file is written, flushed to disk, and only then given its name. A state (nested dicts, lists,
-numbers, tensors) becomes JSON and a flat table of tensors, and comes back of them. What is written
-this way can be read without running code that came with it: nothing is pickled. Every container
-says its kind, so that tuples, dicts with numbers as keys and counters come back as what they were:
+numbers, tensors) becomes JSON and a flat table of tensors, and can be rebuilt from them. Nothing is
+pickled, so reading such a file runs no code from it. Every container stores its kind, so that
+tuples, dicts with numbers as keys and counters are rebuilt as what they were:
 
     {"lr": 0.1, "betas": (0.9, 0.99), "exp_avg": <tensor>}
     -> {"dict": [["lr", 0.1], ["betas", {"tuple": [0.9, 0.99]}], ["exp_avg", {"tensor": "0"}]]}
 
-So do the states of Python's and NumPy's random generators.
+The states of Python's and NumPy's random generators are stored in the same way.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ SEE_S, SEE_POLL_S = 3.0, 0.1
 
 
 def blind(path: str, token: str) -> str:
-    """Return why this host does not share a folder, or cannot write to it; empty where it does.
+    """Return why this host does not share a folder, or cannot write to it; empty if it does.
 
     Args:
         path: A file in it that another host has just written.
-        token: What that file says.
+        token: The content of that file.
     """
     end_s = time.monotonic() + SEE_S
     while True:
@@ -43,10 +43,10 @@ def blind(path: str, token: str) -> str:
             if Path(path).read_text() == token:
                 os.rmdir(tempfile.mkdtemp(prefix=".workbench-", dir=Path(path).parent))
                 return ""
-            why = "it is another folder there"
+            why = "another folder is there"
         except FileNotFoundError:
             there = Path(path).parent.is_dir()
-            why = "it is another folder there" if there else "it is not there"
+            why = "another folder is there" if there else "it does not exist"
         except OSError as error:
             why = error.strerror or type(error).__name__
         if time.monotonic() > end_s:
@@ -81,7 +81,7 @@ def sync_tree(path: Path) -> None:
 
 
 def rename_folder(old: Path, new: Path) -> None:
-    """Give a folder that is whole its final name, in one go."""
+    """Give a complete folder its final name, in one operation."""
     sync_folder(old)
     os.rename(old, new)
     sync_folder(new.parent)
@@ -90,14 +90,14 @@ def rename_folder(old: Path, new: Path) -> None:
 def encode(
     state: Any, is_tensor: Callable[[Any], bool], where: str = "state"
 ) -> tuple[Any, dict[str, Any]]:
-    """Return what JSON can hold of a state, and its tensors and arrays by name.
+    """Return a state as JSON can hold it, and its tensors and arrays by name.
 
     Args:
         is_tensor: Whether a value is one of the framework's tensors.
-        where: What the state is called in an error.
+        where: The state's name in an error.
 
     Raises:
-        FitError: Something in it is neither a number, a text, a tensor nor a container of these.
+        FitError: A value is neither a number, a text, a tensor nor a container of these.
     """
     leaves: dict[str, Any] = {}
 
@@ -131,7 +131,7 @@ def encode(
 
 
 def decode(skeleton: Any, leaves: Mapping[str, Any]) -> Any:
-    """Rebuild a state from what `encode` gave."""
+    """Rebuild a state from what `encode` returned."""
     if isinstance(skeleton, list):
         return [decode(item, leaves) for item in skeleton]
     if not isinstance(skeleton, dict):
@@ -172,7 +172,7 @@ def _key(key: Any) -> Any:
 
 
 def random_state() -> dict[str, Any]:
-    """Return where the generators stand."""
+    """Return the states of the generators."""
     version, numbers, gauss = random.getstate()
     name, keys, place, has_gauss, cached = np.random.get_state()
     return {
@@ -182,7 +182,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Let the generators go on from there."""
+    """Set the generators to these states."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(int(n) for n in numbers), gauss))
     name, keys, place, has_gauss, cached = state["numpy"]

@@ -1,9 +1,9 @@
-"""What a worker still holds when another one dies: kept in memory, for the run to go on from.
+"""What a worker keeps in memory when another one dies, so that the run can continue from it.
 
-Where every worker has the whole model and the optimizer's state, nothing need be lost with one of
-them. The survivors' step under way has failed in the middle of its all-reduce: their parameters are
-those after the last whole step. They keep a copy when the cell ends, and say of which step; the
-kernel has the furthest one write it down as a checkpoint, from which all begin again.
+If every worker has the whole model and the optimizer's state, the death of one loses nothing. The
+survivors' current step has failed in the middle of its all-reduce, so their parameters are those
+after the last complete step. They keep a copy when the cell ends, and report its step. The kernel
+lets the furthest one write it as a checkpoint, from which all begin again.
 
 A worker that was interrupted while it changed its parameters has neither the old nor the new ones,
 and keeps nothing (`update_began` and `update_ended` tell).
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Rescue:
-    """Watches one cell's updates, and keeps what is whole when it fails."""
+    """Watches one cell's updates, and keeps the complete state when it fails."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
@@ -47,7 +47,7 @@ class Rescue:
         return self._began != self._context.trained
 
     def keep(self, checkpoints: Checkpoints) -> int:
-        """Keep a copy of what the training has; return of which step, -1 where there is none."""
+        """Keep a copy of the training's state; return its step, or -1 if there is none."""
         _kept.clear()
         contents = checkpoints.contents() if self.whole else None
         if contents is None:
@@ -61,13 +61,13 @@ _kept: dict[str, Any] = {}
 
 
 def write(folder: str) -> str:
-    """Write what was kept as a checkpoint into a folder; return its path.
+    """Write the kept state as a checkpoint into a folder; return its path.
 
     Raises:
         RunError: Nothing was kept.
     """
     if not _kept:
-        raise RunError("This engine holds nothing of the run that failed.", code="WB-RUN-027")
+        raise RunError("This engine keeps no state of the run that failed.", code="WB-RUN-027")
     about, write_state = _kept["about"], _kept["write"]
     final = Path(folder) / f"step-{about['step']}"
     temporary = final.with_name(f"{final.name}.tmp")
@@ -81,12 +81,12 @@ def write(folder: str) -> str:
 
 
 def forget() -> None:
-    """Let go of what was kept: another cell begins."""
+    """Release the kept state: another cell begins."""
     _kept.clear()
 
 
 def watch(context: RunContext, framework: Any) -> Rescue | None:
-    """Return what keeps this cell's state, where the run may go on from it."""
+    """Return the object that keeps this cell's state, if the run may continue from it."""
     forget()
     hooks: Callable[[Rescue], Callable[[], None]] | None = getattr(framework, "on_updates", None)
     if not context.spec.rescue or hooks is None:

@@ -1,11 +1,10 @@
 """The debugger of an engine: Python's pdb with its prompt in the notebook.
 
-Commands come as lines from the kernel (`stdin_bridge.py`); what pdb prints goes back as their
-answer.
+Commands come as lines from the kernel (`stdin_bridge.py`); the answer is what pdb prints.
 
-A cell calls `breakpoint()`, `pdb.set_trace()`, `input()`, `getpass()` to stop or to ask. Each would
-wait at a terminal, which engines do not have; these ask in the notebook, or say that nobody can
-answer.
+A cell calls `breakpoint()`, `pdb.set_trace()`, `input()` or `getpass()` to stop or to ask. Each of
+them would wait at a terminal, which engines do not have. Here they ask in the notebook, or report
+that nobody can answer.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Debugger(pdb.Pdb):
     def get_stack(
         self, f: FrameType | None, t: TracebackType | None
     ) -> tuple[list[tuple[FrameType, int]], int]:
-        """Return the stack from the cell on; what called the cell is ours."""
+        """Return the stack from the cell on, without our frames that called the cell."""
         stack, index = super().get_stack(f, t)
         files = [frame.f_code.co_filename for frame, _ in stack]
         first = next((i for i, name in enumerate(files) if marks.is_cell(name)), 0)
@@ -76,7 +75,7 @@ class Debugger(pdb.Pdb):
             self.message(f"{name} = {text}")
 
     def onecmd(self, line: str) -> bool:
-        """Obey a line, unless it would read from a terminal."""
+        """Execute a line, unless it would read from a terminal."""
         word = self.parseline(line)[0]
         if word is not None and self._means_variable(word, line):
             line = "!" + line
@@ -101,7 +100,7 @@ class Debugger(pdb.Pdb):
         super()._error_exc()  # type: ignore[misc]
 
     def on_interrupt(self) -> None:
-        """Do what follows from an interrupt of a command: nothing."""
+        """Ignore an interrupt of a command."""
 
 
 class _Lines:
@@ -139,10 +138,10 @@ class LiveDebugger(Debugger):
             sys.settrace(self.trace_dispatch)
 
     def interaction(self, frame: Any, traceback: Any = None) -> None:
-        """Hold the cell in `frame` until a command lets it go on."""
+        """Hold the cell in `frame` until a command lets it continue."""
         self._open = self._between = False
         if not self._attention.busy.acquire(blocking=False):
-            tell("another thread of this rank is at a breakpoint, so this one goes on")
+            tell("another thread of this rank is at a breakpoint, so this one continues")
             self.set_continue()
             return
         try:
@@ -182,14 +181,14 @@ class LiveDebugger(Debugger):
             return True
         if not was_deaf:
             how = HOW.format(engine=asks.engine)
-            tell(f"breakpoint() at {where}: {reason}, so the cell goes on, also at further ones.")
+            tell(f"breakpoint() at {where}: {reason}, so the cell continues, also at later ones.")
             tell(f"To stop there, {how}.")
             asks.deaf = reason
         self.clear_all_breaks()
         return False
 
     def default(self, line: str) -> None:
-        """Run a statement in the frame; what it assigns holds when the cell goes on."""
+        """Run a statement in the frame; its assignments stay when the cell continues."""
         super().default(line)
         frame = self.curframe
         if frame is not None and sys.version_info < (3, 13):  # later ones write through
@@ -200,7 +199,7 @@ class LiveDebugger(Debugger):
         self.cmdloop()  # an interrupt is the cell's, not the prompt's
 
     def on_interrupt(self) -> None:
-        """An interrupt ends the cell, as it would without a debugger."""
+        """End the cell at an interrupt, as it would without a debugger."""
         raise KeyboardInterrupt
 
     def stop_here(self, frame: FrameType) -> bool:
@@ -211,7 +210,7 @@ class LiveDebugger(Debugger):
         return not self._between
 
     def user_call(self, frame: FrameType, argument_list: None) -> None:
-        """Step into a function; a cell's next statement is no call."""
+        """Step into a function; a cell's next statement is not a call."""
         if not _is_statement(frame):
             super().user_call(frame, argument_list)
 
@@ -224,7 +223,7 @@ class LiveDebugger(Debugger):
             super().user_return(frame, return_value)
 
     def trace_dispatch(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """Follow the program; `q` ends the cell with words of its own."""
+        """Follow the program; `q` ends the cell with its own message."""
         try:
             return super().trace_dispatch(frame, event, arg)
         except bdb.BdbQuit:
@@ -242,7 +241,7 @@ def _is_statement(frame: FrameType) -> bool:
 
 
 def variables(frame: FrameType) -> dict[str, str]:
-    """Return a frame's variables in short, without IPython's own and what was imported."""
+    """Return a frame's variables in short form, without imports and IPython's own."""
     hidden = {"In", "Out", "get_ipython", "exit", "quit"}
     kinds = (type(sys), type(variables), type)
     found = {}
@@ -262,7 +261,7 @@ def patience_s() -> float:
 
 
 def tell(text: str) -> None:
-    """Tell the user, below the cell."""
+    """Show a text to the user, below the cell."""
     print(f"[debugger] {text}", flush=True)  # noqa: T201 - part of the cell's output
 
 
@@ -270,21 +269,21 @@ _live: LiveDebugger | None = None
 
 
 def stop_here(*args: Any, header: str | None = None, **keywords: Any) -> None:
-    """Stand for `breakpoint()` and `pdb.set_trace()`: hold the cell in the caller's frame."""
+    """Replace `breakpoint()` and `pdb.set_trace()`: hold the cell in the caller's frame."""
     global _live
     frame = sys._getframe(1)
     if os.environ.get("PYTHONBREAKPOINT") == "0":
         return
     asks = stdin_bridge.current()
     if asks is None:
-        tell("breakpoint() in a process that the engine started: passed by")
+        tell("breakpoint() in a process that the engine started: ignored")
         return
     if header:
         tell(header)
     if stdin_bridge.stop(frame):
         return
     if asks.busy.locked():
-        tell("a breakpoint was met while this rank is paused at another one: passed by")
+        tell("breakpoint() while this rank is paused at another one: ignored")
         return
     if _live is None or _live._attention is not asks:
         _live = LiveDebugger(asks)
@@ -292,14 +291,14 @@ def stop_here(*args: Any, header: str | None = None, **keywords: Any) -> None:
 
 
 def ask(prompt: object = "", *, password: bool = False) -> str:
-    """Stand for `input()`: ask in the notebook.
+    """Replace `input()`: ask in the notebook.
 
     Raises:
         RunError: Nobody can answer.
     """
     name = "getpass()" if password else "input()"
     asks = stdin_bridge.current()
-    reason = "this process is no engine of the cluster"
+    reason = "this process is not an engine of the cluster"
     if asks is not None and asks.busy.acquire(blocking=False):
         try:
             frame = sys._getframe(1)
@@ -319,7 +318,7 @@ def ask(prompt: object = "", *, password: bool = False) -> str:
     elif asks is not None:
         reason = "this rank is paused already"
     raise RunError(
-        f"{name} was called on an engine, where nobody can type: {reason}.",
+        f"{name} was called on an engine, but nobody can type there: {reason}.",
         seen=str(prompt),
         next_step="ask in a cell of the notebook, then %push the value to the engines",
         code="WB-RUN-004",
@@ -331,7 +330,7 @@ def _ask_password(prompt: str = "Password: ", stream: Any = None) -> str:
 
 
 def install() -> None:
-    """Take the place of everything that would wait at a terminal which engines do not have."""
+    """Replace everything that would wait at a terminal, which engines do not have."""
     sys.breakpointhook = stop_here
     pdb.set_trace = stop_here
     builtins.input = ask
@@ -341,7 +340,7 @@ def install() -> None:
 
 
 def cell_over() -> None:
-    """Leave nothing of a debugger behind: no tracing, no breakpoints."""
+    """Remove all of a debugger: tracing and breakpoints."""
     global _live
     if _live is not None and threading.current_thread() is threading.main_thread():
         _live.end()

@@ -1,15 +1,15 @@
-"""What functions say of themselves to whoever reads a stack: that they wait, where a cell begins.
+"""Marks on functions, for readers of a stack: that a function waits, or that a cell begins there.
 
-A mark stands at the function, so that it moves and is renamed with it. The decorators note the
-function's code and give the function back as it is: a call costs nothing more.
+A mark is on the function itself, so it moves and is renamed with it. The decorators note the
+function's code and return the function unchanged: a call costs nothing more.
 
-    @waits_in(MESSAGE)           frames of it, and whatever is called from it, are a wait
-    @begins_cell                 everything below is the cell, but for machinery
-    machinery(__name__)          frames of this module say nothing to a user
-    @doing("leaving ...")        what the engine does where no line of the user's is on the stack
+    @waits_in(MESSAGE)           its frames, and those it calls, are a wait
+    @begins_cell                 everything below is the cell, except machinery
+    machinery(__name__)          frames of this module are of no interest to a user
+    @doing("leaving ...")        what the engine does if no line of the user's is on the stack
 
-Where code stands is said in the user's words (`cell line 7 in step`, `train.py:41 in load_batch`),
-and a value, whatever it is, in one short line.
+A place in code is shown in the user's terms (`cell line 7 in step`, `train.py:41 in load_batch`),
+and any value in one short line.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Rule:
-    """A kind of wait: what it is called, and which frames mean it besides the marked ones.
+    """A kind of wait: its label, and which frames mean it besides the marked ones.
 
     Attributes:
-        label: What it is called; `{}` is the function.
-        idle: Whose standing still it takes, for frames in which others compute.
+        label: Its name; `{}` is the function.
+        idle: Which part must be idle, for frames that may also compute.
         outermost: Take the outermost of the frames that fit: the one that was called.
-        by_user: The user said so (a pause): nobody waits for others.
-        modules: Modules of other libraries, and what is below them.
-        function: Of those modules this function alone.
+        by_user: The user caused it (a pause): it is no wait for others.
+        modules: Modules of other libraries, including their submodules.
+        function: Only this function of those modules.
     """
 
     label: str
@@ -90,7 +90,7 @@ _machinery: set[str] = set()
 
 
 def waits_in(rule: Rule) -> Callable[[Function], Function]:
-    """Mark a function in which a thread blocks until others come: itself, or in what it calls."""
+    """Mark a function in which a thread blocks until others arrive, itself or in what it calls."""
 
     def mark(function: Function) -> Function:
         _waits[_code(function)] = rule
@@ -100,7 +100,7 @@ def waits_in(rule: Rule) -> Callable[[Function], Function]:
 
 
 def doing(words: str) -> Callable[[Function], Function]:
-    """Mark a function by what the engine does in it, around the cell."""
+    """Mark a function with the engine's activity in it, outside the cell."""
 
     def mark(function: Function) -> Function:
         _doing[_code(function)] = words
@@ -116,7 +116,7 @@ def begins_cell(function: Function) -> Function:
 
 
 def machinery(module: str) -> None:
-    """Have a module's frames left out between the beginning of a cell and the cell's own."""
+    """Leave out a module's frames between the beginning of a cell and the cell's own."""
     _machinery.add(module)
 
 
@@ -131,12 +131,12 @@ def is_beginning(frame: FrameType) -> bool:
 
 
 def is_machinery(frame: FrameType) -> bool:
-    """Whether the frame says nothing to a user."""
+    """Whether the frame is of no interest to a user."""
     return frame.f_globals.get("__name__") in _machinery or _is_of(frame, _SHELL)
 
 
 def done_in(frame: FrameType) -> str:
-    """Return what the engine does in this frame; empty where it is not marked."""
+    """Return the engine's activity in this frame; empty if it is not marked."""
     return _doing.get(frame.f_code, "")
 
 
@@ -167,17 +167,17 @@ _numbers: list[Callable[[], Mapping[str, int]]] = []
 
 
 def number_cells(numbers: Callable[[], Mapping[str, int]]) -> None:
-    """Say from now on which number of the notebook each file of a cell has."""
+    """Set the function that gives the notebook's number of each cell's file."""
     _numbers[:] = [numbers]
 
 
 def cell_number(filename: str) -> int | None:
-    """Return the number of the cell that lies in this file; None where it is none."""
+    """Return the number of the cell in this file; None if it is not a cell."""
     return _numbers[0]().get(filename) if _numbers else None
 
 
 def name_cells(text: str) -> str:
-    """Return a text whose `File "...", line 3` say `Cell In[7], line 3` where they mean a cell."""
+    """Return a text in which `File "...", line 3` of a cell becomes `Cell In[7], line 3`."""
 
     def named(match: re.Match[str]) -> str:
         number = cell_number(match["file"])
@@ -191,7 +191,7 @@ def name_cells(text: str) -> str:
 def fold_text(text: str) -> str:
     """Return a message without the libraries' frames of a traceback that it quotes.
 
-    What a loader's worker process raised travels as text: `Original Traceback ...`.
+    An error of a loader's worker process is sent as text: `Original Traceback ...`.
     """
     if "Traceback (most recent call last)" not in text:
         return name_cells(text)
@@ -221,7 +221,7 @@ def is_yours(filename: str) -> bool:
 
 
 def package(filename: str) -> str:
-    """Return which package or library a file that the user did not write belongs to."""
+    """Return the package or library of a file that the user did not write."""
     inside = filename.rpartition(f"{os.sep}site-packages{os.sep}")[2] or filename
     if filename.startswith(str(Path(__file__).parents[2]) + os.sep):
         return "workbench"
@@ -231,7 +231,7 @@ def package(filename: str) -> str:
 
 
 def where(filename: str, line: int, function: str, *, earlier: bool = False) -> str:
-    """Return a place as it is shown; `earlier`: a cell is another one than that which runs."""
+    """Return a place as text; `earlier`: its cell is not the one that runs."""
     inside = "" if function == "<module>" else f" in {function}"
     if is_cell(filename):
         return f"{'earlier cell, line' if earlier else 'cell line'} {line}{inside}"

@@ -1,6 +1,6 @@
 """The frames of the cell that failed last, kept for `%cluster debug`.
 
-They hold the user's variables, big tensors too: only the newest failure is kept, until the next
+They hold the user's variables, big tensors too. So only the newest failure is kept, until the next
 cell begins or `%cluster free`.
 """
 
@@ -28,7 +28,7 @@ _debugger: Debugger | None = None
 
 @contextlib.contextmanager
 def cell() -> Iterator[None]:
-    """Surround a cell: what the last one left for a debugger goes, and so does this one's."""
+    """Surround a cell: remove what a debugger left of the last one, and then of this one."""
     clear()
     stdin_bridge.cell_begins()
     try:
@@ -38,7 +38,7 @@ def cell() -> Iterator[None]:
 
 
 def keep(error: BaseException | None) -> None:
-    """Keep what a cell failed with; an interrupt and Stop are no failures."""
+    """Keep the failure of a cell; an interrupt and Stop are not failures."""
     global _kept, _debugger
     _debugger = None
     failed = isinstance(error, Exception) and not isinstance(error, RunStopped)
@@ -48,7 +48,7 @@ def keep(error: BaseException | None) -> None:
 
 
 def clear() -> None:
-    """Forget it, wherever Python keeps it too, so that its variables can be freed."""
+    """Forget it, also where Python keeps it, so that its variables can be freed."""
     global _kept, _debugger
     error, _kept, _debugger = _kept, None, None
     if error is not None:
@@ -71,7 +71,7 @@ def frames() -> dict[str, Any]:
     """Return the failure: `error`, `current` (index of the frame to begin with) and `frames`.
 
     Each frame has `index`, `file`, `line`, `function`, `where`, `source`, `yours` and `variables`
-    (their beginnings, by name). Without a failure the answer is empty.
+    (in short form, by name). Without a failure the answer is empty.
     """
     debugger = _open()
     if debugger is None or _kept is None:
@@ -97,17 +97,17 @@ def _frame(index: int, frame: FrameType, line: int) -> dict[str, Any]:
 
 
 def command(line: str) -> str | None:
-    """Obey a command of pdb, or evaluate an expression, in the frame that is looked at.
+    """Execute a command of pdb, or evaluate an expression, in the current frame.
 
     Returns:
-        What pdb prints; None when no failure is kept.
+        What pdb prints; None if no failure is kept.
     """
     debugger = _open()
     if debugger is None:
         return None
     word = debugger.parseline(line)[0]
     if word in _RESUME:
-        return "The cell is over: it can be looked at (w u d l p pp a locals), not continued.\n"
+        return "The cell has ended: look at it (w u d l p pp a locals); it cannot be continued.\n"
     try:
         debugger.onecmd(debugger.precmd(line))
     except KeyboardInterrupt:

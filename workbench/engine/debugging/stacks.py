@@ -1,15 +1,15 @@
 """Where this engine's threads are: one line for a banner, whole stacks on demand.
 
-Read by the control thread while the cell runs, from `sys._current_frames`. A main thread that
-holds the interpreter's lock in a call of C cannot be looked at: then nobody answers.
+The control thread reads it while the cell runs, from `sys._current_frames`. If the main thread
+holds the interpreter's lock in a call of C, it cannot be looked at, and there is no answer.
 
-What a thread waits in is read from its frames: collectives, links, a step of TensorFlow. Functions
-of ours say so themselves (`marks.waits_in`); those of other libraries are known by their modules. A
+The reason for a wait is read from the thread's frames: collectives, links, a step of TensorFlow.
+Our functions are marked (`marks.waits_in`); those of other libraries are known by their modules. A
 collective blocks in C++, below the last frame of Python, where computing blocks too. So a frame
-that may mean both counts as a wait only while its thread stands still.
+that may mean both counts as a wait only while its thread is idle.
 
-A thread that waits for an accelerator spins, and computes for all one can see. What the device is
-at, those who gave it its work say (`ask_device`).
+A thread that waits for an accelerator spins, so it seems to compute. The code that gave the device
+its work reports what the device is doing (`ask_device`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 
 class DeviceWork(NamedTuple):
-    """What an accelerator is at.
+    """What an accelerator is doing.
 
     Attributes:
         waits: Whether it waits for other workers.
@@ -50,7 +50,7 @@ _devices: list[Callable[[], DeviceWork | None]] = []
 
 
 def ask_device(ask: Callable[[], DeviceWork | None]) -> Callable[[], None]:
-    """Have `ask` say what the device is at, on the control thread; returns what ends that."""
+    """Let `ask` report the device's activity, on the control thread; returns what ends that."""
     _devices.append(ask)
 
     def undo() -> None:
@@ -215,7 +215,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Wait:
-    """What somebody waits in; `by_user`: because the user said so (a pause), not for others."""
+    """The reason for a wait; `by_user`: caused by the user (a pause), not by other workers."""
 
     label: str
     by_user: bool = False
@@ -264,19 +264,19 @@ def _stands_still(who: Literal["", "thread", "process"]) -> bool:
 
 
 def process_is_idle() -> bool:
-    """Whether none of this process's threads computes."""
+    """Whether all of this process's threads are idle."""
     before, began = time.process_time(), time.perf_counter()
     time.sleep(SAMPLES * SAMPLE_S)
     return time.process_time() - before < 0.2 * (time.perf_counter() - began)
 
 
 def is_idle(thread: threading.Thread) -> bool | None:
-    """Whether a thread stands still: it sleeps at every look, and uses no CPU meanwhile.
+    """Whether a thread is idle: it sleeps at every look, and uses no CPU meanwhile.
 
-    A thread that only waits for a free core does not sleep, so a busy machine misleads nobody.
+    A thread that only waits for a free core does not sleep, so a busy machine does not mislead.
 
     Returns:
-        None where the system does not say.
+        None if the system does not say.
     """
     stat = Path(f"/proc/self/task/{thread.native_id}/stat")
     try:

@@ -1,18 +1,18 @@
-"""What an engine asks its user, and whether it waits for an answer.
+"""An engine's questions to its user, and the wait for an answer.
 
-A cell that calls `breakpoint()` or `input()` needs words from the notebook while the cell blocks
-the engine, so they travel on the control path:
+A cell that calls `breakpoint()` or `input()` needs input from the notebook while the cell blocks
+the engine, so questions and answers use the control path:
 
     engine (the cell's thread)               kernel
     stopped: where, text           ------>   a prompt in the cell that blocks, or `%cluster debug`
                                    <------   hold            or go_on: nobody can answer here
     (waits)                        <------   line: a command
     answer: text                   ------>
-    left: text                     ------>   the cell goes on
+    left: text                     ------>   the cell continues
 
-Nothing waits for somebody who is not there: without a `hold` within `HEARD_S` the cell goes on.
+The cell does not wait for a user who is not there: without a `hold` within `HEARD_S` it continues.
 
-For VS Code debugpy listens on loopback, in the engine's own process.
+For VS Code, debugpy listens on loopback, in the engine's own process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Send = Callable[[Said], None]
 
 
 class Released(Exception):
-    """Stop was pressed, or the cell is over: nobody is asked any more."""
+    """Stop was pressed, or the cell is over: no more questions are asked."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class StdinBridge:
         text: str,
         patience_s: float = PATIENCE_S,
     ) -> str:
-        """Say that the cell has stopped; return why it must go on, empty where it may wait.
+        """Report that the cell has stopped; return why it must continue, empty if it may wait.
 
         Args:
             kind: `debugger`, `input` or `password`.
             where: Place in the cell.
-            text: What the user is shown first.
+            text: The first text shown to the user.
             patience_s: How long the other ranks wait.
         """
         if self.deaf:
@@ -122,7 +122,7 @@ class StdinBridge:
         """Wait for the user's next line.
 
         Raises:
-            Released: There will be none.
+            Released: There will be no more lines.
         """
         while True:
             word = self._words.get()
@@ -134,15 +134,15 @@ class StdinBridge:
     def _ends(self, word: ToUser | _Release) -> str:
         """Return why the cell goes on; empty where it does not."""
         if isinstance(word, _Release) or (isinstance(word, GoOn) and word.number == self._number):
-            return word.reason or "the notebook says so"
+            return word.reason or "the notebook released it"
         return ""
 
     def answer(self, text: str) -> None:
-        """Say what came of the line."""
+        """Send the result of the line."""
         self.send(Answered(engine=self.engine, number=self._number, text=text))
 
     def leave(self, text: str = "") -> None:
-        """Say that the cell goes on."""
+        """Report that the cell continues."""
         self._stop = None
         self.send(Left(engine=self.engine, number=self._number, text=text))
 
@@ -153,7 +153,7 @@ class StdinBridge:
         return stop.where if stop is not None else ""
 
     def hear(self, word: Down) -> None:
-        """Take the kernel's word; called on the control thread."""
+        """Accept a message of the kernel; called on the control thread."""
         stop = self._stop
         match word:
             case Repeat():  # a notebook that has not heard the question
@@ -170,7 +170,7 @@ class StdinBridge:
         self.send(Served(engine=self.engine, **serve(port)))
 
     def release(self, reason: str) -> None:
-        """Let the cell go on and ask nothing more in it; from any thread."""
+        """Let the cell continue and ask no more questions in it; from any thread."""
         self.deaf = reason
         if self._stop is not None:
             self._words.put(_Release(reason))
@@ -187,7 +187,7 @@ _attention: StdinBridge | None = None
 
 
 def install(engine: int, send: Send) -> StdinBridge:
-    """Have questions go to this kernel from now on; one that is open is asked there too."""
+    """Send questions to this kernel from now on; an open one is asked there too."""
     global _attention
     if _attention is None or _attention.pid != os.getpid():
         _attention = StdinBridge(engine, send)
@@ -196,7 +196,7 @@ def install(engine: int, send: Send) -> StdinBridge:
 
 
 def current() -> StdinBridge | None:
-    """Return this engine's; None in a process that is no engine (a data loader's worker)."""
+    """Return this engine's; None in a process that is not an engine (a loader's worker)."""
     if _attention is None or _attention.pid != os.getpid():
         return None
     return _attention
@@ -210,19 +210,19 @@ def paused_by_user() -> str:
 
 
 def release(reason: str) -> None:
-    """Let a cell that waits for its user go on."""
+    """Let a cell that waits for its user continue."""
     if _attention is not None:
         _attention.release(reason)
 
 
 def hear(word: Down) -> None:
-    """Take the kernel's word to a cell that waits for its user."""
+    """Pass a message of the kernel to a cell that waits for its user."""
     if _attention is not None:
         _attention.hear(word)
 
 
 def cell_begins() -> None:
-    """Take note that a cell begins."""
+    """Note that a cell begins."""
     if _attention is not None:
         _attention.cell_begins()
 
@@ -233,12 +233,12 @@ _served: int | None = None
 
 
 def serve(port: int) -> dict[str, Any]:
-    """Let debuggers attach to this engine; asked again, the port that it has is kept.
+    """Let debuggers attach to this engine; a second call keeps the port.
 
-    The adapter runs in this process, so that no other one outlives the engine.
+    The adapter runs in this process, so that no other process outlives the engine.
 
     Args:
-        port: 0 takes any that is free.
+        port: 0 takes any free port.
 
     Returns:
         `port`, and `before` (whether it was served already); or `missing` or `taken` (why not).
@@ -289,7 +289,7 @@ def holds() -> bool:
 
 
 def stop(frame: FrameType) -> bool:
-    """Stop in `frame` where a debugger is attached; return whether one is."""
+    """Stop in `frame` if a debugger is attached; return whether one is."""
     if _served is None:
         return False
     debugpy: Any = sys.modules["debugpy"]

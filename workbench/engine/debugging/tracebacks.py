@@ -1,21 +1,21 @@
-"""How a cell's errors are shown, as far as that differs from IPython's way.
+"""How a cell's errors are shown, if this differs from IPython's way.
 
-Frames of libraries are left out, and their number is said: a beginner looks for their own line, and
-`--traceback full` shows the others. Code that TensorFlow generated from a function of the user's is
-shown as the line they wrote.
+Frames of libraries are left out, and their number is shown: a beginner looks for their own line,
+and `--traceback full` shows the others. Code that TensorFlow generated from a user's function is
+shown as the line that the user wrote.
 
-Cells are named as the notebook names them, not by the file of this process in which their source
-lies, so that equal warnings and errors of several ranks are equal.
+Cells have the notebook's names, not those of the files with their source in this process, so that
+equal warnings and errors of several ranks are equal.
 
-IPython reads and colours the source of every frame, a third of a second each time. Where a cell is
-interrupted all its workers do so at once and the user waits for it, so an interrupt is shown in
-Python's own form: where it struck, in the cell's lines.
+IPython reads and colours the source of every frame, which takes a third of a second each time. When
+a cell is interrupted, all its workers do so at once while the user waits. So an interrupt is shown
+in Python's own form: the place where it arrived, in the cell's lines.
 
-Errors of frameworks that name the trouble but no way out get one.
+If the error of a framework does not say what to do, advice is added.
 
-Of code that a framework generated from the user's it is known which line of theirs a line is:
-TensorFlow's AutoGraph writes each function that it traces into a file, and keeps a map of its
-lines. `engine/tensorflow/support.py` hands the maps in as they are made.
+For code that a framework generated from the user's code, the user's line is known: TensorFlow's
+AutoGraph writes each function that it traces into a file, and keeps a map of its lines.
+`engine/tensorflow/support.py` passes these maps on as they are made.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def short(
     """Return a traceback that begins in the cell, in Python's own form.
 
     Args:
-        chain: Whether to show what it was raised from, too.
+        chain: Whether to show the errors from which it was raised, too.
     """
     while trace is not None and not marks.is_cell(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -78,7 +78,7 @@ def short(
 class Written:
     """A frame of code that was generated from the user's: shown as the line they wrote.
 
-    Has what IPython asks of its own records.
+    It has the attributes that IPython reads of its own records.
     """
 
     filename: str
@@ -100,11 +100,11 @@ Shown = TracebackType | Written
 def fold(trace: TracebackType | None) -> tuple[list[Shown], list[FrameType]]:
     """Divide a traceback into what the user wrote and the frames of libraries.
 
-    What stands before the cell belongs to neither. Frames of comprehensions, which Python 3.12 has
-    no more, are one with the function they stand in.
+    Frames above the cell belong to neither. Frames of comprehensions, which Python 3.12 no longer
+    has, are merged with the frame of their function.
 
     Returns:
-        Runs of the user's frames, each a traceback of its own, and those that are left out.
+        Runs of the user's frames, each as a separate traceback, and the frames that are left out.
     """
     shown: list[tuple[FrameType, int, int] | Written] = []
     left_out: list[FrameType] = []
@@ -142,7 +142,7 @@ def fold(trace: TracebackType | None) -> tuple[list[Shown], list[FrameType]]:
 
 
 def left_out_words(frames: Sequence[FrameType]) -> str:
-    """Return what is said of frames that are not shown; empty where there are none."""
+    """Return the words that report frames that are not shown; empty if there are none."""
     if not frames:
         return ""
     names = list(dict.fromkeys(marks.package(f.f_code.co_filename) for f in frames))
@@ -156,7 +156,7 @@ def left_out_words(frames: Sequence[FrameType]) -> str:
 
 
 class Folding:
-    """Has an IPython shell show the user's own lines, and say how many others there are."""
+    """Makes an IPython shell show the user's own lines, and the number of the others."""
 
     def __init__(self, shell: Any) -> None:
         self.kind = KINDS[0]
@@ -184,7 +184,7 @@ class Folding:
         return records
 
     def format_record(self, record: Any) -> str:
-        """Return a record as text, without the comment that stands for the magic's line."""
+        """Return a record as text, without the comment that replaces the magic's line."""
         if isinstance(record, Written):
             return record.text()
         text: str = self._record(record)
@@ -192,7 +192,7 @@ class Folding:
         return "".join(line for line in lines if _PLACE_OF_MAGIC.match(plain(line)) is None)
 
     def format_exception(self, kind: Any, error: Any) -> list[str]:
-        """Return what is left out, and the error itself."""
+        """Return the note on left-out frames, and the error itself."""
         named = marks.name_cells if self.kind == FULL else marks.fold_text
         lines = [named(line) for line in self._last(kind, error)]
         left_out, self._left_out = self._left_out, ""
@@ -216,9 +216,9 @@ def _at_their_lines(records: list[Any], trace: TracebackType | None) -> list[Any
 
 
 def told(error: BaseException, trace: TracebackType | None) -> list[str]:
-    """Return an error of ours as it is shown: the user's lines that led to it, then what it says.
+    """Return an error of ours as it is shown: the user's lines that led to it, then its message.
 
-    Its message says what to do, so there is nothing to read in the lines around.
+    The message says what to do, so the lines around are not needed.
     """
     shown, _ = fold(trace)
     lines: list[str] = []
@@ -240,7 +240,7 @@ _PLACE_OF_MAGIC = re.compile(r"\s+1 #\s*$")
 
 
 def install(shell: Any) -> None:
-    """Show the errors of this IPython shell's cells so from now on; may be called again."""
+    """Show the errors of this IPython shell's cells in this way; may be called again."""
 
     def numbers() -> Mapping[str, int]:
         found: Mapping[str, int] = getattr(shell.compile, "_filename_map", {})
@@ -313,31 +313,31 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"expected (?:min_)?ndim=(\d+), found ndim=(\d+)\. Full shape received: (\([\d, ]+\))",
         "the layer takes data of {0} axes, the batch is the first, and got {1}: {2}; x[..., None] "
-        "adds the channels of grey images, keras.layers.Flatten() takes axes away",
+        "adds the channels of grey images, keras.layers.Flatten() removes axes",
     ),
     (
         r"must have the same rank \(ndim\)\. Received: target\.shape=\((\d+|None),\), "
         r"output\.shape=\((?:\d+|None), (\d+)\)",
-        "the labels are class numbers and the output has {1} values: take "
+        "the labels are class numbers and the output has {1} values: use "
         "loss='sparse_categorical_crossentropy', or labels keras.utils.to_categorical(y, {1})",
     ),
     (
         r"`output` must have rank \(ndim\) `target\.ndim - 1`\. Received: "
         r"target\.shape=\((?:\d+|None), (\d+)\)",
-        "the labels have {0} values each, as one-hot ones have, and the loss takes class numbers: "
-        "loss='categorical_crossentropy', or labels y.argmax(-1)",
+        "the labels have {0} values each, as one-hot labels do, and the loss takes class numbers: "
+        "use loss='categorical_crossentropy', or labels y.argmax(-1)",
     ),
     (
         r"`output` must have rank \(ndim\) `target\.ndim - 1`\. Received: "
         r"target\.shape=\(\w+,\), output\.shape=(\(\w+, \w+, [\w, ]+\))",
-        "the model's output {0} has axes too many for class numbers: begin with "
+        "the model's output {0} has too many axes for class numbers: begin with "
         "keras.layers.Flatten()",
     ),
     (
         r"Dimensions must be equal[^\n]*\{\{node (?:compile_loss/|Equal)[^\n]*with input shapes: "
         r"(\[[\d,?]*\]), (\[[\d,?]*\])",
-        "labels and output differ in shape, {0} and {1}: give the last layer as many outputs as a "
-        "label has values, and begin with keras.layers.Flatten() where the data are images",
+        "labels and output differ in shape, {0} and {1}: give the last layer one output per value "
+        "of a label, and begin with keras.layers.Flatten() if the data are images",
     ),
     (
         r"Data cardinality is ambiguous[\s\S]*'x' sizes: ([\d, ]+)\s+'y' sizes: ([\d, ]+)",
@@ -345,16 +345,16 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Could not interpret metric identifier",
-        "look at its spelling: metrics=['accuracy'], or an object of keras.metrics",
+        "check its spelling: metrics=['accuracy'], or an object of keras.metrics",
     ),
     (
         r"Could not interpret loss identifier",
-        "look at its spelling: 'mse', 'binary_crossentropy', 'categorical_crossentropy', "
+        "check its spelling: 'mse', 'binary_crossentropy', 'categorical_crossentropy', "
         "'sparse_categorical_crossentropy', or an object of keras.losses",
     ),
     (
         r"Could not interpret optimizer identifier",
-        "look at its spelling: 'sgd', 'adam', 'adamw', 'rmsprop', or an object of keras.optimizers",
+        "check its spelling: 'sgd', 'adam', 'adamw', 'rmsprop', or an object of keras.optimizers",
     ),
     (
         r"Invalid dtype: (str|object|bytes)",
@@ -372,12 +372,12 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Target (-?\d+) is out of bounds",
-        "class {0} needs an output of its own: the last layer has too few outputs, or the labels "
+        "class {0} needs its own output: the last layer has too few outputs, or the labels "
         "do not begin at 0",
     ),
     (
         r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)",
-        "class {0} needs an output of its own: the last layer has {1} outputs, for the classes 0 "
+        "class {0} needs its own output: the last layer has {1} outputs, for the classes 0 "
         "to {1} - 1; give it more, or count the labels from 0",
     ),
     (
@@ -387,7 +387,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Mixing different tf\.distribute\.Strategy objects",
-        "a strategy is there already: leave the line out that makes one; `strategy` is the run's",
+        "a strategy exists already: remove the line that makes one; `strategy` is the run's",
     ),
     (
         r"expected target dtype to be Long|expected scalar type Long",
@@ -400,14 +400,14 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|invalid device ordinal",
-        "use the name device, which is this worker's: x.to(device); an engine sees no GPUs but "
-        "those that it was given, numbered from 0",
+        "use the name device, which is this worker's: x.to(device); an engine sees only the GPUs "
+        "assigned to it, numbered from 0",
     ),
     (
         r"^ResourceExhaustedError[\s\S]*(?:GPU|failed to allocate memory)",
         "use a smaller batch, or a strategy that spreads the model: model_split, central_storage; "
         "TensorFlow keeps the GPU memory that it has taken for its later cells, so %cluster free "
-        "gives other programs nothing back, and %cluster restart does",
+        "returns nothing to other programs, but %cluster restart does",
     ),
     (
         r"Unknown attribute '(?:cuda|xpu|mps)' is encountered while parsing the device spec",
@@ -434,14 +434,14 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         r"|No DNN in stream executor",
         "TensorFlow found no cuDNN of the version that it was built for, or no memory for it: "
         "%pip install 'tensorflow[and-cuda]' in an environment without another cuDNN (PyTorch "
-        "brings one), see in nvidia-smi who else holds the GPU, then %cluster restart",
+        "brings one), see in nvidia-smi what else uses the GPU, then %cluster restart",
     ),
     (
         r"CUDA_ERROR_(?:UNSUPPORTED_PTX_VERSION|INVALID_PTX|NO_BINARY_FOR_GPU)"
         r"|PTX was compiled with an unsupported toolchain|ptxas returned an error"
         r"|libdevice not found|Couldn't (?:find|get) ptxas",
-        "TensorFlow's CUDA and the driver, or the GPU, are of different ages: nvidia-smi shows the "
-        "newest CUDA that the driver runs; a newer driver, or a TensorFlow built for it, helps",
+        "TensorFlow's CUDA does not fit the driver or the GPU: nvidia-smi shows the newest CUDA "
+        "that the driver supports; use a newer driver, or a TensorFlow built for it",
     ),
     (
         r"device-side assert",
@@ -467,20 +467,20 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"CUDA_ERROR_ALREADY_MAPPED|resource already mapped",
-        "another process shares this memory by CUDA IPC and has not let go of it: "
+        "another process shares this memory by CUDA IPC and has not released it: "
         "%cluster restart, then send tensors between processes as CPU tensors",
     ),
     (
         r"ncclUnhandledCudaError|unhandled cuda error",
         "NCCL met an error of CUDA: most often the GPU was out of memory, or the shared memory "
-        "was (docker run --shm-size=2g); the engine's log says which after NCCL_DEBUG=WARN was set "
-        "where the cluster starts",
+        "was (docker run --shm-size=2g); start the cluster with NCCL_DEBUG=WARN set, and the "
+        "engine's log says which",
     ),
     (
         r"(?:CUDA|HIP|XPU|MPS)(?: backend)? out of memory|\bOutOfMemoryError"
         r"|CUDNN_STATUS_ALLOC_FAILED|CUBLAS_STATUS_ALLOC_FAILED|OOM when allocating",
         "use a smaller batch, or a strategy that spreads the model: sharded, model_split. The "
-        "failed cell's variables and activations stay for %cluster debug until the next cell "
+        "failed cell's variables and activations are kept for %cluster debug until the next cell "
         "begins, which frees them; %cluster free frees the earlier cells' too",
     ),
     (
@@ -499,25 +499,25 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"Expected more than 1 value per channel when training",
         "BatchNorm needs two samples or more on every worker, in each batch: "
-        "DataLoader(..., drop_last=True), a larger batch, or GroupNorm in place of BatchNorm",
+        "DataLoader(..., drop_last=True), a larger batch, or GroupNorm instead of BatchNorm",
     ),
     (
         r"AttributeError: '\w+' object has no attribute 'module'",
-        "wb.prepare leaves the model as it is: write model in place of model.module",
+        "wb.prepare does not wrap the model: write model instead of model.module",
     ),
     (
         r"Connection closed by peer|Connection reset by peer",
-        "the other rank's error says why; if it shows none, its loop was shorter: let all ranks "
+        "read the other rank's error; if it shows none, its loop was shorter: let all ranks "
         "take the same number of steps",
     ),
     (
         r"^ModuleNotFoundError: No module named '([\w]+)",
-        "install it beside the notebook, whose Python the engines use: %pip install {0} (some "
+        "install it in the notebook's Python, which the engines use: %pip install {0} (some "
         "packages have another name), then run the cell again",
     ),
     (
         r"Trying to backward through the graph a second time",
-        "compute the loss anew before each backward(), or add the losses up and call it once",
+        "compute the loss again before each backward(), or add the losses up and call it once",
     ),
     (
         r"stack expects each tensor to be equal size, but got (\[[\d, ]*\]) at entry \d+ and "
@@ -537,13 +537,13 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"shared memory\(shm\)|insufficient shared memory|[Bb]us error"
         r"|Error while creating shared memory segment",
-        f"{SHARED}, which worker processes of a DataLoader hand batches over in, has too little "
-        "room: DataLoader(..., num_workers=0) needs none of it, or enlarge it (docker run "
+        f"{SHARED}, through which worker processes of a DataLoader pass batches, is too small: "
+        "DataLoader(..., num_workers=0) does not use it, or enlarge it (docker run "
         "--shm-size=2g)",
     ),
     (
         r"can't start new thread|\[Errno 11\] Resource temporarily unavailable",
-        "no more processes and threads are allowed here: raise the container's pids limit (docker "
+        "the limit of processes and threads is reached: raise the container's pids limit (docker "
         "run --pids-limit=-1) or ulimit -u, or use fewer engines or num_workers=0",
     ),
     (r"No space left on device|Disk quota exceeded", "make room there, or write to another folder"),
@@ -560,7 +560,7 @@ def plain(text: str) -> str:
 
 
 def advice(words: str) -> str | None:
-    """Return the next step for an error, given as `Name: message`, or None where there is none."""
+    """Return the next step for an error, given as `Name: message`, or None if none is known."""
     # Where no file is named, a DataLoader's start found no place for its semaphores.
     unnamed = re.search(r"(No space left on device|Read-only file system)\s*$", words)
     closed = _is_full(SHARED) or (os.path.isdir(SHARED) and not os.access(SHARED, os.W_OK))
@@ -574,7 +574,7 @@ def advice(words: str) -> str | None:
 
 def _full_places() -> list[str]:
     """Return where no room is left, of the places that are written to without naming them."""
-    places = {tempfile.gettempdir(): "the folder for temporary files", ".": "the present folder"}
+    places = {tempfile.gettempdir(): "the folder for temporary files", ".": "the current folder"}
     return [f"{place} ({what}) is full" for place, what in places.items() if _is_full(place)]
 
 
@@ -612,7 +612,7 @@ def is_generated(filename: str) -> bool:
 
 
 def note(filename: str, origins: Mapping[Any, Any]) -> None:
-    """Take in AutoGraph's map of a file: `LineLocation` to `OriginInfo`."""
+    """Accept AutoGraph's map of a file: `LineLocation` to `OriginInfo`."""
     found = _lines.setdefault(filename, {})
     for place, origin in origins.items():
         found[place.lineno] = Line(
@@ -624,5 +624,5 @@ def note(filename: str, origins: Mapping[Any, Any]) -> None:
 
 
 def written_line(frame: FrameType, line: int) -> Line | None:
-    """Return the user's line that a generated one is; None where it is none of theirs."""
+    """Return the user's line from which a line was generated; None if there is none."""
     return _lines.get(frame.f_code.co_filename, {}).get(line)

@@ -1,9 +1,9 @@
 """The engine's end of the control path: one DEALER and one thread for the engine's whole life.
 
-Up go records (packed, in batches) and events; down come stop, pause, step and fault messages. The
-training thread only ever writes to the recorder's ring or appends to a deque; this thread does the
-sending, so telemetry never waits on the path of a step. It outlives whatever one message, or a
-full disk, makes fail: without it the run would never be heard of again.
+Records (packed, in batches) and events go up; stop, pause, step and fault messages come down. The
+training thread only writes to the recorder's ring or appends to a deque. This thread does the
+sending, so telemetry never waits in a step. A message that fails, or a full disk, does not end this
+thread: without it the run would never be heard of again.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ MOST_TOLD = 10
 class Writer(Protocol):
     """Where a run's records and events also go on this side (`history.disk.RunWriter`).
 
-    One that raises is let go of, with a note: the run goes on in the kernel's memory.
+    One that raises is dropped, with a note: the run continues in the kernel's memory.
     """
 
     def append_records(self, data: bytes) -> None:
@@ -98,10 +98,10 @@ class ControlLink:
         url: The kernel's control socket.
         key: The cluster's key; every message is signed with it.
         about: Fields of `messages.Hello`.
-        fallback: Sends frames another way (through ipyparallel) where the socket cannot be
-            reached within `WELCOME_S`.
-        home: Knows when the kernel is another one, or gone for good.
-        kernel_key: The kernel's public key (Z85), where what travels is encrypted.
+        fallback: Sends frames another way (through ipyparallel) if the socket cannot be reached
+            within `WELCOME_S`.
+        home: Knows when the kernel is another one, or gone permanently.
+        kernel_key: The kernel's public key (Z85), if messages are encrypted.
 
     Attributes:
         kernels_clock: Whether this engine reads the same clock as the kernel.
@@ -147,7 +147,7 @@ class ControlLink:
         self._wake()
 
     def detach(self, timeout_s: float = 10.0) -> bool:
-        """Send what is left of the run and let go of it; return whether all of it was sent."""
+        """Send what is left of the run and release it; return whether all of it was sent."""
         sent = self.flush(timeout_s)
         writer, self._writer = self._writer, None
         try:
@@ -173,8 +173,8 @@ class ControlLink:
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything recorded so far is sent.
 
-        Rows that a device has not finished by then are waited for, for a while, and then sent
-        without its times; what comes from the kernel meanwhile is obeyed.
+        Rows that a device has not finished are waited for, for a limited time, and then sent
+        without its times. Messages from the kernel are handled meanwhile.
         """
         self._flushed.clear()
         self._flush_to = 0 if self._run is None else self._run.recorder.written
@@ -305,8 +305,8 @@ class ControlLink:
         self.emit(
             events.Warned(
                 rank=run.spec.rank,
-                text=f"{steps} not measured: {recorder.trouble}. Their times are those at which "
-                "the host began them.",
+                text=f"{steps} not measured: {recorder.trouble}. Their times show when the host "
+                "began them.",
             )
         )
 

@@ -1,15 +1,15 @@
-"""A process that is told to end says goodbye first, and ends by itself.
+"""A process that is told to end leaves its run first, and then ends itself.
 
-Who tells it: the system, by SIGTERM (Slurm, Kubernetes, an administrator), or a notice that its
-host goes away soon (`notices.py`). While it takes part in a run it says so to the kernel, which
-decides how it leaves:
+The system tells it by SIGTERM (Slurm, Kubernetes, an administrator), or a notice says that its
+host goes away soon (`notices.py`). A process that takes part in a run reports this to the kernel,
+which decides how it leaves:
 
     SIGTERM ──> `ToldToEnd` ──> the others regroup without it, ──> its cell is over ──> it ends
                                 or all stop at a step, and save
 
-Outside of a run nobody waits for it, and a SIGTERM does what it did without us. A second one ends
-the process at once; those that come together are one, since a platform may tell each process by
-several ways. A handler of the user's own is called as ever; nothing here takes its place.
+Outside a run nobody waits for it, and a SIGTERM has its usual effect. A second SIGTERM ends the
+process at once. SIGTERMs at the same moment count as one, because a platform may send several to
+each process. The user's own handler is still called; nothing here replaces it.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Loop(Protocol):
 
 @dataclass(frozen=True)
 class Notice:
-    """What a process was told of its end.
+    """The reason for which a process was told to end.
 
     Attributes:
-        reason: Who told it, or why, in a few words.
-        seconds: How much time is left; None: nobody said.
+        reason: The cause in a few words.
+        seconds: How much time is left; None: unknown.
         host: Whether its whole host goes.
     """
 
@@ -77,7 +77,7 @@ class Departure:
 
     @contextlib.contextmanager
     def taking_part(self, say: Callable[[Notice], object]) -> Iterator[None]:
-        """Have the kernel told by `say`, as long as a run is under way."""
+        """Use `say` to tell the kernel, as long as a run is in progress."""
         with self._lock:
             self._say, self._said, self._answered = say, False, False
             self._tell()
@@ -93,14 +93,14 @@ class Departure:
         return self._say is not None
 
     def hear(self, notice: Notice) -> None:
-        """Take a notice in; only the first counts."""
+        """Accept a notice; only the first counts."""
         with self._lock:
             if self.notice is None:
                 self.notice = notice
                 self._tell()
 
     def signalled(self) -> None:
-        """Take in a SIGTERM; a second one ends the process."""
+        """Accept a SIGTERM; a second one ends the process."""
         with self._lock:
             first_s, now = self._first_s, clock()
             if first_s is None:
@@ -111,12 +111,12 @@ class Departure:
             self._end()
 
     def answered(self) -> None:
-        """Take note that the kernel has heard, and sees to it that this process may leave."""
+        """Note that the kernel knows, and arranges that this process may leave."""
         self._answered = True
 
     @property
     def is_due(self) -> bool:
-        """Whether the process is to end, now that its cell is over."""
+        """Whether the process should end, now that its cell is over."""
         return self._said
 
     def leave(self, loop: Loop) -> None:
@@ -128,7 +128,7 @@ class Departure:
         self._end()
 
     def install(self) -> None:
-        """Have a SIGTERM end this process only where nobody would wait for it; main thread."""
+        """Let a SIGTERM end this process only if nobody would wait for it; main thread."""
         before = signal.getsignal(signal.SIGTERM)
 
         def handle(number: int, frame: FrameType | None) -> Any:
@@ -154,6 +154,6 @@ class Departure:
 
 
 def end_by_sigterm() -> None:
-    """End this process as one that heeds a SIGTERM does; callable from any thread."""
+    """End this process as a SIGTERM would; callable from any thread."""
     ctypes.CDLL(None).signal(signal.SIGTERM, None)  # Python's own `signal` is for one thread
     os.kill(os.getpid(), signal.SIGTERM)

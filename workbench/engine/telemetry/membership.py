@@ -1,16 +1,16 @@
-"""Who takes part in a training that goes on, and from when on others do.
+"""Who takes part in a training that is in progress, and from which moment the set changes.
 
-A worker dies, one comes, one goes: each time the kernel announces a generation, an ordered list of
-workers under a new number. Whoever is in a collective of the one before is broken out of it, since
-some worker it waits for may never come; whoever computes learns of it before the next step. All
-then meet under the new name (`training/regrouping.py`).
+When a worker dies, joins or leaves, the kernel announces a generation: an ordered list of workers
+with a new number. Workers in a collective of the old generation are broken out of it, because some
+worker they wait for may never arrive. Workers that are computing learn of it before the next step.
+Then all meet under the new name (`training/regrouping.py`).
 
     control thread   announce(g) --> break collectives of g - 1 --> tell where this worker stands
     training thread  step ... error, or `stale` --> await_next --> g is this worker's generation
 
-What is broken belongs to a generation that the training thread has not left yet: leaving it and
-breaking it exclude each other, so no connection of the new one is ever cut by what was meant for
-the old.
+Only connections of a generation that the training thread has not left yet are broken. Leaving and
+breaking exclude each other, so a connection of the new generation is never cut by a message that
+was meant for the old one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOOK_S, LOOKS = 1.0, 5
 """How often one looks whether a worker hangs in what was broken, and how often in a row it must."""
 HANGS = (
     "A collective hangs although its connections are closed. This worker's process ends, so that a "
-    "fresh engine can take its place."
+    "new engine can replace it."
 )
 Phase = Literal["before", "ready", "cut", "past"]
 """Where a worker stands: before or past a training; or in one, cut off from the others; or at its
@@ -42,15 +42,15 @@ class Membership:
     """Shared by the training thread and the control thread (`announce`).
 
     Args:
-        place: This worker's rank in the run's tables, which it keeps whatever its rank is.
-        joins: Whether it is let in to a training that goes on.
+        place: This worker's rank in the run's tables, which stays when its rank changes.
+        joins: Whether it joins a training that is in progress.
 
     Attributes:
-        generation: Of the members it trains with; 0: those that the run began with.
-        waits: Whether it has yet to be let in.
-        away: Whether it takes no part, though it did: a generation was without it.
-        apart: Whether it meets the others nowhere: it hears of them before a step of its own.
-        stale: Whether others than those are to take part from the next step on.
+        generation: That of the members it trains with; 0: those that the run began with.
+        waits: Whether it has not joined yet.
+        away: Whether it was left out of a generation after it had taken part.
+        apart: Whether it never meets the others: it hears of them before one of its own steps.
+        stale: Whether the set of workers changes from the next step on.
         tell: Tells the kernel where this worker stands.
         break_out: Ends what blocks the training thread in a collective; callable from any thread.
         hangs: Whether the training thread blocks in one; asked some time after it was broken.
@@ -76,7 +76,7 @@ class Membership:
 
     @property
     def trains(self) -> bool:
-        """Whether this worker is in a training that can go on with others."""
+        """Whether this worker is in a training that can continue with others."""
         return self._phase == "in"
 
     @property
@@ -85,26 +85,26 @@ class Membership:
         return 0 if self._latest is None else self._latest.generation
 
     def begin(self) -> None:
-        """Be in a training that can go on with others, from here to `end`."""
+        """Enter a training that can continue with others, from here to `end`."""
         with self._changed:
             self._phase = "in"
 
     def end(self) -> None:
-        """Be through with it: nobody waits for this worker any more."""
+        """Finish it: nobody waits for this worker any more."""
         with self._changed:
             if self._phase == "in":
                 self._phase = "past"
                 self._answer()
 
     def withdraw(self) -> None:
-        """Be in none after all: it cannot go on with others."""
+        """Leave it again: it cannot continue with others after all."""
         with self._changed:
             if self._phase == "in":
                 self._phase = "before"
                 self._answer()
 
     def announce(self, message: Regroup) -> None:
-        """Take in who is to take part from now on; the newest word counts."""
+        """Accept the new set of workers; the newest message counts."""
         with self._changed:
             if not message.places:
                 self._may_leave = True
@@ -126,10 +126,10 @@ class Membership:
         return self.waits or not self.apart
 
     def remind(self) -> None:
-        """Break the training thread out again, if it has not come to where it learns of others.
+        """Break the training thread out again, unless it already knows of the change.
 
-        It may have been about to connect to members of before when it was broken out of what it
-        had been in. Called from time to time while `stale`.
+        When it was broken out, it may have been about to connect to members of the old generation.
+        Called from time to time while `stale`.
         """
         with self._changed:
             if not (self.stale and self.trains and self._can_be_blocked) or self._listens:
@@ -156,17 +156,17 @@ class Membership:
             self.tell(self._phase, self._latest.generation)
 
     def waiting(self) -> None:
-        """Say that this worker waits: to be let in, or to hear who goes on with it."""
+        """Report that this worker waits: to join, or to hear who continues with it."""
         if self.waits or not self.stale:
             self.tell("ready" if self.waits else "cut", self.generation)
 
     @waits_in(GROUP)
     def await_next(self) -> Regroup:
-        """Wait for a generation that this worker is not in yet; be in it, and return who is.
+        """Wait for a generation that this worker is not in yet; enter it, and return its members.
 
-        There is no limit to the wait: where nobody is to take part in this worker's place, and
-        nobody but it can go on, the kernel ends its cell. A worker that is to leave waits too: it
-        is needed again where all others have died, or had trained to the end.
+        The wait has no limit: if no worker will replace this one, and only it could continue, the
+        kernel ends its cell. A worker that is about to leave waits too: it is needed again if all
+        others have died or have finished training.
 
         Raises:
             RunStopped: It has left.
@@ -176,7 +176,7 @@ class Membership:
             try:
                 while True:
                     if self._may_leave:
-                        raise RunStopped("The others go on without this worker.")
+                        raise RunStopped("The others continue without this worker.")
                     if self.stale:
                         assert self._latest is not None, "what is stale has a successor"
                         self.generation, self.stale = self._latest.generation, False

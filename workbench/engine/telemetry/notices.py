@@ -1,10 +1,10 @@
 """Notices that a host goes away soon, looked for from time to time (`wb.leave_when`).
 
-Clouds tell a spot machine two minutes or half a minute before they take it back, each in a way of
-its own. Whoever runs there knows it: as a file that something puts there, or as a function that
-asks. Nothing is asked by default.
+Clouds tell a spot machine two minutes or half a minute before they take it back, each in its own
+way. The user knows the way of their cloud: a file that appears, or a function that asks. Nothing
+is asked by default.
 
-    every few seconds   the file is there, or the function says so ──> `Departure.hear`
+    every few seconds   the file exists, or the function reports it ──> `Departure.hear`
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _watch: Watch | None = None
 
 
 def serve(departure: Departure) -> None:
-    """Have this process told by the notices that are looked for from now on."""
+    """Tell this process of the notices that are looked for from now on."""
     global _departure
     _departure = departure
     if path := os.environ.get(VARIABLE):
@@ -39,37 +39,37 @@ def leave_when(source: Source, every_s: float = EVERY_S) -> None:
     """Look for a notice that this host goes away soon; call it on every worker, before training.
 
     When there is one, the workers of this host leave the run before the host goes, as after a
-    SIGTERM. Calling it again replaces what was looked for before.
+    SIGTERM. Another call replaces the earlier one.
 
     Args:
-        source: A file: the notice is that it is there; where a number of seconds stands in it, so
-            much time is left. Or a function: it returns None as long as there is no notice, else
-            the seconds that are left, or True where that is not known. It is called on a thread
-            of its own.
-        every_s: Seconds from one look to the next.
+        source: A file or a function. A file is a notice when it exists; a number of seconds in it
+            is the time that is left. A function returns None as long as there is no notice, then
+            the seconds that are left, or True if that is not known. It is called on its own
+            thread.
+        every_s: Seconds between two looks.
 
     Raises:
-        PlanError: That is no source, or no time.
-        RunError: This process is no engine, nor a job's.
+        PlanError: The source or the time is not valid.
+        RunError: This process is neither an engine nor a process of a job.
     """
     global _watch
     if not (callable(source) or isinstance(source, (str, os.PathLike))):
         raise PlanError(
-            "What says that this host goes away?",
+            "source must be a path or a function.",
             seen=type(source).__name__,
             allowed="the path of a file, or a function that returns None or the seconds left",
             code="WB-PLAN-328",
         )
     if isinstance(every_s, bool) or not isinstance(every_s, (int, float)) or not every_s > 0:
         raise PlanError(
-            "How often is a notice looked for?",
+            "every_s must be a number of seconds.",
             seen=every_s,
             allowed="a number of seconds greater than 0",
             code="WB-PLAN-329",
         )
     if _departure is None:
         raise RunError(
-            "wb.leave_when was called where no worker is.",
+            "wb.leave_when must be called on a worker.",
             allowed="a cell under %%distributed, or a job's script",
             next_step="put it into the cell that trains, above wb.fit",
             code="WB-RUN-150",
@@ -80,7 +80,7 @@ def leave_when(source: Source, every_s: float = EVERY_S) -> None:
 
 
 class Watch:
-    """Looks until there is a notice, on a thread of its own; the first look is at once."""
+    """Looks for a notice on its own thread until there is one; the first look is immediate."""
 
     def __init__(self, source: Source, every_s: float, hear: Callable[[Notice], object]) -> None:
         self._look = source if callable(source) else _file(Path(source))
@@ -91,7 +91,7 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._closed.set()
 
     def _main(self) -> None:
@@ -103,7 +103,7 @@ class Watch:
                 found, text = None, f"{type(error).__name__}: {error}"
                 if text != told:
                     told = text
-                    os.write(2, f"wb.leave_when: no answer ({text}); asked again.\n".encode())
+                    os.write(2, f"wb.leave_when: no answer ({text}); asking again.\n".encode())
             if found is not None and found is not False:
                 self._hear(Notice(f"notice: {self._reason}", _seconds(found), host=True))
                 return

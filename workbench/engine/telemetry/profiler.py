@@ -1,13 +1,13 @@
-"""Profiles a window of a run's steps (`--profile 10:15`), whoever writes the loop.
+"""Profiles a window of a run's steps (`--profile 10:15`), in `wb.fit` and in the user's own loops.
 
     gate.enter(10)    the profiler starts; `step 10` begins
     recorder.add_step `step 10` ends
     ...
     gate.enter(15)    it stops; the Chrome trace is written into the run's folder
 
-Starting, stopping and writing are counted as a pause: they belong to no step. Outside the window a
-step costs two comparisons. What the window has when the run ends, fails or is stopped in it is
-written as well.
+Starting, stopping and writing are counted as a pause, not as part of a step. Outside the window a
+step costs two comparisons. If the run ends, fails or is stopped inside the window, the part that
+was profiled is written as well.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Window:
         self._lock = threading.Lock()  # closures of TensorFlow ask from several threads
 
     def entered(self, step: int) -> bool:
-        """Take note that a step begins; return whether time was spent that is not the step's."""
+        """Note that a step begins; return whether time was spent that is not the step's."""
         self.recorded()
         if self._done or step < self.start:
             return False
@@ -93,12 +93,12 @@ class Window:
         return changed
 
     def recorded(self) -> None:
-        """Take note that this thread's step has ended."""
+        """Note that this thread's step has ended."""
         if self._marks and (mark := self._marks.pop(threading.get_ident(), None)) is not None:
             mark.__exit__(None, None, None)
 
     def end(self) -> None:
-        """Write what there is: the run is over."""
+        """Write what was profiled: the run is over."""
         self.recorded()
         with self._lock:
             if self._profiler is not None:
@@ -110,7 +110,7 @@ class Window:
     def _open(self, step: int) -> bool:
         if step >= self.stop:  # several steps at a time (steps_per_execution) passed over it
             self._done = True
-            self._note(f"No profile: no step between {self.start} and {self.stop} began by itself.")
+            self._note(f"No profile: no step from {self.start} to {self.stop} began separately.")
             return False
         try:
             profiler = self._make()
@@ -144,7 +144,7 @@ class Window:
             folder, ours = (where or self.path).parent, cluster_env.folder()
             brought = ours is not None and folder.is_relative_to(ours)  # its path is the host's
             self._note(
-                f"Profile of {steps}, a file for each rank (run.profiles; ui.perfetto.dev opens "
+                f"Profile of {steps}, one file per rank (run.profiles; ui.perfetto.dev opens "
                 f"them){'' if brought else f': {folder}'}"
             )
 
@@ -157,7 +157,7 @@ class ProfiledGate(Gate):
         self._window = window
 
     def enter(self, step: int) -> bool:
-        """As `Gate.enter`; time that the profiler takes for itself counts as a pause."""
+        """As `Gate.enter`; time that the profiler itself needs counts as a pause."""
         if not super().enter(step):
             return False
         began = clock()
@@ -167,13 +167,13 @@ class ProfiledGate(Gate):
 
 
 def gate(spec: RunSpec, note: Callable[[str], object]) -> Gate:
-    """Return the gate of a run, which opens and closes the window where there is one."""
+    """Return the gate of a run, which opens and closes the profiled window if there is one."""
     if not spec.profile:
         return Gate()
     module = importlib.import_module(f"workbench.engine.{spec.framework}.support")
     folder = run_folder(spec.run_dir, spec.run_id)
     if folder is None:
-        note("Nothing is profiled: this engine is on a machine from which no files are brought.")
+        note("No profile: this engine is on a machine from which Workbench copies no files.")
         return Gate()
     path = folder / PROFILES / _name(spec)
     start, stop = spec.profile
@@ -187,7 +187,7 @@ def _name(spec: RunSpec) -> str:
 
 
 def install(run: RunContext) -> None:
-    """Have steps end where they are recorded, and the profile at the latest with the run."""
+    """End steps when they are recorded, and the profile at the latest with the run."""
     if not isinstance(run.gate, ProfiledGate):
         return
     window, add = run.gate._window, run.recorder.add_step
@@ -201,13 +201,13 @@ def install(run: RunContext) -> None:
 
 
 def check_profile(run: RunContext, total_steps: int) -> None:
-    """Raise FitError where training ends before the first step that is to be profiled."""
+    """Raise FitError if training ends before the first step to be profiled."""
     if run.spec.profile and run.spec.profile[0] >= run.trained + total_steps:
         start, stop = run.spec.profile
         raise FitError(
-            "--profile asks for steps that this training does not have.",
+            "--profile names steps that this training does not have.",
             seen=f"{start}:{stop} of {total_steps} steps",
             allowed=f"0 to {total_steps}",
-            next_step=f"--profile {max(0, total_steps - 5)}:{total_steps}",
+            next_step=f"use --profile {max(0, total_steps - 5)}:{total_steps}",
             code="WB-FIT-013",
         )

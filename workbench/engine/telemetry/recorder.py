@@ -1,12 +1,12 @@
-"""The engine's recorder: one packed row per step, written by the training thread in about 1 us.
+"""The engine's recorder: one packed row per step, written by the training thread in about 1 µs.
 
 A ring of preallocated rows: the training thread writes, the control thread drains. Neither waits
 for the other; when the ring is full the row is counted as dropped. Rows are 88 bytes
 (`record.RECORD`).
 
-The ring is memory mapped for it alone: pages that no row reached take none, and all of it goes back
-to the system at once. From malloc's heap it left a hole of its size (5.8 MB) with every run in
-which something small that lived on was allocated behind it.
+The ring has its own memory mapping: pages that no row reached take no memory, and all of it is
+returned to the system at once. On malloc's heap each run left a hole of 5.8 MB if a small object
+that lived longer was allocated behind the ring.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Deferred(Protocol):
     """Values that are known only later (a device's events, a loss that is still there)."""
 
     def ready(self) -> bool:
-        """Whether `values` would return without waiting; may raise what the device failed with."""
+        """Whether `values` would return without waiting; may raise the device's error."""
 
     def values(self) -> dict[str, float]:
         """Return the fields of RECORD to overwrite."""
@@ -57,17 +57,17 @@ class StepResult:
 
     Attributes:
         loss: The worker's own mean loss, as a float; NaN if `deferred` will bring it.
-        has_loss: Whether it is what the model gave; then NaN means that it is no number.
+        has_loss: Whether it is the loss that the model returned; then NaN is a real NaN.
         device_clock: Whether its times come from the clock of an accelerator.
         deferred: Completes the record later, off the training thread (a device's events, losses
-            that live on the device).
-        replicas: One result per replica where this engine holds several; `samples` and `loss` are
-            then those of the engine, and each replica has a row of its own.
-        waited_for: The rank that `wait_s` was for, where the strategy knows it; -1 elsewhere.
-        set_up_s: Seconds of it that were spent once, before the step (tracing it as a graph): they
-            count to no step.
-        aside_s: Seconds of it that were spent on what is no training (comparing replicas): they
-            count to no step either, nor to the time of training.
+            that are on the device).
+        replicas: One result per replica if this engine holds several; `samples` and `loss` are
+            then those of the engine, and each replica has its own row.
+        waited_for: The rank that `wait_s` was for, if the strategy knows it; otherwise -1.
+        set_up_s: Seconds that were spent once, before the step (tracing it as a graph): they
+            belong to no step.
+        aside_s: Seconds that were not spent on training (comparing replicas): they belong to no
+            step, and not to the time of training.
     """
 
     samples: int
@@ -98,12 +98,12 @@ class Recorder:
             power of two. At 1,000 steps/s and 10 drains/s 65,536 rows are 65 s of slack.
         flags: Written into each row.
         first: Rows of earlier steps are left out.
-        original_rank: Rank that the rows name, where it is another (see `RunSpec.original_rank`).
+        original_rank: Rank in the rows, if it is another (see `RunSpec.original_rank`).
 
     Attributes:
-        dropped: Rows that found no room.
-        unmeasured: Rows that were drained without what a device was to say of them.
-        trouble: Why; from the first of them on no device is asked any more.
+        dropped: Rows for which there was no room.
+        unmeasured: Rows that were drained without the device's measurements.
+        trouble: The reason; after the first such row no device is asked any more.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Recorder:
         """Write one row; never waits.
 
         Args:
-            rank: Whose row it is, where this engine holds several replicas.
+            rank: The row's rank, if this engine holds several replicas.
         """
         head = self._head
         if step < self._first:
@@ -165,13 +165,13 @@ class Recorder:
     def drain(self, limit: int = 4096, *, final: bool = False, within_s: float = FINAL_S) -> bytes:
         """Return up to `limit` complete rows as packed bytes, oldest first.
 
-        A device that fails, or is not done in time, costs no row: it comes as it was recorded, with
-        `FLAG_UNMEASURED`, and so do those after it.
+        A device that fails, or has not finished in time, costs no row: its row is sent as recorded,
+        with `FLAG_UNMEASURED`, and so are later ones.
 
         Args:
             limit: Most rows to return.
             final: Wait for deferred values instead of stopping at the first that is not ready.
-            within_s: For so long in all.
+            within_s: The time limit for everything.
         """
         tail, rows = self._tail, bytearray()
         size = RECORD.itemsize
@@ -200,7 +200,7 @@ class Recorder:
             while not late.ready():
                 if time.monotonic() >= until_s:
                     if until_s > -math.inf:
-                        self.trouble = "the device had not finished them when the run ended"
+                        self.trouble = "the device had not finished when the run ended"
                     return None
                 time.sleep(POLL_S)
             return late.values()

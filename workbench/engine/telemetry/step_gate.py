@@ -1,17 +1,17 @@
-"""Where the training thread asks, before each step, whether it may go on.
+"""Where the training thread asks, before each step, whether it may continue.
 
-Ranks of a synchronous run that stop at different steps deadlock: the one that went on waits for
-the other in an all-reduce. So Stop and Pause are agreed: each rank answers with the step c it has
-begun and starts no further one until the kernel names one common step. That is `max(c)`: nobody
-can have started a later one, and all are let through up to it.
+If ranks of a synchronous run stop at different steps, they deadlock: the rank that continued waits
+for the other in an all-reduce. So Stop and Pause are agreed. Each rank answers with the step c it
+has begun, and starts no later step until the kernel names one common step. That is `max(c)`: no
+rank can have started a later one, and all ranks may continue up to it.
 
-So is a change of the workers' shares (`ask_to_deal`, `deal`): a step that some took with the shares
-of before, and others with new ones, would count samples twice and leave others out. All are held
-for as long as the kernel's question and its answer travel.
+A change of the workers' shares is agreed in the same way (`ask_to_deal`, `deal`). If some workers
+took a step with the old shares and others with new ones, some samples would count twice and others
+would be left out. All workers wait while the kernel's question and its answer travel.
 
-The delays that a teacher injected are spent here too, in the phase they were asked for. A device
-that the host is ahead of would hide them behind what it still has to do; so where there is a delay,
-and only there, it is let come to an end first.
+Injected delays are spent here too, in the phase for which they were asked. If the host is ahead of
+a device, the device's remaining work would hide a delay. So if there is a delay, and only then, the
+device finishes first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Gate:
 
     Attributes:
         deals: Whether the shares of the training under way can be changed.
-        dealt: Whether the step that `enter` has let through is the first with new shares.
+        dealt: Whether the step that `enter` has just allowed is the first with new shares.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Gate:
         self.on_resume = _nothing
 
     def enter(self, step: int) -> bool:
-        """Return True when `step` may start, False when the run is to stop before it.
+        """Return True if `step` may start, False if the run stops before it.
 
         Blocks while paused. Costs one comparison when nothing was asked for.
         """
@@ -97,12 +97,12 @@ class Gate:
 
     @property
     def leaving(self) -> bool:
-        """Whether that is since a worker must leave."""
+        """Whether the reason is that a worker must leave."""
         return self._purpose in LEAVES
 
     @property
     def leaves_alone(self) -> bool:
-        """Whether this worker must leave, and the others go on without it."""
+        """Whether this worker must leave, and the others continue without it."""
         return self._purpose == "leave_alone"
 
     def halt(self) -> int:
@@ -124,7 +124,7 @@ class Gate:
         self._changed.notify_all()
 
     def halt_at(self, purpose: Purpose, step: int) -> None:
-        """Let steps up to and including `step` happen, then stop or pause."""
+        """Allow steps up to and including `step`, then stop or pause."""
         with self._changed:
             if self._purpose not in ENDS:
                 # Workers that agree with nobody are told no step: the one under way is the last.
@@ -139,7 +139,7 @@ class Gate:
             self._set_limit()
 
     def advance(self, steps: int) -> None:
-        """Let a paused worker do `steps` more, then pause it again."""
+        """Allow a paused worker `steps` more steps, then pause it again."""
         with self._changed:
             if self._purpose == "pause":
                 self._halt_at += steps
@@ -149,7 +149,7 @@ class Gate:
         """Hold the worker until it hears of new shares; return the step it has begun.
 
         Returns:
-            -1: none yet; `CANNOT`: its shares cannot be changed, and it is not held.
+            -1: none yet; `CANNOT`: its shares cannot be changed, and it does not wait.
         """
         with self._changed:
             if not self.deals:
@@ -160,20 +160,20 @@ class Gate:
             return at
 
     def deal(self, step: int, portions: Sequence[int]) -> None:
-        """Let steps before `step` happen as before; from there on these are the shares."""
+        """Keep the old shares for steps before `step`; these are the shares from there on."""
         with self._changed:
             if self.deals:
                 self._deal_at, self._portions = step, tuple(portions)
                 self._set_limit()
 
     def drop_deal(self) -> None:
-        """Let the worker go on with the shares it has: other workers take part, or all answered."""
+        """Let the worker continue with its shares: the set has changed, or all have answered."""
         with self._changed:
             self._deal_at, self._portions = NO_LIMIT, ()
             self._set_limit()
 
     def take_portions(self) -> tuple[int, ...]:
-        """Return the shares that hold from the step under way on, by rank; none: as before."""
+        """Return the shares from the current step on, by rank; none: unchanged."""
         with self._changed:
             portions, self.dealt = self._portions, False
             self._deal_at, self._portions = NO_LIMIT, ()
@@ -188,17 +188,17 @@ def _nothing(step: int) -> None:
 class FaultInjector:
     """This worker's faults; the control thread may replace them at any time.
 
-    A delay without a phase is spent in forward, so it counts as the worker's own compute and shows
-    as the others' sync wait.
+    A delay without a phase is spent in forward, so it counts as the worker's own compute and
+    appears as the others' sync wait.
 
     Args:
-        rank: This worker; the first of them where the engine holds several replicas.
+        rank: This worker; the first of them if the engine holds several replicas.
         held: How many replicas the engine holds.
 
     Attributes:
-        settle: Waits until the device has done all that it was given.
-        replicas: One injector per replica held here, where there are several; a delay of the
-            `forward` or `backward` of one of them is spent by it.
+        settle: Waits until the device has finished its work.
+        replicas: One injector per replica held here, if there are several; it spends the delays
+            of that replica's `forward` and `backward`.
     """
 
     def __init__(self, rank: int, faults: Iterable[Fault | str] = (), held: int = 1) -> None:

@@ -2,9 +2,9 @@
 
 In reading order:
 
-    accelerator  which GPUs does TensorFlow see, how are they called, what does it take of them
+    accelerator  which GPUs does TensorFlow see, what are their names, what does it take of them
     support      which devices, threads and seeds does it get, and what do its errors mean
-    data         how does what the user passes become shares of global batches
+    data         how does the user's data become shares of global batches
     models       how are Keras models and optimizers taken, and their weights named
     checkpoints  how is a checkpoint written and read
 """

@@ -1,23 +1,23 @@
-"""TensorFlow's devices: which GPUs this process sees, what they are called, what it takes of them.
+"""TensorFlow's devices: which GPUs this process sees, their names, and what it takes of them.
 
-Whoever asks TensorFlow about devices asks here; the rest of the package names them only.
+All questions to TensorFlow about devices are asked here; the rest of the package only names them.
 
-A run tells its engine `cuda:k`: the k-th GPU of those that the process may see. TensorFlow counts
-from 0 what it is shown, and calls it `GPU:0`, which is also what cells find as `device`:
+A run gives its engine `cuda:k`: the k-th GPU of those that the process may see. TensorFlow counts
+the visible ones from 0, and calls the first `GPU:0`, which is also what cells find as `device`:
 
     leased to this worker   cuda:2, cuda:3      numbers of physical devices
     shown to TensorFlow     [2, 3]              set_visible_devices, before its first operation
     in tf.device            GPU:0, GPU:1
 
-Some things are for the life of a process, and no reset undoes them:
+Some things are fixed for the life of a process, and no reset changes them:
 
     which GPUs the driver counts    its mask is read when TensorFlow first lists devices
     which GPU is called GPU:k       fixed by the first context that used it; a context that means
                                     another raises "is being mapped to multiple devices"
-    memory                          what was taken of a GPU is given back when the process ends
+    memory                          a GPU's memory is returned only when the process ends
 
-Where one of them is in the way, the engine is spent and another takes its place. So that memory is
-taken as needed, and not all of it at once, growth is set for every GPU before the first operation.
+If one of them is in the way, the engine is spent and another one replaces it. So that memory is
+taken as needed, and not all at once, growth is set for every GPU before the first operation.
 
 Sources: https://www.tensorflow.org/guide/gpu; `InsertTfDevicePlatformDeviceIdPair` in
 `tensorflow/core/common_runtime/device/device_id_manager.cc`. None of it has run on a GPU yet.
@@ -48,7 +48,7 @@ MASK, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 
 GREEDY = (
-    "TensorFlow had started before this run and takes nearly all memory of {gpus}, until the "
+    "TensorFlow had started before this run and takes nearly all memory of {gpus} until the "
     "engine ends: %cluster restart."
 )
 
@@ -71,9 +71,9 @@ def is_gpu(device: str) -> bool:
 
 
 def own(spec: RunSpec) -> tuple[str, ...]:
-    """Return the GPUs that this engine computes on, as leased; empty where it uses the CPU.
+    """Return the GPUs on which this engine computes, as leased; empty if it uses the CPU.
 
-    A coordinator hands out work and a parameter server adds up: neither is to take a GPU's memory.
+    A coordinator hands out work and a parameter server adds up: neither should use a GPU's memory.
     """
     devices = spec.devices or (spec.device,)
     if not all(map(is_gpu, devices)):
@@ -88,7 +88,7 @@ def own(spec: RunSpec) -> tuple[str, ...]:
 
 
 def name(spec: RunSpec) -> str:
-    """Return what cells find as `device`: a name for `tf.device`."""
+    """Return the `device` of cells: a name for `tf.device`."""
     mine = own(spec)
     return f"{_type(mine[0])}:0" if mine else "cpu"
 
@@ -97,16 +97,16 @@ def names(devices: Sequence[str]) -> list[str]:
     """Return TensorFlow's name of each leased device: one for each replica.
 
     Raises:
-        ClusterError: One GPU stands for several.
+        ClusterError: One GPU is used for several replicas.
     """
     if not all(map(is_gpu, devices)):
         return [f"CPU:{number}" for number in range(len(devices))]
     if len(set(devices)) < len(devices):
         raise ClusterError(
-            "TensorFlow takes a GPU for one replica only.",
+            "In TensorFlow each replica needs its own GPU.",
             seen=", ".join(devices),
             allowed="a GPU for each replica",
-            next_step=f"-n {len(set(devices))}, or %cluster start --devices cpu",
+            next_step=f"use -n {len(set(devices))}, or %cluster start --devices cpu",
             code="WB-CLUSTER-049",
         )
     return [f"{_type(device)}:{number}" for number, device in enumerate(devices)]
@@ -125,13 +125,13 @@ def label(device: str) -> str:
 
 
 def mask(spec: RunSpec) -> None:
-    """Have the driver count the GPUs of the run on this host only, in their order.
+    """Let the driver count only the run's GPUs on this host, in their order.
 
-    Where the driver counts others already, the engine can go on if those that it computes on have
-    the same numbers.
+    If the driver counts others already, the engine can continue if the GPUs on which it computes
+    have the same numbers.
 
     Raises:
-        EngineSpentError: They have not.
+        EngineSpentError: They have other numbers.
     """
     counted = _process.listed or context()._physical_devices is not None
     masks.show(spec.accelerator or "cuda", spec.gpus, spec.gpus_used, counted=counted)
@@ -153,7 +153,7 @@ def check(devices: Sequence[str]) -> None:
         before = _process.called.get(number, _number(device))
         if before != _number(device):
             raise EngineSpentError(
-                "TensorFlow has used another GPU on this engine before, and cannot change that.",
+                "TensorFlow used another GPU on this engine before, and cannot change that.",
                 seen=f"{_type(device)}:{number} is GPU {before}",
                 allowed=f"GPU {_number(device)}",
                 next_step="%cluster restart",
@@ -183,7 +183,7 @@ def _unseen(device: str, found: int) -> ClusterError:
 
 
 def sees(devices: Sequence[str]) -> bool:
-    """Whether these GPUs have their names already; more than these may be seen besides."""
+    """Whether these GPUs have their names already; more GPUs may be visible."""
     wanted = [_number(device) for device in devices]
     if started():
         return _visible()[: len(wanted)] == wanted
@@ -191,7 +191,7 @@ def sees(devices: Sequence[str]) -> bool:
 
 
 def show(devices: Sequence[str]) -> None:
-    """Have TensorFlow see these GPUs alone, and take memory as it needs it; before it starts.
+    """Let TensorFlow see only these GPUs, and take memory as it needs it; before it starts.
 
     Raises:
         ClusterError, EngineSpentError: As `check`.
@@ -209,12 +209,12 @@ def show(devices: Sequence[str]) -> None:
 
 
 def about_to_reset() -> None:
-    """Take note of what TensorFlow's state will leave behind."""
+    """Note what TensorFlow's state will leave behind."""
     _remember()
 
 
 def show_again() -> None:
-    """Have a state of TensorFlow's that was made anew see what the one before was shown."""
+    """Let a new state of TensorFlow see the devices of the one before."""
     if _process.shown is not None:
         show(_process.shown)
 
@@ -236,14 +236,14 @@ def greedy() -> bool:
 
 
 def greedy_words() -> str:
-    """Say which GPUs TensorFlow takes whole."""
+    """Return which GPUs TensorFlow takes completely, as text."""
     return GREEDY.format(gpus=", ".join(f"GPU {number}" for number in _visible()))
 
 
 def limit_server(config: Any, spec: RunSpec) -> Any:
-    """Have a `tf.distribute.Server` see this engine's GPUs alone; return its ConfigProto.
+    """Let a `tf.distribute.Server` see only this engine's GPUs; return its ConfigProto.
 
-    A server makes devices of its own, whatever was set for the process.
+    A server makes its own devices, independent of the settings of the process.
     """
     mine = own(spec)
     config.gpu_options.allow_growth = True
@@ -270,12 +270,12 @@ def divide_cpu(devices: int) -> None:
 
 
 def synchronise() -> None:
-    """Wait until the GPUs have done what they were given."""
+    """Wait until the GPUs have finished their work."""
     tf.test.experimental.sync_devices()
 
 
 def memory_words() -> str:
-    """Say what TensorFlow's tensors hold of each GPU now, and held at most; empty without one."""
+    """Return the memory of TensorFlow's tensors on each GPU, now and at most; empty without one."""
     found = []
     for gpu in tf.config.list_logical_devices("GPU"):
         place = gpu.name.rpartition("device:")[2]
@@ -287,7 +287,7 @@ def memory_words() -> str:
 
 
 def context() -> Any:
-    """Return TensorFlow's own state of this process; private, but nothing else tells."""
+    """Return TensorFlow's own state of this process; private, but there is no other way."""
     return importlib.import_module("tensorflow.python.eager.context").context()
 
 

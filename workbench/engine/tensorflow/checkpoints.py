@@ -1,8 +1,8 @@
 """Checkpoints of TensorFlow runs: the files that `tf.train.Checkpoint` writes.
 
-A state's arrays are written by the operation that is behind `tf.train.Checkpoint`, so that
-`tf.train.load_checkpoint(DIR/step-N/state/arrays)` reads them; what they are is beside them, as
-JSON. A `tf.train.Checkpoint` itself would write from the variables, which train on meanwhile.
+A state's arrays are written by the operation behind `tf.train.Checkpoint`, so
+`tf.train.load_checkpoint(DIR/step-N/state/arrays)` can read them; their description is next to
+them, as JSON. A `tf.train.Checkpoint` itself would write from the variables, which keep training.
 
 Source: https://www.tensorflow.org/guide/checkpoint
 """
@@ -40,7 +40,7 @@ def write_state(folder: Path, state: Any) -> int:
 
 
 def read_state(folder: Path) -> Any:
-    """Return what `write_state` wrote."""
+    """Return the state that `write_state` wrote."""
     skeleton = json.loads((folder / SKELETON).read_text())
     leaves: dict[str, Any] = {}
     if (folder / f"{ARRAYS}.index").exists():
@@ -67,5 +67,5 @@ def random_state(device: str) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: str) -> None:
-    """Let the generators go on from where `random_state` was taken."""
+    """Set the generators to the states that `random_state` returned."""
     files.set_random_state(state)

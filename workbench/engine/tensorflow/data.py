@@ -1,8 +1,8 @@
-"""Data for TensorFlow strategies: whatever the user passes, as shares of global batches.
+"""Data for TensorFlow strategies: the user's data, as shares of global batches.
 
 Shares are NumPy arrays; a strategy puts them on its devices. Arrays and map-style data sets are
 taken in the same order as under PyTorch (`engine/training/shares.py`): one seed, one order. A
-tf.data set has an order of its own, and every engine reads all of it.
+tf.data set has its own order, and every engine reads all of it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StreamSource(Source):
             yield Share(slice_batch(batch, *held), stop - start, total, step, epoch)
         if empty:
             raise FitError(
-                "The data set gave no sample.", seen=type(self.data).__name__, code="WB-FIT-031"
+                "The data set returned no sample.", seen=type(self.data).__name__, code="WB-FIT-031"
             )
 
     def _batches(self) -> Iterator[Any]:
@@ -99,7 +99,7 @@ def batch_length(batch: Any) -> int:
     leaves = tf.nest.flatten(batch)
     if not leaves or not np.ndim(leaves[0]):
         raise FitError(
-            "A batch without an array cannot be counted.",
+            "A batch must contain an array, so that its samples can be counted.",
             seen=type(batch).__name__,
             code="WB-FIT-032",
         )
@@ -112,20 +112,20 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
 
 
 def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) -> Source:
-    """Turn what the user passed into a source.
+    """Turn the user's data into a source.
 
     Args:
         data: A tuple of arrays or tensors of equal length, a tf.data set, a PyDataset, or an
             object with a length and an index.
-        batch_size: Global batch size; None takes that of a tf.data set or PyDataset.
-        shuffle: Ignored for data that has its batches made already.
+        batch_size: Global batch size; None means that of a tf.data set or PyDataset.
+        shuffle: Ignored for data that is already divided into batches.
 
     Raises:
         FitError: It is none of these, is empty, has no batch size, or has another one.
     """
     if _of_torch(data):
         raise FitError(
-            "The data is PyTorch's, and this is a TensorFlow run.",
+            "PyTorch data cannot be used in a TensorFlow run.",
             seen=f"{type(data).__module__}.{type(data).__name__}",
             allowed=KINDS,
             next_step="pass arrays: (x.numpy(), y.numpy()), or wb.data.digits(..., arrays=True)",
@@ -140,7 +140,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
         return StreamSource(data, size, len(data))
     if batch_size is None:
         raise FitError(
-            "How many samples make a step was not said.",
+            "batch_size is missing.",
             allowed="a whole number of samples over all workers",
             next_step="pass batch_size=64",
             code="WB-FIT-034",
@@ -155,10 +155,10 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if not indexed or isinstance(data, (str, bytes, Mapping, tuple, list)) or _is_array(data):
         raise FitError(
-            "The data was not understood.",
+            "data is of a kind that wb.fit cannot read.",
             seen=type(data).__name__,
             allowed=KINDS,
-            next_step="wb.fit(model, (x, y), ...)",
+            next_step="use wb.fit(model, (x, y), ...)",
             code="WB-FIT-036",
         )
     _not_empty(len(data), data)
@@ -171,7 +171,7 @@ def _from_dataset(data: tf.data.Dataset, batch_size: int | None) -> StreamSource
         _same_batch(made, batch_size)
     elif batch_size is None:
         raise FitError(
-            "The tf.data set has no batches, and no batch size was given.",
+            "batch_size is missing: the tf.data set has no batches.",
             next_step="pass batch_size=64, or data.batch(64)",
             code="WB-FIT-037",
         )
@@ -184,7 +184,7 @@ def _from_dataset(data: tf.data.Dataset, batch_size: int | None) -> StreamSource
 
 
 def batched(data: Any) -> int | None:
-    """Return the batch size that a tf.data set was given last; None where it was given none."""
+    """Return the latest batch size of a tf.data set; None if it has none."""
     size = getattr(data, "_batch_size", None)
     if size is not None:
         return int(size)
@@ -197,7 +197,7 @@ def batched(data: Any) -> int | None:
 def _same_batch(made: int, asked: int | None) -> None:
     if asked not in (None, made):
         raise FitError(
-            "The data set has its batches made already, of another size.",
+            "batch_size differs from the size of the batches that the data set already has.",
             seen=f"batches of {made}, batch_size={asked}",
             next_step=f"leave batch_size out, or batch the data set by {asked}",
             code="WB-FIT-039",
@@ -221,13 +221,13 @@ def _not_empty(length: int, data: Any) -> None:
 
 
 def divisible(loader: Any, *, seed: int) -> Source:
-    """Refuse: own loops are divided by `strategy` itself.
+    """Refuse: users' own loops are divided by `strategy` itself.
 
     Raises:
         FitError: Always.
     """
     raise FitError(
-        "Under TensorFlow a loop divides its data by itself.",
+        "A TensorFlow loop divides its data itself: wb.prepare takes no loader.",
         seen=type(loader).__name__,
         next_step="strategy.experimental_distribute_dataset(data)",
         code="WB-FIT-041",
@@ -235,5 +235,5 @@ def divisible(loader: Any, *, seed: int) -> Source:
 
 
 def global_batch(loader: Any, workers: int) -> int | None:
-    """Return None: what a step of an own loop consumes is seen when it runs."""
+    """Return None: the samples of a step are only known when it runs."""
     return None

@@ -1,4 +1,4 @@
-"""Keras models, optimizers and schedulers as `wb.fit` is given them; weights by name."""
+"""Keras models, optimizers and schedulers as arguments of `wb.fit`; weights by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build_module(model: Any) -> Any:
     if isinstance(built, keras.Model) and not isinstance(model, type):
         return built
     raise FitError(
-        "The model is no Keras model.",
+        "The model is not a Keras model.",
         seen=foreign(built)
         or (f"class {model.__name__}" if isinstance(model, type) else type(built).__name__),
         allowed="a keras.Model, or a function without arguments that returns one",
@@ -34,7 +34,7 @@ def build_module(model: Any) -> Any:
 
 
 def foreign(model: Any) -> str:
-    """Return what a model of tf_keras or of PyTorch is called; empty for all others."""
+    """Return the name of a model of tf_keras or of PyTorch; empty for all others."""
     kinds = {re.split(r"[.]", cls.__module__)[0] for cls in type(model).__mro__}
     if "tf_keras" in kinds:
         return "a model of tf_keras (Keras 2)"
@@ -52,7 +52,7 @@ def check_optimizer(optimizer: Any, model: Any) -> None:
         isinstance(optimizer, keras.optimizers.Optimizer) or callable(optimizer)
     ):
         raise FitError(
-            "The optimizer was not understood.",
+            "optimizer is neither a Keras optimizer nor a function.",
             seen=optimizer,
             allowed="a keras.optimizers.Optimizer, or a function of the variables that returns one",
             next_step="optimizer=keras.optimizers.SGD(0.1)",
@@ -68,7 +68,7 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
         float(scheduler(0))
     except Exception as error:
         raise FitError(
-            "In TensorFlow a scheduler is a function of the step that returns the learning rate.",
+            "scheduler must be a function of the step that returns the learning rate.",
             seen=f"scheduler(0) raised {type(error).__name__}: {error}",
             allowed="a function of the step, or one of keras.optimizers.schedules",
             next_step="scheduler=keras.optimizers.schedules.ExponentialDecay(0.1, 100, 0.9)",
@@ -93,7 +93,7 @@ def weight_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def load_weights(model: Any, arrays: dict[str, Any]) -> None:
-    """Give a model weights by name, also while a step is traced; those not named stay."""
+    """Give a model weights by name, also while a step is traced; others are not changed."""
     variables, tracing = weight_names(model), not tf.executing_eagerly()
     with tf.init_scope():
         for name, array in arrays.items():
@@ -110,5 +110,5 @@ def _copies(value: Any) -> list[Any]:
 
 
 def parameter_count(model: Any) -> int:
-    """Return how many numbers the model learns."""
+    """Return how many numbers the model trains."""
     return sum(int(np.prod(variable.shape)) for variable in model.trainable_variables)

@@ -2,21 +2,21 @@
 
 Loaded by name (`engine.runtime.support`), so nothing else in the engine names the framework.
 
-TensorFlow fixes devices and threads at its first operation. An engine therefore asks for a generous
-number of logical CPU devices at once (`LOGICAL_DEVICES`), so that most runs fit whatever ran
-before. Where one does not, TensorFlow's state is made anew (`reset`); where even that fails, the
-run ends with `EngineSpentError`, and the kernel puts a fresh engine in its place. Which GPUs
-TensorFlow sees, and how it takes their memory, is fixed then too (`accelerator.py`).
+TensorFlow fixes devices and threads at its first operation. So an engine asks for a large number of
+logical CPU devices at once (`LOGICAL_DEVICES`), so that most runs fit after any earlier one. If a
+run does not fit, TensorFlow's state is made again (`reset`). If even that fails, the run ends with
+`EngineSpentError`, and the kernel replaces the engine. Which GPUs TensorFlow sees, and how it takes
+their memory, is fixed then too (`accelerator.py`).
 
-A worker is kept to its share of the host's cores where its thread pools cannot be resized.
-TensorFlow fixes the size of its thread pool for the life of the process at its first operation. A
-pool that were sized for one run would fake the speed-up of another, so it is sized for the whole
-host, and a worker that shares the host with others is kept to some of its cores meanwhile.
+A worker is limited to its share of the host's cores if its thread pools cannot be resized.
+TensorFlow fixes the size of its thread pool at its first operation. A pool sized for one run would
+falsify the speed-up of another. So the pool is sized for the whole host, and a worker that shares
+the host with others may only use some of its cores meanwhile.
 
-TensorFlow's generated source files go into the cluster's folder, and with it. AutoGraph writes each
-function that it traces to the temporary folder and removes it when the process exits; an engine
-that is killed never does. Its maps from generated lines to the user's are noted, so that errors
-show what the user wrote (`engine/debugging/tracebacks.py`).
+TensorFlow's generated source files go into the cluster's folder, and are removed with it. AutoGraph
+writes each function that it traces to the temporary folder and removes it when the process exits,
+but an engine that is killed never removes it. Its maps from generated lines to the user's are kept,
+so that errors show the user's own code (`engine/debugging/tracebacks.py`).
 
 TensorFlow's profiler, for a window of steps, writes an XSpace (`.xplane.pb`, which TensorBoard
 reads); the Chrome trace is made from that.
@@ -65,7 +65,7 @@ LOGICAL_DEVICES = 8
 """Logical CPU devices that an engine has at least."""
 
 MADE_ANEW = (
-    "TensorFlow had started with {before} this run needs, so it was made anew with {devices}: "
+    "TensorFlow had started with {before} this run needs, so it was restarted with {devices}: "
     "tensors, variables and models of earlier cells can no longer be used on this engine."
 )
 
@@ -86,12 +86,12 @@ def setup(spec: RunSpec) -> None:
     """Set devices, threads and seeds before a cell; equal seeds give equal initial weights.
 
     Raises:
-        ClusterError: Keras computes with another framework.
+        ClusterError: Keras uses another framework.
         EngineSpentError: TensorFlow has started with settings that this run cannot use.
     """
     if keras.backend.backend() != "tensorflow":
         raise ClusterError(
-            "Keras computes with another framework on this engine.",
+            "Keras uses another framework on this engine.",
             seen=f"KERAS_BACKEND={keras.backend.backend()}",
             allowed="tensorflow",
             next_step="set os.environ['KERAS_BACKEND'] = 'tensorflow', then %cluster restart",
@@ -99,7 +99,7 @@ def setup(spec: RunSpec) -> None:
         )
     if spec.mode == "run" and os.environ.get("TF_CONFIG"):
         raise ClusterError(
-            "TF_CONFIG is set already; here a run finds its devices and workers by itself.",
+            "TF_CONFIG must not be set: a run finds its devices and workers itself.",
             seen=os.environ["TF_CONFIG"],
             allowed="no TF_CONFIG",
             next_step="del os.environ['TF_CONFIG'] in a %%distributed cell, then run this one",
@@ -121,11 +121,11 @@ def setup(spec: RunSpec) -> None:
 def configure(devices: int, threads: int, gpus: Sequence[str] = ()) -> None:
     """Ask for logical CPU devices, threads and GPUs, before TensorFlow's first operation.
 
-    Later calls are content with more devices than they ask for, and with other threads: those
-    cannot be changed without losing the user's variables.
+    Later calls accept more devices than they ask for, and other threads: these cannot be changed
+    without losing the user's variables.
 
     Args:
-        gpus: As they are leased (`cuda:0`); none of the others is touched.
+        gpus: As they are leased (`cuda:0`); others are not touched.
 
     Raises:
         ClusterError: TensorFlow does not see the GPUs.
@@ -165,9 +165,9 @@ def configure(devices: int, threads: int, gpus: Sequence[str] = ()) -> None:
 
 
 def reset() -> None:
-    """Forget TensorFlow's whole state, as if it had just been imported.
+    """Reset TensorFlow's whole state, as if it had just been imported.
 
-    Tensors and variables of earlier cells die with it. Private, but the only way there is:
+    Tensors and variables of earlier cells are lost. Private, but the only way there is:
     https://github.com/tensorflow/tensorflow/blob/master/tensorflow/python/eager/context.py
     """
     _built.clear()
@@ -195,8 +195,8 @@ _built: dict[Any, Any] = {}
 def built(key: Any, build: Any) -> Any:
     """Return the strategy that was built under `key`, building it the first time.
 
-    A model belongs to the strategy in whose scope it was made: with the same strategy in the next
-    run, it can be trained further there.
+    A model belongs to the strategy in whose scope it was made. The next run uses the same strategy,
+    so the model can be trained further there.
     """
     if key not in _built:
         _built[key] = build()
@@ -207,11 +207,11 @@ def built(key: Any, build: Any) -> Any:
 def around(run: RunContext) -> Iterator[dict[str, Any]]:
     """Surround the cell of a training run with the strategy's scope.
 
-    The cell runs as plain Keras code, so all that is ours is set up before it and undone after it:
-    the strategy is built, steps are recorded, `model.fit` reports.
+    The cell runs as plain Keras code, so everything of ours is set up before it and undone after
+    it: the strategy is built, steps are recorded, `model.fit` reports.
 
     Yields:
-        The names that the cell finds besides.
+        Additional names for the cell.
     """
     spec = run.spec
     near = [] if run.entry.remote_workers else spec.neighbours
@@ -225,7 +225,7 @@ def around(run: RunContext) -> Iterator[dict[str, Any]]:
 
 
 def environ(spec: RunSpec) -> dict[str, str]:
-    """Return what the environment says besides; TF_CONFIG is the strategies' own matter."""
+    """Return additional environment variables; strategies set TF_CONFIG themselves."""
     return {}
 
 
@@ -245,8 +245,8 @@ def destroy_group() -> None:
 def break_collectives(*, store: bool = False) -> int:
     """Break collectives in which this engine waits for others; return in how many clusters.
 
-    Called from another thread than the one that waits. TensorFlow itself notices after seconds that
-    a worker is dead, and never that one has stalled.
+    Called from another thread than the one that waits. TensorFlow itself needs seconds to notice
+    that a worker is dead, and never notices that one hangs.
     """
     context = accelerator.context()
     if context._context_handle is None or context._collective_ops_server_def is None:
@@ -258,7 +258,7 @@ def break_collectives(*, store: bool = False) -> int:
 def names(spec: RunSpec) -> dict[str, Any]:
     """Return the names that cells find besides rank and world_size.
 
-    `device` is a name for `tf.device`: `GPU:0` where the run's tables say `cuda:0`.
+    `device` is a name for `tf.device`: `GPU:0` if the run's tables say `cuda:0`.
     """
     return {"device": accelerator.name(spec), "strategy": tf.distribute.get_strategy()}
 
@@ -280,7 +280,7 @@ def save_weights(folder: Path, rank: int, arrays: dict[str, Any]) -> str:
 
 
 def explain(error: BaseException) -> str | None:
-    """Return what lies behind a well-known mistake in a cell; None for all others."""
+    """Return the cause of a well-known mistake in a cell; None for all others."""
     text = str(error)
     if isinstance(error, tf.errors.ResourceExhaustedError) and (held := accelerator.memory_words()):
         return f"Why: no memory is left on a GPU. TensorFlow's tensors on this engine: {held}."
@@ -296,9 +296,9 @@ _OUTSIDE = (
 )
 _CAUSES = {
     "cannot be modified after being initialized": "this engine's devices were set before the cell: "
-    f"{LOGICAL_DEVICES} logical CPU devices or more. Say how many replicas with -n instead.",
-    "AddN must have the same size and shape": "the replicas were given shares of different size, "
-    "and something was added up that has a row per sample. Drop the smaller last batch with "
+    f"{LOGICAL_DEVICES} logical CPU devices or more. Set the number of replicas with -n instead.",
+    "AddN must have the same size and shape": "the replicas have shares of different size, and "
+    "something with one row per sample was added up. Drop the smaller last batch with "
     "data.batch(64, drop_remainder=True).",
     "optimizer can only optimize Tensors": "a PyTorch optimizer was made for a Keras model; pass "
     "one of keras.optimizers.",
@@ -314,12 +314,12 @@ _CAUSES = {
 def limited(of: int, workers: int, position: int) -> Iterator[None]:
     """Let all threads of this process run on this worker's share of the host's cores only.
 
-    Does nothing where the system cannot (not Linux); where there are fewer cores than workers,
-    which the system shares out more evenly; and where a container's quota gives fewer cores than
-    it sees, as the first ones would then be every container's.
+    Does nothing in three cases: the system cannot do it (not Linux); there are fewer cores than
+    workers, which the system distributes more evenly; or a container's quota gives fewer cores than
+    it sees, because all containers would then use the first ones.
 
     Args:
-        of: Cores of the host that the run has in all.
+        of: Cores of the host that the run has in total.
         workers: How many of them share these cores.
         position: Which one this is, from 0.
     """
@@ -348,7 +348,7 @@ LOADER = "tensorflow.python.autograph.pyct.loader"
 
 
 def keep_to_cluster() -> None:
-    """Have AutoGraph write into the cluster's folder from now on; may be called again."""
+    """Let AutoGraph write into the cluster's folder from now on; may be called again."""
     try:
         loader = importlib.import_module(LOADER)
     except ImportError:  # another version keeps it elsewhere: files are then left as before
@@ -404,10 +404,10 @@ class TensorFlowProfiler:
         return trace  # type: ignore[no-any-return,unused-ignore]
 
     def stop(self, path: Path | None) -> Path | None:
-        """End; write a Chrome trace to `path`, and the XSpace beside it.
+        """End; write a Chrome trace to `path`, and the XSpace next to it.
 
         Raises:
-            RunError: The profiler has left nothing.
+            RunError: The profiler wrote nothing.
         """
         try:
             tf.profiler.experimental.stop(save=path is not None)
@@ -415,7 +415,7 @@ class TensorFlowProfiler:
                 return None
             found = sorted(Path(self._folder).rglob("*.xplane.pb"))
             if not found:
-                raise RunError("TensorFlow's profiler has written nothing.", code="WB-RUN-028")
+                raise RunError("TensorFlow's profiler wrote nothing.", code="WB-RUN-028")
             shutil.copyfile(found[0], path.with_suffix(".xplane.pb"))
             path.write_text(json.dumps({"traceEvents": list(_events(found[0]))}))
             return path
@@ -450,7 +450,7 @@ def _protocol() -> Any:
         with contextlib.suppress(ImportError):
             return importlib.import_module(f"{package}.xplane_pb2")
     raise RunError(
-        "This TensorFlow does not bring the protocol of its profiles.", code="WB-RUN-029"
+        "This TensorFlow does not include the protocol of its profiles.", code="WB-RUN-029"
     )
 
 

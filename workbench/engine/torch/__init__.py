@@ -2,11 +2,11 @@
 
 In reading order:
 
-    accelerator  what does the device do that it computes on, asked in one place
+    accelerator  how is the device used on which an engine computes, asked in one place
     support      which seeds, threads and names does PyTorch get, and what do its errors mean
     group        how does a worker join a process group, and leave it
     waits        how is a collective left that gloo cannot end
-    data         how does what the user passes become shares of global batches
+    data         how does the user's data become shares of global batches
     checkpoints  how is a checkpoint written, and read without unpickling
-    horovod/     what does code written for Horovod find in its place
+    horovod/     what does code written for Horovod find instead
 """

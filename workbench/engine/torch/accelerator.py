@@ -1,14 +1,14 @@
-"""The device that an engine computes on: the only module that speaks to torch.cuda and its like.
+"""The device that an engine computes on: the only module that uses torch.cuda and its like.
 
-What is asked of a device is asked of an `Accelerator`, which `of(device)` gives; a CPU is one that
-is always done. Torch has one module for each kind of device (`torch.cuda`, `torch.xpu`,
-`torch.mps`, or that of a package that brings its own kind), all with the same names, of which some
-lack a few: what is missing is said by `None` or does nothing, so a new kind needs no code here (https://docs.pytorch.org/docs/stable/accelerator.html).
+All questions about a device go to an `Accelerator`, which `of(device)` returns; a CPU is one that
+has always finished. Torch has one module for each kind of device (`torch.cuda`, `torch.xpu`,
+`torch.mps`, or that of a package with its own kind). All use the same names, but some lack a few: a
+missing one gives `None` or does nothing, so a new kind needs no code here (https://docs.pytorch.org/docs/stable/accelerator.html).
 
-Two rules hold for all of it. The current device belongs to a thread: whatever is asked from
-another thread than the cell's is asked on the device itself, or CUDA makes a context of 0.5 GB on
-the first GPU. And a device that has failed fails in every later call (CUDA keeps its error until
-the process ends), so what must not raise asks `is_lost`.
+Two rules hold for all of it. The current device belongs to a thread: a thread other than the cell's
+must name the device in its calls, otherwise CUDA makes a context of 0.5 GB on the first GPU. And a
+device that has failed fails in every later call (CUDA keeps its error until the process ends), so
+code that must not raise asks `is_lost` first.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ class Accelerator:
     # -- where calls go ----------------------------------------------------------------------------
 
     def make_current(self) -> None:
-        """Have this thread compute on the device where a cell only says `cuda`."""
+        """Let this thread compute on the device if a cell only says `cuda`."""
         if hasattr(self._room, "set_device"):
             self._room.set_device(self.device)
 
     def current(self) -> AbstractContextManager[Any]:
-        """Compute on the device within, whatever thread this is."""
+        """Compute on the device inside this context, in any thread."""
         if not hasattr(self._room, "device"):
             return contextlib.nullcontext()
         context: AbstractContextManager[Any] = self._room.device(self.device)
         return context
 
     def side_stream(self) -> Any:
-        """Return a new stream beside the one on which the cell computes."""
+        """Return a new stream, separate from the one on which the cell computes."""
         with self.current():
             return torch.Stream(self.device)
 
@@ -94,23 +94,23 @@ class Accelerator:
         return Event(self, timed)
 
     def raw_event(self, *, timed: bool) -> Any:
-        """Return one of torch's events, which nobody has recorded yet; `Event` guards its calls."""
+        """Return one of torch's events, not recorded yet; `Event` guards its calls."""
         return torch.Event(self.device, enable_timing=timed)
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that it was given, on every stream."""
+        """Wait until the device has finished all its work, on every stream."""
         with self.current():
             self._room.synchronize()
 
     def synchronize_stream(self) -> None:
-        """Wait until the device has done what this thread's stream was given."""
+        """Wait until the device has finished the work of this thread's stream."""
         self.current_stream().synchronize()
 
     def is_lost(self, within_s: float = PROBE_S) -> bool:
         """Whether the device has failed, or does not answer in time.
 
         CUDA's errors stay: after a device-side assert or an illegal address every call raises until
-        the process ends. A device that hangs is asked from a thread, which is left behind.
+        the process ends. A separate thread asks a device that may hang, and is left behind then.
         """
         answered: list[bool] = []
         probe = threading.Thread(target=self._probe, args=(answered,), daemon=True)
@@ -129,7 +129,7 @@ class Accelerator:
     # -- memory ------------------------------------------------------------------------------------
 
     def memory(self) -> Memory | None:
-        """Return what is free of the device's memory, for all its users; None: it does not say."""
+        """Return the free memory of the device, for all its users; None: unknown."""
         ask = getattr(self._room, "mem_get_info", None)
         if ask is None:
             return None
@@ -138,38 +138,38 @@ class Accelerator:
         return Memory(int(free), int(total))
 
     def peak_bytes(self) -> int | None:
-        """Return the most that tensors of this process have taken at once; None: not counted."""
+        """Return the most memory that this process's tensors used at once; None: not counted."""
         ask = getattr(self._room, "max_memory_allocated", None)
         return None if ask is None else int(ask(self.device))
 
     def reset_peak(self) -> None:
-        """Count the peak from here."""
+        """Count the peak from now on."""
         if hasattr(self._room, "reset_peak_memory_stats"):
             self._room.reset_peak_memory_stats(self.device)
 
     def give_back(self) -> None:
-        """Hand what torch keeps for later back to the device, so that other processes have it."""
+        """Return memory that torch keeps for later use, so that other processes can use it."""
         with self.current():
             for name in ("empty_cache", "ipc_collect"):
                 if hasattr(self._room, name):
                     getattr(self._room, name)()
 
     def limit_memory(self, fraction: float) -> None:
-        """Let this process take no more than a part of the device's memory."""
+        """Limit this process to a part of the device's memory."""
         if hasattr(self._room, "set_per_process_memory_fraction"):
             with self.current():
                 self._room.set_per_process_memory_fraction(fraction)
 
     @property
     def pins(self) -> bool:
-        """Whether copies from pinned memory go on beside the host's work."""
+        """Whether copies from pinned memory run in parallel with the host's work."""
         return self.kind in ("cuda", "xpu")
 
     # -- what it is --------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """What the maker calls it; its kind where nobody says."""
+        """The maker's name for it; its kind if there is no name."""
         ask = getattr(self._room, "get_device_name", None)
         return self.kind if ask is None else str(ask(self.device))
 
@@ -184,7 +184,7 @@ class Accelerator:
         return True if ask is None else bool(ask())
 
     def random_state(self) -> torch.Tensor | None:
-        """Return the state of the device's own generator, and of no other's; None: there is none.
+        """Return the state of the device's own generator only; None: it has none.
 
         Asking for all of them (`get_rng_state_all`) would make a context on each GPU.
         """
@@ -195,19 +195,19 @@ class Accelerator:
         return state
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Let the device's generator go on from a state."""
+        """Set the device's generator to a state."""
         if hasattr(self._room, "set_rng_state"):
             arguments = () if self.kind == "mps" else (self.device,)
             self._room.set_rng_state(state.cpu(), *arguments)
 
     @property
     def forked(self) -> list[torch.device]:
-        """The devices whose generators `torch.random.fork_rng(devices=...)` is to keep."""
+        """The devices whose generators `torch.random.fork_rng(devices=...)` must keep."""
         return [self.device]
 
 
 class Cpu(Accelerator):
-    """The CPU: done as soon as it is asked."""
+    """The CPU, which has always finished."""
 
     is_cpu = True
 
@@ -252,16 +252,16 @@ class Cpu(Accelerator):
         """Do nothing."""
 
     def give_back(self) -> None:
-        """Hand the pages of what was freed back to the system, where malloc can (glibc)."""
+        """Return freed pages to the system, if malloc can (glibc)."""
         trim = getattr(_libc(), "malloc_trim", None)
         if trim is not None:
             trim(0)
 
     def free_at_once(self, on: bool) -> None:
-        """Have large tensors take memory of their own, which is the system's when they are freed.
+        """Let large tensors use separate memory, which returns to the system when they are freed.
 
-        As malloc learns from them, it keeps their memory for later ones and gives it to small ones
-        in between: layers that are gathered and freed in turn then take that of the whole model.
+        Otherwise malloc learns from them, keeps their memory and gives it to small ones: layers
+        that are gathered and freed in turn would then use the memory of the whole model.
         """
         option = getattr(_libc(), "mallopt", None)
         if option is not None:
@@ -309,7 +309,7 @@ def _libc() -> Any:
 
 
 class Event:
-    """A point in the work of a stream, for which nobody waits; safe from every thread."""
+    """A point in the work of a stream, without waiting for it; safe from every thread."""
 
     def __init__(self, accelerator: Accelerator, timed: bool) -> None:
         self._accelerator = accelerator
@@ -319,7 +319,7 @@ class Event:
             self._event.record(accelerator.current_stream())
 
     def query(self) -> bool:
-        """Whether the device has passed it; raises what the device failed with."""
+        """Whether the device has passed it; raises the device's error."""
         with self._accelerator.current():
             return bool(self._event.query())
 
@@ -345,8 +345,8 @@ class Event:
 class Staged:
     """Copies between a device and the host's ordinary memory, through two pinned chunks.
 
-    A chunk crosses on a stream of its own while the host copies the other one. Pinned memory is
-    taken in powers of two and never given back: of a whole model it would be up to twice the model.
+    A chunk crosses on its own stream while the host copies the other one. Pinned memory is reserved
+    in powers of two and never returned: for a whole model it would be up to twice the model.
 
         device --- chunk 1 ---> host memory
                --- chunk 2 ---> host memory
@@ -363,7 +363,7 @@ class Staged:
         self._turn = 0
 
     def to_host(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy tensors of the device to tensors of the host; they are there on return."""
+        """Copy tensors of the device to tensors of the host; complete when this returns."""
         self._follow()
         waiting: list[tuple[torch.Tensor, int, list[_Piece]]] = []
         for pieces in self._cut(pairs):
@@ -379,7 +379,7 @@ class Staged:
             self._unload(*waiting.pop())
 
     def to_device(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy tensors of the host to tensors of the device; its work from now on finds them."""
+        """Copy tensors of the host to the device; the device's later work can use them."""
         self._follow()
         last: Event | None = None
         for pieces in self._cut(pairs):
@@ -442,7 +442,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def of(device: str | torch.device) -> Accelerator:
-    """Return what speaks for a device.
+    """Return the accelerator of a device.
 
     Raises:
         RuntimeError: Torch knows no such kind of device, or has no module for it.
@@ -473,16 +473,16 @@ def take(device: str | torch.device) -> Accelerator:
 
 
 def own() -> Accelerator:
-    """Return the device that this engine was given last; the CPU before.
+    """Return the latest device of this engine; the CPU before it has one.
 
-    Other threads begin on the first GPU, and what asks there for "the current stream" would make a
-    context on it: `with own().current()` around what is not ours.
+    Other threads begin on the first GPU, and code that asks there for "the current stream" would
+    make a context on it: use `with own().current()` around code that is not ours.
     """
     return _own
 
 
 def in_use() -> Accelerator | None:
-    """Return this thread's current device, where this process has begun to use such devices."""
+    """Return this thread's current device, if this process has begun to use such devices."""
     found = torch.accelerator.current_accelerator()
     if found is None:
         return None
@@ -495,9 +495,9 @@ def in_use() -> Accelerator | None:
 
 
 def give_back() -> None:
-    """Hand memory that torch keeps for later back, so that other processes have it; never raises.
+    """Return memory that torch keeps for later, so that others can use it; never raises.
 
-    A device that has failed says so in every call: there is nothing to hand back then.
+    A device that has failed reports it in every call; then there is nothing to return.
     """
     with contextlib.suppress(Exception):
         CPU.give_back()
@@ -539,7 +539,7 @@ class _Lent(cloudpickle.Pickler):  # type: ignore[misc]
 def on_cpu(value: Any) -> Any:
     """Return a value for a process that has no such device: a copy, its tensors on the CPU.
 
-    What has no tensor on a device, or cannot be packed, is returned as it is.
+    A value without a tensor on a device, or that cannot be packed, is returned unchanged.
     """
     if in_use() is None:
         return value
@@ -568,9 +568,9 @@ def _arrived(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def settle(device: str | torch.device) -> None:
-    """Bring tensors that lay on a lender's device to this worker's; they stay the same objects.
+    """Move tensors from a lender's device to this worker's; they stay the same objects.
 
-    What is borrowed comes before the engine knows its device.
+    Borrowed values arrive before the engine knows its device.
     """
     if _arrivals and torch.device(device).type != "cpu":
         for tensor in _arrivals:
@@ -597,7 +597,7 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def own_random(device: str | torch.device) -> Iterator[None]:
-    """Keep the generators of the CPU and of one device as they are, and touch no other device."""
+    """Keep the generators of the CPU and of one device, without touching any other device."""
     with torch.random.fork_rng(devices=of(device).forked, device_type=_forked_kind(device)):
         yield
 

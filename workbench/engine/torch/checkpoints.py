@@ -1,10 +1,10 @@
 """Checkpoints of PyTorch runs: `torch.distributed.checkpoint`, without unpickling what is read.
 
-The tensors of a state are written by DCP's own file writer, from one process (`no_dist`): what is
-spread over workers was gathered before. DCP keeps an index in `.metadata`, a pickle, which its
-reader loads without restriction. Here only the classes that such an index is made of are let
-through, so a folder from elsewhere cannot run code; tensors are read with `weights_only`, as DCP
-does itself.
+The tensors of a state are written by DCP's own file writer, from one process (`no_dist`), after
+tensors spread over workers have been gathered. DCP keeps an index in `.metadata`, a pickle, which
+its reader loads without restriction. Here only the classes of such an index are allowed, so a
+folder from elsewhere cannot run code. Tensors are read with `weights_only`, as DCP does
+itself.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -66,7 +66,7 @@ class _IndexUnpickler(pickle.Unpickler):
             return _member
         if name not in _ALLOWED.get(module, ()):
             raise RunError(
-                "The checkpoint's index refers to what no index needs; it is not read.",
+                "The checkpoint's index contains objects that no index needs; it is not read.",
                 seen=f"{module}.{name}",
                 next_step="use checkpoints from a source that you trust",
                 code="WB-RUN-030",
@@ -114,7 +114,7 @@ def write_state(folder: Path, state: Any) -> int:
 
 
 def read_state(folder: Path) -> Any:
-    """Return what `write_state` wrote, on the CPU."""
+    """Return the state that `write_state` wrote, on the CPU."""
     skeleton = json.loads((folder / SKELETON).read_text())
     leaves: dict[str, Any] = {}
     if (folder / ".metadata").exists():
@@ -133,10 +133,10 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def packed(state: Any) -> tuple[dict[str, Any], list[Bytes]]:
-    """Return a state as JSON-ready data and the bytes of its tensors, one behind the other.
+    """Return a state as JSON-ready data and the bytes of its tensors, in sequence.
 
     Raises:
-        FitError: Something in it is neither a number, a text, a tensor nor a container of these.
+        FitError: A value is neither a number, a text, a tensor nor a container of these.
     """
     skeleton, leaves = encode(state, lambda value: isinstance(value, torch.Tensor))
     tensors = {
@@ -148,7 +148,7 @@ def packed(state: Any) -> tuple[dict[str, Any], list[Bytes]]:
 
 
 def room_for(about: Mapping[str, Any]) -> tuple[list[Bytes], Callable[[], Any]]:
-    """Return where the bytes of a packed state go, and what then makes the state of them."""
+    """Return the buffers for the bytes of a packed state, and what then builds the state."""
     tensors = {
         name: torch.empty(shape, dtype=getattr(torch, dtype))
         for name, (dtype, *shape) in about["tensors"].items()
@@ -185,8 +185,8 @@ def copied(state: Any) -> Any:
 def random_state(device: str) -> dict[str, Any]:
     """Return the states of all generators that a step of this worker may draw from.
 
-    Of the devices' generators it is the worker's own, whatever its number: the rank goes on from it
-    on another device too. Those of the others are other workers'.
+    Of the devices' generators only the worker's own is kept, without its number, so the rank can
+    continue on another device. The other generators belong to other workers.
     """
     state = {**files.random_state(), "torch": torch.get_rng_state()}
     own = accelerator.of(device).random_state()
@@ -194,7 +194,7 @@ def random_state(device: str) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: str) -> None:
-    """Let every generator go on from where `random_state` was taken."""
+    """Set every generator to the state that `random_state` returned."""
     files.set_random_state(state)
     torch.set_rng_state(state["torch"])
     if state.get("device") is not None:

@@ -1,14 +1,14 @@
-"""Data for PyTorch strategies: whatever the user passes, as shares of global batches.
+"""Data for PyTorch strategies: the user's data, as shares of global batches.
 
 Three kinds of source, by what the data allows:
 
 - tensors: a batch is one indexing of each tensor; nothing is collated sample by sample;
 - map-style datasets and loaders over them: samples are fetched by index, in the loader's own
-  worker processes where it has some, each worker of the run fetching only its share;
+  worker processes if it has some; each worker of the run fetches only its share;
 - streams (IterableDataset): there is no index, so every worker reads the whole stream and keeps
   its slice of each global batch. The stream must give every worker the same samples.
 
-Collated batches of any nesting are counted, cut and mapped here; a source may be dealt out by class
+Collated batches of any nesting are counted, cut and mapped here; a source may be divided by class
 (`engine/training/shares.py`).
 """
 
@@ -83,9 +83,9 @@ class TensorSource(Source):
             yield Share(self._take(chosen), samples, total, step, epoch)
 
     def stay_on(self, device: str) -> None:
-        """Keep the samples on the device where they take little of it: nothing crosses in a step.
+        """Keep the samples on the device if they are small there: steps then copy nothing.
 
-        There they are indexed, so that a batch need not be brought either.
+        They are indexed there, so batches need not be copied either.
         """
         own = accelerator.of(device)
         room = own.memory()
@@ -187,18 +187,18 @@ class StreamSource(Source):
             yield Share(slice_batch(data, *kept, total), stop - start, total, step, epoch)
         if empty:
             raise FitError(
-                "The data set gave no sample.",
+                "The data set returned no sample.",
                 seen=type(self.loader.dataset).__name__,
                 code="WB-FIT-048",
             )
 
 
 def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) -> Source:
-    """Turn what the user passed into a source.
+    """Turn the user's data into a source.
 
     Args:
         data: A torch Dataset, a tuple of arrays or tensors of equal length, or a DataLoader.
-        batch_size: Global batch size; None takes the loader's.
+        batch_size: Global batch size; None means the loader's.
         shuffle: Ignored for a DataLoader, whose own sampler decides.
 
     Raises:
@@ -208,7 +208,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
         return _from_loader(undivided(data), batch_size, seed)
     if batch_size is None:
         raise FitError(
-            "How many samples make a step was not said.",
+            "batch_size is missing.",
             allowed="a whole number of samples over all workers",
             next_step="pass batch_size=64",
             code="WB-FIT-049",
@@ -235,7 +235,7 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> 
     size = batch_size or loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if not isinstance(size, int):
         raise FitError(
-            "The loader does not say how many samples make a batch.",
+            "The DataLoader must have a batch_size.",
             seen=type(loader.batch_sampler or loader.sampler).__name__,
             next_step="give the DataLoader a batch_size",
             code="WB-FIT-051",
@@ -246,7 +246,7 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> 
         return StreamSource(loader, size)
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
         raise FitError(
-            "A loader with a batch_sampler of its own cannot be divided over workers.",
+            "A DataLoader with its own batch_sampler cannot be divided over workers.",
             seen=type(loader.batch_sampler).__name__,
             next_step="give the DataLoader batch_size and sampler instead",
             code="WB-FIT-052",
@@ -268,7 +268,7 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> 
         order = Order(len(sampler), size, _sampled(sampler, seed), loader.drop_last)
     if not order.steps_per_epoch:
         raise FitError(
-            "The loader drops its only batch: it is smaller than the batch size.",
+            "The loader drops its only batch, which is smaller than the batch size.",
             seen=f"{order.samples} samples, batch size {size}, drop_last=True",
             code="WB-FIT-053",
         )
@@ -347,10 +347,10 @@ def _not_empty(length: int, data: Any) -> None:
 
 def _unknown(data: Any) -> FitError:
     return FitError(
-        "The data was not understood.",
+        "data is of a kind that wb.fit cannot read.",
         seen=type(data).__name__,
         allowed=KINDS,
-        next_step="wb.fit(model, (x, y), ...) or wb.fit(model, wb.data.digits('train'), ...)",
+        next_step="use wb.fit(model, (x, y), ...) or wb.fit(model, wb.data.digits('train'), ...)",
         code="WB-FIT-055",
     )
 
@@ -359,11 +359,11 @@ def divisible(loader: Any, *, seed: int) -> Source:
     """Return the source behind a user's loader.
 
     Raises:
-        FitError: It is no DataLoader, or cannot be divided.
+        FitError: It is not a DataLoader, or cannot be divided.
     """
     if not isinstance(loader, DataLoader):
         raise FitError(
-            "The loader is no DataLoader.",
+            "The loader is not a DataLoader.",
             seen=type(loader).__name__,
             allowed="a torch.utils.data.DataLoader with a batch_size",
             code="WB-FIT-056",
@@ -374,13 +374,13 @@ def divisible(loader: Any, *, seed: int) -> Source:
 
 
 def undivided(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return the user's own loader, also of one that an earlier cell was handed back."""
+    """Return the user's own loader, also from one that an earlier cell received."""
     own: DataLoader[Any] = vars(loader).get("undivided", loader)
     return own
 
 
 def global_batch(loader: Any, workers: int) -> int | None:
-    """Return what one step of a loop that divides its own data consumes over all workers."""
+    """Return the samples per step, on all workers, of a loop that divides its own data."""
     size = getattr(loader, "batch_size", None)
     return size * workers if isinstance(size, int) else None
 
@@ -395,7 +395,7 @@ def batch_length(data: Any) -> int:
         if tensor.dim():
             return len(tensor)
     raise FitError(
-        "A batch without a tensor cannot be counted.",
+        "A batch must contain a tensor, so that its samples can be counted.",
         seen=type(data).__name__,
         next_step="let the collate function return tensors whose first dimension is the batch",
         code="WB-FIT-045",
@@ -446,10 +446,10 @@ CHUNK = 1024
 
 
 def skewed(source: Source, workers: int, alpha: float, seed: int) -> Source:
-    """Return the source with a shard of its own for each worker; the same seed, the same shards.
+    """Return the source with a separate shard for each worker; equal seeds give equal shards.
 
     Raises:
-        FitError: The samples have no class, or cannot be told apart (a stream).
+        FitError: The samples have no class, or no index (a stream).
     """
     shards = dirichlet_shards(labels(source), workers, alpha, seed)
     dealt: Any = copy.copy(source)
@@ -461,7 +461,7 @@ def labels(source: Source) -> NDArray[np.int64]:
     """Return the class of each sample, shape (samples,).
 
     Raises:
-        FitError: The samples have no class, or cannot be told apart.
+        FitError: The samples have no class, or no index.
     """
     if isinstance(source, TensorSource):
         target = source.tensors[-1] if len(source.tensors) == 2 else None
@@ -469,17 +469,17 @@ def labels(source: Source) -> NDArray[np.int64]:
         target = _fetched(source)
     else:
         raise FitError(
-            "A stream cannot be dealt out by class: its samples have no index.",
+            "skew cannot be used with a stream, whose samples have no index.",
             seen=type(source).__name__,
-            next_step="leave out -o skew, or use a data set with an index",
+            next_step="remove -o skew, or use a data set with an index",
             code="WB-FIT-057",
         )
     if target is None or target.dim() != 1 or target.is_floating_point():
         raise FitError(
-            "skew deals samples out by their class, and these have none.",
+            "skew distributes samples by their class, and these samples have none.",
             seen="no pairs (x, y)" if target is None else f"y of {target.dtype}, {target.dim()}-d",
             allowed="pairs (x, y) with y one whole number per sample",
-            next_step="leave out -o skew",
+            next_step="remove -o skew",
             code="WB-FIT-058",
         )
     return target.cpu().numpy().astype(np.int64)

@@ -1,25 +1,26 @@
-"""A worker's process group: what it finds in the environment, how it joins, how it leaves.
+"""A worker's process group: the environment, how it joins, how it leaves.
 
-Leaving never hangs, and neither does a collective that is to end. One of gloo's ends with an error
-as soon as its connections are shut. NCCL's is a kernel that waits on the device for its peers: no
-signal and no closed socket reaches it, the host stands in C, and `destroy_process_group` waits for
-the same peers. What ends it is to abort the communicators, which any thread may do
-(https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html). The kernel
-then leaves with a part of the sum in its tensors, and nothing raises; what is enqueued behind it
-goes on with that. So an update waits, where it can still be ended, until its gradients are whole:
+Leaving never hangs, and neither does a collective that should end. A collective of gloo ends with
+an error as soon as its connections are shut. A collective of NCCL is a kernel that waits on the
+device for its peers. No signal and no closed socket reaches it, the host waits in C, and
+`destroy_process_group` waits for the same peers. Only aborting the communicators ends it, which any
+thread may do (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html).
+The kernel then leaves a part of the sum in its tensors, and nothing raises; work that is enqueued
+behind it continues with that. So an update waits, while it can still be ended, until its gradients
+are complete:
 
     gradients | all-reduce ....... | `verify` | optimizer.step
                         abort -> a mark; `verify` finds it and raises
 
-Updates are those of every `torch.optim.Optimizer`, also in loops of the user's own, and averages of
+Updates are those of every `torch.optim.Optimizer`, also in users' own loops, and averages of
 parameters.
 
-Scripts written for torchrun make the group themselves, and leave it at their end. In a cell it is
-there already, so `init_process_group` and `destroy_process_group` are ours on an engine:
+Scripts written for torchrun make the group themselves, and leave it at their end. In a cell it
+exists already, so an engine replaces `init_process_group` and `destroy_process_group`:
 
-    init: the same world   the group that is there is taken; another backend: it is made anew
+    init: the same world   the existing group is used; with another backend it is made again
           another world    an error that says what to do
-    destroy                wrappers first, as everywhere; the next init meets in keys of its own
+    destroy                wrappers first, as everywhere; the next init uses new keys
 """
 
 from __future__ import annotations
@@ -128,12 +129,12 @@ def environ(spec: RunSpec) -> dict[str, str]:
 def ensure_group(spec: RunSpec) -> None:
     """Join the run's process group, as a client of the keeper's store.
 
-    A group that is there stays only if it is this one: in another run's, or in one that would not
-    go, a worker would train alone or wait for ranks that are elsewhere.
+    An existing group stays only if it belongs to this run. In another run's group, or in one that
+    could not be ended, a worker would train alone or wait for ranks that are elsewhere.
 
     Raises:
-        ClusterError: The keeper's store is not to be reached.
-        EngineSpentError: A group of before does not go.
+        ClusterError: The keeper's store cannot be reached.
+        EngineSpentError: An earlier group could not be ended.
     """
     if dist.is_initialized():
         if (spec.group_name, spec.rank, spec.world_size) == _made:
@@ -141,7 +142,7 @@ def ensure_group(spec: RunSpec) -> None:
         destroy_group()
     if dist.is_initialized():
         raise EngineSpentError(
-            "A process group of before does not go.",
+            "An earlier process group could not be ended.",
             seen=f"rank {dist.get_rank()} of {dist.get_world_size()}",
             code="WB-CLUSTER-055",
         )
@@ -196,9 +197,9 @@ def _learn_peers(spec: RunSpec, store: Any) -> None:
 
 
 def backend_of(group: Any, device: str | torch.device) -> str:
-    """Return what does a group's collectives for tensors on a device; empty: nothing does.
+    """Return the backend of a group's collectives for tensors on a device; empty: none.
 
-    `get_backend` gives `cpu:gloo,cuda:nccl`, of which one half is meant.
+    `get_backend` returns `cpu:gloo,cuda:nccl`, of which one half is meant.
     """
     whole: Any = group if group is not None else dist.group.WORLD
     try:
@@ -208,16 +209,16 @@ def backend_of(group: Any, device: str | torch.device) -> str:
 
 
 def control_wire(group: Any, device: torch.device) -> torch.device:
-    """Return where a few numbers are to be for a group's collectives: on the CPU, where they can.
+    """Return the device for a few numbers in a group's collectives: the CPU, if it is possible.
 
-    There they need neither the device's memory nor a wait for what it is doing.
+    There they need neither the device's memory nor a wait for its work.
     """
     cpu = torch.device("cpu")
     return cpu if backend_of(group, cpu) else device
 
 
 def data_wire(group: Any, device: torch.device) -> torch.device:
-    """Return where tensors are to be to travel from one worker to another.
+    """Return the device on which tensors must be when workers send them to each other.
 
     Gloo sends no tensors that lie on a device
     (https://docs.pytorch.org/docs/stable/distributed.html#backends).
@@ -226,7 +227,7 @@ def data_wire(group: Any, device: torch.device) -> torch.device:
 
 
 def was_cut(error: BaseException) -> bool:
-    """Whether an error is what a worker feels of another one's end (`waits.was_cut`)."""
+    """Whether an error is a consequence of another worker's end (`waits.was_cut`)."""
     aborted = _updates is not None and _updates.aborted and not dist.is_initialized()
     return waits.was_cut(error) or (aborted and isinstance(error, ValueError))
 
@@ -240,7 +241,7 @@ def _connect_store(spec: RunSpec) -> Any:
     global _store_port
     if spec.store is None:
         raise ClusterError(
-            "The engine was not told where the store is.", seen=spec.run_id, code="WB-CLUSTER-030"
+            "The engine does not know where the store is.", seen=spec.run_id, code="WB-CLUSTER-030"
         )
     host, port = spec.store
     _store_port = port  # an interrupt breaks the connection to it while it is being made, too
@@ -253,7 +254,7 @@ def _connect_store(spec: RunSpec) -> Any:
         raise ClusterError(
             "The store in which workers meet does not answer.",
             seen=f"{host}:{port}",
-            next_step="run the cell again; where that does not help, %cluster restart",
+            next_step="run the cell again; if that does not help, %cluster restart",
             code="WB-CLUSTER-031",
         ) from error
     store.set_timeout(STORE_TIMEOUT)
@@ -264,7 +265,7 @@ def open_store(spec: RunSpec) -> Any:
     """Return the run's part of the keeper's store, where its processes find each other.
 
     Raises:
-        ClusterError: The keeper's store is not to be reached.
+        ClusterError: The keeper's store cannot be reached.
     """
     stores: Any = dist
     return stores.PrefixStore(f"{spec.prefix}links/", _connect_store(spec))
@@ -274,8 +275,8 @@ def open_store(spec: RunSpec) -> Any:
 def destroy_group() -> None:
     """Leave the process group; never hangs, even when a peer died in a collective.
 
-    A DDP wrapper that is still alive would deadlock here, so its hold on the group is taken away;
-    what remains forwards to the plain module.
+    A DDP wrapper that still exists would deadlock here, so it is detached from the group; after
+    that it only forwards to the plain module.
     """
     if not dist.is_initialized():
         return
@@ -305,9 +306,9 @@ def _is_over(leaving: threading.Thread) -> bool:
 
 
 def rest_group() -> bool:
-    """Leave the group as the next run is to find it; return False where it must be made anew.
+    """Leave the group ready for the next run; return False if it must be made again.
 
-    Groups that a strategy has made of some ranks go with it.
+    Groups that a strategy has made of some ranks are removed with it.
     """
     c10d: Any = dist.distributed_c10d
     if not dist.is_initialized() or len(c10d._world.pg_map) > 1:
@@ -352,8 +353,8 @@ def _destroy() -> None:
 def break_collectives(*, store: bool = False) -> None:
     """End a collective in which this process is blocked; callable from any thread.
 
-    Where groups are aborted that is all, the first time: what was blocked goes on meanwhile, and
-    sockets that are shut after that could be those of the next group.
+    If groups are aborted, that is enough the first time: what was blocked continues meanwhile, and
+    sockets that are shut after that could belong to the next group.
 
     Args:
         store: End a wait in the store as well.
@@ -369,8 +370,8 @@ def shutdown_group_sockets(*, store: bool = False) -> int:
     """Break the process group's connections, so that a blocked collective raises at once.
 
     Callable from any thread. The group's sockets are those opened since it was made that are
-    connected, are not the store's, and lead to one of the workers' hosts: what the user has
-    connected to elsewhere stays. Listening sockets are left alone (shutting one ends the process).
+    connected, are not the store's, and lead to one of the workers' hosts. The user's other
+    connections stay. Listening sockets are not touched (shutting one ends the process).
 
     Args:
         store: Break the connection to the store as well: a worker whose peer has never joined
@@ -443,28 +444,28 @@ class Updates:
         return self._aborted.is_set()
 
     def mark(self) -> None:
-        """Note, before communicators are aborted, that what comes of them is no result."""
+        """Note, before communicators are aborted, that their results are not valid."""
         self._aborted.set()
 
     def verify(self, *unused: Any) -> None:
-        """Wait until the device has done all it was given: what was summed is whole then.
+        """Wait until the device has finished its work: then all sums are complete.
 
         Raises:
-            ClusterError: It is not: collectives were aborted meanwhile.
+            ClusterError: They are not: collectives were aborted meanwhile.
         """
         event = self.event()
         while not (event.query() or self._aborted.is_set()):
             time.sleep(accelerator.POLL_S)
         if self._aborted.is_set():
             raise ClusterError(
-                "This step's collectives were ended before they were done.",
+                "This step's collectives were ended before they had finished.",
                 seen="half-summed gradients",
-                next_step="nothing of them was used; run the cell again",
+                next_step="run the cell again; none of these sums was used",
                 code="WB-CLUSTER-054",
             )
 
     def event(self) -> accelerator.Event:
-        """Return where the device will have done all that it was given."""
+        """Return the point at which the device will have finished its work."""
         return self._accelerator.event(timed=False)
 
 
@@ -479,7 +480,7 @@ def _watch_updates(device: torch.device | None) -> None:
 
 
 def verify() -> None:
-    """Before what was summed or averaged on a device is used: wait until it is whole.
+    """Wait, before a sum or mean on a device is used, until it is complete.
 
     Raises:
         ClusterError: It is not: collectives were aborted meanwhile.
@@ -491,9 +492,9 @@ def verify() -> None:
 def abort_groups() -> None:
     """End every collective of this process at once, and all its groups; callable from any thread.
 
-    `_abort_process_group` is torch's only way that takes all communicators together, without which
-    their aborts can wait for each other (pytorch#119797); it is experimental, so versions that lack
-    it end one after the other.
+    `_abort_process_group` is torch's only way to abort all communicators together; otherwise their
+    aborts can wait for each other (pytorch#119797). It is experimental, so in versions without it
+    they are aborted one after the other.
     """
     if _updates is not None:
         _updates.mark()
@@ -524,7 +525,7 @@ _cell: _Cell | None = None
 
 
 def let_cells_join(spec: RunSpec) -> None:
-    """Have the cell that begins find its group when it calls `init_process_group`."""
+    """Let the next cell find its group when it calls `init_process_group`."""
     global _cell
     same = _cell is not None and _cell.spec.group_name == spec.group_name
     _cell = _Cell(spec, made=_cell.made if same and _cell is not None else 0)
@@ -535,10 +536,10 @@ def let_cells_join(spec: RunSpec) -> None:
 
 @functools.wraps(_torch_init)
 def init(*args: Any, **keywords: Any) -> None:
-    """Stand for `torch.distributed.init_process_group`.
+    """Replace `torch.distributed.init_process_group`.
 
     Raises:
-        ClusterError: The group asked for is another one than the cell's ranks can make.
+        ClusterError: The cell's ranks cannot make the group asked for.
     """
     cell = _cell
     if cell is None or cell.pid != os.getpid():  # a process that the cell started
@@ -565,7 +566,7 @@ def init(*args: Any, **keywords: Any) -> None:
 
 @functools.wraps(_torch_destroy)
 def leave(group: Any = None) -> None:
-    """Stand for `torch.distributed.destroy_process_group`: a living wrapper would hang in it."""
+    """Replace `torch.distributed.destroy_process_group`, in which a living wrapper would hang."""
     whole = group is None or group is dist.GroupMember.WORLD
     if whole and dist.is_initialized() and _cell is not None and _cell.pid == os.getpid():
         _retire_wrappers()
@@ -584,7 +585,7 @@ def _check_world(spec: RunSpec, size: int, rank: int) -> None:
     if (size, rank) == (spec.world_size, spec.rank):
         return
     raise ClusterError(
-        "init_process_group asks for another group than this cell's.",
+        "init_process_group must ask for the process group of this cell.",
         seen=f"world_size={size}, rank={rank}",
         allowed=f"world_size={spec.world_size}, rank={spec.rank} here, or neither: both are in "
         "the environment",
@@ -612,7 +613,7 @@ def _serves(spec: RunSpec, backend: str | None) -> bool:
             "The backend that init_process_group asks for does not work here.",
             seen=f"{backend} on {spec.device}",
             allowed=spec.backend,
-            next_step=f"init_process_group({spec.backend!r}), or leave the backend out",
+            next_step=f"use init_process_group({spec.backend!r}), or leave the backend out",
             code="WB-CLUSTER-033",
         )
     have = c10d.BackendConfig(c10d.Backend(c10d.get_backend_config())).get_device_backend_map()
@@ -623,6 +624,6 @@ def _tell_once(cell: _Cell) -> None:
     if cell.spec.rank == 0 and not cell.told:
         cell.told = True
         sys.stderr.write(
-            f"note: the process group is there already ({cell.spec.backend}, "
+            f"note: the process group already exists ({cell.spec.backend}, "
             f"{cell.spec.world_size} ranks); init_process_group uses it.\n"
         )

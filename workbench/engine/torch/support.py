@@ -1,16 +1,16 @@
-"""What an engine needs to know of PyTorch: seeds, threads, names, models; the group is apart.
+"""What an engine needs to know of PyTorch: seeds, threads, names, models; without the group.
 
 Loaded by name (`engine.runtime.support`), so nothing else in the engine names the framework.
 
-Of well-known mistakes whose error says little it says what they come from, and the cure; of a model
-and its optimizer, what only some strategies can train with. It holds PyTorch's profiler for a
+It explains the cause and the cure of well-known mistakes whose error says little. It finds what
+only some strategies can train, in a model and its optimizer. It holds PyTorch's profiler for a
 window of steps.
 
-Some imports must not be cut short: half a `torch._dynamo` cannot be imported again. The first step
-of an optimizer imports it, which takes seconds in an engine that was not forked from a warm parent.
-A rank that is still at it when another one fails would be interrupted there, and every later
-optimizer of that engine would fail with it. So a run imports it at its start, all ranks before they
-meet, with interrupts held back until it is done.
+Some imports must not be interrupted: half a `torch._dynamo` cannot be imported again. The first
+step of an optimizer imports it, which takes seconds in an engine that was not forked from a warm
+parent. If another rank fails meanwhile, the import would be interrupted, and every later optimizer
+of that engine would fail. So a run imports it at its start, before the ranks meet, and holds
+interrupts back until it is done.
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ _limited: set[str] = set()
 
 
 def collective_under_way(device: accelerators.Accelerator) -> DeviceWork | None:
-    """Return the collective that a device was given and has not done; None: there is none.
+    """Return the device's unfinished collective; None: there is none.
 
-    It is read from NCCL's flight recorder, which waits for nobody. The control thread asks on the
-    device itself, or the recorder's look at its events would make a context on the first GPU.
+    It is read from NCCL's flight recorder, which never waits. The control thread asks on the device
+    itself, because the recorder's look at its events would make a context on the first GPU.
     """
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
     if dump is None or not dist.is_initialized():
@@ -132,8 +132,8 @@ def collective_under_way(device: accelerators.Accelerator) -> DeviceWork | None:
 def on_updates(watch: Any) -> Callable[[], None]:
     """Tell `watch` when an optimizer begins and ends an update; returns what ends that.
 
-    One that begins has whole gradients: on a device they are waited for, since others may have to
-    go on from what the update makes of them.
+    An update begins with complete gradients. On a device it waits for them, because others may have
+    to continue from its result.
     """
 
     def began(*unused: Any) -> None:
@@ -151,7 +151,7 @@ def on_updates(watch: Any) -> Callable[[], None]:
 
 
 def device_is_lost(spec: RunSpec) -> bool:
-    """Whether the engine's device has failed for good, or does not answer."""
+    """Whether the engine's device has failed permanently, or does not answer."""
     return accelerators.of(spec.device).is_lost(LOST_S)
 
 
@@ -162,7 +162,7 @@ def names(spec: RunSpec) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def around(run: RunContext) -> Iterator[dict[str, Any]]:
-    """Surround the cell of a training run; yields names that the cell finds besides."""
+    """Surround the cell of a training run; yields additional names for the cell."""
 
     def updated(*unused: Any) -> None:
         run.updates += 1
@@ -195,7 +195,7 @@ def save_weights(folder: Path, rank: int, arrays: dict[str, Any]) -> str:
 
 
 def explain(error: BaseException) -> str | None:
-    """Return what lies behind a well-known mistake in a cell; None for all others."""
+    """Return the cause of a well-known mistake in a cell; None for all others."""
     return explain_mistake(error)
 
 
@@ -211,10 +211,10 @@ def _joined(model: Any) -> Any:
 
 
 def sketch_module(model: Any) -> tuple[torch.nn.Module, Callable[[], torch.nn.Module] | None]:
-    """Return a model and, where a function makes it, the model's form alone and its builder.
+    """Return a model or, if a function makes it, only the model's form, and its builder.
 
-    The form lies on the `meta` device: layers, names and shapes without memory. No random number
-    is used up. A function that cannot run there (it computes with weights) builds the whole.
+    The form is on the `meta` device: layers, names and shapes without memory. No random number is
+    used. A function that cannot run there (it computes with weights) builds the whole model.
 
     Raises:
         FitError: As `build_module`.
@@ -249,7 +249,7 @@ def build_module(model: Any) -> torch.nn.Module:
         built = _joined(model())
     if isinstance(model, type) or not isinstance(built, torch.nn.Module):
         raise FitError(
-            "The model is no torch.nn.Module.",
+            "The model is not a torch.nn.Module.",
             seen=type(built).__name__ if not isinstance(model, type) else f"class {model.__name__}",
             allowed="a module, or a function without arguments that returns one",
             next_step="pass the module itself: wb.fit(model, ...)",
@@ -263,7 +263,7 @@ def build_module(model: Any) -> torch.nn.Module:
         )
     if not any(parameter.requires_grad for parameter in built.parameters()):
         raise FitError(
-            "The model has no parameter that can be trained.",
+            "The model has no trainable parameter.",
             seen=type(built).__name__,
             next_step="set requires_grad=True on some of its parameters",
             code="WB-FIT-061",
@@ -279,7 +279,7 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
         strange = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in owned]
         if strange:
             raise FitError(
-                "The optimizer holds parameters that are not the model's, so they would not train.",
+                "optimizer must hold only parameters of the model; others would not be trained.",
                 seen=f"{len(strange)} foreign parameters",
                 next_step="build it from this model, or pass a function of the parameters: "
                 "optimizer=lambda p: torch.optim.SGD(p, 0.1)",
@@ -287,7 +287,7 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
             )
     elif not callable(optimizer):
         raise FitError(
-            "The optimizer was not understood.",
+            "optimizer is neither a torch optimizer nor a function.",
             seen=optimizer,
             allowed="a torch.optim.Optimizer, or a function of the parameters that returns one",
             next_step="optimizer=lambda p: torch.optim.SGD(p, 0.1)",
@@ -296,25 +296,25 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
 
 
 def check_scheduler(scheduler: Any, optimizer: Any) -> None:
-    """Raise FitError unless the scheduler can be stepped once per optimizer step."""
+    """Raise FitError unless the scheduler can be stepped after each optimizer step."""
     from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
     if isinstance(scheduler, ReduceLROnPlateau):
         raise FitError(
-            "ReduceLROnPlateau needs a measured value, so it cannot be stepped by wb.fit.",
+            "ReduceLROnPlateau needs a measured value, so wb.fit cannot step it.",
             next_step="step it in a callback: on_epoch_end(epoch, logs)",
             code="WB-FIT-064",
         )
     if isinstance(scheduler, LRScheduler):
         if scheduler.optimizer is not optimizer:
             raise FitError(
-                "The scheduler steers another optimizer than the one that is trained with.",
-                next_step="scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 10)",
+                "The scheduler belongs to another optimizer.",
+                next_step="pass scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 10)",
                 code="WB-FIT-065",
             )
     elif scheduler is not None and not callable(scheduler):
         raise FitError(
-            "The scheduler was not understood.",
+            "scheduler is neither a scheduler nor a function.",
             seen=scheduler,
             allowed="a scheduler, or a function of the optimizer that returns one",
             code="WB-FIT-066",
@@ -333,13 +333,13 @@ def weight_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def load_weights(model: torch.nn.Module, arrays: dict[str, Any]) -> None:
-    """Give a model weights by name; those that are not named stay."""
+    """Give a model weights by name; others are not changed."""
     tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
     model.load_state_dict({**model.state_dict(), **tensors})
 
 
 def parameter_count(model: torch.nn.Module) -> int:
-    """Return how many numbers the model learns."""
+    """Return how many numbers the model trains."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
@@ -349,7 +349,7 @@ MOST_NODES = 10_000
 
 
 def explain_mistake(error: BaseException) -> str | None:
-    """Return what lies behind an error of a cell, or None where there is nothing to add."""
+    """Return the cause of an error of a cell, or None if there is nothing to add."""
     found = _BATCHES.search(str(error))
     if found is None:
         return None
@@ -360,23 +360,23 @@ def explain_mistake(error: BaseException) -> str | None:
         return None
     one, width = math.prod(shape[1:]), math.prod(shape) // rows
     text = (
-        f"The loss was given {rows} outputs for {samples} targets, since a view changed the number "
-        f"of samples:\n  {tuple(shape)} became ({rows}, {width})"
+        f"The loss received {rows} outputs for {samples} targets, because a view changed the "
+        f"number of samples:\n  {tuple(shape)} became ({rows}, {width})"
     )
     line = _line(frames)
     text += f" in: {line}" if line else ""
     text += (
         f"\n  one sample has {' * '.join(map(str, shape[1:]))} = {one} values there, not {width}, "
         f"so view(-1, {width}) makes {one / width:g} rows of each\n"
-        "  next: x.flatten(1), which never touches the batch"
+        "  next: use x.flatten(1), which never changes the batch dimension"
     )
     if one == 4 * width and len(shape) == 4:
         text += (
-            f", with {one} inputs for the Linear behind it; or a 2x2 max-pool before the view, "
+            f", with {one} inputs for the next Linear; or a 2x2 max-pool before the view, "
             f"which makes {shape[2]}x{shape[3]} into {shape[2] // 2}x{shape[3] // 2}"
         )
     else:
-        text += f", with {one} inputs for the Linear behind it"
+        text += f", with {one} inputs for the next Linear"
     return text
 
 
@@ -531,7 +531,7 @@ def make(spec: RunSpec) -> TorchProfiler:
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Have a model evaluate meanwhile; layers that evaluated before (frozen BatchNorm) go on so."""
+    """Let a model evaluate meanwhile; layers that evaluated before (frozen BatchNorm) still do."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -542,10 +542,10 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def check_closure(optimizer: Any) -> None:
-    """Raise FitError when an optimizer's step cannot do without a closure.
+    """Raise FitError if an optimizer's step needs a closure.
 
     Args:
-        optimizer: An optimizer or its class; what a function will return is not known yet.
+        optimizer: An optimizer or its class; the result of a function is not known yet.
     """
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if not issubclass(kind, torch.optim.Optimizer):
@@ -553,7 +553,7 @@ def check_closure(optimizer: Any) -> None:
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise FitError(
-            "This optimizer asks for a closure, with which it computes the loss several times in "
+            "This optimizer needs a closure, with which it computes the loss several times in "
             "one step; wb.fit computes it once.",
             seen=kind.__name__,
             allowed="an optimizer whose step needs no closure (SGD, Adam, AdamW, ...)",
@@ -575,16 +575,16 @@ def sparse_layers(model: torch.nn.Module) -> list[str]:
 def make_real(
     model: torch.nn.Module, peek: Callable[[], Any], step_fn: Callable[..., Any] | None = None
 ) -> None:
-    """Give lazy layers their shapes, by a batch of one sample; other models stay untouched.
+    """Give lazy layers their shapes, from a batch of one sample; other models are not changed.
 
     The weights are drawn here, before the strategy begins, from the seed that all ranks share.
 
     Args:
-        peek: Returns such a batch; None where the data cannot be read without using it up.
+        peek: Returns such a batch; None if the data cannot be read without consuming it.
         step_fn: How the model is called on a batch; without one, on the first of its parts.
 
     Raises:
-        FitError: The batch does not tell the shapes.
+        FitError: The batch does not determine the shapes.
     """
     if not _lazy_layers(model):
         return
@@ -616,9 +616,9 @@ def _lazy_layers(model: torch.nn.Module) -> list[str]:
 
 def _unreal(model: torch.nn.Module, seen: str) -> FitError:
     return FitError(
-        "The model has lazy layers whose shapes could not be found from the data.",
+        "The shapes of the model's lazy layers could not be derived from the data.",
         seen=seen,
         allowed="a model that takes the first part of a batch: model(x)",
-        next_step="call it once before: model(x[:1]), then train it",
+        next_step="call it once yourself, model(x[:1]), then train it",
         code="WB-FIT-047",
     )

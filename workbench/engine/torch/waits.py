@@ -1,18 +1,18 @@
-"""Waits for collectives that can be left where gloo cannot be brought to end one.
+"""Waits for collectives that can be left if gloo cannot end them.
 
-Gloo loses the end of a message whose connection closes just as it is sent. Its own thread then
-waits for that in `UnboundBuffer::waitSend` for the group's whole timeout, and nothing ends it: not
-closed sockets, and `abort` does nothing. The thread that asked for the collective need not share
-its fate. While training can go on with others it waits in slices (`Work.wait` with a timeout, which
-ends with an error and leaves the work as it is), and leaves a collective that still waits some time
-after the group's connections were shut. What is left behind stays for good, the group with its
-thread: to take that down would wait for the thread.
+If a connection closes just as a message is sent, gloo loses the end of that message. Gloo's own
+thread then waits for it in `UnboundBuffer::waitSend` for the group's whole timeout, and nothing
+ends this wait: neither closed sockets nor `abort`. But the thread that asked for the collective can
+leave. While training can continue with others, it waits in slices (`Work.wait` with a timeout,
+which ends with an error and does not change the work). If a collective still waits some time after
+the group's connections were shut, the thread leaves it. The group and its thread then stay until
+the process ends, because removing them would wait for the thread.
 
 DistributedDataParallel's reducer waits in C++, for a future. It is given one of ours (`passed_on`),
-which is completed when gloo's is, or when it is left.
+which is completed when gloo's is, or when the collective is left.
 
-Sends and receives are waited for as ever: theirs is gloo's own wait, and one that times out breaks
-all of the group's connections.
+Waits for sends and receives are not changed: they are gloo's own, and one that times out breaks all
+of the group's connections.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _lock = threading.Lock()
 
 
 def connections_were_shut() -> None:
-    """Take note that collectives of the group that is there end, or never do."""
+    """Note that collectives of the present group end, or never do."""
     global _shut_since_s
     if _shut_since_s is None:
         _shut_since_s = clock()
@@ -57,16 +57,16 @@ def connections_were_shut() -> None:
 
 
 def are_shut_for(seconds: float) -> bool:
-    """Return whether the connections of the group that is there were shut as long ago."""
+    """Return whether the connections of the present group were shut that long ago."""
     since_s = _shut_since_s
     return since_s is not None and clock() - since_s > seconds
 
 
 def group_was_made(*, leavable: bool) -> None:
-    """Take note that there is a group whose connections are whole.
+    """Note that there is a group whose connections are intact.
 
     Args:
-        leavable: Whether its collectives are to be left once they are broken.
+        leavable: Whether its collectives may be left once they are broken.
     """
     global _shut_since_s, _left
     _shut_since_s, _left = None, False
@@ -79,7 +79,7 @@ def is_leavable() -> bool:
 
 
 def passed_on(work: Any) -> torch.futures.Future[torch.Tensor]:
-    """Return a future of a collective's tensor that is completed at the latest when it is left."""
+    """Return a future of a collective's tensor; it completes at the latest when that is left."""
     return _Passing(work).future
 
 
@@ -144,7 +144,7 @@ def _leave_behind(work: Any) -> None:
 
 
 def keep_what_was_left() -> None:
-    """Keep the group that is there for good, if a collective was left in it."""
+    """Keep the present group permanently, if a collective was left in it."""
     c10d: Any = dist.distributed_c10d
     for group in list(c10d._world.pg_map) if _left else ():
         _keep_for_good(group)
@@ -161,9 +161,9 @@ _CUT = re.compile(
 
 
 def was_cut(error: BaseException) -> bool:
-    """Whether an error is what a worker feels of another one's end: in a collective, in the store.
+    """Whether an error is a consequence of another worker's end: in a collective, in the store.
 
-    Torch raises gloo's as plain RuntimeErrors, of which the words alone tell.
+    Torch raises gloo's as plain RuntimeErrors, which only their text tells apart.
     """
     if isinstance(error, LinkError):
         return bool(error.felt)

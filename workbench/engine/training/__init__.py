@@ -9,5 +9,5 @@ In reading order:
     loop           what happens in each step of `wb.fit`
     user_loops     how is a user's own loop distributed: `wb.prepare`, `wb.watch`
     notes          what may a cell say and ask: `wb.log`, `wb.options`
-    regrouping     workers meet anew when one has gone or come
+    regrouping     how do workers meet again when one has left or joined
 """

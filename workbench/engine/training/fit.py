@@ -39,42 +39,42 @@ def fit(
 ) -> FitResult:
     """Train `model` in place, under the strategy of the cell.
 
-    A step is one optimizer step; it consumes `batch_size` samples over all workers, accumulation
-    included. `--epochs`, `--steps`, `--batch-size` and `--seed` on the line win over what is
-    passed here.
+    A step is one optimizer step; it uses `batch_size` samples over all workers, accumulation
+    included. `--epochs`, `--steps`, `--batch-size` and `--seed` on the line override the
+    arguments.
 
     Args:
-        model: A module, a list of modules to go through one after the other, or a function
+        model: A module, a list of modules that are applied one after the other, or a function
             without arguments that returns one of them.
         data: A Dataset, `(x, y)` arrays or tensors, or a DataLoader (its dataset, batch size,
-            collate function, worker processes and order are taken). An IterableDataset is read
-            whole by every worker, and needs `steps` where it has no length.
+            collate function, worker processes and order are used). Every worker reads an
+            IterableDataset completely; it needs `steps` if it has no length.
         loss: `loss(output, y)`, a mean over the batch, for batches that are pairs.
         step_fn: Instead of `loss`: `step_fn(model, batch) -> loss`, a mean over the batch.
         optimizer: A function of the parameters, or a built optimizer.
         batch_size: Global batch size.
         epochs: Passes over the data.
-        steps: Number of steps, in place of `epochs`; the data cycles.
+        steps: Number of steps, instead of `epochs`; the data is repeated.
         eval_data: As `data`; evaluated at each epoch's end and after the last step.
-        eval_every: Evaluate every so many steps instead.
+        eval_every: Evaluate after this many steps instead.
         metrics: Names to functions of (output, y), each a mean over the batch.
         scheduler: A function of the optimizer, or a built scheduler; stepped after each
             optimizer step, not after each epoch.
         clip_norm: Largest norm of the gradient of the whole batch.
-        accumulate: Micro-batches into which each worker cuts its share.
+        accumulate: Number of microbatches into which each worker divides its share.
         precision: None, `"bf16"` or `"fp16"` (autocast; fp16 with loss scaling on CUDA).
         compile: Whether to compile the model.
-        shuffle: Whether the order of samples is drawn anew each epoch, from `seed`.
-        seed: Seed of the order; the same whatever the number of workers.
+        shuffle: Whether the order of samples is drawn again in each epoch, from `seed`.
+        seed: Seed of the order, which is the same for any number of workers.
         callbacks: Functions `(step, logs)`, or objects with `on_step_end(step, logs)`,
             `on_epoch_end(epoch, logs)`, `on_train_end(logs)`. On a GPU a step waits for the
-            device only where a callback reads `logs["loss"]`.
+            device only if a callback reads `logs["loss"]`.
 
     Returns:
         A small summary; the model itself is trained in place.
 
     Raises:
-        RunError: There is no run: the cell lacks `%%distributed STRATEGY`.
+        RunError: There is no run: the cell has no `%%distributed STRATEGY`.
         FitError: Something cannot be trained; raised on every rank before any collective.
     """
     context = require("wb.fit")
@@ -82,8 +82,8 @@ def fit(
     needed = {"model": model, "data": data, "optimizer": optimizer}
     if missing := [name for name, value in needed.items() if value is None]:
         raise FitError(
-            f"wb.fit was not given {' or '.join(missing)}.",
-            next_step="wb.fit(model, data, loss=..., optimizer=..., batch_size=...)",
+            f"wb.fit needs {' and '.join(missing)}.",
+            next_step="call wb.fit(model, data, loss=..., optimizer=..., batch_size=...)",
             code="WB-FIT-005",
         )
     used = {
@@ -171,7 +171,7 @@ def _sources(
     fit_arguments.check_batch(source.batch_size, context)
     if source.steps_per_epoch is None and counts.steps is None:
         raise FitError(
-            "The data has no length, so an epoch has no end.",
+            "steps is missing: the data has no length, so an epoch has no end.",
             seen=type(data).__name__,
             next_step="pass steps=1000",
             code="WB-FIT-006",

@@ -32,7 +32,7 @@ def data_module(framework: str) -> Any:
 
 
 def load_strategy(context: RunContext) -> Any:
-    """Return the cell's strategy object, or a new one in place of an earlier one."""
+    """Return the cell's strategy object, or a new one that replaces an earlier one."""
     if context.strategy is not None:
         if context.strategy.per_cell:
             return context.strategy
@@ -58,7 +58,7 @@ def check_counts(
     """Apply the line's overrides and check what comes out.
 
     Raises:
-        FitError: A count is no whole number of at least 1, a seed is negative.
+        FitError: A count is not a whole number of at least 1, or a seed is negative.
     """
     given = context.spec.overrides
     # Epochs on the line are meant, even where the cell counts in steps.
@@ -73,7 +73,7 @@ def check_counts(
         optional = name != "epochs" and value is None
         if not optional and (isinstance(value, bool) or not _whole(value) or value < 1):
             raise FitError(
-                f"{name} must count something.",
+                f"{name} must be a whole number of at least 1.",
                 seen=value,
                 allowed="a whole number, at least 1",
                 code="WB-FIT-014",
@@ -81,17 +81,17 @@ def check_counts(
     seed = given.get("seed", seed)
     if isinstance(seed, bool) or not _whole(seed) or seed < 0:
         raise FitError(
-            "A seed is a whole number.", seen=seed, allowed="0 or more", code="WB-FIT-015"
+            "seed must be a whole number.", seen=seed, allowed="0 or more", code="WB-FIT-015"
         )
     return Counts(seed=int(seed), **counts)
 
 
 def check_batch(batch_size: int, context: RunContext) -> None:
-    """Raise FitError when some worker would never have a sample."""
+    """Raise FitError if some worker would never have a sample."""
     workers = context.spec.world_size
     if context.entry.data_parallel and batch_size < workers:
         raise FitError(
-            "The global batch is smaller than the number of workers, so some would have no sample.",
+            "batch_size must be at least the number of workers, so that each has a sample.",
             seen=f"batch_size={batch_size} over {workers} workers",
             allowed=f"batch_size of at least {workers}",
             next_step=f"raise batch_size, or use fewer workers with -n {batch_size}",
@@ -107,9 +107,7 @@ def check_objective(loss: Any, step_fn: Any, metrics: Any) -> dict[str, Callable
     """
     if (loss is None) == (step_fn is None):
         raise FitError(
-            "What is minimised is not clear."
-            if loss is None
-            else "loss and step_fn exclude each other.",
+            "No loss was given." if loss is None else "loss and step_fn cannot be used together.",
             seen="neither loss nor step_fn" if loss is None else "both",
             allowed="loss(output, y) for batches that are pairs, or step_fn(model, batch) -> loss",
             next_step="pass loss=torch.nn.CrossEntropyLoss()" if loss is None else "leave one out",
@@ -128,7 +126,7 @@ def check_objective(loss: Any, step_fn: Any, metrics: Any) -> dict[str, Callable
     chosen = dict(metrics or {})
     if chosen and step_fn is not None:
         raise FitError(
-            "Metrics are functions of (output, y), which step_fn does not show.",
+            "metrics cannot be used with step_fn: they are functions of (output, y).",
             seen=", ".join(chosen),
             next_step="use loss=..., or log the numbers in step_fn with wb.log(...)",
             code="WB-FIT-019",
@@ -154,42 +152,42 @@ def check_extras(
     """
     if clip_norm is not None and (not isinstance(clip_norm, (int, float)) or clip_norm <= 0):
         raise FitError(
-            "clip_norm must be positive.",
+            "clip_norm must be a positive number.",
             seen=clip_norm,
             allowed="a number above 0",
             code="WB-FIT-021",
         )
     if not _whole(accumulate) or accumulate < 1:
         raise FitError(
-            "accumulate must count micro-batches.",
+            "accumulate must be a whole number of microbatches.",
             seen=accumulate,
             allowed="1 or more",
             code="WB-FIT-022",
         )
     if precision not in PRECISIONS:
         raise FitError(
-            "The precision is not known.",
+            "precision must be None, 'bf16' or 'fp16'.",
             seen=precision,
             allowed="None, 'bf16' or 'fp16'",
             code="WB-FIT-023",
         )
     if eval_every is not None and (not _whole(eval_every) or eval_every < 1):
         raise FitError(
-            "eval_every counts steps.",
+            "eval_every must be a whole number of steps.",
             seen=eval_every,
             allowed="1 or more, or None",
             code="WB-FIT-024",
         )
     if eval_every is not None and eval_data is None:
         raise FitError(
-            "eval_every was given without eval_data.",
+            "eval_every needs eval_data.",
             next_step="pass eval_data=...",
             code="WB-FIT-025",
         )
 
 
 def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[str]) -> None:
-    """Raise FitError when the strategy cannot be used this way, or lacks a feature.
+    """Raise FitError if the strategy cannot be used this way, or does not support a feature.
 
     Args:
         used: Names of `catalog.FIT_FEATURES` that were asked for.
@@ -199,7 +197,7 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
             "fit": "wb.fit",
             "prepare": "wb.prepare",
             "keras": "model.fit",
-            "loop": "an own loop",
+            "loop": "your own loop",
         }
         raise FitError(
             f"Strategy {entry.name} cannot be used with {words[way]}.",
@@ -219,7 +217,7 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
 
 
 def check_sparse(entry: catalog.Strategy, model: Any) -> None:
-    """Raise FitError when layers give sparse gradients and the strategy cannot take them."""
+    """Raise FitError if layers give sparse gradients and the strategy cannot use them."""
     if "sparse_gradients" in entry.supports:
         return
     find = getattr(support(entry.framework), "sparse_layers", None)  # not every framework has any
@@ -227,8 +225,7 @@ def check_sparse(entry: catalog.Strategy, model: Any) -> None:
         able = [e.name for e in catalog.strategies(entry.framework)
                 if "sparse_gradients" in e.supports]  # fmt: skip
         raise FitError(
-            f"Strategy {entry.name} lays gradients out as whole tensors; this model has sparse "
-            "ones.",
+            f"Strategy {entry.name} needs dense gradients; this model has sparse ones.",
             seen=", ".join(sparse),
             allowed=f"dense gradients, or a strategy of {', '.join(able)}",
             next_step="make the embedding with sparse=False",
@@ -237,7 +234,7 @@ def check_sparse(entry: catalog.Strategy, model: Any) -> None:
 
 
 def lacks_memory(entry: catalog.Strategy, model: Any) -> bool:
-    """Whether a part of a built model has no memory yet, which the strategy gives it.
+    """Whether a part of a built model has no memory yet, which the strategy will allocate.
 
     Raises:
         FitError: The strategy cannot.
@@ -248,7 +245,7 @@ def lacks_memory(entry: catalog.Strategy, model: Any) -> bool:
         able = [e.name for e in catalog.strategies(entry.framework) if e.fills]
         share = [e.name for e in catalog.strategies(entry.framework) if not e.whole]
         raise FitError(
-            f"The model has no memory (device meta), and strategy {entry.name} gives it none.",
+            f"The model has no memory (device meta), and strategy {entry.name} cannot fill it.",
             seen=f"{lacking[0]}" + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""),
             allowed=f"a model with weights; under {', '.join(able)} also one without memory",
             next_step=f"build it without torch.device('meta'), or use {able[0]}"
@@ -260,7 +257,7 @@ def lacks_memory(entry: catalog.Strategy, model: Any) -> bool:
 
 
 def check_closure(entry: catalog.Strategy, optimizer: Any) -> None:
-    """Raise FitError when the optimizer asks for a closure, where the framework knows those."""
+    """Raise FitError if the optimizer needs a closure, in frameworks that have closures."""
     check = getattr(support(entry.framework), "check_closure", None)
     if check is not None:
         check(optimizer)
@@ -297,7 +294,7 @@ class Callbacks:
                 continue
             if not callable(callback) or isinstance(callback, type):
                 raise FitError(
-                    "A callback was not understood.",
+                    "A callback must be a function or an object with known methods.",
                     seen=callback,
                     allowed=f"a function (step, logs), or an object with {', '.join(every)}",
                     code="WB-FIT-029",
@@ -307,14 +304,14 @@ class Callbacks:
 
 
 def warn_if_trained(context: RunContext, model: Any) -> None:
-    """Warn when an earlier run trained this very module; remember that this one does."""
+    """Warn if an earlier run trained this module; remember that this run trains it."""
     earlier = _trained_in.get(model)
     this = context.spec.run_id or str(context.spec.run)
     if earlier is not None and earlier != this:
         context.emit(
             events.Warned(
                 rank=context.spec.rank,
-                text="The model was trained by an earlier run, so this run starts ahead and a "
+                text="The model was trained by an earlier run, so this run has a head start and a "
                 "comparison is unfair. Build the model in the cell that trains it.",
                 topic=Topic.TRAINED_BEFORE,
             )

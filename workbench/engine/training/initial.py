@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def initialise(context: RunContext, model: Any) -> None:
-    """Give the first model that the cell trains the weights that the line names, if it names any.
+    """Give the first model of the cell the weights that the line names, if it names any.
 
-    A model that does not know its shapes yet is left alone; its strategy asks again.
+    A model that does not know its shapes yet is left unchanged; its strategy asks again.
 
     Raises:
-        PlanError: The model is of another form.
+        PlanError: The weights are of a different model.
         RunError: The weights cannot be read here.
     """
     folder, support = context.spec.init_from, fit_arguments.support(context.spec.framework)
@@ -47,7 +47,7 @@ def read(folder: Path) -> tuple[dict[str, Any], str]:
         framework, written = str(meta["framework"]), dict(meta.get(FILES) or {})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            "The weights to start from cannot be read on this engine.",
+            "The weights for --init-from cannot be read on this engine.",
             seen=str(error),
             code="WB-RUN-010",
         ) from error
@@ -56,6 +56,6 @@ def read(folder: Path) -> tuple[dict[str, Any], str]:
         arrays.update(read_weights(folder / name, written.get(name, ())))
     if not arrays:
         raise RunError(
-            "The run to start from left no weights.", seen=str(folder), code="WB-RUN-011"
+            "The run given to --init-from has no weights.", seen=str(folder), code="WB-RUN-011"
         )
     return arrays, framework

@@ -141,16 +141,16 @@ class Training:
         return result
 
     def deal(self, portions: tuple[int, ...] = ()) -> None:
-        """Go on in the data where training stands, with these shares; by default equal ones."""
+        """Continue in the data at the current step, with these shares; by default equal ones."""
         self._portions = portions
         self._dealt = self._deal(self.context.trained - self.base)
 
     def why_not(self) -> str:
-        """Return why it cannot go on with others: it always can."""
+        """Return why it cannot continue with other workers: it always can."""
         return ""
 
     def place(self) -> dict[str, Any]:
-        """Return how far this training is, for a worker that takes over from here."""
+        """Return how far this training is, for a worker that takes over its state."""
         logs = {name: value for name, value in self.logs.items() if name.startswith("eval_")}
         return {
             "trained": self.context.trained,
@@ -160,14 +160,14 @@ class Training:
         }
 
     def take_place(self, place: Mapping[str, Any]) -> None:
-        """Be as far as another worker that has said so."""
+        """Set the progress to that of another worker."""
         self.context.trained, self.evaluated = place["trained"], place["evaluated"]
         self.context.step = self.context.trained - 1
         self.result.evals[:] = place["evals"]
         self.logs.update(place["logs"])
 
     def catch_up(self) -> None:
-        """Evaluate with the others where they are about to, after the step that was done last."""
+        """Evaluate with the others if they are about to, after the latest step."""
         done = self.context.trained - self.base
         every = self.eval_every or self.job.steps_per_epoch
         pending = self.evaluated != self.context.trained - 1
@@ -261,11 +261,11 @@ class Training:
         for name in ("batch_size", "per_epoch"):
             if about[name] != batches[name]:
                 raise FitError(
-                    "The checkpoint was taken with other batches, so its place in the data is not "
-                    "one in these.",
+                    "The checkpoint was saved with other batches, so its place in the data does "
+                    "not exist in these.",
                     seen=f"{name} {batches[name]}",
                     allowed=f"{name} {about[name]}",
-                    next_step="go on with the same data and batch size",
+                    next_step="continue with the same data and batch size",
                     code="WB-FIT-067",
                 )
         self.first = int(about["step"])
@@ -277,7 +277,7 @@ class Training:
         return shares
 
     def part(self, shard: tuple[int, int]) -> tuple[int, Workers]:
-        """Return which share is this worker's, and how many there are or what each one weighs."""
+        """Return this worker's share, and the number of shares or the weight of each."""
         rank, workers = shard
         return (rank, self._portions) if len(self._portions) == workers else shard
 
@@ -327,7 +327,7 @@ class Training:
             hook(epoch, self.logs)
 
     def evaluate(self, strategy: Strategy, epoch: int) -> None:
-        """Evaluate, where there is data for it; its time is no part of a step."""
+        """Evaluate, if there is data for it; the time is not part of a step."""
         context = self.context
         context.settle()  # steps that the device has yet to do are no part of it
         began = clock()
@@ -348,7 +348,7 @@ class Training:
             self.tell_evaluation()
 
     def tell_evaluation(self) -> None:
-        """Tell the kernel of the latest evaluation; it counts once, whoever tells it."""
+        """Tell the kernel of the latest evaluation; it counts once if several workers do."""
         if self.result.evals:
             values = dict(self.result.evals[-1])
             step, epoch = int(values.pop("step")), int(values.pop("epoch"))
@@ -359,10 +359,10 @@ class Training:
 
 
 class Logs(dict[str, Any]):
-    """What callbacks are given: a dictionary of numbers.
+    """The dictionary of numbers that callbacks receive.
 
-    The loss may still be on the device. It is fetched when somebody reads it: a callback that does
-    not costs no wait, and the host stays ahead of the device.
+    The loss may still be on the device. It is fetched only when a callback reads it. Otherwise
+    nothing waits, and the host stays ahead of the device.
     """
 
     def __init__(self) -> None:

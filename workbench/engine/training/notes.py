@@ -1,6 +1,6 @@
-"""`wb.log` and `wb.options`: what a cell may say and ask during a run.
+"""`wb.log` and `wb.options`: what a cell may log and read during a run.
 
-The kernel is told here that training begins: once per replica that this engine holds.
+It also reports to the kernel that training begins: once per replica that this engine holds.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from . import fit_arguments
 
 
 def log(**values: Any) -> None:
-    """Add columns to the run's history and dashboard, at the step under way.
+    """Add columns to the run's history and dashboard, at the current step.
 
     Args:
-        values: Names to numbers; a tensor of one element is read (on CUDA that waits for it).
+        values: Numbers by name; a tensor of one element is read (on CUDA this waits for it).
 
     Raises:
         RunError: There is no run.
-        FitError: A value is no number.
+        FitError: A value is not a number.
     """
     context = require("wb.log")
     numbers = {name: _number(name, value) for name, value in values.items()}
@@ -36,7 +36,7 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise FitError(
-            f"wb.log takes numbers; {name} is none.",
+            f"wb.log takes only numbers, and {name} is not a number.",
             seen=type(value).__name__,
             next_step=f"pass {name}=float(...)",
             code="WB-FIT-008",
@@ -44,10 +44,10 @@ def _number(name: str, value: Any) -> float:
 
 
 class Options:
-    """What the line says: overrides (`epochs`, `steps`, `batch_size`, `seed`), `-o`, `--set`.
+    """The line's settings: overrides (`epochs`, `steps`, `batch_size`, `seed`), `-o`, `--set`.
 
-    `wb.options.epochs` reads one; `wb.options.get("epochs", 5)` has a default for what the line
-    does not say, and for cells outside a run.
+    `wb.options.epochs` reads one. `wb.options.get("epochs", 5)` has a default, for settings that
+    the line does not have, and for cells outside a run.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -62,7 +62,7 @@ class Options:
         raise AttributeError(f"the line does not set {name!r}; {hint}")
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return what the line says, or `default`."""
+        """Return the line's setting, or `default`."""
         values = self._values()
         _read(name)
         return values.get(name, default)
@@ -103,7 +103,7 @@ def announce(
     """Emit `run_started` for each replica.
 
     Args:
-        parameters: How many numbers the model learns.
+        parameters: How many numbers the model trains.
         batch_size: Global batch size; None where it is not known.
         epoch_samples: How many samples an epoch has; None where it is not known.
     """

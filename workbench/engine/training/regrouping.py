@@ -1,25 +1,26 @@
-"""A training goes on with other workers: one died and is done without, one comes, one goes.
+"""A training continues with other workers when one dies, joins or leaves.
 
-The kernel announces a generation (`telemetry/membership.py`), and all its members come here, from
-wherever they were: between two steps, or out of a collective that failed.
+The kernel announces a generation (`telemetry/membership.py`). All its members come here, either
+from between two steps or out of a collective that failed:
 
-    leave    wrappers, links and the process group of before
+    leave    wrappers, links and the old process group
     meet     in a group of the new members, under the generation's name
     compare  how far is each: (steps completed, step evaluated last, meetings); the furthest are
              right
-    catch up who is behind takes over, from one of the furthest, model, optimizer, scheduler,
-             evaluations and place in the data (`transport/handover.py`); who has just come also
-             random states
-    go on    each with its share of the same global batches in the same order
+    catch up workers that are behind take over, from one of the furthest, model, optimizer,
+             scheduler, evaluations and place in the data (`transport/handover.py`); new workers
+             also take over random states
+    continue each with its share of the same global batches in the same order
 
-Where replicas are copies, a step is thus completed by all or by none. Nobody can be ahead by more
-than one: the next step needs everybody. Where some worker has completed the step that others failed
-in, all their gradients were in its sum, so its result is that of an undisturbed run, and they take
-it over. Where nobody has, all take the step anew, with the shares of the members that there are
-now. A step that failed has changed gradients only, and buffers, which the strategy puts back.
+If replicas are copies, either all workers complete a step or none does. No worker can be ahead by
+more than one step, because the next step needs everybody. If some worker has completed the step in
+which others failed, the sum contained the gradients of all. So its result is that of an undisturbed
+run, and the others take it over. If no worker has completed it, all repeat the step, with the
+shares of the present members. A failed step has changed only gradients, and buffers, which the
+strategy restores.
 
-Where replicas differ between meetings (`contract.Strategy.copies`), each keeps its own. Workers
-take steps alone between meetings, so they stand at different ones when a change comes:
+If replicas differ between meetings (`contract.Strategy.copies`), each worker keeps its own. Workers
+take steps alone between meetings, so they are at different steps when a change comes:
 
     meeting           F: where the furthest is                next meeting
        |--- worker 0: ======| ------------------------------------->|
@@ -27,24 +28,26 @@ take steps alone between meetings, so they stand at different ones when a change
        |--- (dead):   =x    | ------------------------------------->|   comes: begins at F
             shares as before|  the same batches, divided anew
 
-Who is behind takes its steps up to F on the shares it had: the others have taken theirs. From F on
-all have new shares. What all have agreed on in a meeting is what they all gave, so whoever was
-broken out of one that another worker completed takes over what came of it. A meeting that nobody
-completed is met anew, and the step that it ended is taken anew or stands, as the strategy says.
+A worker that is behind takes its steps up to F on its old shares, because the others have taken
+theirs. From F on all have new shares. A meeting's result contains what all gave. So a worker that
+was broken out of a meeting takes over the result from a worker that completed it. If no worker
+completed the meeting, it is repeated; the strategy decides whether the step before it is repeated
+too.
 
-Where several workers hold a replica together, each takes over from a holder of its own part. Parts
-meet in groups of their own, so one may have the sum of its gradients where another has not. Nobody
-takes its step before it knows that all have all they need for it (`Strategy.ready`). So where one
-has taken it, the others take theirs when they hear of that here, with what they hold already. Who
-was left without the others of its replica waits, and then comes again like a fresh worker.
+If several workers hold a replica together, each takes over from a holder of its own part. Parts
+meet in separate groups, so one part may have the sum of its gradients while another has not. No
+worker takes its step before it knows that all have everything they need for it (`Strategy.ready`).
+So if one worker has taken the step, the others learn of it here and take theirs with what they
+already hold. A worker that has lost the others of its replica waits, and then joins again like a
+new worker.
 
-Where servers hold what is trained, they know which step stands (`Strategy.settle_steps`): each
-worker hears it from them before it compares. Workers that meet nowhere (`Strategy.apart`) do not
-wait for each other here either: before a step each takes note of who takes part now, and one of
-them hands over to who has come.
+If servers hold the parameters, they know which step counts (`Strategy.settle_steps`): each worker
+asks them before it compares. Workers that never meet (`Strategy.apart`) do not wait for each other
+here either. Before a step each notes the present members, and one of them hands over to a new
+worker.
 
-What is not as in an undisturbed run: random numbers that a step drew before it failed (dropout) are
-drawn anew, and which all-reduce is the fastest is not measured again.
+Two things differ from an undisturbed run: random numbers that a failed step drew (dropout) are
+drawn again, and the fastest all-reduce is not measured again.
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ class Training(Protocol):
         base: Steps of earlier trainings of its cell.
         source: Its data.
         evaluated: The step that was evaluated last.
-        arrives_later: Whether one who is let in has yet to go to the others' place; it then says
+        arrives_later: Whether a new worker must still go to the others' place; it then reports
             itself when it is there (`Regrouping.arrived`).
     """
 
@@ -92,32 +95,32 @@ class Training(Protocol):
     checkpoints: Checkpoints
 
     def why_not(self) -> str:
-        """Return why it cannot go on with others; empty where it can."""
+        """Return why it cannot continue with others; empty if it can."""
 
     def place(self) -> dict[str, Any]:
-        """Return how far it is, for a worker that takes over from here."""
+        """Return how far it is, for a worker that takes over its state."""
 
     def take_place(self, place: Mapping[str, Any]) -> None:
-        """Be as far as another worker that has said so."""
+        """Set the progress to that of another worker."""
 
     def deal(self) -> None:
-        """Go on in the data where training stands, with equal shares."""
+        """Continue in the data at the current step, with equal shares."""
 
     def part(self, shard: tuple[int, int]) -> tuple[int, Any]:
-        """Return which share is this worker's, and how many there are or what each one weighs."""
+        """Return this worker's share, and the number of shares or the weight of each."""
 
     def catch_up(self) -> None:
-        """Evaluate with the others where they are about to, after the step that was done last."""
+        """Evaluate with the others if they are about to, after the latest step."""
 
     def tell_evaluation(self) -> None:
-        """Tell the kernel of the latest evaluation; it counts once, whoever tells it."""
+        """Tell the kernel of the latest evaluation; it counts once if several workers do."""
 
 
 class Regrouping:
-    """What one `wb.fit` does when others are to take part.
+    """Lets one `wb.fit` continue when the set of workers changes.
 
     Attributes:
-        lags: Whether this worker has yet to come to where the furthest of the others is.
+        lags: Whether this worker has not yet reached the furthest of the others.
     """
 
     lags = False
@@ -133,10 +136,10 @@ class Regrouping:
     # -- from where to where it can be done --------------------------------------------------------
 
     def begin(self, strategy: Strategy) -> None:
-        """Be ready for others from now on, where this training can go on with them.
+        """Accept changes of the set from now on, if this training can continue with others.
 
         Raises:
-            RunError: This worker was to be let in, and cannot be.
+            RunError: This worker should join, but cannot.
         """
         context, membership = self.context, self._membership
         if not context.spec.heals:
@@ -144,7 +147,7 @@ class Regrouping:
         if why_not := self._why_not(strategy):
             if membership.waits:
                 raise RunError(
-                    "A worker cannot be let in to this training.", seen=why_not, code="WB-RUN-137"
+                    "A worker cannot join this training.", seen=why_not, code="WB-RUN-137"
                 )
             self._tell_why_not(why_not)
             return
@@ -158,11 +161,11 @@ class Regrouping:
         place = self._membership.place
         self.context.emit(events.Standing(rank=place, phase="apart", why=why_not))
         if self.context.spec.rank == 0:
-            text = f"If a worker dies this training cannot go on without a restart: {why_not}."
+            text = f"If a worker dies, this training can only continue by a restart: {why_not}."
             self.context.emit(events.Noted(rank=0, text=text))
 
     def withdraw(self, why_not: str) -> None:
-        """Be ready for others no more; called on all workers at the same step."""
+        """Accept changes no more; called on all workers at the same step."""
         if self._membership.trains:
             self._membership.withdraw()
             self._tell_why_not(why_not)
@@ -170,19 +173,19 @@ class Regrouping:
     def _why_not(self, strategy: Strategy) -> str:
         training = self._training
         if not strategy.regroups:
-            return f"{self.context.spec.strategy} keeps more than copies"
+            return f"{self.context.spec.strategy} keeps state that is not a copy on each worker"
         if why_not := strategy.bound():
             return why_not
         if training.base:
-            return "it is not the first of its cell"
+            return "it is not the first training of its cell"
         if why_not := training.why_not():
             return why_not
         if training.source.samples is None:
-            return "its data is a stream, in which nobody can go back"
+            return "its data is a stream, which cannot go back"
         try:
             format_of(self.context).packed([strategy.handed_over(), training.place()])
         except FitError as error:
-            return f"its state cannot be handed over ({error.seen})"
+            return f"its state cannot be sent to another worker ({error.seen})"
         return ""
 
     def _break_out(self, strategy: Strategy) -> None:
@@ -196,7 +199,7 @@ class Regrouping:
             self._framework.destroy_group()
 
     def can_follow(self, error: Exception) -> bool:
-        """Whether an error is only what this worker felt of another one's end."""
+        """Whether an error is only a consequence of another worker's end."""
         felt = self._membership.trains and bool(self._framework.was_cut(error))
         if felt:
             error.__traceback__ = None  # its frames hold the wrappers that are to go
@@ -205,7 +208,7 @@ class Regrouping:
     # -- what may have to be done anew -------------------------------------------------------------
 
     def evaluate(self, strategy: Strategy, source: Any) -> dict[str, float] | None:
-        """Evaluate, anew where others take part by then; None where another one had done it."""
+        """Evaluate, and again if the set changes meanwhile; None if another one had done it."""
         while True:
             try:
                 return strategy.evaluate(source.epoch(0, *self._training.part(strategy.eval_shard)))
@@ -219,7 +222,7 @@ class Regrouping:
                     return None
 
     def save(self, save: Callable[[], object]) -> bool:
-        """Save, and return what that returns; left out where a worker is lost meanwhile."""
+        """Save, and return the result; skipped if a worker is lost meanwhile."""
         try:
             return bool(save())
         except Exception as error:
@@ -231,7 +234,7 @@ class Regrouping:
             return True
 
     def finish(self, strategy: Strategy) -> None:
-        """Settle what is left after the last step; from then on nobody waits for this worker."""
+        """Do what is left after the last step; from then on nobody waits for this worker."""
         while True:
             try:
                 strategy.finish()
@@ -245,16 +248,16 @@ class Regrouping:
     # -- with others -------------------------------------------------------------------------------
 
     def go_on(self, completed: Callable[[], object] = lambda: None) -> bool:
-        """Wait for who is to take part from now on, and be one of them.
+        """Wait for the next set of workers, and join it.
 
-        What a worker feels of another one's end meanwhile leads to the next generation.
+        If another worker ends meanwhile, its error here leads to the next generation.
 
         Args:
-            completed: Called where the step that had failed here was completed by others, before
-                the kernel hears that it is behind all of them.
+            completed: Called if others completed the step that had failed here, before the kernel
+                hears that this worker is behind all of them.
 
         Returns:
-            Whether it has come to the others, fresh or after they had gone on without it.
+            Whether it has joined the others, as a new worker or after they had continued alone.
         """
         membership, began, before = self._membership, clock(), self.context.trained
         strategy: Strategy = self.context.strategy
@@ -287,14 +290,14 @@ class Regrouping:
         return came
 
     def arrived(self) -> None:
-        """Be let in; say so once this worker has come to the others."""
+        """Join; report it once this worker has reached the others."""
         self._membership.waits = self._membership.away = False
         self.tell_if_together()
 
     def tell_if_together(self) -> None:
-        """Tell the kernel that this worker goes on with the others, once it has come to them.
+        """Tell the kernel that this worker continues with the others, once it has reached them.
 
-        It takes rows of earlier steps as complete then.
+        From then on the kernel counts rows of earlier steps as complete.
         """
         self.lags = self.context.trained < self._together
         if self._owed is not None and not self.lags:
@@ -318,7 +321,7 @@ class Regrouping:
         self._complete(strategy, about, spec.rank)
         at = [tuple(one["at"]) for one in about]
         if max(at) == NOWHERE:
-            raise RunError("Nobody is there who has what was trained.", code="WB-RUN-139")
+            raise RunError("No worker with the trained state is left.", code="WB-RUN-139")
         best = max(at)
         self._together, self.lags = best[0], False
         behind = [rank for rank, one in enumerate(at) if _lacks(strategy, one, best)]
@@ -483,13 +486,13 @@ def _lacks(strategy: Strategy, one: Standing, best: Standing) -> bool:
 def donors_of(
     at: Sequence[Standing], parts: Sequence[int], behind: Sequence[int]
 ) -> dict[int, int]:
-    """Return for each who is behind from whom it takes over: one of the furthest, of its part.
+    """Return, for each worker that is behind, its donor: one of the furthest, of its own part.
 
-    Where none of those has its part, it is one of another part: how far it is, is the same.
+    If none of those has its part, the donor is one of another part: the progress is the same.
 
     Args:
         at: Where each rank stands.
-        parts: Which part each has.
+        parts: The part of each rank.
     """
     best, found = max(at), dict[int, int]()
     furthest = [rank for rank, one in enumerate(at) if one == best]
@@ -510,7 +513,7 @@ def _nearest(ranks: list[int], behind: list[int], workers: int) -> int:
 
 
 def spec_of(spec: RunSpec, message: Regroup, place: int) -> RunSpec:
-    """Return what a worker is told of its part among the members of a generation."""
+    """Return a worker's part of the run among the members of a generation."""
     return replace(
         spec,
         rank=message.places.index(place),

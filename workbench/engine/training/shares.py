@@ -1,9 +1,9 @@
 """Which samples form which global batch, and which worker takes which of them.
 
-The order is made for the global batch and only then divided, so one seed gives one order whatever
-the number of workers: runs can be compared, and checked against one device.
+The order is made for the global batch and only then divided. So one seed gives one order for any
+number of workers: runs can be compared with each other and with one device.
 
-What a strategy trains on, whatever the framework, is data in shares of global batches:
+What a strategy trains on, in any framework, is data in shares of global batches:
 
     epoch 0:  | batch 0: share of rank 0, share of rank 1, ... | batch 1 | ...
     epoch 1:  ...
@@ -46,9 +46,9 @@ def permutation(samples: int, seed: int, epoch: int) -> Indices:
 def share_bounds(samples: int, rank: int, workers: Workers) -> tuple[int, int]:
     """Return the half-open range of a global batch that `rank` takes.
 
-    Shares are contiguous and cover the batch once. Those of so many workers differ by at most one
-    sample; a batch with fewer samples than workers leaves some empty. Weights are what each worker
-    takes of a batch of their sum, and in proportion of any other.
+    Shares are contiguous and cover the batch once. Equal shares differ by at most one sample; if a
+    batch has fewer samples than workers, some are empty. Weights give the samples that each worker
+    takes of a batch of their sum; other batches are divided in proportion.
     """
     if not isinstance(workers, int):
         before, whole = sum(workers[:rank]), sum(workers)
@@ -124,7 +124,7 @@ class Source(ABC):
         """
 
     def shares(self, rank: int, workers: Workers, first: int = 0) -> Iterator[Share]:
-        """Yield `rank`'s share of each global batch, epoch after epoch, for ever.
+        """Yield `rank`'s share of each global batch, epoch after epoch, forever.
 
         Args:
             first: Step to begin with; what comes before it is passed over now, not when the first
@@ -149,7 +149,7 @@ class Source(ABC):
             first = 0
 
     def stay_on(self, device: str) -> None:  # noqa: B027 - most read their samples as they go
-        """Keep the samples on the worker's device, where that suits them."""
+        """Keep the samples on the worker's device, if the source supports it."""
 
     def peek(self) -> Any:
         """Return a batch of one sample without moving any random state; None for streams."""
@@ -166,7 +166,7 @@ def dirichlet_shards(labels: NDArray[Any], workers: int, alpha: float, seed: int
         labels: Class of each sample, shape (samples,).
 
     Raises:
-        FitError: Some worker is left without a sample, however often it is drawn.
+        FitError: Some worker has no sample, even after several draws.
     """
     rng = np.random.default_rng([seed, workers])
     for _ in range(ATTEMPTS):
@@ -181,7 +181,7 @@ def dirichlet_shards(labels: NDArray[Any], workers: int, alpha: float, seed: int
         if all(len(shard) for shard in shards):
             return shards
     raise FitError(
-        "With so much skew some worker is left without a sample.",
+        "skew is so strong that some worker has no sample.",
         seen=f"skew={alpha:g}, {len(labels)} samples of {len(np.unique(labels))} classes over "
         f"{workers} workers",
         next_step="raise skew, or use fewer workers",
@@ -192,8 +192,8 @@ def dirichlet_shards(labels: NDArray[Any], workers: int, alpha: float, seed: int
 def skewed_order(order: Order, shards: list[Indices], seed: int) -> Order:
     """Return an order in which each worker's share of every batch comes from its own shard.
 
-    A worker goes through its shard in a new order each time; where shards are of unequal size,
-    small ones come round more often within an epoch, and large ones are not seen whole.
+    A worker goes through its shard in a new order each time. If shards are of unequal size, small
+    ones are repeated within an epoch, and large ones are not used completely.
     """
     workers = len(shards)
 

@@ -1,6 +1,6 @@
-"""A user's own loop: `wb.prepare` distributes it by one line, `wb.watch` only looks.
+"""A user's own loop: `wb.prepare` distributes it by one line, `wb.watch` only records it.
 
-`wb.watch` is the dashboard for loops that bring their own DDP or FSDP.
+`wb.watch` gives a dashboard to loops that use their own DDP or FSDP.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from .regrouping import Regrouping
 
 
 def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[Any] = ()) -> Any:
-    """Hand a loop's model, optimizer and loader to the strategy; go on with what comes back.
+    """Distribute a loop's model, optimizer and loader; use the returned ones in the loop.
 
-    The model is the same module, moved to the device: it trains in parallel from now on, and is
-    plain again when the cell ends. The loader's batch is the global batch; each worker is given
-    its share, on its device, in the same order whatever the number of workers. A step ends with
-    `optimizer.step()`. Stop ends the loop by `RunStopped`.
+    The model is the same module, moved to the device. It trains in parallel from now on, and is a
+    plain module again when the cell ends. The loader's batch is the global batch. Each worker
+    receives its share, on its device, in the same order for any number of workers. A step ends
+    with `optimizer.step()`. Stop ends the loop by `RunStopped`.
 
-    A loop over several models (a GAN) hands over each pair by a call of its own, the loader with
-    the first one. Gradients of all are averaged; the first pair's optimizer ends the steps.
+    A loop over several models (a GAN) passes each pair in a separate call, the loader with the
+    first one. The gradients of all are averaged; the first pair's optimizer ends the steps.
 
-    The loader that comes back is a DataLoader with the user's `dataset`, `num_workers` and the
-    rest. Its `batch_size` and `len` count global batches, whatever a worker's share; a
-    `DistributedSampler` is not needed, and its `set_epoch` only names the epoch's order.
+    The returned loader is a DataLoader with the user's `dataset`, `num_workers` and other
+    attributes. Its `batch_size` and `len` count global batches, independent of a worker's share.
+    A `DistributedSampler` is not needed; its `set_epoch` only names the epoch's order.
 
     Args:
         model: A module.
         optimizer: A built optimizer of its parameters.
         loader: A DataLoader; without one, the loop divides its data itself.
-        keep: What else a checkpoint must hold for the loop to go on from it: schedulers, loss
-            scalers, whatever has `state_dict` and `load_state_dict`.
+        keep: What else a checkpoint must hold for the loop to continue from it: schedulers, loss
+            scalers, any object with `state_dict` and `load_state_dict`.
 
     Returns:
         `(model, optimizer, loader)`, or `(model, optimizer)` without a loader.
 
     Raises:
-        RunError: The cell lacks `%%distributed STRATEGY`.
+        RunError: The cell has no `%%distributed STRATEGY`.
         FitError: Something cannot be distributed; raised before any collective.
     """
     context = require("wb.prepare")
@@ -83,19 +83,20 @@ def _prepare_another(
             seen="a second wb.prepare with a loader or keep="
             if loader is not None or keep
             else "wb.prepare after wb.fit",
-            allowed="one loop in a cell; its loader and keep= go with the first wb.prepare",
-            next_step="wb.prepare(model, optimizer) for the loop's other models; a second loop "
-            "goes into a cell of its own",
+            allowed="one loop in a cell; its loader and keep= belong in the first wb.prepare",
+            next_step="use wb.prepare(model, optimizer) for the loop's other models; put a second "
+            "loop into its own cell",
             code="WB-FIT-009",
         )
     module = check_pair(context, model, optimizer)
     saved = context.spec.checkpoint or context.spec.resume
     if saved and not all(any(k is each for k in context.kept) for each in (model, optimizer)):
         raise FitError(
-            "A checkpoint would not hold this model: it has the first pair, and what keep= names.",
+            "A checkpoint would not hold this model: it holds only the first pair and keep=.",
             seen="--checkpoint with several models",
             allowed="all models and optimizers of the loop in the first call's keep=",
-            next_step="wb.prepare(first, first_optimizer, loader, keep=[other, other_optimizer])",
+            next_step="call wb.prepare(first, first_optimizer, loader, keep=[other, "
+            "other_optimizer])",
             code="WB-FIT-010",
         )
     another: tuple[Any, Any] = context.strategy.wrap_another_loop(module, optimizer)
@@ -103,7 +104,7 @@ def _prepare_another(
 
 
 def go_on(context: RunContext, strategy: Any, kept: tuple[Any, ...]) -> None:
-    """Let the loop be saved; set it to the checkpoint that the run goes on from, if any."""
+    """Let the loop be saved; load the checkpoint that the run continues from, if any."""
     checkpoints, loop = checkpoints_of(context), strategy.loop
     loop.checkpoints = checkpoints
     base = {"base": context.trained}
@@ -119,18 +120,18 @@ def go_on(context: RunContext, strategy: Any, kept: tuple[Any, ...]) -> None:
 
 
 def check_kept(keep: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what a checkpoint is to hold besides model and optimizer.
+    """Return what a checkpoint must hold besides model and optimizer.
 
     Raises:
-        FitError: Something of it cannot be saved and loaded.
+        FitError: Some object cannot be saved and loaded.
     """
     for thing in keep:
         if not all(callable(getattr(thing, n, None)) for n in ("state_dict", "load_state_dict")):
             raise FitError(
-                "A checkpoint cannot keep this.",
+                "keep= must name objects with a state.",
                 seen=type(thing).__name__,
                 allowed="objects with state_dict and load_state_dict, as schedulers are",
-                next_step="wb.prepare(model, optimizer, loader, keep=[scheduler])",
+                next_step="call wb.prepare(model, optimizer, loader, keep=[scheduler])",
                 code="WB-FIT-011",
             )
     return tuple(keep)
@@ -140,13 +141,13 @@ def check_pair(context: RunContext, model: Any, optimizer: Any, source: Any = No
     """Check a model and its built optimizer; return the model.
 
     Raises:
-        FitError: One of them cannot be trained with.
+        FitError: One of them cannot be used for training.
     """
     support = fit_arguments.support(context.spec.framework)
     module = support.build_module(model)
     if not hasattr(optimizer, "param_groups"):
         raise FitError(
-            "An own loop needs a built optimizer.",
+            "Your own loop needs a built optimizer.",
             seen=type(optimizer).__name__,
             next_step="optimizer = torch.optim.SGD(model.parameters(), 0.1)",
             code="WB-FIT-012",
@@ -162,7 +163,7 @@ def check_pair(context: RunContext, model: Any, optimizer: Any, source: Any = No
 
 
 def announce(context: RunContext, model: Any, batch_size: int | None) -> None:
-    """Say that training begins, and how the batch is divided."""
+    """Report that training begins, and how the batch is divided."""
     spec = context.spec
     workers = spec.world_size if context.entry.data_parallel else 1
     parameters = fit_arguments.support(spec.framework).parameter_count(model)
@@ -179,25 +180,26 @@ def announce(context: RunContext, model: Any, batch_size: int | None) -> None:
 def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
     """Record the steps of a loop that distributes itself; nothing is wrapped or divided.
 
-    A step begins when `loader` is asked for a batch (without a loader: with the first forward, and
-    data waits are not measured) and ends with `optimizer.step()`. What is blocked at the end of
-    backward counts as communication; gathers inside forward (FSDP) count as compute.
+    A step begins when the loop asks `loader` for a batch, and ends with `optimizer.step()`.
+    Without a loader it begins with the first forward, and data waits are not measured. Time
+    blocked at the end of backward counts as communication; gathers inside forward (FSDP) count as
+    compute.
 
     Args:
         model: The module, plain or wrapped.
         optimizer: Its optimizer.
-        loader: The loader the loop iterates over; timed in place.
+        loader: The loader over which the loop iterates; timed in place.
 
     Raises:
-        RunError: The cell lacks `%%distributed STRATEGY`.
+        RunError: The cell has no `%%distributed STRATEGY`.
         FitError: Another loop of this cell is watched already.
     """
     context = require("wb.watch")
     framework = context.spec.framework
     if context.spec.checkpoint or context.spec.resume:
         raise FitError(
-            "Checkpoints of a loop that distributes itself are its own affair: only it knows what "
-            "lies where.",
+            "--checkpoint cannot be used with a loop that distributes itself: only the loop knows "
+            "where its state is.",
             seen="--checkpoint with wb.watch",
             allowed="--checkpoint with wb.fit or wb.prepare",
             next_step="leave --checkpoint out and save in the loop, or use wb.prepare",
@@ -205,7 +207,7 @@ def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
         )
     if importlib.util.find_spec(f"workbench.strategies.{framework}.parts.watched") is None:
         raise FitError(
-            f"wb.watch is not needed for {framework}: loops there are recorded by themselves.",
+            f"wb.watch is not needed for {framework}: its loops are recorded automatically.",
             next_step="leave it out; reduce the gradients with strategy.run and the optimizer",
             code="WB-FIT-069",
         )

@@ -38,7 +38,7 @@ class Store(Protocol):
 
 
 def address_in(spec: RunSpec) -> str:
-    """Return where this engine listens for the others of its run; loopback where all are here.
+    """Return where this engine listens for the others of its run; loopback if all are here.
 
     Raises:
         ClusterError: It has no way to them.
@@ -50,7 +50,7 @@ def address_in(spec: RunSpec) -> str:
     if spec.address:
         return spec.address
     raise ClusterError(
-        "The engine was not told by which address other hosts reach it.",
+        "The engine does not know the address by which other hosts reach it.",
         seen=spec.run_id,
         next_step="%cluster restart",
         code="WB-CLUSTER-074",
@@ -146,16 +146,16 @@ def look_up(store: Store, server: int, role: str = "link") -> dict[str, Any]:
     """Wait for a server's addresses and return them.
 
     Args:
-        role: `link`, where it answers for its own part; `copy`, for the part it holds a copy of.
+        role: `link`, if it answers for its own part; `copy`, for the part of which it has a copy.
 
     Raises:
-        LinkError: The server did not come up.
+        LinkError: The server did not start.
     """
     try:
         return json.loads(store.get(f"{role}/{server}"))  # type: ignore[no-any-return]
     except RuntimeError as error:  # torch's stores raise subclasses of it
         raise LinkError(
-            f"Server s{server} did not come up.", seen=str(error).splitlines()[0], code="WB-RUN-012"
+            f"Server s{server} did not start.", seen=str(error).splitlines()[0], code="WB-RUN-012"
         ) from error
 
 
@@ -164,8 +164,8 @@ def dial(about: Mapping[str, Any], way: str) -> socket.socket:
     """Connect to a server.
 
     Args:
-        way: `auto`, `shared_memory`, `unix` or `tcp`; `auto` takes the Unix socket where the server
-            is on this host and its socket can be seen from here (containers may not share one).
+        way: `auto`, `shared_memory`, `unix` or `tcp`; `auto` takes the Unix socket if the server is
+            on this host and its socket can be seen from here (containers may not share one).
 
     Raises:
         LinkError: There is no such way to that server.

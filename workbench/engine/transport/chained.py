@@ -5,13 +5,12 @@
               ..............>    server s+1    (its copy; silent while s lives)
 
 Source: van Renesse and Schneider, Chain Replication for Supporting High Throughput and
-Availability, OSDI 2004: an update is answered when the last of the chain has it, so whatever was
-answered outlives any one of them. What was asked and not answered yet is asked again at the copy,
+Availability, OSDI 2004: an update is answered when the last of the chain has it, so an answered
+update survives the death of any one of them. A request without an answer is sent again to the copy,
 under the same number: the copy knows the number of each worker's last push that counted.
 
-Both links are open from the beginning. That a server is gone shows by the end of its link, which
-the system closes with the process; where a whole host is silent, the kernel's word does it
-(`cut`).
+Both links are open from the beginning. When a server dies, the system closes its link with the
+process. When a whole host is silent, a message of the kernel ends the link (`cut`).
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class ChainedLink(Link):
     """Two links used as one: the second takes over when the other end of the first is gone.
 
     Args:
-        session: The number of the last one before; where there was one, the second link takes over
-            once all servers go on from one step (`settled`).
+        session: The number of the last session before, if there was one; the second link then takes
+            over once all servers continue from one step (`settled`).
 
     Attributes:
-        taken_over: Called with (server that is gone, server that took over, seconds that took).
+        taken_over: Called with (dead server, server that took over, seconds that this took).
     """
 
     def __init__(self, own: Link, copy: Link, session: int = 0) -> None:
@@ -62,7 +61,7 @@ class ChainedLink(Link):
 
     @property
     def way(self) -> str:  # type: ignore[override]
-        """What buffers travel through."""
+        """The medium of buffers."""
         return self._link.way
 
     @property
@@ -99,7 +98,7 @@ class ChainedLink(Link):
         self._ask(lambda link: link.send_bytes(kind, payload))
 
     def push(self, kind: str, meta: Mapping[str, Any], parts: Sequence[Bytes]) -> None:
-        """As of a link; the push is numbered, and says which version it was computed on."""
+        """As of a link; the push is numbered, and names the version on which it was computed."""
         if kind == "init":
             self._begins += 1
             meta = {**meta, "nth": self._begins}
@@ -114,14 +113,14 @@ class ChainedLink(Link):
         self._ask(again({}))
 
     def complete(self, kind: str, meta: Mapping[str, Any]) -> None:
-        """As of a link; a copy would be told at once with the push."""
+        """As of a link; a copy learns it immediately with the push."""
         self._asked[-1] = self._again(meta)
         self._answered = False
         with self._unless_closed():
             self._link.complete(kind, meta)
 
     def expect(self) -> None:
-        """As of a link; a copy has to be asked."""
+        """As of a link; a copy must be asked."""
         self._begins += 1
         nth = self._begins
         # A server that has taken over does not know who has got what: it answers who asks.
@@ -141,7 +140,7 @@ class ChainedLink(Link):
         return self._answer(lambda link: link.receive())
 
     def take(self, where: Callable[[Message], Sequence[Bytes]]) -> Message:
-        """As of a link; an answer that breaks off is asked for again."""
+        """As of a link; an answer that breaks off is requested again."""
         answer = self._answer(lambda link: link.take(where))
         self._pulled_version = answer.meta.get("version", self._pulled_version)
         return answer
@@ -176,11 +175,11 @@ class ChainedLink(Link):
             raise error
         if copy is None:
             raise LinkError(
-                f"{error.felt}: both servers that held a part of the parameters are gone, "
+                f"{error.felt}: both servers with a part of the parameters have died, "
                 f"{gone.name} last.",
                 felt=error.felt,
                 next_step="%cluster restart, and run the cell again; with --checkpoint the run "
-                "goes on from its last checkpoint by itself",
+                "continues from its last checkpoint automatically",
                 code="WB-RUN-140",
             ) from error
         self._link, self._copy = copy, None
@@ -217,13 +216,13 @@ class ChainedLink(Link):
             copy.break_off()
 
     def cut(self, server: int) -> None:
-        """As of a link; a copy that is gone is not turned to in vain."""
+        """As of a link; a copy that is gone is not asked."""
         self._link.cut(server)
         if (copy := self._copy) is not None:
             copy.cut(server)
 
     def end_session(self) -> None:
-        """As of a link; the copy too hears that nobody is left to be waited for."""
+        """As of a link; the copy too learns that there are no more workers to wait for."""
         self._link.end_session()
         if self._opening is not None and self._copy is not None:
             with contextlib.suppress(LinkError):
@@ -256,13 +255,13 @@ def connect_chains(
     """Connect this worker to the servers of each part of the parameters.
 
     Args:
-        chains: Of each part, the server that answers for it, and then that with its copy, if any.
-        generation: Of the workers that it is one of; in a later one servers may be gone.
-        session: The number of the last session before, where there was one (`ChainedLink`).
-        made: Takes each link as soon as it is there, so that another thread can break it off.
+        chains: For each part, the server that answers for it, and then that of its copy, if any.
+        generation: The present generation of workers; in a later one servers may be gone.
+        session: The number of the last session before, if there was one (`ChainedLink`).
+        made: Called with each link as soon as it exists, so that another thread can break it off.
 
     Raises:
-        LinkError: A server did not come up or does not know the key.
+        LinkError: A server did not start or does not know the key.
     """
     made = [] if made is None else made
     seat = generation * SEATS + rank

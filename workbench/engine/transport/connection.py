@@ -6,9 +6,9 @@ Both ends of a fresh connection prove that they know the run's key; the key is n
     worker -> server   rank, nonce b, HMAC(key, "worker", rank, a, b)
     server -> worker   HMAC(key, "server", rank, a, b)
 
-Memory that two processes of one host map has no name and goes with its last user. On Linux it is a
-memfd, which needs no room in /dev/shm and is sealed against being resized; elsewhere an unlinked
-temporary file. The descriptor is handed over on a Unix socket.
+Memory that two processes of one host map has no name and is freed with its last user. On Linux it
+is a memfd, which needs no room in /dev/shm and cannot be resized; elsewhere it is an unlinked
+temporary file. The descriptor is sent over a Unix socket.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _MOST_PARTS = 512  # the system limits how many buffers one call may name
 
 
 class LinkError(RunError):
-    """A link broke, or its other end said something that makes no sense.
+    """A link broke, or its other end sent something that makes no sense.
 
     Args:
-        about: As of every error of ours.
-        felt: In short what is felt here of another one's end, who knows better why; empty where
+        about: The arguments of every Workbench error.
+        felt: The local symptom of another process's end, whose own error is the cause; empty if
             the reason may be here.
     """
 
@@ -67,7 +67,7 @@ class Message:
     Attributes:
         kind: What it is about.
         meta: JSON-ready fields.
-        size_bytes: Payload that follows on the stream; 0 where it is in shared memory.
+        size_bytes: Payload that follows on the stream; 0 if it is in shared memory.
     """
 
     kind: str
@@ -79,20 +79,20 @@ def closed(peer: str) -> LinkClosedError:
     """Return the error for a link whose other end is gone."""
     felt = "Connection closed by peer"
     return LinkClosedError(
-        f"{felt}: {peer} is gone.",
+        f"{felt}: {peer} has ended.",
         felt=felt,
-        next_step="its own error says why; %cluster logs shows what it wrote",
+        next_step="read its own error; %cluster logs shows its output",
         code="WB-RUN-020",
     )
 
 
 def ended(peer: str) -> LinkError:
-    """Return the error for another worker that exchanges nothing any more."""
+    """Return the error for another worker that has stopped exchanging messages."""
     felt = "Connection closed by peer"
     return LinkError(
-        f"{felt}: {peer} takes no further part, though this worker's loop goes on.",
+        f"{felt}: {peer} has stopped taking part, but this worker's loop continues.",
         felt=felt,
-        next_step="its own error says why; if it shows none, its loop was shorter: let all ranks "
+        next_step="read its own error; if it shows none, its loop was shorter: let all ranks "
         "take the same number of steps",
         code="WB-RUN-021",
     )
@@ -113,7 +113,7 @@ def unpack_head(head: bytes, peer: str) -> tuple[int, int]:
     magic, header_bytes, payload_bytes = _HEAD.unpack(head)
     if magic != _MAGIC or header_bytes > MAX_HEADER_BYTES:
         raise LinkError(
-            f"{peer} sent something that is no message.", seen=head.hex(), code="WB-RUN-022"
+            f"{peer} sent data that is not a message.", seen=head.hex(), code="WB-RUN-022"
         )
     return header_bytes, payload_bytes
 
@@ -135,7 +135,7 @@ def unpack_header(header: bytes, size_bytes: int, peer: str) -> Message:
 def room_for(message: Message, peer: str) -> memoryview:
     """Return memory for a payload whose size was not agreed before.
 
-    It is not touched here: what is announced and never comes takes no memory.
+    It is not touched here: a payload that is announced but never sent takes no memory.
 
     Raises:
         LinkError: It announces more than there is.
@@ -146,14 +146,14 @@ def room_for(message: Message, peer: str) -> memoryview:
         return np.empty(message.size_bytes, np.uint8).data
     except MemoryError:
         raise LinkError(
-            f"{peer} announced a payload for {message.kind!r} that there is no memory for.",
+            f"{peer} announced a payload for {message.kind!r} that does not fit the memory.",
             seen=f"{message.size_bytes} bytes",
             code="WB-RUN-024",
         ) from None
 
 
 def check_size(message: Message, expected_bytes: int, peer: str) -> None:
-    """Raise LinkError when a payload is not as large as was agreed; nothing of it is read."""
+    """Raise LinkError if a payload does not have the agreed size; nothing of it is read."""
     if message.size_bytes != expected_bytes:
         raise LinkError(
             f"{peer} announced a payload of the wrong size for {message.kind!r}.",
@@ -164,7 +164,7 @@ def check_size(message: Message, expected_bytes: int, peer: str) -> None:
 
 
 def check_most(message: Message, most_bytes: int, peer: str) -> None:
-    """Raise LinkError when a payload is larger than was agreed; nothing of it is read."""
+    """Raise LinkError if a payload is larger than agreed; nothing of it is read."""
     if message.size_bytes > most_bytes:
         raise LinkError(
             f"{peer} announced a payload that is too large for {message.kind!r}.",
@@ -176,7 +176,7 @@ def check_most(message: Message, most_bytes: int, peer: str) -> None:
 
 @waits_in(ANSWER)
 def send(sock: socket.socket, message: Message, parts: Sequence[Bytes], peer: str) -> None:
-    """Send a message and its payload, gathered from where it lies.
+    """Send a message and its payload, gathered from its buffers.
 
     Raises:
         LinkError: The other end is gone.
@@ -206,7 +206,7 @@ def receive(sock: socket.socket, peer: str) -> Message:
 
 @waits_in(ANSWER)
 def receive_into(sock: socket.socket, parts: Sequence[Bytes | memoryview], peer: str) -> None:
-    """Fill the buffers from the stream, straight to where they lie.
+    """Fill the buffers directly from the stream.
 
     Raises:
         LinkError: The other end is gone.
@@ -224,7 +224,7 @@ def receive_into(sock: socket.socket, parts: Sequence[Bytes | memoryview], peer:
 
 
 def rest(views: list[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of the buffers after so many bytes."""
+    """Return what is left of the buffers after this many bytes."""
     at = 0
     while at < len(views) and done >= len(views[at]):
         done -= len(views[at])
@@ -241,7 +241,7 @@ def size_of(parts: Sequence[Bytes]) -> int:
 
 
 def copy_in(parts: Sequence[Bytes], area: Bytes) -> None:
-    """Copy the parts into an area, one behind the other."""
+    """Copy the parts into an area, in sequence."""
     at = 0
     for part in parts:
         area[at : at + part.size] = part
@@ -249,7 +249,7 @@ def copy_in(parts: Sequence[Bytes], area: Bytes) -> None:
 
 
 def copy_out(area: Bytes, parts: Sequence[Bytes]) -> None:
-    """Copy an area into the parts, one behind the other."""
+    """Copy an area into the parts, in sequence."""
     at = 0
     for part in parts:
         part[:] = area[at : at + part.size]
@@ -276,7 +276,7 @@ _PROOF_BYTES = 32
 
 @waits_in(ANSWER)
 def prove_worker(sock: socket.socket, key: bytes, rank: int) -> None:
-    """Prove this end to a server, and have it prove itself.
+    """Prove this end's identity to a server, and check the server's.
 
     Raises:
         LinkError: The other end does not know the key.
@@ -290,18 +290,18 @@ def prove_worker(sock: socket.socket, key: bytes, rank: int) -> None:
         proof = _exactly(sock, _PROOF_BYTES)
     except OSError as error:
         raise LinkError(
-            "The server did not let this worker in.", seen=str(error), code="WB-RUN-014"
+            "The server refused this worker.", seen=str(error), code="WB-RUN-014"
         ) from error
     if not hmac.compare_digest(proof, _proof(key, b"server", name, theirs, mine)):
         raise LinkError(
-            "What answers at the server's address does not know the run's key.", code="WB-RUN-015"
+            "The process at the server's address does not know the run's key.", code="WB-RUN-015"
         )
     sock.settimeout(None)
 
 
 @waits_in(ANSWER)
 def prove_server(sock: socket.socket, key: bytes) -> int | None:
-    """Let a worker prove itself; return its rank, or None when it does not know the key."""
+    """Check a worker's identity; return its rank, or None if it does not know the key."""
     rank = _proven_rank(sock, key)
     refused.count += rank is None
     return rank
@@ -348,7 +348,7 @@ class Region:
     """A mapped area of `size_bytes`.
 
     Attributes:
-        data: (size_bytes,) uint8; read-only where it was mapped so.
+        data: (size_bytes,) uint8; read-only if it was mapped so.
     """
 
     def __init__(self, fd: int, size_bytes: int, *, writable: bool = True) -> None:
@@ -371,7 +371,7 @@ class Region:
         return Region(fd, size_bytes)
 
     def close(self) -> None:
-        """Let go of it; the memory goes when no array looks at it any more."""
+        """Release it; the memory is freed when no array uses it any more."""
         self.data = np.empty(0, np.uint8)
         with contextlib.suppress(BufferError):
             self._map.close()
@@ -410,7 +410,7 @@ def take_over(sock: socket.socket, sizes: list[tuple[int, bool]], peer: str) -> 
         sizes: (bytes, whether it may be written) of each.
 
     Raises:
-        LinkError: They are not as many or as large as was agreed.
+        LinkError: Their number or sizes are not as agreed.
     """
     _, fds, _, _ = socket.recv_fds(sock, 1, len(sizes))
     actual = [os.fstat(fd).st_size for fd in fds]

@@ -1,12 +1,12 @@
-"""One worker hands others all that it knows, on connections of their own.
+"""One worker sends others all of its state, on separate connections.
 
     donor                                            receiver r
     listens, writes its address to the store ------> looks it up, connects
     both prove that they know the run's key (`connection.py`)
     state: JSON, then every tensor's bytes --------> into tensors of the sizes that the JSON names
 
-Nothing is unpickled. A donor that waits for a receiver looks whether others are to take part by
-now: one that died will never come.
+Nothing is unpickled. A donor that waits for a receiver checks whether the set of workers has
+changed: a receiver that died will never connect.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ LOOK_S = 0.05
 
 
 def called_off() -> LinkError:
-    """Return the error of a donor whose receivers will not all come."""
+    """Return the error of a donor if some receivers will not come."""
     felt = "Connection closed by peer"
-    return LinkError(
-        f"{felt}: a worker that was to take over is gone.", felt=felt, code="WB-RUN-136"
-    )
+    return LinkError(f"{felt}: a worker that was joining has ended.", felt=felt, code="WB-RUN-136")
 
 
 class Donor:
@@ -42,7 +40,7 @@ class Donor:
     Args:
         host, ports: As `Listeners` takes them.
         key: The same for all workers of the run.
-        where: Under which name receivers look for it, where there are several donors.
+        where: The name under which receivers look for it, if there are several donors.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class Donor:
         """Send the state to each of these ranks.
 
         Args:
-            over: Whether nobody is to wait for them any more.
+            over: Whether nobody will wait for them any more.
 
         Raises:
             LinkError: One of them is gone.
@@ -106,10 +104,10 @@ def take(
     room_for: Callable[[Mapping[str, Any]], Sequence[Bytes]],
     where: str = WHERE,
 ) -> None:
-    """Take the donor's state over.
+    """Take over the donor's state.
 
     Args:
-        room_for: Given what the state is, returns where its bytes go, one behind the other.
+        room_for: Given the description of the state, returns its buffers, in sequence.
         where: The donor's name.
 
     Raises:

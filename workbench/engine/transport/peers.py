@@ -3,12 +3,12 @@
     worker r   sendmsg(size, buffer) ------> recvmsg(size, buffer)   worker s
                recvmsg(size, buffer) <------ sendmsg(size, buffer)
 
-Who waits for a message reads it itself, to where it belongs: the system wakes that very thread, a
-signal interrupts it, and a peer's death ends its wait. Every message begins with its size; one that
-is not as long as what waits for it is refused before anything beyond is read.
+A worker that waits for a message reads it itself, directly into its buffer: the system wakes that
+thread, a signal interrupts it, and a peer's death ends its wait. Every message begins with its
+size; a message of another size than the buffer is refused before more of it is read.
 
-    listen     each worker, in a folder of its own that nobody else may enter
-    connect    to all workers of a lower rank, then let in those of a higher one; both ends prove
+    listen     each worker, in its own folder that nobody else may enter
+    connect    to all workers of a lower rank, then accept those of a higher one; both ends prove
                that they know the run's key (`connection.py`)
 """
 
@@ -63,12 +63,12 @@ class Doorway:
         """Return the links to all other workers.
 
         Args:
-            paths: Of every worker's doorway, by rank; all are listening already.
-            rank: Of this worker.
+            paths: Every worker's listening socket, by rank; all are listening already.
+            rank: This worker's rank.
             key: The same for all; a connection whose other end does not know it is closed.
 
         Raises:
-            LinkError: Some worker did not come, or does not know the key.
+            LinkError: Some worker did not connect, or does not know the key.
             OSError: Some worker cannot be reached.
         """
         sockets: dict[int, socket.socket] = {}
@@ -96,7 +96,7 @@ class Doorway:
         except TimeoutError as error:
             missing = sorted(set(awaited) - set(sockets))
             raise LinkError(
-                "Workers of this host did not connect.", seen=missing, code="WB-RUN-016"
+                "Some workers of this host did not connect.", seen=missing, code="WB-RUN-016"
             ) from error
         other = prove_server(sock, key)
         if other is None or other not in awaited or other in sockets:
@@ -113,8 +113,8 @@ class Doorway:
 class Peers:
     """The links of one worker; used by one thread at a time.
 
-    After an error or an interrupt, which may fall in the middle of a message, all links are closed,
-    so that the others, who may wait for this worker, learn of it at once.
+    After an error or an interrupt, perhaps in the middle of a message, all links are closed, so
+    that others who wait for this worker learn of it at once.
 
     Args:
         sockets: A connected stream socket to each other worker, by rank.
@@ -159,7 +159,7 @@ class Peers:
 
     @waits_in(MESSAGE)
     def exchange(self, to: int, data: memoryview, source: int, into: memoryview) -> None:
-        """Send to one worker while receiving from another, however large both messages are.
+        """Send to one worker while receiving from another, for messages of any size.
 
         Raises:
             LinkError: As `send` and `receive`.
@@ -187,13 +187,13 @@ class Peers:
             raise ended(f"worker {rank}") from None
 
     def break_off(self) -> None:
-        """End what blocks the thread that uses the links; callable from any other one."""
+        """End what blocks the thread that uses the links; callable from any other thread."""
         for sock in list(self._sockets.values()):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close all links; what others wait for here ends at once."""
+        """Close all links; other workers' waits for this one end at once."""
         while self._sockets:
             _, sock = self._sockets.popitem()
             with contextlib.suppress(OSError):
@@ -271,6 +271,6 @@ def _silent(rank: int) -> LinkError:
     return LinkError(
         f"Worker {rank} has not answered.",
         seen=f"{SILENCE_S} s",
-        next_step="%cluster stacks shows where it is",
+        next_step="look at %cluster stacks, which shows where it is",
         code="WB-RUN-018",
     )

@@ -3,10 +3,10 @@
     workers --> server s      its own part                       `hub`
                    |          every change of it                 `successor`
                    v
-                server s+1    the copy, on a thread of its own   `copy_hub` (workers, and server s)
+                server s+1    the copy, on its own thread        `copy_hub` (workers, and server s)
 
-A thread holds the copy, since every server waits for its successor: on a ring of servers that
-answered with the thread that waits, all would wait for each other.
+The copy has its own thread because every server waits for its successor. If the thread that waits
+also had to answer, all servers of a ring would wait for each other.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class ServerLinks:
     """The links of one server.
 
     Args:
-        chains: Of each part, the server that answers for it, and then that with its copy, if any.
+        chains: For each part, the server that answers for it, and then that of its copy, if any.
         server: This one.
         workers: How many there are.
-        others: Whether others come later (`server.Others`).
+        others: Whether others may join later (`server.Others`).
 
     Attributes:
         hub: To the workers, for its own part; None: it has none.
-        copy_hub: To the workers and to the server whose part it holds a copy of, if any.
+        copy_hub: To the workers and to the server of whose part it holds a copy, if any.
         successor: To the copy of its own part, if any.
     """
 
@@ -56,14 +56,14 @@ class ServerLinks:
     def open(
         self, store: Store, host: str, ports: tuple[int, int] | None, keep: Callable[[], object]
     ) -> None:
-        """Wait for everybody; the copy is kept from here on.
+        """Wait for all links; the copy is kept from here on.
 
         Args:
             host, ports: Where it listens.
-            keep: Keeps the copy, once all are there, for as long as they are.
+            keep: Keeps the copy, once all are there, until they have left.
 
         Raises:
-            LinkError: The successor did not come up.
+            LinkError: The successor did not start.
         """
         if self.copy_hub is not None and self._followed is not None:
             self.copy_hub.listen(store, self._followed, host, ports, "copy")
@@ -92,10 +92,10 @@ class ServerLinks:
             hub.close()
 
     def settle(self) -> None:
-        """Leave the successor, and wait until nobody needs the copy any more.
+        """Leave the successor, and wait until the copy is no longer needed.
 
         Raises:
-            Exception: What went wrong with the copy.
+            Exception: The error of the copy.
         """
         if self.successor is not None:
             self.successor.close()
@@ -105,7 +105,7 @@ class ServerLinks:
             raise self._failed
 
     def close(self) -> None:
-        """Close every link, whoever is still there."""
+        """Close every link."""
         if self.successor is not None:
             self.successor.close()
         if self.copy_hub is not None:

@@ -29,7 +29,7 @@ REGROUP = "regroup"
 
 
 class Gone(Message):
-    """What `Hub.next` gives for a worker whose link is closed."""
+    """The result of `Hub.next` for a worker whose link is closed."""
 
     def __init__(self) -> None:
         super().__init__("gone")
@@ -39,15 +39,15 @@ class Hub:
     """A server's links.
 
     Args:
-        workers: How many are to come.
+        workers: How many will connect.
         key: The run's key.
-        others: Whether others may come later (`Others`).
-        stays: The rank of a peer that is no worker and belongs to no generation.
+        others: Whether others may join later (`Others`).
+        stays: The rank of a peer that is not a worker and belongs to no generation.
 
     Attributes:
         living: Ranks whose links are open.
-        generation: The newest of which a worker has come, where all come together.
-        strangers: Connections that did not know the key, or claimed a rank that was taken.
+        generation: The newest of which a worker has connected, if all connect together.
+        strangers: Connections that did not know the key, or claimed a rank in use.
     """
 
     def __init__(self, workers: int, key: bytes, others: Others = "never", stays: int = -1) -> None:
@@ -70,7 +70,7 @@ class Hub:
 
         Args:
             host, ports: Where it listens (`Listeners`).
-            role: As what it answers there (`look_up`).
+            role: For which part it answers there (`look_up`).
         """
         self._listeners = Listeners(host, ports)
         publish(store, server, self._listeners.about, role)
@@ -78,13 +78,13 @@ class Hub:
     def admit(
         self, store: Store, server: int, host: str, ports: tuple[int, int] | None = None
     ) -> None:
-        """Publish this server's addresses and wait until every worker has come (`listen`)."""
+        """Publish this server's addresses and wait until every worker has connected (`listen`)."""
         self.listen(store, server, host, ports)
         self.gather()
 
     @waits_in(ANSWER)
     def gather(self) -> None:
-        """Wait until every worker has come, or `hang_up` says that none will."""
+        """Wait until every worker has connected, or `hang_up` says that none will."""
         assert self._listeners is not None, "listen comes first"
         try:
             with selectors.DefaultSelector() as selector:
@@ -159,8 +159,8 @@ class Hub:
         """Make the memory into which a worker's pushes go; (size_bytes,) uint8.
 
         Args:
-            most_bytes: Pushes vary in size and are at most this large, and so is the memory; what
-                is sent to begin with, of `size_bytes`, comes as the message's payload.
+            most_bytes: Pushes vary in size and are at most this large, and so is the memory; the
+                initial values, of `size_bytes`, come as the message's payload.
         """
         return self._peers[rank].make_mailbox(size_bytes, shared=shared, most_bytes=most_bytes)
 
@@ -181,7 +181,7 @@ class Hub:
         return self._ready.popleft()
 
     def expect_nobody(self) -> None:
-        """Have `next` end when nobody is left: no others will come; called by another thread."""
+        """Let `next` end when no worker is left: no others will join; called by another thread."""
         self._waits = False
 
     def _advance(self, peer: _Peer) -> None:
@@ -204,7 +204,7 @@ class Hub:
     def reply(
         self, rank: int, kind: str, meta: Mapping[str, Any] | None = None, *, board: bool = False
     ) -> None:
-        """Send a message, with the board where asked for and the worker does not share it."""
+        """Send a message, with the board if it is asked for and the worker does not share it."""
         peer = self._peers.get(rank)
         if peer is not None:
             parts = [self._board.data] if board and not peer.shared and self._board else []
@@ -213,7 +213,7 @@ class Hub:
     def reply_parts(
         self, rank: int, kind: str, meta: Mapping[str, Any], parts: Sequence[Bytes]
     ) -> None:
-        """Send a message with these parts, one behind the other, on the stream."""
+        """Send a message with these parts, in sequence, on the stream."""
         if (peer := self._peers.get(rank)) is not None:
             self._send(peer, Message(kind, meta, connection.size_of(parts)), parts)
 
@@ -237,7 +237,7 @@ class Hub:
             self.drop(peer.rank)
 
     def drop(self, rank: int) -> None:
-        """Close a worker's link; `next` will say that it is gone."""
+        """Close a worker's link; `next` will report it."""
         peer = self._peers.pop(rank, None)
         if peer is not None:
             self._selector.unregister(peer.sock)
@@ -245,21 +245,21 @@ class Hub:
             self._ready.append((rank, Gone()))
 
     def hang_up(self) -> None:
-        """Have the thread that waits in `gather` or `next` come to an end; called by another."""
+        """End the wait of the thread in `gather` or `next`; called by another thread."""
         self._hung_up = True
         for peer in list(self._peers.values()):
             with contextlib.suppress(OSError):
                 peer.sock.shutdown(socket.SHUT_RDWR)
 
     def cut(self, rank: int) -> None:
-        """Let go of a peer that is gone, though its link does not show it; from any thread."""
+        """Drop a peer that is gone, though its link does not show it; from any thread."""
         peer = self._peers.get(rank)
         if peer is not None:
             with contextlib.suppress(OSError):
                 peer.sock.shutdown(socket.SHUT_RDWR)
 
     def close_session(self) -> None:
-        """Let go of the memory of a session."""
+        """Release the memory of a session."""
         if self._board is not None:
             self._board.close()
             self._board = None

@@ -21,9 +21,9 @@ class Link:
 
     Attributes:
         server: Index of the server.
-        way: What buffers travel through: `shared_memory`, `unix` or `tcp`.
-        taken_over: Called with (server that is gone, server that took over, seconds that took),
-            where two hold the same (`chained`).
+        way: The medium of buffers: `shared_memory`, `unix` or `tcp`.
+        taken_over: Called with (dead server, server that took over, seconds that this took), if two
+            servers hold the same (`chained`).
     """
 
     taken_over: Callable[[int, int, float], None]
@@ -41,11 +41,11 @@ class Link:
     def begin(
         self, size_bytes: int, meta: Mapping[str, Any], most_bytes: int | None = None
     ) -> None:
-        """Ask for a session in which `size_bytes` travel each way; `opened` must follow.
+        """Ask for a session with `size_bytes` each way; `opened` must follow.
 
         Args:
-            most_bytes: Pushes and answers vary in size and are at most this large; they go through
-                the stream. None: all are of one size.
+            most_bytes: Pushes and answers vary in size and are at most this large; they use the
+                stream. None: all have one size.
         """
         self._drop_memory()
         self._size_bytes, self._in_session, self._refusal = size_bytes, True, None
@@ -57,7 +57,7 @@ class Link:
         """Wait until the session is open; return the server's answer.
 
         Args:
-            answer: Given where it has come already.
+            answer: The answer, if it has arrived already.
 
         Raises:
             LinkError: The server refused, or is gone.
@@ -78,10 +78,10 @@ class Link:
         connection.send(self._sock, Message(kind, {}, data.size), (data,), self.name)
 
     def push(self, kind: str, meta: Mapping[str, Any], parts: Sequence[Bytes]) -> None:
-        """Send the parts, one behind the other, into this worker's mailbox.
+        """Send the parts, in sequence, into this worker's mailbox.
 
         Raises:
-            LinkError: They are not as large as was agreed, or the server is gone.
+            LinkError: They do not have the agreed size, or the server is gone.
         """
         message = Message(kind, meta, connection.size_of(parts))
         if self._most_bytes is None or kind == "init":
@@ -99,7 +99,7 @@ class Link:
         """Wait for the server's next message; `read` or `read_bytes` takes its payload.
 
         Raises:
-            LinkError: The server is gone, or has failed and says why.
+            LinkError: The server is gone, or has failed with a reason.
         """
         if self._refusal is None:
             message = connection.receive(self._sock, self.name)
@@ -111,7 +111,7 @@ class Link:
         raise LinkError(f"{self.name} refused: {text}", felt=felt, code="WB-RUN-026")
 
     def read(self, message: Message, parts: Sequence[Bytes]) -> None:
-        """Copy what the server sent into the parts.
+        """Copy the server's payload into the parts.
 
         Raises:
             LinkError: It is not as large as the parts, or the server is gone.
@@ -126,7 +126,7 @@ class Link:
         connection.copy_out(self._board.data, parts)
 
     def take(self, where: Callable[[Message], Sequence[Bytes]]) -> Message:
-        """Wait for the server's next message and copy what it sends to where that goes.
+        """Wait for the server's next message and copy its payload into the parts for it.
 
         Args:
             where: Returns the parts that an answer fills.
@@ -151,24 +151,24 @@ class Link:
         self.send(kind, meta)
 
     def expect(self) -> None:
-        """Wait for what another worker brings about; nothing needs to be said for it."""
+        """Wait for the effect of another worker; no message needs to be sent for it."""
 
     def cut(self, server: int) -> None:
-        """Let a wait for this server end: it is gone; from any thread."""
+        """End a wait for this server, because it is gone; from any thread."""
         if server == self.server:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
 
     def settled(self) -> None:
-        """All servers go on from one step: where two hold the same, either may answer."""
+        """Note that all servers continue from one step: any server of a part may answer."""
 
     def break_off(self) -> None:
-        """Let any wait end, whoever is there; from any thread."""
+        """End any wait; from any thread."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def release(self, message: Message) -> None:
-        """Let the server change what it sent with this message."""
+        """Allow the server to change what it sent with this message."""
         if message.meta.get("held"):
             self.send("release")
 
@@ -176,7 +176,7 @@ class Link:
         """Return a payload that was sent on the stream.
 
         Raises:
-            LinkError: The server is gone, or announced more than there is memory for.
+            LinkError: The server is gone, or announced more than fits the memory.
         """
         payload = connection.room_for(message, self.name)
         connection.receive_into(self._sock, [payload], self.name)
@@ -208,7 +208,7 @@ def connect(store: Store, servers: int, rank: int, key: bytes, way: str = "auto"
     """Connect this worker to all servers of its run.
 
     Raises:
-        LinkError: A server did not come up or does not know the key.
+        LinkError: A server did not start or does not know the key.
     """
     links: list[Link] = []
     try:
@@ -227,10 +227,10 @@ def dial_server(
     """Connect to one server.
 
     Args:
-        of_copy: The part of which it holds a copy, where that is what the link is for.
+        of_copy: The part of which it holds a copy, if the link is for that.
 
     Raises:
-        LinkError: It did not come up or does not know the key.
+        LinkError: It did not start or does not know the key.
     """
     about = look_up(store, server) if of_copy is None else look_up(store, of_copy, "copy")
     peer = f"server s{server}"

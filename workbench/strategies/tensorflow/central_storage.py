@@ -1,17 +1,17 @@
-"""Central storage: parameters lie on one device, replicas on all devices compute.
+"""Central storage: parameters are on one device; replicas on all devices compute.
 
-Nothing is kept twice. Each replica reads the parameters anew in every step and sends its gradients
-to where they lie; there they are added up, and the optimizer runs once:
+Nothing is kept twice. In every step each replica reads the parameters again and sends its gradients
+to the device that holds them. There the gradients are added up, and the optimizer runs once:
 
     device 0:  forward, backward --+                             +--> read by device 0
     device 1:  forward, backward --+--> sum --> update --> v ----+--> read by device 1
     device 2:  forward, backward --+       (on one device)       +--> read by device 2
 
-The step waits for the slowest device, as in `mirrored`. Less memory is spent on parameters and
-optimizer; in exchange the one device carries all the traffic.
+The step waits for the slowest device, as in `mirrored`. Less memory is used for parameters and
+optimizer; in exchange one device carries all the traffic.
 
-Under Keras a mean is kept of what replicas write in the step (BatchNorm's statistics), and the
-seeds of Dropout are replica 0's: see `keras/patches.py`.
+If replicas write to a variable in the step (BatchNorm's statistics), Keras keeps the mean. All
+replicas use the Dropout seeds of replica 0: see `keras/patches.py`.
 
 Sources: tf.distribute.experimental.CentralStorageStrategy,
 https://www.tensorflow.org/guide/distributed_training#centralstoragestrategy; Li et al., Scaling
@@ -36,7 +36,7 @@ def naive_step(
     """Take one step on a batch: x (B, ...), of which each device takes B/n. Return the mean loss.
 
     The devices compute one after the other here, each with the same model, whose variables and
-    optimizer lie on one of them. TensorFlow's strategy has a thread for each device.
+    optimizer are on one of them. TensorFlow's strategy has a thread for each device.
     """
     losses, gradients = [], []
     shares = zip(tf.split(x, len(devices)), tf.split(y, len(devices)), strict=True)
@@ -63,6 +63,6 @@ class CentralStorage(Replicated):
 
     @contextlib.contextmanager
     def around_cell(self) -> Iterator[dict[str, Any]]:
-        """As all strategies, with Keras repaired for variables that all replicas write to."""
+        """Do what all strategies do, with Keras repaired for variables that replicas write to."""
         with super().around_cell() as names, central_storage():
             yield names

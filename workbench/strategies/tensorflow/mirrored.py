@@ -1,22 +1,23 @@
 """Mirrored: one engine holds a replica on each of its devices.
 
-Every replica holds all parameters and takes a share of each batch. Its gradients are added up with
-the others' before each keeps its own copy up to date, so the copies stay equal:
+Every replica holds all parameters and computes a share of each batch. Its gradients are added to
+those of the others, then each replica updates its own copy, so the copies stay equal:
 
     device 0:  forward, backward --+                     +-> update
     device 1:  forward, backward --+-- all-reduce (sum) -+-> update
     device 2:  forward, backward --+                     +-> update
 
-What Keras layers keep without learning it (BatchNorm's moving statistics) is averaged over the
-replicas at the end of each step; each replica normalises over its own share of the batch.
+Keras layers also keep values that are not learnt from gradients (BatchNorm's moving statistics).
+These are averaged over the replicas at the end of each step. Each replica normalises over its own
+share of the batch.
 
-Embeddings are those of plain TensorFlow: Adam, RMSprop and Adagrad square the rows of the gradient
-as they are listed. A batch's rows are listed alike whatever the number of replicas; a row that
-every replica looks up for itself (a position: `Embedding(arange)`) is listed once per replica, so
-there the steps of these optimizers differ from one device. With SGD they are equal.
+Embeddings behave as in plain TensorFlow: Adam, RMSprop and Adagrad square the rows of the gradient
+as they are listed. The rows of a batch are listed in the same way for any number of replicas. But a
+row that every replica looks up itself (a position: `Embedding(arange)`) is listed once per replica.
+For such rows the steps of these optimizers differ from one device. With SGD they are equal.
 
 The step waits for the slowest device. The sum is a mean over the batch because each replica's loss
-is divided by the number of replicas (Keras does so by itself).
+is divided by the number of replicas (Keras does so automatically).
 
 Sources: tf.distribute.MirroredStrategy, https://www.tensorflow.org/guide/distributed_training;
 Abadi et al., TensorFlow: A system for large-scale machine learning, OSDI 2016, section 4.4.

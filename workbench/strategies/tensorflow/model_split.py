@@ -1,8 +1,8 @@
-"""Model parallelism without a pipeline: the layers of one model lie on several devices.
+"""Model parallelism without a pipeline: the layers of one model are on several devices.
 
-Each device holds the parameters and the optimizer state of its own layers only, so the model may be
-larger than the memory of one device. The whole batch goes through the chain at once, therefore the
-stages are sequential: while one computes, all others stand idle. This saves memory, never time.
+Each device holds only the parameters and the optimizer state of its own layers, so the model may be
+larger than the memory of one device. The whole batch goes through the chain at once, so the stages
+are sequential: while one computes, all others are idle. This saves memory, never time.
 
     device 0:  x -> stage 0 --activations-->                    <--gradients-- stage 0  -> update
     device 1:       . . . . stage 1 --activations--> <--gradients-- stage 1   . . . . . -> update
@@ -11,10 +11,10 @@ stages are sequential: while one computes, all others stand idle. This saves mem
 With p equal stages each is busy 1/p of the time; the rest is its bubble. A pipeline (PyTorch's
 `model_split`) fills it with microbatches.
 
-Nothing is summed in another order than on one device, so the result is that of one device.
+Sums are computed in the same order as on one device, so the result is that of one device.
 
-Where to cut: `split_at` names the layers that begin a stage, else parameters are balanced
-(`Chain` below). How layers get to their device, and when they are busy: `parts/stages.py`.
+Where to cut: `split_at` names the layers that begin a stage; without it, parameters are balanced
+(`Chain` below). `parts/stages.py` moves layers to their device and measures when they are busy.
 
 Sources: Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, section 3 (model
 parallelism); tf.device, https://www.tensorflow.org/guide/gpu#manual_device_placement.
@@ -106,14 +106,14 @@ def cut(model: Any, stages: int, split_at: str = "") -> Chain:
         split_at: Layers that begin a stage, by name or number; empty: parameters are balanced.
 
     Raises:
-        FitError: The model cannot be cut, or not so.
+        FitError: The model cannot be cut, or not in this way.
     """
     if not isinstance(model, (keras.Sequential, keras.src.models.Functional)):
         raise FitError(
-            "Only models whose layers are known can be split.",
+            "Only models with known layers can be split.",
             seen=type(model).__name__,
             allowed="keras.Sequential, or a functional keras.Model(inputs, outputs)",
-            next_step="write the model so, or train it under mirrored",
+            next_step="write the model in this form, or train it under mirrored",
             code="WB-FIT-075",
         )
     layers = [one for one in model.layers if not isinstance(one, keras.layers.InputLayer)]
@@ -134,7 +134,7 @@ def given_bounds(layers: Sequence[Any], stages: int, split_at: str) -> list[int]
     """Return the bounds that `split_at` names.
 
     Raises:
-        FitError: A layer does not exist, or their number does not fit.
+        FitError: A layer does not exist, or the number of layers does not fit.
     """
     names = [layer.name for layer in layers]
     starts = []
@@ -142,18 +142,18 @@ def given_bounds(layers: Sequence[Any], stages: int, split_at: str) -> list[int]
         number = int(word) if word.isdigit() else names.index(word) if word in names else -1
         if not 0 < number < len(layers):
             raise FitError(
-                "A stage cannot begin there.",
+                "split_at names no layer at which a stage can begin.",
                 seen=f"split_at={word}",
                 allowed=", ".join(f"{i} or {name}" for i, name in enumerate(names) if i),
-                next_step="name layers of the model, but the first",
+                next_step="name layers of the model, except the first",
                 code="WB-FIT-077",
             )
         starts.append(number)
     if starts != sorted(set(starts)):
         raise FitError(
-            "The layers that begin a stage must be in the model's order, each once.",
+            "split_at must name layers in the model's order, each once.",
             seen=f"split_at={split_at}",
-            next_step=f"-o split_at={','.join(map(str, sorted(set(starts))))}",
+            next_step=f"use -o split_at={','.join(map(str, sorted(set(starts))))}",
             code="WB-FIT-078",
         )
     if len(starts) + 1 != stages:
@@ -170,8 +170,8 @@ def given_bounds(layers: Sequence[Any], stages: int, split_at: str) -> list[int]
 def balance(costs: Sequence[int], stages: int) -> list[int]:
     """Return bounds of `stages` runs of layers, none empty, whose largest sum is the least.
 
-    Of equal ones the one with the smallest squares is taken, so that layers without parameters do
-    not decide.
+    If several are equal, the one with the smallest squares is taken, so that layers without
+    parameters do not decide.
     """
     total = [0, *accumulate(costs)]
     # best[end]: (largest sum, sum of squares, bounds) of the layers before `end`
@@ -207,7 +207,7 @@ class _SplitExtended(one_device_strategy.OneDeviceExtended):  # type: ignore[mis
 
 
 class Placement:
-    """Places the layers of the models that are trained while this is entered.
+    """Places the layers of the models that are trained inside this context.
 
     Args:
         devices: One per stage.
@@ -215,7 +215,7 @@ class Placement:
         stages: Marks what enters a stage.
 
     Attributes:
-        model: The model that is about to be trained, where that is known.
+        model: The model that will be trained next, if that is known.
     """
 
     def __init__(self, devices: Sequence[str], cut: Callable[[Any], Chain], stages: Stages) -> None:
@@ -273,7 +273,7 @@ class Placement:
         return build
 
     def place(self, model: Any, args: tuple[Any, ...]) -> None:
-        """Move a model's weights to their devices, once; build it first where need be."""
+        """Move a model's weights to their devices, once; build the model first if necessary."""
         if model in self._placed or (self.model is not None and model is not self.model):
             return
         with tf.init_scope():
@@ -306,7 +306,7 @@ def move(variable: Any, device: str) -> None:
 
 
 def _plain(value: Any, like: Any) -> Any:
-    """Return a variable of TensorFlow's own, made past the strategy's creators."""
+    """Return a variable of TensorFlow's own, without the strategy's variable creators."""
     resource = importlib.import_module("tensorflow.python.ops.resource_variable_ops")
     return resource.ResourceVariable(
         value, trainable=like.trainable, dtype=like.dtype, shape=like.shape
@@ -341,7 +341,7 @@ class ModelSplit(Replicated):
 
     @property
     def shard(self) -> tuple[int, int]:
-        """The whole batch goes through all stages."""
+        """Send the whole batch through all stages."""
         return 0, 1
 
     def build(self) -> tf.distribute.Strategy:
@@ -350,11 +350,11 @@ class ModelSplit(Replicated):
 
     @contextlib.contextmanager
     def around_cell(self) -> Iterator[dict[str, Any]]:
-        """As the others, and the layers of the model that is trained are placed."""
+        """Do what all strategies do, and place the layers of the model that is trained."""
         self.stages = Stages(self.devices, self.context.faults.replicas)
         self.placement = Placement(self.devices, self._cut, self.stages)
         with super().around_cell() as names, self.placement:
-            columns = {"sent_bytes": "what crosses the devices is not counted"}
+            columns = {"sent_bytes": "transfers between the devices are not counted"}
             self.context.emit(events.Unmeasured(columns=columns))
             yield names
 
@@ -363,7 +363,7 @@ class ModelSplit(Replicated):
         return StageMarks(self.distribution, self.stages)
 
     def _cut(self, model: Any) -> Chain:
-        """Decide where to cut, and say so."""
+        """Decide where to cut, and report it in a note."""
         if self._model is None:
             self._model = model
         chain = cut(model, len(self.devices), self.options["split_at"] or "")
@@ -374,7 +374,7 @@ class ModelSplit(Replicated):
         self.context.emit(
             events.Noted(
                 rank=0,
-                text=f"{len(rows)} stages, one after the other: each stands idle {ideal:.0%} of "
+                text=f"{len(rows)} stages, one after the other: each is idle {ideal:.0%} of "
                 f"the time if they are equal. This saves memory, not time.\n{table_text(rows)}",
             )
         )
@@ -386,9 +386,9 @@ class ModelSplit(Replicated):
             self.placement.model = model
         if getattr(model, "jit_compile", False):
             raise FitError(
-                "XLA compiles a model for one device, so it cannot be split over several.",
+                "jit_compile must be off: XLA compiles a model for one device, not for several.",
                 seen="jit_compile=True",
-                next_step="model.compile(..., jit_compile=False)",
+                next_step="use model.compile(..., jit_compile=False)",
                 code="WB-FIT-093",
             )
 
@@ -404,7 +404,7 @@ class ModelSplit(Replicated):
         losses: list[float],
         spent_s: float,
     ) -> tuple[StepResult, ...]:
-        """Return a result per stage: all see the whole batch, the last one its loss."""
+        """Return a result per stage: all get the whole batch's samples, the last one its loss."""
         stages = len(self.devices)
         measured = measured or [StepResult(0, NAN, NAN)] * stages
         every = zip(measured, [NAN] * (stages - 1) + losses, strict=True)
@@ -414,6 +414,6 @@ class ModelSplit(Replicated):
         )
 
     def close(self) -> None:
-        """Let go of the user's model; its layers stay where they are."""
+        """Release the user's model; its layers stay where they are."""
         super().close()
         self.placement = None

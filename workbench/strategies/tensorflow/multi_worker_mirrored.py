@@ -1,7 +1,7 @@
 """Multi-worker mirrored: one engine per worker, each with a full copy of the parameters.
 
-Every worker takes its share of each batch. The gradients travel from engine to engine in a ring and
-are added up on the way, so all workers apply the same sum and stay equal to the last bit:
+Every worker computes its share of each batch. The gradients are sent from engine to engine in a
+ring and added up on the way. So all workers apply the same sum and stay equal to the last bit:
 
     worker 0:  forward, backward --+                     +-> update
                                    |    <- ring / NCCL -> |
@@ -9,23 +9,24 @@ are added up on the way, so all workers apply the same sum and stay equal to the
                                    |                      |
     worker 2:  forward, backward --+                     +-> update
 
-Workers find each other by the addresses in TF_CONFIG, which is set for the time of the run:
+Workers find each other by the addresses in TF_CONFIG, which is set for the duration of the run:
 
     TF_CONFIG = {"cluster": {"worker": [address of 0, of 1, of 2]}, "task": {"index": rank}}
 
-What Keras layers keep without learning it (BatchNorm's moving statistics) is averaged over the
-workers at the end of each step, so saved models are equal too; each worker normalises over its own
-share of the batch. Under Keras all workers may name the same file: models and weights are written
-whole by each; CSVLogger, TensorBoard and BackupAndRestore write on rank 0 alone. What else a cell
-writes needs a path for each rank, or `if rank == 0:`.
+Keras layers also keep values that are not learnt from gradients (BatchNorm's moving statistics).
+These are averaged over the workers at the end of each step, so saved models are equal too. Each
+worker normalises over its own share of the batch. Under Keras all workers may use the same file
+name: each worker writes models and weights completely; CSVLogger, TensorBoard and BackupAndRestore
+write on rank 0 only. For other files that a cell writes, use a path for each rank, or
+`if rank == 0:`.
 
-All must be there before TensorFlow is told of them: it would wait forever for a missing one, with
-every thread of its process. What is stuck later ends after `timeout_s`.
+All workers must be there before TensorFlow learns of them, because it would wait forever for a
+missing one, with every thread of its process. A collective that hangs later ends after `timeout_s`.
 
-Every worker opens a gRPC server for the run. It listens on every interface, also where it was told
-127.0.0.1; after the run nobody can connect any more. The engines forget TensorFlow's tensors and
-variables of earlier cells, because joining a cluster does that; those of NumPy stay, and the model
-that was trained.
+Every worker opens a gRPC server for the run. It listens on every interface, even if it was given
+127.0.0.1; after the run nobody can connect any more. The engines lose TensorFlow's tensors and
+variables of earlier cells, because joining a cluster deletes them; NumPy arrays stay, and so does
+the model that was trained.
 
 Sources: tf.distribute.MultiWorkerMirroredStrategy,
 https://www.tensorflow.org/tutorials/distribute/multi_worker_with_keras; Patarasuk and Yuan,
@@ -54,7 +55,7 @@ from .keras.replicated import Replicated
 from .parts.models import Homecoming, owner
 
 LEAVE_S = 10.0
-"""How long a worker that is done keeps answering the others."""
+"""How long a worker that has finished keeps answering the others."""
 
 COMMUNICATION = tf.distribute.experimental.CommunicationImplementation
 
@@ -81,7 +82,7 @@ class MultiWorkerMirrored(Replicated):
 
     @contextlib.contextmanager
     def around_cell(self) -> Iterator[dict[str, Any]]:
-        """Join the other workers, let the cell run in the strategy's scope, take the model home."""
+        """Join the other workers, run the cell in the strategy's scope, keep the model."""
         before = listening()
         with self._tf_config():
             try:
@@ -101,10 +102,10 @@ class MultiWorkerMirrored(Replicated):
 
     @contextlib.contextmanager
     def _tf_config(self) -> Iterator[None]:
-        """Set TF_CONFIG as soon as all workers have said where they are.
+        """Set TF_CONFIG as soon as all workers have sent their addresses.
 
         Raises:
-            ClusterError: A worker did not come.
+            ClusterError: A worker did not answer.
         """
         if self.world_size == 1:
             yield
@@ -120,7 +121,7 @@ class MultiWorkerMirrored(Replicated):
             os.environ.pop("TF_CONFIG", None)
 
     def _begin_anew(self) -> None:
-        """Leave TensorFlow as if it had just been imported: only then can a cluster be joined."""
+        """Reset TensorFlow as if it had just been imported: only then can it join a cluster."""
         spec = self.context.spec
         if self.world_size == 1:
             return
@@ -136,10 +137,10 @@ class MultiWorkerMirrored(Replicated):
             self.context.emit(events.Noted(rank=0, text=text))
 
     def _leave(self, before: set[tuple[int, str]]) -> None:
-        """Bring the model home, then forget the cluster.
+        """Copy the model into this engine, then leave the cluster.
 
         Args:
-            before: Sockets that are none of the run's.
+            before: Sockets that do not belong to the run.
         """
         if self.world_size == 1:
             return
@@ -161,7 +162,7 @@ class MultiWorkerMirrored(Replicated):
     def _let_others_finish(self) -> None:
         """Wait for the others, who may still be fetching what this worker has sent.
 
-        After a failure nobody is waited for: those who wait for this worker are to learn of it.
+        After a failure do not wait, so that the others notice that this worker has ended.
         """
         if not self.context.failed:
             self.context.post("left")

@@ -1,8 +1,8 @@
-"""One device: the textbook's training loop, the yardstick of every other strategy.
+"""One device: the textbook's training loop, the baseline of every other strategy.
 
     batch -> forward -> loss -> backward -> optimizer -> next batch
 
-Nothing is communicated, so nobody waits: sync wait is 0 and no bytes are sent.
+Nothing is communicated and there is nothing to wait for: sync wait is 0 and no bytes are sent.
 
 Sources: tf.distribute.OneDeviceStrategy,
 https://www.tensorflow.org/guide/distributed_training#other_strategies; Robbins and Monro, A

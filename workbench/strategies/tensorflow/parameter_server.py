@@ -1,8 +1,8 @@
 """Asynchronous data parallelism under a coordinator: servers hold the variables, workers compute.
 
-The cell runs on one engine, the coordinator. It computes nothing: it schedules closures, and any
-worker that is free takes the next one. In a closure a worker reads the variables from the servers,
-computes gradients of its own batch and has the servers apply them:
+The cell runs on one engine, the coordinator. It does not compute; it schedules closures, and any
+free worker takes the next one. In a closure a worker reads the variables from the servers, computes
+the gradients of its own batch, and the servers apply them:
 
     coordinator:  schedule(step) schedule(step) schedule(step) ...
                        |               |              |
@@ -11,25 +11,25 @@ computes gradients of its own batch and has the servers apply them:
                        |              |                            |
     server s0:    w3 . . . . . . w4 = w3 - lr g(w3) . . . w6 = w5 - lr g(w4)
 
-Nobody waits for anybody, so there is no sync wait; the price is staleness: how many other pushes
-came between a worker's pull and its own push. Its mean is n - 1 over n equally busy workers. A slow
-worker takes fewer closures: each row of the history belongs to the worker that ran the closure. A
-push consumes batch/n samples.
+No worker waits for another, so there is no sync wait. The price is staleness: the number of other
+pushes between a worker's pull and its own push. Its mean is n - 1 over n equally busy workers. A
+slow worker takes fewer closures: each row of the history belongs to the worker that ran the
+closure. A push uses batch/n samples.
 
-A worker's death is survived: its closure is run again elsewhere, so closures run at least once. A
-server's death ends the run, as its variables are gone: with `--checkpoint` a fresh one takes its
-place, and the run goes on from the last checkpoint.
+The run continues when a worker dies: its closure runs again on another worker, so a closure runs at
+least once. When a server dies, the run ends, because the server's variables are lost. With
+`--checkpoint` a new server replaces it, and the run continues from the last checkpoint.
 
     servers=2               variables are placed on two servers, in turn
     partitioner=fixed:2     each variable is cut in two along its first dimension
     partitioner=min_size:N  it is cut into parts of at least N bytes
 
-A partitioned variable has no single value, which Keras 3 needs: partitioners are for loops that
-make `tf.Variable`s themselves.
+A partitioned variable has no single value, which Keras 3 needs. So partitioners are for loops that
+make their own `tf.Variable`s.
 
-Every task opens a gRPC server for the run. It listens on every interface, also where it was told
-127.0.0.1; after the run nobody can connect any more. The coordinator forgets TensorFlow's tensors
-and variables of earlier cells, because connecting to a cluster does that; those of NumPy stay.
+Every task opens a gRPC server for the run. It listens on every interface, even if it was given
+127.0.0.1; after the run nobody can connect any more. The coordinator loses TensorFlow's tensors and
+variables of earlier cells, because connecting to a cluster deletes them; NumPy arrays stay.
 
 Sources: tf.distribute.ParameterServerStrategy,
 https://www.tensorflow.org/tutorials/distribute/parameter_server_training; Li et al., Scaling
@@ -110,14 +110,14 @@ class ParameterServer(Strategy):
     # -- on a worker, on a server ------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Be a worker or a server of TensorFlow's until the run is over."""
+        """Act as one of TensorFlow's workers or servers until the run is over."""
         serve(self.context)
 
     # -- on the coordinator ------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def around_cell(self) -> Iterator[dict[str, Any]]:
-        """Connect the cluster, let the cell run in the strategy's scope, take everything home."""
+        """Connect the cluster, run the cell in the strategy's scope, copy the results back."""
         context, before = self.context, listening()
         environ = {name: os.environ.get(name) for name in SET_BY_TENSORFLOW}
         try:
@@ -167,10 +167,10 @@ class ParameterServer(Strategy):
         return self.context.entry.helpers(self.options, self.world_size)
 
     def _disconnect(self, before: set[tuple[int, str]]) -> None:
-        """Bring the models home, then leave TensorFlow as if it had just been imported.
+        """Copy the models into this engine, then reset TensorFlow as if just imported.
 
         Args:
-            before: Sockets that are none of the run's.
+            before: Sockets that do not belong to the run.
         """
         home = Homecoming()
         try:
@@ -198,13 +198,13 @@ class ParameterServer(Strategy):
     # -- wb.fit ------------------------------------------------------------------------------------
 
     def shard_source(self, source: Any) -> Any:
-        """Keep a sample of the data: a model may get its weights' shapes from it."""
+        """Keep a sample of the data, from which a model may get its weights' shapes."""
         self._sample = source.peek()
         return source
 
     @property
     def eval_shard(self) -> tuple[int, int]:
-        """Whole batches: the workers take one each."""
+        """Keep batches whole; each worker takes one at a time."""
         return 0, 1
 
     def prepare(self, job: Job) -> None:
@@ -219,19 +219,19 @@ class ParameterServer(Strategy):
         self._carried = Coordinated(self.closures, trainer, self.world_size)
 
     def run_loop(self, training: Any) -> StepResult | None:
-        """Take all steps: closures have no order in which they could be taken one by one."""
+        """Take all steps at once, because closures have no order."""
         return self._working.run_loop(training)
 
     def step(self, share: Share) -> StepResult:
         """Refuse: see `run_loop`."""
-        raise FitError("Steps of a parameter server are taken by its workers.", code="WB-FIT-096")
+        raise FitError("A parameter server's steps are taken by its workers.", code="WB-FIT-096")
 
     def evaluate(self, shares: Iterable[Share]) -> dict[str, float]:
         """Return loss and metrics over an evaluation set."""
         return self._working.evaluate(shares)
 
     def finish(self) -> None:
-        """Let `model.fit` and own loops go on."""
+        """Let `model.fit` and the user's own loops continue."""
         self._carried = None
 
     @property
@@ -250,10 +250,10 @@ class ParameterServer(Strategy):
         return state_of(self._model, self._optimizer)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from what `state` returned."""
         restore(self._model, self._optimizer, state)
 
     def close(self) -> None:
-        """Let go of the user's model."""
+        """Release the user's model."""
         self._model = self._optimizer = None
         self._final = {}

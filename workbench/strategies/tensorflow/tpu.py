@@ -5,16 +5,17 @@
     ...                          |                      |
     core 7:  forward, backward --+                      +-> update
 
-The step is compiled as a whole for the TPU (XLA), which runs no Python: nothing inside a step can
-be marked or slowed down, so waits and compute of a core are unknown. Steps, samples and losses are
-not.
+The step is compiled as a whole for the TPU (XLA), which runs no Python. So no marks and no delays
+can be placed inside a step, and the waits and compute times of a core are unknown. Steps, samples
+and losses are known.
 
-An address is asked for a sign of life before TensorFlow may connect to it: TensorFlow itself waits
-for minutes where nobody answers.
+Before TensorFlow connects to an address, Workbench checks that a server answers there: TensorFlow
+itself waits for minutes at an address without one.
 
 Sources: tf.distribute.TPUStrategy, https://www.tensorflow.org/guide/tpu; Jouppi et al.,
 In-Datacenter Performance Analysis of a Tensor Processing Unit, ISCA 2017.
 
+A TPU is looked for by signs that can be read without any connection.
 Where a TPU may be is told by signs that can be read without asking anybody.
 
 Source: tf.distribute.cluster_resolver.TPUClusterResolver; https://cloud.google.com/tpu/docs.
@@ -38,7 +39,7 @@ from .keras.replicated import Replicated
 
 ANSWER_S = 1.5
 METADATA = ("169.254.169.254", 80)
-"""Google Cloud's metadata service: what knows a TPU by its name."""
+"""Google Cloud's metadata service, which knows TPUs by their names."""
 HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """What a gRPC client says first: the preface and empty SETTINGS (RFC 9113, section 3.4)."""
 SETTINGS = 4
@@ -52,12 +53,12 @@ class Tpu(Replicated):
 
         Raises:
             PlanError: There is no TPU.
-            ClusterError: Nobody answers where it should be.
-            FitError: It has another number of cores than there are replicas.
+            ClusterError: No server answers at the address given.
+            FitError: The number of cores is not the number of replicas.
         """
         if self.context.faults.active:
             raise FitError(
-                "Delays cannot be injected into a TPU: it runs no Python within a step.",
+                "Delays cannot be injected into a TPU, because it runs no Python within a step.",
                 seen=", ".join(fault.text for fault in self.context.spec.faults),
                 next_step="leave --inject out, or use mirrored",
                 code="WB-FIT-098",
@@ -66,7 +67,7 @@ class Tpu(Replicated):
         cores = accelerator.count("TPU")
         if cores != len(self.devices):
             raise FitError(
-                "The TPU has another number of cores.",
+                "The number of workers must be the TPU's number of cores.",
                 seen=f"{len(self.devices)} replicas, {cores} cores",
                 next_step=f"use -n {cores}",
                 code="WB-FIT-099",
@@ -75,11 +76,11 @@ class Tpu(Replicated):
 
 
 def connect(signs: Signs) -> Any:
-    """Initialise the TPU that the signs speak of; return its resolver.
+    """Initialise the TPU that the signs point to; return its resolver.
 
     Raises:
         PlanError: There is no sign of one, or TensorFlow finds none there.
-        ClusterError: Nobody answers where it should be.
+        ClusterError: No server answers at the address given.
     """
     if not signs.name and not signs.devices:
         raise missing(signs)
@@ -109,11 +110,11 @@ def check_answers(host: str, port: int) -> None:
     except OSError as error:
         raise _silent(f"{host}:{port}", f"{type(error).__name__}: {error}") from None
     if len(head) < 4 or head[3] != SETTINGS:
-        raise _silent(f"{host}:{port}", "it speaks no gRPC")
+        raise _silent(f"{host}:{port}", "the server there does not speak gRPC")
 
 
 def check_named(name: str) -> None:
-    """Raise ClusterError unless somebody is there who knows TPUs by their names."""
+    """Raise ClusterError unless the service that knows TPUs by name can be reached."""
     try:
         socket.create_connection(METADATA, ANSWER_S).close()
     except OSError as error:
@@ -141,7 +142,7 @@ class Signs:
     """What was found.
 
     Attributes:
-        name: Value of the variable in `variable`; empty where none is set.
+        name: Value of the variable in `variable`; empty if none is set.
         devices: Device files.
     """
 
@@ -151,7 +152,7 @@ class Signs:
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """Host and port that the name gives; None where it is the name of a machine."""
+        """Host and port that the name gives; None if it is a machine's name."""
         text = self.name.rpartition("://")[2]
         host, _, port = text.rpartition(":")
         return (host, int(port)) if host and port.isdigit() else None
@@ -165,7 +166,7 @@ def look(environ: Mapping[str, str] = os.environ, folder: Path = Path("/dev")) -
 
 
 def missing(signs: Signs, more: str = "") -> PlanError:
-    """Return the error that says what was looked for."""
+    """Return the error that names what was looked for."""
     if signs.name:
         looked = [f"{signs.variable}={signs.name}"]
     else:
@@ -181,7 +182,7 @@ def missing(signs: Signs, more: str = "") -> PlanError:
 
 
 def check(options: Mapping[str, Any], workers: int, batch_size: int | None) -> None:
-    """Raise PlanError where there is no sign of a TPU."""
+    """Raise PlanError if there is no sign of a TPU."""
     signs = look()
     if not signs.name and not signs.devices:
         raise missing(signs)

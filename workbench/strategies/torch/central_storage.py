@@ -1,4 +1,4 @@
-"""Central storage: the variables and the optimizer live on one host, workers only compute.
+"""Central storage: parameters and optimizer are on one server; workers only compute gradients.
 
 Source: Abadi et al., TensorFlow: A System for Large-Scale Machine Learning, OSDI 2016, section 4.4
 (synchronous replication); TensorFlow's CentralStorageStrategy does the same within one process.
@@ -9,25 +9,26 @@ Source: Abadi et al., TensorFlow: A System for Large-Scale Machine Learning, OSD
                                                            |                         |
     server:                             g = g0 + g1 + g2 <-+  clip, optimizer: w' ---+
 
-The loss of worker r is weighted by samples_r / samples, so the sum of the gradients is that of the
-whole batch, also where shares are unequal. The server adds them up in the order of the ranks, each
-as soon as it can: two runs with the same seed agree to the last bit. Clipping looks at the sum, so
-it happens there, and so does the optimizer's step; its state exists once. Learning rate, momentum
-and the rest follow the user's optimizer and scheduler on worker 0.
+The loss of worker r is weighted by samples_r / samples. So the sum of the gradients is that of the
+whole batch, even if shares are unequal. The server adds the gradients in the order of the ranks,
+each as soon as possible: two runs with the same seed agree to the last bit. Clipping needs the sum,
+so the server clips and then takes the optimizer's step; the optimizer's state exists once. Learning
+rate, momentum and the other values follow the user's optimizer and scheduler on worker 0.
 
-Each worker sends the gradient's size and receives the parameters' size per step (of tables with
-sparse gradients only rows, `servers/rows.py`); all of it passes through the one host, which is what
-limits this strategy.
+Per step each worker sends the gradient's size and receives the parameters' size (for tables with
+sparse gradients only rows, `servers/rows.py`). All of this passes through one host, which limits
+the speed of this strategy.
 
-Sync wait of worker r: the last worker's gradient was ready so much later than its own. What the
-server then does (sum, clip, step) and the way there and back count as transfer. Between hosts,
-whose clocks differ, the server tells: the last push came so much later than worker r's.
+Sync wait of worker r: how much later the last worker's gradient was ready than its own. The
+server's work (sum, clip, step) and the way there and back count as transfer. Between hosts, whose
+clocks differ, the server measures the wait: how much later the last push arrived than worker r's.
 
-With `replicas=2` a second server holds a copy of all that: the sum of the gradients goes on to it
-before anybody is answered, and when the first server dies it takes over (`servers/copies.py`).
+With `replicas=2` a second server holds a copy of all this state. The first server passes the sum of
+the gradients to the second before it answers a worker; if the first server dies, the second takes
+over (`servers/copies.py`).
 
-MXNet's KVStore `dist_sync` is this strategy: `push(key, gradient)` of all workers, then
-`pull(key)`, with the optimizer set on the store.
+MXNet's KVStore `dist_sync` is this strategy: every worker calls `push(key, gradient)`, then
+`pull(key)`, and the optimizer is set on the store.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ clock = time.perf_counter
 def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
     """Take one step on this worker's share of the batch: x (B/n, ...). Return the share's loss.
 
-    Worker 0 is the server as well; nobody else's optimizer has any state. `CentralStorage` has a
-    process for it, links that are faster than a process group, and shares of unequal size.
+    Worker 0 is the server as well; only its optimizer has state. `CentralStorage` uses a separate
+    process as server, links that are faster than a process group, and shares of unequal size.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
     model.zero_grad()
@@ -73,7 +74,7 @@ def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -
 
 
 class Rounds(Policy):
-    """One step per round, a round being a gradient of every worker."""
+    """One step per round; a round is one gradient from every worker."""
 
     def __init__(self, holder: Holder, options: Any) -> None:
         super().__init__(holder, options)
@@ -84,7 +85,7 @@ class Rounds(Policy):
         self._added = 0
 
     def pushed(self, rank: int, meta: Meta) -> None:
-        """Add up in the order of ranks; step when all are in."""
+        """Add the gradients in the order of ranks; step when all have arrived."""
         self._arrived[rank], self._came_s[rank] = meta, clock()
         while self._added < len(self._ranks) and self._ranks[self._added] in self._arrived:
             self._add(self._ranks[self._added])
@@ -95,7 +96,7 @@ class Rounds(Policy):
             self._check_complete()
 
     def _flat(self, rank: int) -> list[Tensor]:
-        """Return what a worker has pushed; its mailbox may be younger than this."""
+        """Return what a worker has pushed; its mailbox may hold a later push."""
         if rank not in self._flats:
             self._flats[rank] = self.holder.flats(rank)
         return self._flats[rank]
@@ -127,7 +128,7 @@ class Rounds(Policy):
             holder.send(self._ranks[0], "norm", norm=norm, clip_norm=holder.clip_norm)
 
     def scaled(self, factor: float) -> None:
-        """Shorten the sum, then step."""
+        """Scale the sum by the factor, then step."""
         self._shorten(factor)
         self._step()
 
@@ -140,11 +141,11 @@ class Rounds(Policy):
 
     @property
     def prepared(self) -> bool:
-        """Whether all pushes are here of a step that all servers are to take."""
+        """Whether all pushes have arrived for a step that all servers will take."""
         return self._added == len(self._ranks)
 
     def commit(self, factor: float) -> None:
-        """Take that step; who waited for it has left."""
+        """Take that step; the worker that coordinated it has left."""
         self._shorten(factor)
         self._take()
 
@@ -174,22 +175,22 @@ class Rounds(Policy):
         return [g for piece, g in zip(pieces, gradients, strict=True) if piece.index not in absent]
 
     def left(self, rank: int) -> None:
-        """A round that cannot become complete must not be waited for."""
+        """Do not wait for a round that cannot become complete."""
         self._check_complete()
 
     def _check_complete(self) -> None:
         missing = set(self._ranks) - self.holder.training - set(self._arrived)
         if self._arrived and missing:
             left = f"worker {min(missing)} has left"
-            self.holder.fail(f"{left}, the others' step cannot become complete", left)
+            self.holder.fail(f"{left}, so the others' step cannot become complete", left)
 
 
 class CentralStorage(Served):
-    """Variables and optimizer on one host; all workers' gradients make one step."""
+    """Parameters and optimizer on one server; the gradients of all workers make one step."""
 
     def make_policy(self, holder: Holder) -> Policy:
-        """A step per round."""
+        """Return a policy of one step per round."""
         return Rounds(holder, self.options)
 
     def settle(self, result: StepResult, answer: Answer) -> None:
-        """Nothing to add: a round has no staleness."""
+        """Add nothing: a round has no staleness."""

@@ -1,4 +1,4 @@
-"""Gossip SGD: no centre and no all-reduce; each worker mixes its parameters with its neighbours'.
+"""Gossip SGD: no server and no all-reduce; each worker averages with its neighbours only.
 
 Sources: Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms? (D-PSGD),
 NIPS 2017, algorithm 1; Assran et al., Stochastic Gradient Push, ICML 2019, and Ying et al.,
@@ -10,23 +10,25 @@ Exponential Graph is Provably Efficient for Decentralized Deep Training, NeurIPS
         |     |   w_r = (w_r-1 + w_r           step t+1   0 -> 2 -> 0,  1 -> 3 -> 1  hop 2
         3 --- 2          + w_r+1) / 3                     w_r = (w_r + w_(r-hop)) / 2
 
-Each worker takes a step on its own share and then mixes. The mixing weights add up to 1 over rows
-and over columns, so the mean of all replicas moves as under averaging, while the replicas stay
-only near each other. On a ring news travels one hop per step, so the spread grows with the number
-of workers; on the exponential graph of 2^k workers every replica has met all others after k steps.
+Each worker takes a step on its own share and then mixes its parameters with its neighbours'. The
+mixing weights add up to 1 over rows and over columns. So the mean of all replicas moves as if all
+were averaged, while the replicas are only close to each other. On a ring a change travels one hop
+per step, so the spread grows with the number of workers. On the exponential graph of 2^k workers
+every replica has mixed with all others after k steps.
 
-A worker waits for its neighbours alone; a delay reaches the far side of a ring steps later. The
-messages carry the time at which their sender was ready, which gives the wait. Bytes sent: the
-parameters and floating-point buffers, twice per step on a ring (once with two workers), once per
-step on the exponential graph.
+A worker waits only for its neighbours; a delay reaches the far side of a ring some steps later.
+Each message carries the time at which its sender was ready; the wait is computed from it. Bytes
+sent: the parameters and floating-point buffers, twice per step on a ring (once with two workers),
+once per step on the exponential graph.
 
-Where a worker dies the graph is made anew for those that are there, each with its own replica: a
-step whose mixing broke off stands without it. Nobody waits for the dead, and nothing of the others
-is lost; what it had passed on to its neighbours lives on in them. Who comes takes over a replica,
-a neighbour's where that is as far as any.
+When a worker dies, the others form a new graph, and each keeps its own replica. If the death broke
+off the mixing of a step, the step counts without the mixing. Nobody waits for the dead worker, and
+the others lose nothing. What the dead worker passed on to its neighbours stays in their replicas. A
+new worker copies another worker's replica: a neighbour's, if that one has taken as many steps as
+any.
 
-Replica spread (logged as `spread`): root mean square, over all numbers, of the difference between
-a worker's replica and the neighbours' that it meets, before mixing.
+Replica spread (logged as `spread`): the root mean square, over all parameters, of the difference
+between a worker's replica and the replicas of the neighbours it mixes with, before mixing.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ RECEIVE: Any = dist.irecv
 def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
     """Take one step alone, then mix on the ring: x (B/n, ...). Return the loss of the own share.
 
-    `Gossip` sends all parameters in one message, knows a second graph, and measures the spread.
+    `Gossip` sends all parameters in one message, has a second graph, and measures the spread.
     """
     optimizer.zero_grad()
     loss = loss_fn(model(x), y)
@@ -77,7 +79,7 @@ class Gossip(ParameterAveraging):
     _acknowledged: Any = None
 
     def begin(self, model: torch.nn.Module) -> None:
-        """Make all replicas equal, and room for two neighbours' replicas."""
+        """Make all replicas equal, and allocate room for two neighbours' replicas."""
         super().begin(model)
         self._received = [[torch.empty_like(flat) for flat in self.message.flats] for _ in range(2)]
         self._same_clock = len(set(self.context.spec.hosts)) <= 1
@@ -86,7 +88,7 @@ class Gossip(ParameterAveraging):
         """Begin with rank 0's model everywhere."""
         super().prepare(job)
         if not self._same_clock:
-            why = "the workers' hosts have clocks of their own"
+            why = "the workers' hosts have different clocks"
             self.context.emit(events.Unmeasured(columns=dict.fromkeys(("sync_wait_s",), why)))
 
     def meets(self, done: int) -> bool:
@@ -94,7 +96,7 @@ class Gossip(ParameterAveraging):
         return True
 
     def meet(self) -> float:
-        """Exchange replicas with the neighbours and mix; return how long they were waited for."""
+        """Exchange replicas with the neighbours and mix; return the time spent waiting for them."""
         to, sources = neighbours(self.options["graph"], self.rank, self.world_size, self.done - 1)
         self.message.fill()
         accelerator.of(self.device).synchronize_stream()
@@ -117,8 +119,8 @@ class Gossip(ParameterAveraging):
     def _exchange(self, to: list[int], sources: list[int], ready_s: float) -> list[float]:
         """Send the replica, receive the neighbours'; return when each of them was ready.
 
-        All that two workers send each other is one operation: NCCL's begin in the order in which
-        they are given, so two that each began to receive would never come to send.
+        All messages between two workers are one operation. NCCL starts operations in the order in
+        which they are given, so two workers that both began by receiving would never send.
         """
         wire = control_wire(None, self.device)
         own = torch.tensor([ready_s], dtype=torch.float64, device=wire)
@@ -144,10 +146,10 @@ class Gossip(ParameterAveraging):
         return [float(stamp) for stamp in theirs]
 
     def _acknowledge(self, to: list[int], sources: list[int]) -> None:
-        """Wait until all has arrived that this worker sent.
+        """Wait until everything this worker sent has arrived.
 
-        Gloo cannot be broken out of waiting for what it sends (`membership.Membership`), only out
-        of waiting for what it receives. So nobody waits for a message that is still on its way.
+        Gloo's wait for a receive can be interrupted (`membership.Membership`), its wait for a send
+        cannot. So no worker waits for a message that is still on its way.
         """
         ours, theirs = torch.zeros(1), [torch.zeros(1) for _ in to]
         sent = [dist.isend(ours, rank) for rank in sources]
@@ -170,10 +172,10 @@ class Gossip(ParameterAveraging):
 
 
 def neighbours(graph: str, rank: int, workers: int, step: int) -> tuple[list[int], list[int]]:
-    """Return to whom a worker sends in a step, and from whom it receives.
+    """Return to which workers a worker sends in a step, and from which it receives.
 
-    In every step each worker sends as often as it receives, and all receive equally often, so
-    that equal weights keep the mean of the replicas.
+    In every step each worker sends as often as it receives, and all workers receive equally often.
+    So equal weights keep the mean of the replicas.
     """
     if graph == "ring":
         both = sorted({(rank - 1) % workers, (rank + 1) % workers} - {rank})

@@ -12,31 +12,33 @@ Megatron-LM, SC 2021, section 3.
                    |                     |
     share 1 -> worker 2: stage 0 --> worker 3: stage 1 -> loss
 
-Within a row microbatches flow as under `model_split`; when its pipeline has drained, each worker
-adds up gradients with the other holders of its stage, in one message. Pipeline d's gradient is that
-of the mean loss over its share, so it counts by its samples:
+Within a row microbatches flow as under `model_split`. When its pipeline has drained, each worker
+adds up gradients with the other workers that hold the same stage, in one message. The gradient of
+pipeline d is that of the mean loss over its share, so it is weighted by the share's samples:
 
     g = sum over pipelines of (samples of share d / samples of the batch) x g_d
 
-Gradients are added up by hand, outside the pipeline: DistributedDataParallel around a stage does
-not know when the last microbatch has passed.
+Gradients are added up explicitly, outside the pipeline, because DistributedDataParallel around a
+stage does not know when the last microbatch has passed.
 
-The message carries each worker's clock, so waiting and transfer are told apart; blame goes to the
-worker with the most work of its own in the step, wherever in the grid it stands. Bytes sent: the
+The message carries each worker's clock, so waiting and transfer can be told apart. The worker that
+computed longest in the step is named as the cause, wherever it is in the grid. Bytes sent: the
 pipeline's messages, and 2 (d-1)/d of the stage's gradients (a ring all-reduce over d pipelines).
-Samples are counted by the worker that holds the last stage, so that they add up.
+Only the worker with the last stage counts samples, so the numbers add up to the batch.
 
-When a worker dies (`--on-failure heal`) its pipeline stands still, and the others take its share:
-microbatches stay as large as they were, and become more. Sums of gradients are of one stage, so one
-worker may have its own where another waits in vain. So nobody updates before it knows that all can:
+When a worker dies (`--on-failure heal`), its pipeline stops and the others take over its share: the
+microbatches keep their size, and there are more of them. Gradients are summed per stage, so one
+worker may have its sum while another waits in vain. So no worker updates before it knows that all
+of them can:
 
     worker 0   sum of stage 0 --+--> in the row --+--> in the column --> optimizer
     worker 1   sum of stage 1 --+                 |
     worker 2   sum of stage 0 --+--> in the row --+--> in the column --> optimizer
     worker 3   sum of stage 1 --+
 
-Who has updated has heard, over rows and columns, of all others that they had their sums. So whoever
-was broken off there can take the step by itself, when it hears that another one did.
+A worker updates only after it has heard, over rows and columns, that all others have their sums. So
+a worker whose confirmation broke off can take the step by itself if it hears that another worker
+has taken it.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ def naive_step(
 
     Args:
         microbatches: The share, B/d samples, as m pairs of x and y: see `naive_pipeline`.
-        stages: Workers that form one of the d pipelines: ranks 0 .. stages - 1 the first one.
+        stages: The number of workers in each of the d pipelines; ranks 0 .. stages - 1 are the
+            first one.
         replicas: The process group of the d workers that hold this stage.
     """
     rank = dist.get_rank()
@@ -100,14 +103,14 @@ def naive_step(
 
 
 Stands = Literal["whole", "begun", "ready", "taken"]
-"""How far a step is: there is none; it has begun; all it needs is here; its update is made."""
+"""How far a step is: not begun; begun; everything it needs is here; the update is made."""
 
 
 class Hybrid(ModelSplit):
     """Pipelines side by side.
 
     Between steps each stage is held by as many workers as there are pipelines, so whole pipelines
-    may go and come from one step to the next.
+    may leave and join from one step to the next.
     """
 
     regroups = True
@@ -146,9 +149,9 @@ class Hybrid(ModelSplit):
         """
         if self.world_size % self.workers:
             raise FitError(
-                "The workers do not fill whole pipelines.",
+                "stages must divide the number of workers, so that they fill whole pipelines.",
                 seen=f"stages={self.workers} on {self.world_size} workers",
-                allowed="a number of workers that stages divides",
+                allowed="a number of workers that is a multiple of stages",
                 next_step=f"use -n {-(-self.world_size // self.workers) * self.workers}",
                 code="WB-FIT-114",
             )
@@ -163,11 +166,11 @@ class Hybrid(ModelSplit):
         self.replicas: Any = self.mesh.get_group("data")
 
     def _share_size(self) -> int:
-        """Return the most samples that went through a pipeline when the run began."""
+        """Return the largest number of samples per pipeline when the run began."""
         return math.ceil(self.job.batch_size / self._usual)
 
     def prepare(self, job: Job) -> None:
-        """Cut the model alike in every pipeline; begin with the first pipeline's parameters."""
+        """Cut the model in the same way in every pipeline; begin with the first one's values."""
         super().prepare(job)
         if self.pipeline is not None:
             self._begin()
@@ -183,7 +186,7 @@ class Hybrid(ModelSplit):
         self._cut = decided
 
     def _add_up(self) -> None:
-        """Be ready to add up gradients with the other holders of the stage."""
+        """Prepare to add up gradients with the other holders of the stage."""
         self.sum = SummedGradients(self._own, self.replicas, self.device)
         self.guard = Guard(self.context, group=self.replicas)
         self.guard.add(self.job.model)
@@ -217,10 +220,10 @@ class Hybrid(ModelSplit):
 
     @waits_in(ALL_REDUCE)
     def _await_all(self, *, row: bool = True) -> None:
-        """Return once all workers are here: those of the pipeline, then those of all pipelines.
+        """Return when all workers have arrived: first the pipeline's, then all pipelines'.
 
         Args:
-            row: Whether those of the pipeline have yet to meet.
+            row: Whether the workers of the pipeline have not met yet.
         """
         for group in (self.group, self.replicas) if row else (self.replicas,):
             if dist.get_world_size(group) > 1:
@@ -254,9 +257,9 @@ class Hybrid(ModelSplit):
     # -- with others -------------------------------------------------------------------------------
 
     def bound(self) -> str:
-        """Return why the pipelines must stay as many as they are; empty where they need not."""
+        """Return why the number of pipelines must not change; empty if it may."""
         if self.context.spec.backend != "gloo":
-            return "its pipelines meet on their GPUs"
+            return "its pipelines exchange gradients on their GPUs"
         if self.pipeline is None or not self.pipeline.program.scored:
             return ""
         every = self.microbatches * self._usual
@@ -268,7 +271,7 @@ class Hybrid(ModelSplit):
         )
 
     def leave_group(self) -> None:
-        """Let go of stages and links; what was trained stays."""
+        """Release stages and links; keep what was trained."""
         self.pipeline = self.sum = self.guard = None
         self.shared = SharedGradients({}, {}, 0, torch.device("cpu"), None)
         release_mesh(self.mesh)
@@ -276,7 +279,7 @@ class Hybrid(ModelSplit):
         gc.collect()  # stages and schedules know each other, and hold messages under way
 
     def enter_group(self, agreed: dict[str, Any]) -> None:
-        """Build the pipelines anew among the workers that are there now."""
+        """Build the pipelines again among the workers that are there now."""
         spec = self.context.spec
         self.rank, self.world_size = spec.rank, spec.world_size
         self._enters = True
@@ -293,7 +296,7 @@ class Hybrid(ModelSplit):
         self._stands = "whole"
 
     def _come(self, agreed: dict[str, Any]) -> Cut:
-        """Take this worker's share of a model that the others have cut."""
+        """Take this worker's part of a model that the others have cut."""
         self.microbatches = int(agreed["microbatches"])
         program = program_of(self.job, self.microbatch_of(self._sample))
         decided = cuts.cut_as(
@@ -305,14 +308,14 @@ class Hybrid(ModelSplit):
         return decided
 
     def _microbatches(self, usual: int, size: int) -> int:
-        """Return how many microbatches of a size make up a share: as many as usual, or more."""
+        """Return how many microbatches of this size make up a share: the usual number or more."""
         count = max(usual, -(-math.ceil(self.job.batch_size / self.pipelines) // size))
         if self.pipelines == self._usual:
             return usual
         return schedules.at_least(count, self.schedule, self.workers)
 
     def agreed(self) -> dict[str, Any]:
-        """Return how the model is cut, and what the latest update was clipped by."""
+        """Return how the model is cut, and the norm used to clip the latest update."""
         if self._cut is None:
             return {}
         return {
@@ -323,7 +326,7 @@ class Hybrid(ModelSplit):
 
     @property
     def ready(self) -> bool:
-        """Whether all that a step needs is here, though it failed."""
+        """Whether everything that the step needs is here, although the step failed."""
         return self._stands == "ready"
 
     def complete_step(self, agreed: dict[str, Any]) -> None:
@@ -332,13 +335,13 @@ class Hybrid(ModelSplit):
         self._stands = "whole"
 
     def completes_alone(self) -> bool:
-        """Whether the step was taken, and failed in what came after."""
+        """Whether the step was taken and a later part of the work failed."""
         taken = self._stands == "taken"
         self._stands = "whole" if taken else self._stands
         return taken
 
     def undo(self) -> None:
-        """Leave no trace of a step that nobody has taken."""
+        """Undo a step that no worker has taken."""
         if self._stands != "whole":
             self._kept.restore()
             self._stands = "whole"
@@ -350,7 +353,7 @@ class Hybrid(ModelSplit):
         return StepResult(share.samples if last else 0, loss, compute_s=NAN, has_loss=last)
 
     def member_state(self) -> dict[str, Any]:
-        """Return copies of the own stages, and of what updates them."""
+        """Return copies of the own stages and of their optimizer and scheduler."""
         if self._cut is None:
             return {}
         parts = {"optimizer": self.optimizer, "scheduler": self.scheduler}
@@ -361,7 +364,7 @@ class Hybrid(ModelSplit):
         return dict(map_batch(lambda t: t.detach().to("cpu", copy=True), state))
 
     def load_member_state(self, state: dict[str, Any]) -> None:
-        """Go on from what another holder of these stages gave."""
+        """Continue from what another holder of these stages returned."""
         self._stands = "whole"
         if self._cut is None:
             self._owed = state  # there are no stages yet
@@ -383,9 +386,9 @@ class Hybrid(ModelSplit):
             broadcast(tensors, self.device, self.replicas, source=self.place)
 
     def weights(self) -> dict[str, NDArray[np.generic]]:
-        """Return the own stages' parameters and buffers; the first pipeline's stand for all.
+        """Return the own stages' parameters and buffers; the first pipeline's represent all.
 
-        Where workers may go, any of them may have to stand for its stage.
+        If workers may leave, any worker may have to represent its stage.
         """
         stands = self.rank < self.workers or self.context.spec.heals
         return super().weights() if stands else {}
@@ -400,12 +403,12 @@ class Hybrid(ModelSplit):
 class SummedGradients:
     """Adds up a stage's gradients over the pipelines, one message per dtype.
 
-    The first message ends in a slot for each member, in which it alone puts its clock: what comes
-    back from the sum are all members' clocks. A clock is written as two numbers, the second being
-    what the first rounded away.
+    The first message ends in a slot for each member. Each member writes its clock into its own slot
+    only, so the sum contains all members' clocks. A clock is written as two numbers; the second is
+    the rounding error of the first.
 
     Args:
-        parameters: What is learnt here, the same in every member.
+        parameters: The trained parameters, the same in every member.
         group: The holders of this stage.
     """
 
@@ -429,7 +432,7 @@ class SummedGradients:
         self.sent_bytes = 2 * (self._members - 1) / self._members * size_bytes
 
     def all_reduce(self, weight: float, came_s: float) -> float:
-        """Replace gradients by their weighted sum; return when the last member came.
+        """Replace gradients by their weighted sum; return when the last member was ready.
 
         Args:
             weight: This member's factor.

@@ -11,44 +11,46 @@ al., Streaming DiLoCo with overlapping communication, 2025 (arXiv:2501.18512).
     worker 1: w1 = w1 - lr g1(w1)  ...   w1 --+-- w = mean(w_r) ----+--> w
     worker 2: (sits out this round)           +                     +--> w
 
-Communication falls to 1/H of that of `mirrored`; between averages the replicas drift apart, the
-more so the less alike their data is. With H = 1 and an optimizer that is linear in the gradient
-(SGD, with momentum) averaging parameters is averaging gradients: it equals one device. Optimizer
-state is not averaged; each worker keeps its own.
+Communication falls to 1/H of that of `mirrored`. Between averages the replicas drift apart, and
+they drift more if their data differs more. With H = 1 and an optimizer that is linear in the
+gradient (SGD, with or without momentum), averaging parameters is the same as averaging gradients:
+the result equals one device's. Optimizer state is not averaged; each worker keeps its own.
 
-DiLoCo (`outer=nesterov`): a round ends in an outer step. Its gradient is how far the workers went
-on average, its optimizer SGD with Nesterov momentum; each worker keeps where the round began (b)
-and the momentum (m), and takes the same step. The inner optimizer is the user's, AdamW in the
-paper.
+DiLoCo (`outer=nesterov`): a round ends in an outer step. The outer gradient is how far the workers
+moved on average, and the outer optimizer is SGD with Nesterov momentum. Each worker keeps the
+round's starting point (b) and the momentum (m), and takes the same outer step. The inner optimizer
+is the user's; the paper uses AdamW.
 
     round t    b --- H steps of worker r --> w_r       d = b - mean(w_r)      m = mu m + d
     round t+1  b - lr (d + mu m), on all workers       lr: outer_lr           mu: outer_momentum
 
-With `outer_lr=1` and `outer_momentum=0` that is averaging again. Momentum goes on in the direction
-that rounds have in common, while what workers went apart from each other cancels out. One worker
-alone takes outer steps, too. Buffers and frozen parameters become their mean. Within a round, the
-mean of the replicas is what is evaluated, and what a run ends with.
+With `outer_lr=1` and `outer_momentum=0` this is plain averaging. Momentum continues in the
+direction that the rounds have in common; the differences between workers cancel out. A single
+worker takes outer steps, too. Buffers and frozen parameters become their mean. Within a round, the
+mean of the replicas is evaluated. A run also ends with that mean.
 
-Fragments (`fragments=F`): the parameters in F parts of equal length, each of which meets every H
-steps in a turn of its own. As many bytes are sent in all, and 1/F of them at once.
+Fragments (`fragments=F`): the parameters are divided into F parts of equal length. Each part is
+averaged every H steps, in its own turn. The total number of bytes is the same, but only 1/F of them
+are sent at once.
 
     H = 6, F = 3     step   1   2   3   4   5   6   7   8   9  10  11  12
                      meets      A       B       C       A       B       C
 
 Options of federated averaging: `fraction` of the workers is drawn for each round, and only these
-train and are averaged; `skew=alpha` deals the data out by class (Dirichlet shards), so that the
-workers' data differs, the more the smaller alpha.
+train and are averaged. `skew=alpha` distributes the data by class (Dirichlet shards), so that the
+workers' data differs; the smaller alpha, the larger the difference.
 
-Where a worker dies, each of the others goes on from its own replica. An average is completed by all
-or by none: who was broken out of one that another has completed takes over the mean, and the outer
-optimizer's state with it. Where nobody has completed it, the step that it ended is taken anew among
-those that are there. So with `every=1` and SGD without momentum nothing is lost; else at most what
-the dead worker had done since the last average, and its optimizer's state. Who comes takes over a
-replica of another: what that one has done since the last average counts twice in the next.
+When a worker dies, each of the others continues from its own replica. Either all workers complete
+an average or none does. If an average broke off on one worker but another worker completed it, the
+first one copies the mean and the outer optimizer's state. If no worker completed it, the remaining
+workers repeat the step that it ended. So with `every=1` and SGD without momentum nothing is lost.
+Otherwise at most the dead worker's steps since the last average are lost, and its optimizer's
+state. A new worker copies another worker's replica. That worker's steps since the last average then
+count twice in the next one.
 
 Bytes sent: a ring all-reduce of parameters and floating-point buffers, 2 (n-1)/n of their size, at
-averaging steps (of one fragment in its turn); nothing elsewhere. Workers wait at averaging steps
-alone: for the last of them.
+steps that average (with fragments: of the fragment whose turn it is); nothing at other steps.
+Workers wait only at steps that average, for the last worker.
 """
 
 from __future__ import annotations
@@ -83,8 +85,8 @@ def naive_round(
 ) -> list[float]:
     """Take H steps alone, one on each of this worker's H shares, then average. Return the losses.
 
-    `LocalSGD` averages all parameters in one message, lets workers sit rounds out, and deals the
-    data out by class.
+    `LocalSGD` averages all parameters in one message, lets workers sit out rounds, and distributes
+    the data by class.
     """
     losses = []
     for x, y in batches:  # x (B/n, ...)
@@ -102,10 +104,10 @@ def naive_round(
 def naive_diloco_round(
     model: Any, loss_fn: Any, optimizer: Any, outer: Any, batches: list[tuple[Tensor, Tensor]]
 ) -> list[float]:
-    """Do a round, then let its mean be the gradient of an outer step. Return the losses.
+    """Take a round, then use its mean as the gradient of an outer step. Return the losses.
 
     `outer` is torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True). `LocalSGD`
-    keeps where rounds began, and may let parts of the parameters meet in turn.
+    keeps the rounds' starting points, and can average parts of the parameters in turn.
     """
     began = [p.detach().clone() for p in model.parameters()]
     losses = naive_round(model, loss_fn, optimizer, batches)
@@ -117,11 +119,11 @@ def naive_diloco_round(
 
 
 class LocalSGD(ParameterAveraging):
-    """Independent steps; parameters meet every `every` steps.
+    """Independent steps; parameters are averaged every `every` steps.
 
     Attributes:
-        fragments: What meets together: slices of the message's flat tensors.
-        outer: Takes the outer steps; None where a round ends in the mean.
+        fragments: The parts averaged together: slices of the message's flat tensors.
+        outer: Takes the outer steps; None if a round ends in the mean.
     """
 
     outer: OuterStep | None = None
@@ -130,7 +132,7 @@ class LocalSGD(ParameterAveraging):
     _agreed_place = 0
 
     def begin(self, model: torch.nn.Module) -> None:
-        """Make all replicas equal, which they are again after each average of all they have."""
+        """Make all replicas equal; they are equal again after each average of all parameters."""
         super().begin(model)
         count = int(self.options["fragments"])
         self.fragments = [
@@ -151,7 +153,7 @@ class LocalSGD(ParameterAveraging):
             self.guard.add(model)
 
     def step(self, share: Share) -> StepResult:
-        """Take a step alone, or sit the round out; average at its end."""
+        """Take a step alone, or sit out the round; average at the round's end."""
         if self.context.membership.trains and self.world_size > 1 and self.meets(self.done + 1):
             if self._before is None:
                 kept = () if self.outer is None else self.outer.kept
@@ -165,11 +167,11 @@ class LocalSGD(ParameterAveraging):
         return self.complete(trainer.measured(replace(share, samples=0), self.sent_bytes))
 
     def meets(self, done: int) -> bool:
-        """Whether a round ends here, or a fragment has its turn."""
+        """Whether a round ends here, or it is a fragment's turn."""
         return done % int(self.options["every"]) in self._turns
 
     def meet(self) -> float:
-        """Average; who was last, and how long the others waited, shows in all ranks' rows."""
+        """Average; all ranks' rows show which worker was last and how long the others waited."""
         place = self._turn
         fragment = self.fragments[place]
         size_bytes = 2 * (self.world_size - 1) / self.world_size * sum(f.nbytes for f in fragment)
@@ -182,7 +184,7 @@ class LocalSGD(ParameterAveraging):
         return NAN
 
     def meet_nobody(self) -> None:
-        """Take the outer step of one worker: the mean is what it has."""
+        """Take the outer step of a single worker, whose parameters are the mean."""
         if self.outer is not None:
             self.message.fill()
             self._step_on(self._turn)
@@ -213,7 +215,7 @@ class LocalSGD(ParameterAveraging):
             dist.all_reduce(flat)
 
     def weight(self, share: Share) -> float:
-        """Return the factor that makes the mean over those who take part one over samples."""
+        """Return the factor that turns the mean over the round's workers into one over samples."""
         chosen = self._chosen(self.done, self.workers)
         bounds = [share_bounds(share.global_samples, r, self.workers) for r in chosen]
         total = sum(stop - start for start, stop in bounds)
@@ -231,22 +233,22 @@ class LocalSGD(ParameterAveraging):
     # -- with others -------------------------------------------------------------------------------
 
     def bound(self) -> str:
-        """Return why workers must stay the same: those that sit out are drawn among all."""
-        return "" if self.options["fraction"] == 1 else "some of its workers sit rounds out"
+        """Return why the set of workers must not change: each round draws from all of them."""
+        return "" if self.options["fraction"] == 1 else "some of its workers sit out rounds"
 
     def have_met(self) -> None:
-        """Keep what the meeting came to, for those that may have been broken out of it."""
+        """Keep the latest average for workers on which it may have broken off."""
         self.met += 1
         if self.context.membership.trains:
             self._agreed_on = [flat.clone() for flat in self.fragments[self._turn]]
             self._agreed_place = self._turn
 
     def completes_alone(self) -> bool:
-        """Whether a step that broke off counts: only as one that ends in the average."""
+        """Whether a step that broke off counts without its average: it does not."""
         return False
 
     def undo(self) -> None:
-        """Be as before the step that broke off in its average."""
+        """Restore the state before the step whose average broke off."""
         if self._breaks:
             assert self._before is not None, "it is taken before each step that ends in an average"
             self._before.put_back()
@@ -254,17 +256,17 @@ class LocalSGD(ParameterAveraging):
             self.done -= 1
 
     def enter_group(self, agreed: dict[str, Any]) -> None:
-        """Go on with the replica that is here, and compare what becomes equal from here on."""
+        """Continue with the replica of this worker, and compare what becomes equal from now on."""
         super().enter_group(agreed)
         self._compare(self._trainer.model)
 
     def handed_over(self) -> dict[str, Any]:
-        """Return this replica, what the latest meeting came to, and the outer optimizer's state."""
+        """Return this replica, the latest average, and the outer optimizer's state."""
         state = {**super().handed_over(), "agreed": self._agreed_on, "place": self._agreed_place}
         return state if self.outer is None else {**state, "outer": self.outer.state()}
 
     def take_over(self, state: dict[str, Any], *, comes: bool) -> bool:
-        """Begin with another one's replica; or complete the meeting that broke off here."""
+        """Begin with another worker's replica, or complete the average that broke off here."""
         broke = self._breaks and state["met"] > self.met
         if broke:
             self.message.fill()
@@ -281,7 +283,7 @@ class LocalSGD(ParameterAveraging):
         return broke
 
     def shard_source(self, source: Any) -> Any:
-        """Give each worker a shard of its own, where `skew` asks for it."""
+        """Give each worker its own shard of the data if `skew` asks for it."""
         if self.options["skew"] is None or self.world_size == 1:
             return source
         return skewed(source, self.world_size, self.options["skew"], self.seed)
@@ -290,11 +292,11 @@ class LocalSGD(ParameterAveraging):
         """Average a user's own loop.
 
         Raises:
-            FitError: `fraction` is below 1: the loop's own steps cannot be left out.
+            FitError: `fraction` is below 1, but a user's own loop cannot leave steps out.
         """
         if self.options["fraction"] < 1:
             raise FitError(
-                "Workers of an own loop cannot sit out a round.",
+                "fraction must be 1 in your own loop: its workers cannot sit out a round.",
                 seen=f"fraction={self.options['fraction']:g}",
                 allowed="fraction=1 with wb.prepare",
                 next_step="use wb.fit",
@@ -303,12 +305,12 @@ class LocalSGD(ParameterAveraging):
         return super().wrap_loop(model, optimizer, loader)
 
     def state(self) -> dict[str, Any]:
-        """Return this replica, and what outer steps go on from: the same on all workers."""
+        """Return this replica and the state of the outer steps, which is equal on all workers."""
         state = super().state()
         return state if self.outer is None else {**state, "outer": self.outer.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave, alike on all workers."""
+        """Continue from what `state` returned, in the same way on all workers."""
         super().load_state(state)
         if self.outer is not None:
             self.outer.load(state.get("outer"))
@@ -318,13 +320,13 @@ class LocalSGD(ParameterAveraging):
         return super().memory_bytes() + (0 if self.outer is None else self.outer.size_bytes)
 
     def close(self) -> None:
-        """Leave the user's loop alone again."""
+        """Release the user's loop."""
         super().close()
         self.outer = self._before = None
 
 
 class _Piece(NamedTuple):
-    """What a fragment has of one parameter: `mean` is a part of the message, all are flat."""
+    """A fragment's part of one parameter: `mean` is a part of the message, all are flat."""
 
     parameter: Tensor
     mean: Tensor
@@ -333,16 +335,16 @@ class _Piece(NamedTuple):
 
 
 class OuterStep:
-    """DiLoCo's outer optimizer: SGD with Nesterov momentum on how far the workers went.
+    """DiLoCo's outer optimizer: SGD with Nesterov momentum on how far the workers moved.
 
-    The order of operations is that of torch.optim.SGD, so that it gives the same bits.
+    The order of operations is that of torch.optim.SGD, so the result has the same bits.
 
     Args:
-        message: In which the mean arrives, and the step's result is left.
-        fragments: In how many parts the message meets.
+        message: Holds the mean when a step begins, and the step's result afterwards.
+        fragments: The number of parts in which the message is averaged.
 
     Attributes:
-        kept: Where rounds began, and the momenta; `size_bytes` in all.
+        kept: The rounds' starting points and the momenta; `size_bytes` in total.
     """
 
     def __init__(
@@ -359,7 +361,7 @@ class OuterStep:
         self._pieces = [list(self._cut(message, place, fragments)) for place in range(fragments)]
 
     def _cut(self, message: Message, place: int, fragments: int) -> Iterator[_Piece]:
-        """Yield what a fragment has of each parameter; parameters lie first in the message."""
+        """Yield a fragment's part of each parameter; parameters come first in the message."""
         flats = {flat.dtype: flat for flat in message.flats}
         begin: Counter[torch.dtype] = Counter()
         for name, parameter in self._parameters.items():
@@ -373,7 +375,7 @@ class OuterStep:
                 yield _Piece(parameter, flat[first:stop], began, momentum)
 
     def step(self, place: int) -> None:
-        """Replace a fragment's mean by where the outer step leads; the next round begins there."""
+        """Replace a fragment's mean by the outer step's result; the next round begins there."""
         trained = [piece for piece in self._pieces[place] if piece.parameter.requires_grad]
         for piece in self._pieces[place]:
             if not piece.parameter.requires_grad:
@@ -389,14 +391,14 @@ class OuterStep:
         torch._foreach_copy_(means, began)
 
     def state(self) -> dict[str, Any]:
-        """Return copies of where rounds began and of the momenta, by parameter, on the CPU."""
+        """Return copies of the starting points and momenta, by parameter, on the CPU."""
         return {"began": self._named(self._began), "momentum": self._named(self._momenta)}
 
     def _named(self, flats: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return on_host({n: flats[n].view(p.shape) for n, p in self._parameters.items()})
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from what `state` gave; None: begin with the model as it is."""
+        """Continue from what `state` returned; None: begin with the model as it is."""
         for name, parameter in self._parameters.items():
             began = parameter.detach() if state is None else state["began"][name]
             self._began[name].copy_(began.reshape(-1))

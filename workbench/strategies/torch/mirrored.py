@@ -7,21 +7,22 @@ VLDB 2020, section 3; PyTorch's DistributedDataParallel is the implementation.
     worker 1:  share 1 -> forward -> backward -> g1 --+-- all-reduce ---+-> g -> optimizer
     worker 2:  share 2 -> forward -> backward -> g2 --+   g = mean(g_r) +-> g -> optimizer
 
-All copies begin equal (rank 0's are broadcast) and take equal steps, so they stay equal. A ring
-all-reduce has every worker send 2 (n-1)/n times the gradient's size. Gradients travel in buckets
-while backward still runs; what is left when it ends is exposed, and counts as wait and transfer.
+All copies begin equal (rank 0's are broadcast) and take equal steps, so they stay equal. In a ring
+all-reduce every worker sends 2 (n-1)/n times the gradient's size. Gradients are sent in buckets
+while backward is still running. The part that is not finished when backward ends is exposed, and
+counts as wait and transfer.
 
 The mean over workers is the mean over samples only if all shares are equally large. The loss of
 worker r is therefore weighted by n x samples_r / samples: sum_r 1/n (n samples_r / samples) g_r.
 
-Buffers (BatchNorm's running statistics) are not learnt from gradients. Training does not read
-them, so rank 0's are broadcast before each evaluation and at the end, not in each forward pass as
-DDP does by default: a broadcast there would hide who waits for whom.
+Buffers (BatchNorm's running statistics) are not learnt from gradients, and training does not read
+them. So rank 0's buffers are broadcast before each evaluation and at the end. DDP's default is to
+broadcast them in each forward pass, which would hide which worker waits for which.
 
-Option `allreduce` exchanges the all-reduce (`allreduce/`), `compress` shortens what is sent
-(`allreduce/compression.py`); both average all gradients in one message after backward. Averaging
-hangs on backward, not on the model's forward (parts/reduction.py), so a loss may come about in any
-way.
+Option `allreduce` selects the all-reduce algorithm (`allreduce/`), and `compress` reduces the bytes
+sent (`allreduce/compression.py`). Both average all gradients in one message after backward.
+Averaging is attached to backward, not to the model's forward (parts/reduction.py), so a loss may be
+computed in any way.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
     """Take one step on this worker's share of the batch: x (B/n, ...). Return the share's loss.
 
-    Every parameter is a message of its own, sent when backward has ended. What `Mirrored` does on
-    top of this: few large messages, sent while backward runs, and shares of unequal size.
+    Every parameter is sent as its own message when backward has ended. `Mirrored` sends few large
+    messages while backward is running, and allows shares of unequal size.
     """
     optimizer.zero_grad()
     loss = loss_fn(model(x), y)  # mean over the share
@@ -73,8 +74,8 @@ def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -
 class Mirrored(Strategy):
     """Data parallelism with all-reduced gradients.
 
-    Between steps every worker holds all there is, so the workers may be others from one step to
-    the next: a step is completed on all of them or taken anew (`engine/training/regrouping.py`).
+    Between steps every worker holds the whole state, so the set of workers may change from one step
+    to the next. A step is completed on all workers or repeated (`engine/training/regrouping.py`).
     """
 
     regroups = True
@@ -113,7 +114,7 @@ class Mirrored(Strategy):
     def _average(
         self, model: torch.nn.Module, chosen: str | None = None, *, equal: bool = False
     ) -> Reduction:
-        """Begin to average a model's gradients; the cell's first one decides how."""
+        """Begin to average a model's gradients; the cell's first model decides in which way."""
         if self.averaging is None or self.reductions is None:
             self.averaging = Averaging(self.context, model, chosen)
             # Nothing can differ before the second backward.
@@ -127,13 +128,13 @@ class Mirrored(Strategy):
             return
         if any(isinstance(module, NORMS) for module in model.modules()):
             text = (
-                "BatchNorm sees each worker's share of the batch, not the whole: the result is not "
-                "one device's."
+                "BatchNorm normalises over each worker's share of the batch, not over the whole "
+                "batch: the result differs from one device's."
             )
             self.context.emit(events.Noted(rank=0, text=text))
 
     def step(self, share: Share) -> StepResult:
-        """Backward on the own share ends in the average; every worker takes the same step."""
+        """Run backward on the own share, which ends in the average; then take the common step."""
         trainer, averaging = self._trainer, self.averaging
         assert averaging is not None
         weight = share.samples * self.world_size / share.global_samples
@@ -148,7 +149,7 @@ class Mirrored(Strategy):
     # -- with others -------------------------------------------------------------------------------
 
     def leave_group(self) -> None:
-        """Let go of wrappers and links; what compression has not sent yet stays."""
+        """Release wrappers and links; keep what compression has not sent yet."""
         if self.averaging is not None:
             self._unsent = self.averaging.own_state()
             self._chosen = self._chosen or self.averaging.all_reduce.name
@@ -158,7 +159,7 @@ class Mirrored(Strategy):
             self._in_step = False
 
     def enter_group(self, agreed: dict[str, Any]) -> None:
-        """Average among the workers that are there now, the way that was chosen at first."""
+        """Average among the workers that are there now, with the algorithm chosen at first."""
         spec = self.context.spec
         self.rank, self.world_size = spec.rank, spec.world_size
         self._chosen = agreed["allreduce"]
@@ -175,7 +176,7 @@ class Mirrored(Strategy):
             self.averaging.load_own_state(self._unsent)
 
     def heal_loop(self, kept: tuple[Any, ...], regrouping: Callable[[Any], Any]) -> None:
-        """Let the user's own loop go on with other workers."""
+        """Let the user's own loop continue with other workers."""
         assert self.loop is not None
         self.loop.heal(self, kept, regrouping)
 
@@ -209,19 +210,19 @@ class Mirrored(Strategy):
         return self._trainer.weights() if self.loop is None else self.loop.weights()
 
     def state(self) -> dict[str, Any]:
-        """Return model, optimizer and scheduler; any worker's stands for all."""
+        """Return model, optimizer and scheduler; they are equal on all workers."""
         return copied_state(self.loop or self._trainer)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from what `state` returned."""
         load_parts(self.loop or self._trainer, state)
 
     def own_state(self) -> dict[str, Any]:
-        """Return what compression has not sent yet; nothing without."""
+        """Return what compression has not sent yet; empty without compression."""
         return {} if self.averaging is None else self.averaging.own_state()
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Go on with what was not sent yet."""
+        """Continue with what was not sent yet."""
         if self.averaging is not None:
             self.averaging.load_own_state(state)
 
@@ -247,7 +248,7 @@ class Mirrored(Strategy):
         loop.average_by(self.reductions, self.averaging.sent_bytes)
 
     def wrap_another_loop(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        """Average a further model of the loop, whose steps are those of the first pair."""
+        """Average another model of the loop; the steps counted are those of the first pair."""
         assert self.loop is not None
         model.to(self.context.spec.device)
         synced = SyncedBatchNorm(model, self.options, torch.device(self.context.spec.device))
@@ -271,7 +272,7 @@ class Mirrored(Strategy):
         return held_bytes(part.model, part.optimizer)
 
     def close(self) -> None:
-        """Give the user's module back as it was; wrappers must go before the process group."""
+        """Give the user's module back as it was; remove wrappers before the process group."""
         if self.loop is not None:
             self.loop.close()
         self._close_reductions()
@@ -297,8 +298,8 @@ class Mirrored(Strategy):
 class SyncedBatchNorm:
     """BatchNorm over all workers for the time of a run (option `sync_batchnorm`).
 
-    Its workers meet in forward and in backward. These collectives are timed as communication, or a
-    worker that waits in them for a slow one would seem to compute.
+    The workers exchange statistics in forward and in backward. These collectives are timed as
+    communication; otherwise a worker that waits in them for a slow one would seem to compute.
 
     Raises:
         FitError: PyTorch has no SyncBatchNorm for the kind of device.
@@ -315,10 +316,10 @@ class SyncedBatchNorm:
         kinds = ("cuda", "xpu", "hpu", torch._C._get_privateuse1_backend_name())
         if device.type not in kinds:
             raise FitError(
-                "BatchNorm can be synchronised on GPUs only.",
+                "BatchNorm can only be synchronised on GPUs.",
                 seen=str(device),
                 allowed="a device of kind cuda or xpu",
-                next_step="leave out -o sync_batchnorm=true",
+                next_step="remove -o sync_batchnorm=true",
                 code="WB-FIT-119",
             )
         for parent in list(model.modules()):
@@ -331,7 +332,7 @@ class SyncedBatchNorm:
                     setattr(parent, name, synced)
 
     def time(self, timer: Any) -> None:
-        """Time its collectives: its module calls those of `torch.distributed` by two names."""
+        """Time its collectives; its module calls `torch.distributed`'s under two names."""
         if not self._before or isinstance(_batchnorm.dist, _Timed):
             return
         timed = _Timed(dist, timer)
@@ -353,7 +354,7 @@ _batchnorm: Any = importlib.import_module("torch.nn.modules._functions")
 
 
 class _With:
-    """A module, but for one name."""
+    """A module with one name replaced."""
 
     def __init__(self, module: Any, name: str, instead: Any) -> None:
         self._module = module
@@ -364,7 +365,7 @@ class _With:
 
 
 class _Timed:
-    """`torch.distributed`, whose collectives count as time in which a worker is blocked."""
+    """`torch.distributed`, with its collectives counted as time in which a worker is blocked."""
 
     def __init__(self, module: Any, timer: Any) -> None:
         self._module, self._timer = module, timer

@@ -8,21 +8,24 @@ torch.distributed.pipelining.
     worker 1:       . . . -> stage 1 --activations--> <--gradients-- stage 1 -> optimizer
     worker 2:              . . . . . -> stage 2 -> loss(y) -> backward       -> optimizer
 
-Each worker holds the parameters of its own stages only, and their optimizer state, so the model
-may be larger than one worker's memory. While one works, the others of a chain stand idle; so the
-batch is cut into m microbatches that follow each other. What remains is the bubble: with p balanced
-stages (p - 1) / (m + p - 1) of the time, less with interleaved or zero-bubble schedules.
+Each worker holds only the parameters of its own stages and their optimizer state, so the model may
+be larger than one worker's memory. While one stage computes a whole batch, the others are idle. So
+the batch is cut into m microbatches that follow each other. The idle time that remains is the
+bubble: (p - 1) / (m + p - 1) of the time with p balanced stages, and less with interleaved or
+zero-bubble schedules.
 
-All workers are given the same batch: the first needs x, the last y. Gradients of the microbatches
-add up before the one optimizer step, each weighted by its samples, so the result is that of one
-device. BatchNorm is the exception: it normalises over a microbatch. A parameter that two stages
-share (an embedding tied to the output layer) is held by both; they add up its gradients first.
+All workers are given the same batch: the first stage needs x, the last needs y. Gradients of the
+microbatches add up before the one optimizer step, each weighted by its samples, so the result is
+that of one device. BatchNorm is the exception: it normalises over a microbatch. If two stages share
+a parameter (an embedding tied to the output layer), both hold it, and they add up its gradients
+before the step.
 
-The last stage's worker computes the loss from the output (`pipeline/program.py`). Where the model
-computes it itself, the targets travel with the activations, and microbatches are equally large.
+The last stage's worker computes the loss from the output (`pipeline/program.py`). If the model
+computes the loss itself, the targets travel with the activations, and all microbatches must be
+equally large.
 
-Where the model is a function that returns one, no worker ever holds the whole
-(`pipeline/pipeline.py`). Where to cut is decided from measured times (`pipeline/cut.py`), or by the
+If the model is given as a function that builds it, no worker ever holds the whole model
+(`pipeline/pipeline.py`). Where to cut is decided from measured times (`pipeline/cut.py`) or by the
 user.
 """
 
@@ -70,10 +73,10 @@ if TYPE_CHECKING:
 def own_optimizer(
     given: Any, own: Sequence[torch.Tensor], model: torch.nn.Module
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer of the own parameters; a built one is narrowed to them.
+    """Return the optimizer of the own parameters; an existing one is narrowed to them.
 
     Returns:
-        None where the own stages learn nothing.
+        None if the own stages have nothing to train.
     """
     if isinstance(given, torch.optim.Optimizer):
         kept = {id(p) for p in own}
@@ -87,13 +90,13 @@ class SharedGradients:
     """Adds up the gradients of parameters that several workers of a pipeline hold.
 
     Args:
-        holders: Names of the parameters, and the places of those that hold them.
+        holders: Names of the parameters, each with the places in the group that hold it.
         held: This worker's own, by name.
         place: This worker's place in the group.
 
     Attributes:
-        counted_elsewhere: Own parameters whose gradient another worker counts.
-        sent_bytes: What a call sends.
+        counted_elsewhere: Own parameters whose gradient another worker counts in the norm.
+        sent_bytes: What one call sends.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class SharedGradients:
         )
 
     def begin_equal(self) -> None:
-        """Give all holders the first one's values. Collective among them."""
+        """Give all holders the values of the first holder. Collective among them."""
         for parameter, (first, *others) in self._shared:
             value = parameter.detach().to(self._wire).contiguous()
             if self._place == first:
@@ -152,12 +155,14 @@ class SharedGradients:
 def norm_over_stages(
     grads: Sequence[torch.Tensor], came_s: float, workers: int, wire: torch.device, group: Any
 ) -> tuple[float, float]:
-    """Return the norm of the whole model's gradient, and when the last worker came. Collective.
+    """Return the norm of the whole model's gradient, and when the last worker was ready.
+
+    Collective.
 
     Args:
         grads: Gradients of the own stages.
         came_s: When this worker was ready.
-        wire: Where messages lie when they are sent.
+        wire: The device on which messages are when they are sent.
     """
     square = float(sum(g.double().square().sum() for g in grads))
     mine = torch.tensor([square, came_s], dtype=torch.float64, device=wire)
@@ -219,7 +224,7 @@ def take(
     optimizer: torch.optim.Optimizer | None,
     scheduler: Any,
 ) -> None:
-    """Load this worker's part of what `gather`, or one device, gave."""
+    """Load this worker's part of the state that `gather`, or one device, returned."""
     held = {n for n, t in model.state_dict().items() if not t.is_meta}
     model.load_state_dict({n: t for n, t in state["model"].items() if n in held}, strict=False)
     if optimizer is None:
@@ -263,12 +268,12 @@ def naive_pipeline(
     before: int | None,
     after: int | None,
 ) -> float | None:
-    """Add a batch's gradients to the stage's: GPipe, every message waited for.
+    """Add a batch's gradients to the stage's: GPipe, waiting for every message.
 
     Args:
         microbatches: m pairs of x (b, ...), which the first stage reads, and y (b, ...), which the
             last one reads.
-        width: Of the activations that this stage is given: (b, width).
+        width: The width of the activations that this stage receives: (b, width).
         before: Rank of the stage before; None at the first.
         after: Rank of the stage after; None at the last.
     """
@@ -308,13 +313,13 @@ class ModelSplit(Strategy):
     _loss: Tensor | None = None
 
     def shard_source(self, source: Any) -> Any:
-        """Keep one sample: the model is measured with a microbatch of it."""
+        """Keep one sample, to measure the model with a microbatch of it."""
         self._sample = source.peek()
         self._left_over = (source.samples or 0) % source.batch_size
         return source
 
     def prepare(self, job: Job) -> None:
-        """Check what was asked for; cut the model, unless that has to wait for the first batch."""
+        """Check the options; cut the model, unless that has to wait for the first batch."""
         self.job = job
         self.arrange()
         self.device = torch.device(self.context.spec.device)
@@ -327,19 +332,19 @@ class ModelSplit(Strategy):
             self._sample = None
 
     def arrange(self) -> None:
-        """Say which workers form this worker's pipeline, and its place there: here, all of them."""
+        """Return which workers form this worker's pipeline, and its place: here, all of them."""
         self.place, self.workers, self.pipelines = self.rank, self.world_size, 1
         self.group: Any = None
 
     def _share_size(self) -> int:
-        """Return the most samples of a batch that go through one pipeline."""
+        """Return the largest number of samples of a batch that one pipeline computes."""
         return math.ceil(self.job.batch_size / self.pipelines)
 
     def _equal_microbatches(self) -> int:
         """Return into how many equal microbatches a share is cut.
 
         Raises:
-            FitError: It does not divide.
+            FitError: The share cannot be divided.
         """
         job, usual, least = self.job, self.microbatches, 1
         for count in range(usual, 0, -1) if self.options["microbatches"] is None else [usual]:
@@ -355,7 +360,7 @@ class ModelSplit(Strategy):
         raise uneven(job.batch_size, least * self.pipelines)
 
     def gradients_done(self, share: Share) -> None:
-        """Do what comes before the update; one pipeline has its gradients together."""
+        """Prepare the update; a single pipeline has its gradients already."""
 
     def step(self, share: Share) -> StepResult:
         """Send the batch through the pipeline; each worker updates its own stages."""
@@ -374,7 +379,7 @@ class ModelSplit(Strategy):
         return self.timeline.finish(share.samples, loss, sent_bytes)
 
     def _lay_out(self, batch: Any) -> None:
-        """Cut the model, keep the own stages and let go of the rest. Collective."""
+        """Cut the model, keep the own stages and free the rest. Collective."""
         job, model = self.job, self.job.model
         stages = self.workers * self.per_worker
         program = program_of(job, self.microbatch_of(batch))
@@ -418,18 +423,18 @@ class ModelSplit(Strategy):
         self.shared = SharedGradients(holders, known, self.place, wire, self.group)
 
     def build_optimizer(self) -> None:
-        """Make what updates the own stages."""
+        """Make the optimizer of the own stages."""
         self.optimizer = own_optimizer(self.job.optimizer, self._own, self.job.model)
         if self.optimizer is not None:
             self.scheduler = build_scheduler(self.job.scheduler, self.optimizer)
 
     def _clocks_agree(self) -> bool:
-        """Whether the workers' clocks can be compared, and travel with their messages."""
+        """Whether the workers' clocks can be compared and sent with their messages."""
         one_host = len(set(self.context.spec.hosts)) <= 1
         return one_host and backend_of(None, self.device) == "gloo"
 
     def take_share(self, decided: Cut) -> None:
-        """Make the own stages real, on the device; free the rest."""
+        """Give the own stages real memory, on the device; free the rest."""
         job, model = self.job, self.job.model
         self._held = held = share_names(decided, self.place, self.workers)
         if job.build is not None:
@@ -440,10 +445,10 @@ class ModelSplit(Strategy):
         adopt_share(model, decided, self.place, self.workers)
 
     def _agree(self, failed: Exception | None) -> None:
-        """Raise on every rank when one could not take its share. Collective.
+        """Raise on every rank if one worker could not take its part. Collective.
 
-        Objects travel on the host, over the group's half for the CPU: a device that has just run
-        out of memory has none for them.
+        The objects are sent from host memory, over the group's CPU backend: a device that has just
+        run out of memory has no room for them.
         """
         every: list[Any] = [None] * self.world_size
         dist.all_gather_object(every, failed and f"{type(failed).__name__}: {failed}")
@@ -460,7 +465,7 @@ class ModelSplit(Strategy):
             )
 
     def microbatch_of(self, batch: Any) -> Any:
-        """Return a microbatch made of the samples at hand."""
+        """Return a microbatch made of the samples available."""
         size = math.ceil(self._share_size() / self.microbatches)
         samples = batch_length(batch)
 
@@ -473,11 +478,11 @@ class ModelSplit(Strategy):
         return map_batch(fill, batch)
 
     def update(self) -> None:
-        """Take the step of the own stages, whose gradients are whole."""
+        """Take the step of the own stages, whose gradients are complete."""
         self.apply(self.norm())
 
     def norm(self) -> float | None:
-        """Return the norm of the whole model's gradient, where it is clipped. Collective."""
+        """Return the norm of the whole model's gradient, if it is clipped. Collective."""
         if self.job.clip_norm is None:
             return None
         wire = control_wire(self.group, self.device)
@@ -489,7 +494,7 @@ class ModelSplit(Strategy):
         return norm
 
     def apply(self, norm: float | None) -> None:
-        """Clip by this norm of the gradient, where there is one, and update."""
+        """Clip by this norm of the gradient, if there is one, and update."""
         if norm is not None and self.job.clip_norm is not None:
             grads = [p.grad for p in self._own if p.grad is not None]
             scale(grads, norm, self.job.clip_norm)
@@ -499,11 +504,11 @@ class ModelSplit(Strategy):
             self.scheduler.step()
 
     def evaluate(self, shares: Any) -> dict[str, float]:
-        """Return loss and metrics; the last stage scores, and tells the others."""
+        """Return loss and metrics; the last stage computes them and sends them to the others."""
         if self.pipeline is None:
             raise FitError(
-                "The model is not laid out yet.",
-                next_step="train at least one step",
+                "The model cannot be evaluated yet: it is divided at its first training step.",
+                next_step="train for at least one step first",
                 code="WB-FIT-121",
             )
         pipeline, job, program = self._pipeline, self.job, self._pipeline.program
@@ -541,16 +546,16 @@ class ModelSplit(Strategy):
         return gather(self.job.model, self.optimizer, self.scheduler)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take the own stages' part of what `state` gave.
+        """Load the own stages' part of what `state` returned.
 
         Raises:
             FitError: The data is a stream: the model is cut at its first batch only.
         """
         if self.pipeline is None:
             raise FitError(
-                "A pipeline fed by a stream cannot go on from a checkpoint: it is cut when the "
-                "first batch is seen.",
-                allowed="data with a length, of which a sample can be looked at",
+                "A pipeline with a stream as data cannot continue from a checkpoint: the model is "
+                "cut at its first batch.",
+                allowed="data with a length, from which a sample can be taken",
                 next_step="give wb.fit a map-style dataset or arrays",
                 code="WB-FIT-122",
             )
@@ -561,7 +566,7 @@ class ModelSplit(Strategy):
         return held_bytes(self.job.model, self.optimizer)
 
     def close(self) -> None:
-        """Drop the stages; the user's model keeps this worker's share."""
+        """Drop the stages; the user's model keeps this worker's part."""
         self.pipeline = self.optimizer = self.scheduler = None
         self.shared = SharedGradients({}, {}, 0, torch.device("cpu"), None)
         gc.collect()
@@ -591,5 +596,5 @@ class ModelSplit(Strategy):
 
     @property
     def _pipeline(self) -> Pipeline:
-        assert self.pipeline is not None, "the model is laid out first"
+        assert self.pipeline is not None, "the model must be laid out first"
         return self.pipeline

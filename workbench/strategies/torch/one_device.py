@@ -1,4 +1,4 @@
-"""Training on one device: the yardstick that every other strategy is held against.
+"""Training on one device: the baseline that every other strategy is compared with.
 
 Source: Robbins and Monro, A Stochastic Approximation Method, 1951.
 
@@ -45,7 +45,7 @@ class OneDevice(Strategy):
         self.trainer.wrap(self.trainer.model)
 
     def step(self, share: Share) -> StepResult:
-        """Compute the gradient of the whole batch and follow it."""
+        """Compute the gradient of the whole batch and update the parameters."""
         trainer = self._trainer
         trainer.gradients(share)
         trainer.update()
@@ -64,17 +64,17 @@ class OneDevice(Strategy):
         return copied_state(self.loop or self._trainer)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from what `state` returned."""
         load_parts(self.loop or self._trainer, state)
 
     def wrap_loop(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
-        """Watch a user's own loop; the model moves to the device and stays what it is."""
+        """Watch a user's own loop; the model moves to the device and stays the same object."""
         model.to(self.context.spec.device)
         self.loop = OwnLoop(self.context, model, optimizer, loader, sent_bytes=0.0)
         return model, optimizer, self.loop.loader
 
     def wrap_another_loop(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        """Move a further model of the loop to the device."""
+        """Move another model of the loop to the device."""
         assert self.loop is not None
         model.to(self.context.spec.device)
         self.loop.wrap_another_loop(model)

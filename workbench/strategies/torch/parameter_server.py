@@ -11,30 +11,36 @@ Staleness-aware learning rate: Zhang et al., Staleness-aware Async-SGD, IJCAI 20
     server 0:  w3 --> w4 = w3 - lr g -> w5 = w4 - lr g(w3) -> w6 = w5 - lr g(w4)
     server 1:  the same for the other half of the tensors (divided by bytes)
 
-Every push is a step of its own, taken when it arrives, with the optimizer's state where the
-parameters are. Nobody waits for anybody: the price is that a gradient is of parameters that have
-changed meanwhile. Its staleness, the updates between its pull and its turn, is recorded for every
-push; over n equally busy workers its mean is n - 1. A push consumes batch/n samples, so n workers
-take n steps where one device takes one; clipping looks at the single push.
+Every push is its own step. The server takes it when it arrives, with the optimizer's state next to
+the parameters. No worker waits for another. The price: a gradient belongs to parameters that have
+changed in the meantime. Its staleness, the number of updates between its pull and its turn, is
+recorded for every push. With n equally busy workers the mean staleness is n - 1. A push uses
+batch/n samples, so n workers take n steps where one device takes one. Clipping looks at the single
+push.
 
-    max_staleness=s       a worker more than s steps ahead of the slowest is held back (SSP); s=0
-                          lets nobody begin a step before all have ended the last one, but still
-                          takes n separate steps
+    max_staleness=s       a worker that is more than s steps ahead of the slowest is held back
+                          (SSP); with s=0 no worker begins a step before all have ended the last
+                          one, but there are still n separate steps
     staleness_aware_lr    the learning rate of a push is divided by its staleness
     pull_every=k          k steps are computed on one copy of the parameters
     consistency=snapshot  the tensors of all servers are of one version. Server 0 gives each push
-                          its place in line; the other servers keep to it, and while a worker reads
-                          from server 0 no further place is given, so that the others arrive at
-                          exactly that version. With `latest` each server sends the newest it has.
+                          its place in line, and the other servers keep this order. While a worker
+                          reads from server 0, it gives no further place, so that the others arrive
+                          at exactly that version. With `latest` each server sends its newest one
     replicas=2            each part of the parameters is held by two servers, so that one may die
                           (`servers/copies.py`)
     sync=true             a step takes the gradients of all workers (bulk synchronous): central
                           storage with several servers, equal to one device
 
-Sync wait: none where staleness is unbounded; under a bound, the time for which the answer was held
-back; with sync=true, that of central storage. Blame goes to the worker whose push let the answer
-go: the last one that was too far behind, which only the server sees.
+Sync wait: none if staleness is unbounded; with a bound, the time for which the answer was held
+back; with sync=true, that of central storage. The wait is attributed to the worker whose push
+released the answer: the last one that was too far behind, which only the server knows.
 
+If a table's gradient is sparse (`nn.Embedding(..., sparse=True)`), only the gradient's rows are
+pushed, and only the rows that have changed are sent back (`servers/rows.py`).
+
+MXNet's KVStore `dist_async` is this strategy: `push(key, gradient)`, `pull(key)`, with the
+optimizer on the servers; `dist_sync` is sync=true.
 Of a table whose gradient is sparse (`nn.Embedding(..., sparse=True)`) only the gradient's rows are
 pushed, and only rows that have changed come back (`servers/rows.py`).
 
@@ -69,8 +75,8 @@ def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -
     """Take one synchronous step on this worker's share: x (B/n, ...). Return the share's loss.
 
     Each worker is a server as well: worker r holds every n-th tensor, beginning with the r-th, and
-    its `optimizer` has those alone. `ParameterServer` has processes for it, deals the tensors out
-    by bytes, and takes each push as a step of its own unless `sync` is set.
+    its `optimizer` holds only those. `ParameterServer` has separate processes as servers, divides
+    the tensors by bytes, and takes each push as its own step unless `sync` is set.
     """
     n = dist.get_world_size()
     model.zero_grad()
@@ -86,7 +92,7 @@ def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -
 
 
 class Asynchronous(Policy):
-    """Each push is a step; who is too far ahead waits for its answer."""
+    """Each push is a step; a worker too far ahead waits for its answer."""
 
     holds = True
 
@@ -103,16 +109,16 @@ class Asynchronous(Policy):
         self._told: dict[int, int] = {}  # on a copy: the staleness of the last push that counts
 
     def pushed(self, rank: int, meta: Meta) -> None:
-        """Queue the push; it is taken when nobody reads the parameters."""
+        """Queue the push; it is taken when no worker is reading the parameters."""
         self._queue.append((rank, meta))
         self._go_on()
 
     def released(self) -> None:
-        """The parameters may change again."""
+        """Allow the parameters to change again."""
         self._go_on()
 
     def left(self, rank: int) -> None:
-        """Nobody waits for a worker that has left, nor for what it had still to say."""
+        """Wait no longer for a worker that has left, nor for its messages."""
         del self._steps[rank]
         # It died while somebody read. A push that server 0 has counted is taken by all servers.
         self._queue = deque(
@@ -124,23 +130,23 @@ class Asynchronous(Policy):
         self._go_on()
 
     def joined(self, rank: int) -> None:
-        """Under a bound it is as far as the slowest: nobody was to wait for the dead one."""
+        """Under a bound, begin as far as the slowest, so that nobody waits for the dead worker."""
         self._steps[rank] = min(self._steps.values(), default=0)
         self._pulled[rank] = self.holder.version
 
     def followed(self, rank: int, meta: Meta) -> None:
-        """Count the push here too: bounds hold when this copy takes over."""
+        """Count the push in this copy too, so that bounds hold when it takes over."""
         if rank in self._steps:
             self._steps[rank] += 1
         self._told[rank] = int(meta["staleness"])
 
     def repeated(self, rank: int, meta: Meta) -> None:
-        """Answer a push that counts already, unless its worker is too far ahead."""
+        """Answer a push that is already counted, unless its worker is too far ahead."""
         self._held_back[rank] = (clock(), self._told.get(rank, 0), meta)
         self._answer_held_back(rank)
 
     def asked(self, rank: int, meta: Meta) -> None:
-        """Send the parameters: as they are, or once they are of the version asked for."""
+        """Send the parameters: now, or when they reach the version asked for."""
         if "at" in meta:
             self._asked[rank] = int(meta["at"])
             self._answer_asked()
@@ -182,7 +188,7 @@ class Asynchronous(Policy):
         self._held_back[rank] = (clock(), staleness, meta)
 
     def _answer_held_back(self, by: int) -> None:
-        """Answer every worker that is no longer too far ahead, now that `by` has gone on."""
+        """Answer every worker that is no longer too far ahead, now that `by` has advanced."""
         slowest = min(self._steps.values(), default=0)
         for rank in list(self._held_back):
             ahead = self._steps[rank] - slowest
@@ -209,27 +215,27 @@ class Asynchronous(Policy):
 
 
 class ParameterServer(Served):
-    """Pushes are steps of their own; each worker goes at its own pace."""
+    """Each push is its own step; each worker trains at its own pace."""
 
     def make_policy(self, holder: Holder) -> Policy:
-        """A step per push, or per round."""
+        """Return a policy of one step per push, or per round."""
         kind = Rounds if self.context.sync else Asynchronous
         return kind(holder, self.options)
 
     @property
     def shard(self) -> tuple[int, int]:
-        """At an own pace a worker keeps its share of each batch, whoever else is there."""
+        """Keep each worker's share of each batch, whichever workers are there."""
         if self.context.sync:
             return super().shard
         return self.context.membership.place, self.world_size
 
     @property
     def eval_shard(self) -> tuple[int, int]:
-        """Workers that meet nowhere cannot share an evaluation: rank 0 scores it all."""
+        """Let rank 0 evaluate everything: asynchronous workers cannot share an evaluation."""
         return self.shard if self.context.sync else (0, 1)
 
     def evaluate(self, shares: Iterable[Share]) -> dict[str, float]:
-        """Return loss and metrics with the newest parameters; nothing on ranks that go on."""
+        """Return loss and metrics with the newest parameters; nothing on the other ranks."""
         if self.context.sync:
             return super().evaluate(shares)
         if self.rank != 0:
@@ -239,7 +245,7 @@ class ParameterServer(Served):
         return self._trainer.evaluate(shares)
 
     def settle(self, result: StepResult, answer: Answer) -> None:
-        """A push's staleness, and how long its answer was held back."""
+        """Record a push's staleness, and how long its answer was held back."""
         if not self.context.sync:
             result.staleness = answer.staleness
             result.wait_s, result.waited_for = answer.blocked_s, answer.blamed

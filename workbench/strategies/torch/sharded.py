@@ -11,22 +11,22 @@ implementation.
                                  g -- reduce-scatter --> g_r = mean over workers of shard r
     update                       optimizer: w_r, g_r -> w_r     (its state is sharded as well)
 
-Every worker takes a share of the batch, as under `mirrored`, and the maths is the same: the mean
-over workers is made a mean over samples by weighting worker r's loss with n x samples_r / samples.
-Memory for parameters, gradients and Adam's two moments falls from 16 to 16/n bytes per float32
-parameter, plus one gathered layer; bytes sent rise by half. `reshard=false` keeps gathered layers
-from forward to backward: fewer bytes, more memory.
+Every worker takes a share of the batch, as under `mirrored`, and the mathematics is the same: the
+mean over workers becomes a mean over samples because worker r's loss is weighted by
+n x samples_r / samples. Memory for parameters, gradients and Adam's two moments falls from 16 to
+16/n bytes per float32 parameter, plus one gathered layer; bytes sent rise by half. With
+`reshard=false` gathered layers are kept from forward to backward: fewer bytes, more memory.
 
-A model given as a function is built by rank 0 alone; the other workers know its form (device
-`meta`). Its values are sent row by row into the parts (`Filling` below), so that the host holds
-the model once, and no worker's device ever holds the whole.
+If the model is given as a function, only rank 0 builds it; the other workers know only its form
+(device `meta`). Rank 0 sends the values row by row into the parts (`Filling` below). So the host
+holds the model once, and no worker's device ever holds all of it.
 
 A unit is what is gathered at once: an element of a Sequential or ModuleList, or a plain layer, of
-at least `unit_mb`; what is smaller travels with the whole.
+at least `unit_mb`. Smaller parts are gathered together with the rest of the model.
 
-Bytes sent are counted call by call: a ring all-gather or reduce-scatter of a unit of S bytes has
-every worker send (n-1)/n S. Workers wait for each other in forward too, so the wait is read from
-the clock of a worker's own work (`parts/timing.py`).
+Bytes sent are counted per call: in a ring all-gather or reduce-scatter of a unit of S bytes every
+worker sends (n-1)/n S. Workers wait for each other in forward, too, so the wait is computed from
+the time that a worker spends on its own work (`parts/timing.py`).
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ MESSAGE_BYTES = 16 << 20
 
 
 def is_form_somewhere(model: torch.nn.Module, device: torch.device) -> bool:
-    """Whether some worker's model lacks memory, wholly or in part. Collective."""
+    """Whether any worker's model has no memory, wholly or in part. Collective."""
     lacking = torch.tensor([float(bool(forms(model)))], device=device)
     dist.all_reduce(lacking, dist.ReduceOp.MAX)
     return bool(lacking > 0)
 
 
 class Filling:
-    """Fills a model that is laid out without memory with rank 0's values. Collective.
+    """Fills a model that was laid out without memory with rank 0's values. Collective.
 
     Args:
-        model: Alike on all workers but for its memory; loses what it has of that here.
-        build: Builds the model for real, on rank 0; None where `model` is all there is.
+        model: The same on all workers apart from its memory; its memory is freed here.
+        build: Builds the real model, on rank 0; None if `model` is the only one.
 
     Raises:
-        FitError: There is no way to come by some values; raised on every worker.
+        FitError: Some values cannot be made; raised on every worker.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Filling:
         _let_go(model)
 
     def fill(self) -> None:
-        """Give the parts memory and values, those of rank 0. Collective; after the layout."""
+        """Give the parts memory and rank 0's values. Collective; after the layout."""
         self._model.to_empty(device=self._device)
         with torch.no_grad():
             for name, tensor in _tensors(self._model):
@@ -113,7 +113,7 @@ class Filling:
         self._values.clear()
 
     def _spread(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-        """Give every worker its part of a tensor, some rows in each message."""
+        """Send every worker its part of a tensor, some rows in each message."""
         own, first = _own_rows(tensor)
         if not tensor.dim() or not tensor.numel():
             self._send(own, value)
@@ -137,7 +137,7 @@ class Filling:
 
 
 def _own_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return this worker's part and the row that it begins with."""
+    """Return this worker's part and the row with which it begins."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
     (placement,) = tensor.placements
@@ -150,7 +150,7 @@ def _own_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _agree(failed: Exception | None) -> None:
-    """Raise on every worker when rank 0 could not come by the values. Collective."""
+    """Raise on every worker if rank 0 could not make the values. Collective."""
     told = [None if failed is None else f"{type(failed).__name__}: {failed}"]
     dist.broadcast_object_list(told, 0)
     if failed is not None:
@@ -159,7 +159,7 @@ def _agree(failed: Exception | None) -> None:
         raise FitError(
             "Rank 0 could not build the model's weights.",
             seen=told[0].splitlines()[0],
-            next_step="rank 0's error says what to do",
+            next_step="mend what rank 0's error names",
             code="WB-FIT-161",
         )
 
@@ -173,9 +173,9 @@ def _values_of(
         source = build()
         if _names(source) != _names(model):
             raise FitError(
-                "The function does not return the same model each time it is called.",
+                "The function must return the same model each time it is called.",
                 seen=f"{len(_names(model))} tensors, then {len(_names(source))}",
-                next_step="build the model from nothing but constants inside the function",
+                next_step="build the model inside the function from constants only",
                 code="WB-FIT-159",
             )
     if forms(source):
@@ -189,7 +189,7 @@ def _values_of(
 
 
 def _draw(context: RunContext, model: torch.nn.Module) -> None:
-    """Give a model without memory the weights to start from, or those that its layers draw."""
+    """Give a model without memory its initial weights, or those that its layers draw."""
     _give_memory(model)
     with torch.no_grad():
         if context.spec.init_from and not context.initial_read:
@@ -236,7 +236,7 @@ def _undrawn(what: str) -> FitError:
 
 
 def _give_memory(model: torch.nn.Module) -> None:
-    """Give what has no memory some, filled with a mark; what is shared stays shared."""
+    """Allocate missing memory and fill it with a mark; shared tensors stay shared."""
     made: dict[int, Any] = {}
     for module in model.modules():
         for slots in (module._parameters, module._buffers):
@@ -266,7 +266,7 @@ def _is_marked(tensor: torch.Tensor) -> bool:
 
 
 def _let_go(model: torch.nn.Module) -> None:
-    """Free what memory the model has; what is shared stays shared."""
+    """Free the model's memory; shared tensors stay shared."""
     made: dict[int, Any] = {}
     for module in model.modules():
         for slots in (module._parameters, module._buffers):
@@ -296,7 +296,7 @@ def _names(model: torch.nn.Module) -> list[tuple[str, tuple[int, ...]]]:
 def _attributes(
     model: torch.nn.Module, *, memory: bool = False
 ) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
-    """Yield plain tensors among the modules' attributes: those without memory, or with."""
+    """Yield plain tensors among the modules' attributes: those without memory, or with it."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, torch.Tensor) and value.is_meta is not memory:
@@ -319,11 +319,11 @@ def naive_step(model: Any, shard: Any, loss_fn: Any, optimizer: Any, x: Tensor, 
     """Take one step on this worker's share of the batch: x (B/n, ...). Return the share's loss.
 
     All P parameters are one unit here; P is a multiple of n. `Sharded` gathers layer by layer, so
-    that there is never more than one whole layer in memory.
+    that only one whole layer is in memory at a time.
 
     Args:
-        shard: This worker's parameters, shape (P/n,): all that lasts from step to step.
-        optimizer: Of `shard` alone.
+        shard: This worker's parameters, shape (P/n,); nothing else is kept from step to step.
+        optimizer: The optimizer of `shard` only.
     """
     n = dist.get_world_size()
     whole = shard.new_empty(n * len(shard))
@@ -348,7 +348,7 @@ class Sharded(Partitioned):
     _entered = False  # whether this step has called the model
 
     def prepare(self, job: Job) -> None:
-        """Keep this worker's shard of every unit; the optimizer holds shards only."""
+        """Keep this worker's shard of every unit; the optimizer holds only shards."""
         self.trainer = Trainer(
             self.context, job, lay_out=lambda model: self._lay_out(model, job), even=True
         )
@@ -381,7 +381,7 @@ class Sharded(Partitioned):
         self.layout = Layout(model, job.optimizer, shard)
 
     def finish(self) -> None:
-        """Gather the trained model, when what was gathered for a forward pass is freed."""
+        """Gather the trained model after the layers gathered for a forward pass are freed."""
         if self.layout is not None and self.layout.laid_out:
             for module in self._trainer.model.modules():
                 if isinstance(module, FSDPModule):
@@ -418,7 +418,7 @@ class Sharded(Partitioned):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep a micro-batch's gradients until the last one's are there."""
+        """Keep a microbatch's gradients until those of the last one are there."""
         self.root.set_requires_gradient_sync(False)
         try:
             yield
@@ -440,8 +440,8 @@ class Sharded(Partitioned):
 
 def _passed_by(kind: type) -> FitError:
     return FitError(
-        "Under sharded a layer's parameters are gathered when the model itself is called; step_fn "
-        "went past that, and met shards.",
+        "Under sharded a layer's parameters are gathered only when the model itself is called; "
+        "step_fn called a part of it, which holds only shards.",
         seen=f"a method or a part of {kind.__name__} called by step_fn",
         allowed="step_fn=lambda model, batch: ... with model(...) in it",
         next_step="let the model's forward return the loss and call model(batch), or use mirrored",
@@ -450,9 +450,9 @@ def _passed_by(kind: type) -> FitError:
 
 
 def units(model: torch.nn.Module, least_bytes: float) -> list[torch.nn.Module]:
-    """Return the parts that are gathered on their own, inner ones first.
+    """Return the parts that are gathered separately, inner ones first.
 
-    A parameter that two modules share must be gathered with both, so it stays with the whole.
+    A parameter that two modules share must be gathered with both, so it stays with the whole model.
     """
     holders: dict[int, int] = {}
     for module in model.modules():
@@ -474,10 +474,10 @@ def units(model: torch.nn.Module, least_bytes: float) -> list[torch.nn.Module]:
 
 
 def check_types(model: torch.nn.Module, found: list[torch.nn.Module]) -> None:
-    """Raise FitError when parameters that are gathered together are of different types.
+    """Raise FitError if parameters that are gathered together have different types.
 
     Args:
-        found: The parts that are gathered on their own, inner ones first.
+        found: The parts that are gathered separately, inner ones first.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     for unit in (*found, model):
@@ -485,7 +485,7 @@ def check_types(model: torch.nn.Module, found: list[torch.nn.Module]) -> None:
         kinds = {str(p.dtype).removeprefix("torch."): name for p, name in own.items()}
         if len(kinds) > 1:
             raise FitError(
-                "Parameters that are gathered together must be of one type.",
+                "Parameters that are gathered together must have one type.",
                 seen=", ".join(f"{kind} ({name})" for kind, name in kinds.items()),
                 allowed="one type in each unit that is gathered",
                 next_step="keep a complex parameter as real numbers and use torch.view_as_complex "
@@ -497,13 +497,14 @@ def check_types(model: torch.nn.Module, found: list[torch.nn.Module]) -> None:
 
 
 class Traffic:
-    """Counts the bytes of FSDP's collectives and times how long this worker stood in them.
+    """Counts the bytes of FSDP's collectives and times how long this worker waited in them.
 
-    Takes the place of FSDP's own all-gather and reduce-scatter through the hooks that PyTorch
-    offers for that. On an accelerator they run on streams of their own beside the computation,
-    where the time spent in them says nothing about waiting. What the computation waits for them
-    lies between its own kernels, in backward too, where FSDP has no hook; a part of it would name
-    the wrong worker. So there waits are not measured, and in a PyTorch without the hooks nothing.
+    It replaces FSDP's own all-gather and reduce-scatter through the hooks that PyTorch offers for
+    that. On an accelerator the collectives run on their own streams, in parallel with the
+    computation, so their duration does not show the wait. The computation's waits for them lie
+    between its own kernels, also in backward, where FSDP has no hook; measuring only some of them
+    would blame the wrong worker. So waits are not measured on accelerators. In a PyTorch without
+    the hooks nothing is measured.
 
     Attributes:
         counted: Whether bytes are counted.
@@ -518,10 +519,10 @@ class Traffic:
         self.counted, self.timed = hooks, hooks and trainer.device.type == "cpu"
         self.unmeasured = {}
         if not self.timed:
-            why = f"FSDP's collectives run beside the computation on {trainer.device.type}"
+            why = f"on {trainer.device.type} FSDP's collectives run during the computation"
             columns: tuple[str, ...] = ("sync_wait_s", "transfer_s")
             if not hooks:
-                why = "this PyTorch does not let FSDP's collectives be timed"
+                why = "this PyTorch cannot time FSDP's collectives"
                 columns = (*columns, "sent_bytes")
             self.unmeasured = dict.fromkeys(columns, why)
             self.timer.blind()
@@ -533,13 +534,13 @@ class Traffic:
             module.set_custom_reduce_scatter(_ReduceScatter(self))  # type: ignore[arg-type]
 
     def gradients_ready(self) -> None:
-        """Note the end of this worker's part of the gradients."""
+        """Note when this worker's part of the gradients is complete."""
         if self.timed:
             self.timer.ready()
 
     @contextlib.contextmanager
     def count(self, whole: torch.Tensor, group: dist.ProcessGroup) -> Iterator[None]:
-        """Count a collective over the tensor `whole`, and time it where that can be."""
+        """Count a collective over the tensor `whole`, and time it if possible."""
         workers = group.size()
         size_bytes = whole.numel() * whole.element_size() * (workers - 1) / workers
         self.sent_bytes += size_bytes

@@ -11,20 +11,21 @@ Parallelism, 2019, section 3. PyTorch's DTensor and `parallelize_module` are the
     backward: dL/dx = sum over workers of their parts, one more all-reduce per pair of layers
 
 Every worker sees the whole batch and holds 1/n of the divided layers' parameters, gradients and
-optimizer state; what is not divided (norms, convolutions) all hold and update alike. A pair
-(col, row) meets once per pass, whatever lies between being element by element; a layer that stands
-alone is `gathered`: divided by columns, its output put together at once. Attention is a pair as
-well: the heads are divided (q, k, v by columns, the output by rows).
+optimizer state. All workers hold the undivided layers (norms, convolutions) and update them
+equally. A pair (col, row) communicates once per pass, because everything between its two layers is
+element by element. A single layer is `gathered`: it is divided by columns, and its output is put
+together at once. Attention is a pair as well: the heads are divided (q, k, v by columns, the output
+by rows).
 
-Which layers pair is seen in a Sequential, and guessed from usual names elsewhere (fc1/fc2,
-q_proj/../o_proj, ..). Guesses are put to the proof before training: loss and gradient norm of one
-sample must be what they are on one device, else those layers are gathered. So they are where the
-model has no room on one device to be tried there.
+In a Sequential the pairs can be seen; elsewhere they are guessed from usual names (fc1/fc2,
+q_proj/../o_proj, ..). The guesses are tested before training: loss and gradient norm of one sample
+must be the same as on one device, otherwise those layers are gathered. They are also gathered if
+the model does not fit one device for this test.
 
-Workers wait for each other inside forward and backward; the wait is read from the clock of a
-worker's own work (`parts/timing.py`). Bytes sent are counted by intercepting the first step's
+Workers wait for each other inside forward and backward. The wait is computed from the time that a
+worker spends on its own work (`parts/timing.py`). Bytes sent are counted from the first step's
 collectives (ring all-reduce 2 (n-1)/n, all-gather and reduce-scatter (n-1)/n of the whole), and
-follow the number of samples after that.
+scaled with the number of samples after that.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ Plan = dict[str, str]
 
 STYLES = {
     "col": "divided by columns; its output stays divided",
-    "row": "divided by rows; takes a divided input, the outputs are added up",
+    "row": "divided by rows; takes a divided input, and its outputs are added up",
     "gathered": "divided by columns; its output is put together at once",
     "split_row": "divided by rows; takes a whole input",
     "heads": "as col, for code that reshapes the output into heads",
@@ -99,7 +100,7 @@ USUAL: tuple[tuple[tuple[str, ...], str, bool], ...] = (
 
 
 def find_plan(model: nn.Module, workers: int) -> tuple[Plan, Plan]:
-    """Return the plan with guesses from usual names, and the one without.
+    """Return the plan with guesses from usual names, and the plan without guesses.
 
     Raises:
         FitError: No layer can be divided.
@@ -129,7 +130,7 @@ def find_plan(model: nn.Module, workers: int) -> tuple[Plan, Plan]:
 
 
 def given_plan(model: nn.Module, text: str, workers: int) -> Plan:
-    """Read `NAME=STYLE,..`; names may hold `*`.
+    """Read `NAME=STYLE,..`; names may contain `*`.
 
     Raises:
         FitError: A name or style is unknown, or a layer cannot be divided that way.
@@ -140,7 +141,7 @@ def given_plan(model: nn.Module, text: str, workers: int) -> Plan:
         pattern, _, style = part.strip().partition("=")
         if style not in STYLES:
             raise FitError(
-                "A part of the plan was not understood.",
+                "plan must be a list of NAME=STYLE.",
                 seen=part,
                 allowed="NAME=STYLE with STYLE one of "
                 + "; ".join(f"{name} ({what})" for name, what in STYLES.items()),
@@ -149,7 +150,7 @@ def given_plan(model: nn.Module, text: str, workers: int) -> Plan:
         names = [name for name in layers if fnmatchcase(name, pattern)]
         if not names:
             raise FitError(
-                "The plan names a layer that the model lacks.",
+                "plan names a layer that the model does not have.",
                 seen=pattern,
                 allowed=", ".join(layers) or "the model has no Linear or Embedding layer",
                 next_step="name layers as above (* matches any), or use -o plan=auto",
@@ -169,7 +170,7 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: Any) -> None:
 
 
 def describe(model: nn.Module, plan: Plan) -> str:
-    """Return the plan in words, for the user."""
+    """Return the plan as text for the user."""
     divided = sum(p.numel() for name in plan for p in model.get_submodule(name).parameters())
     share = divided / max(sum(p.numel() for p in model.parameters()), 1)
     layers = ", ".join(f"{name or 'the model'}={style}" for name, style in plan.items())
@@ -191,7 +192,7 @@ def _style(style: str, module: nn.Module) -> ParallelStyle:
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers that can be divided.
 
-    Left whole are a weight that two modules share, and one that is computed from other parameters.
+    A weight that two modules share stays whole, and so does one computed from other parameters.
     """
     holders: dict[int, int] = {}
     for module in model.modules():
@@ -219,7 +220,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _alone(module: nn.Module, workers: int) -> str | None:
-    """Return how a layer is divided that has no partner."""
+    """Return the style of a layer that has no partner."""
     if isinstance(module, nn.Embedding):
         return "gathered" if module.embedding_dim >= workers else None
     assert isinstance(module, nn.Linear)
@@ -245,7 +246,7 @@ def _neighbours(sequence: nn.Sequential) -> Iterator[tuple[str, str]]:
 def _pair(
     model: nn.Module, plan: Plan, columns: list[str], row: str, style: str, workers: int
 ) -> None:
-    """Make a pair, where the plan has its layers, unpaired yet, and they divide evenly."""
+    """Make a pair, if the plan has both layers, unpaired, and they divide evenly."""
     if not all(plan.get(name) in ALONE for name in (*columns, row)):
         return
     widths: list[Any] = [model.get_submodule(name).out_features for name in columns]
@@ -261,7 +262,8 @@ def _join(prefix: str, name: str) -> str:
 
 TOLERANCE = 1e-3
 TRIAL = 3
-"""Times the model's bytes that its trial takes on one device: with gradients and activations."""
+"""Memory of the trial on one device, as a multiple of the model's bytes: with gradients and
+activations."""
 
 
 def naive_step(
@@ -269,13 +271,13 @@ def naive_step(
 ) -> float:
     """Take one step of tanh(x A) B + bias on the whole batch: x (samples, d). Return its loss.
 
-    Where a layer stands before the pair, it is handed dL/dx: x.grad, added up by one more
-    all-reduce. `TensorParallel` finds the pairs of a whole model, and leaves this to DTensor.
+    If a layer comes before the pair, it receives dL/dx: x.grad, added up by one more all-reduce.
+    `TensorParallel` finds the pairs of a whole model, and DTensor does this part.
 
     Args:
         column: Linear(d, h/n), whose columns A_r are this worker's part of A.
         row: Linear(h/n, k) without bias, whose rows B_r are this worker's part of B.
-        bias: Shape (k,); all workers hold it, and add it once.
+        bias: Shape (k,); all workers hold it, and each adds it once.
     """
     optimizer.zero_grad()
     part = row(torch.tanh(column(x)))  # (samples, k): tanh(x A_r) B_r
@@ -298,7 +300,7 @@ class TensorParallel(Partitioned):
     bytes_per_sample = NAN
 
     def shard_source(self, source: Any) -> Any:
-        """Take a sample for the proof of the plan; the data stays as it is."""
+        """Take a sample to test the plan with; the data stays as it is."""
         self.sample = source.peek()
         return source
 
@@ -341,7 +343,7 @@ class TensorParallel(Partitioned):
         return result
 
     def finish(self) -> None:
-        """Gather the trained model; what all workers hold must still be equal."""
+        """Gather the trained model; the undivided parameters must still be equal."""
         if self.guard is not None:
             self.guard.settle()
         super().finish()
@@ -351,7 +353,7 @@ class TensorParallel(Partitioned):
         return self._trainer.evaluate(shares)
 
     def _choose(self, job: Job) -> Plan:
-        """Return the plan given, or the best one that computes what one device computes."""
+        """Return the plan given, or the best one with the same result as on one device."""
         if self.options["plan"] != "auto":
             return given_plan(job.model, self.options["plan"], self.world_size)
         found, safe = find_plan(job.model, self.world_size)
@@ -359,8 +361,8 @@ class TensorParallel(Partitioned):
             return safe
         if not self._everywhere(self._has_room(job.model)):
             if self.rank == 0:
-                text = "The model has no room on one device, so the layers that pair by their "
-                text += "names were not tried; they are gathered. Say it with -o plan=NAME=col,.."
+                text = "The model does not fit one device, so the layers that pair by their names "
+                text += "could not be tested; they are gathered. To pair: -o plan=NAME=col,.."
                 self.context.emit(events.Noted(rank=0, text=text))
             return safe
         model = job.model.to(self.device)
@@ -375,13 +377,13 @@ class TensorParallel(Partitioned):
         return found if self._everywhere(same) else safe
 
     def _has_room(self, model: torch.nn.Module) -> bool:
-        """Whether the whole model can be tried on this worker's device."""
+        """Whether the whole model fits this worker's device for the test."""
         room = accelerator.of(self.device).memory()
         needed_bytes = TRIAL * bytes_of([*model.parameters(), *model.buffers()])
         return room is None or room.free_bytes > needed_bytes
 
     def _everywhere(self, true: bool) -> bool:
-        """Whether something is true on all workers. Collective."""
+        """Whether a condition is true on all workers. Collective."""
         verdict = torch.tensor([float(true)], device=self.device)
         dist.all_reduce(verdict, dist.ReduceOp.MIN)
         return bool(verdict > 0)
@@ -408,7 +410,7 @@ class TensorParallel(Partitioned):
 
 
 def one_by_one(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer step parameter by parameter where divided and whole ones are mixed."""
+    """Let an optimizer step parameter by parameter if divided and whole ones are mixed."""
     for group in optimizer.param_groups:
         divided = {isinstance(parameter.data, DTensor) for parameter in group["params"]}
         if len(divided) > 1 and "foreach" in group:
@@ -416,7 +418,7 @@ def one_by_one(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Waits:
-    """Times the stretches in which this worker waits for a collective's result."""
+    """Times the periods in which this worker waits for a collective's result."""
 
     def __init__(self, timer: Any, faults: Any) -> None:
         self._timer, self._faults = timer, faults
@@ -452,7 +454,7 @@ class BytesSent(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count a collective; DTensors are left to their own dispatch, which comes back here."""
+        """Count a collective; DTensors do their own dispatch, which comes back here."""
         if any(kind is DTensor for kind in types):
             return NotImplemented
         if func.namespace == "_c10d_functional":

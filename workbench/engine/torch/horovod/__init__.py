@@ -1,11 +1,11 @@
-"""Stands in for `horovod.torch` where code is written for Horovod, which no longer builds.
+"""Replaces `horovod.torch` for code written for Horovod, which can no longer be built.
 
-All of it is `torch.distributed` over the group that is there, and lives on engines alone. In
-reading order:
+All of it is `torch.distributed` over the present group, and is used only on engines. In reading
+order:
 
-    finder     how does `import horovod.torch` come to be this
-    ranks      who is there
+    finder     how does `import horovod.torch` find this
+    ranks      which processes are there
     messages   what do ranks send to each other
-    gradients  how do gradients become those of all ranks while backward runs
+    gradients  how are gradients averaged over all ranks while backward runs
     optimizer  what does an optimizer do with them
 """

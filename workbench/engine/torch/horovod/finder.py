@@ -1,4 +1,4 @@
-"""How `import horovod.torch` finds the stand-in: the last finder asked, so a real Horovod wins."""
+"""How `import horovod.torch` finds the replacement: the last finder, so a real Horovod wins."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LacksError(FitError, ImportError):
 
 
 class Refused:
-    """Stands where Horovod has something that is not here: says so when it is used."""
+    """Replaces a name of Horovod that is not supported: reports this when it is used."""
 
     def __init__(self, name: str, instead: str) -> None:
         self._name, self._instead = name, instead
@@ -60,7 +60,7 @@ _REFUSED = {
     "reducescatter_async": "torch.distributed.reduce_scatter_tensor",
     "sparse_allreduce_async": "hvd.allreduce(tensor.to_dense())",
     "SyncBatchNorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), on GPUs",
-    "elastic": "--on-failure with --checkpoint on the line lets a run go on after a worker's death",
+    "elastic": "--on-failure with --checkpoint: the run continues after a worker's death",
     "ProcessSet": _OTHER_GROUPS,
     "add_process_set": _OTHER_GROUPS,
     "remove_process_set": _OTHER_GROUPS,
@@ -69,8 +69,8 @@ _REFUSED = {
 }
 _LAUNCH = "%%distributed -n 4 on top of the cell, or torchrun --nproc-per-node 4 train.py"
 _PARTS = {
-    "tensorflow": "%%distributed mirrored --framework tensorflow trains with model.fit as it is",
-    "keras": "%%distributed mirrored --framework tensorflow trains with model.fit as it is",
+    "tensorflow": "%%distributed mirrored --framework tensorflow trains with unchanged model.fit",
+    "keras": "%%distributed mirrored --framework tensorflow trains with unchanged model.fit",
     "mxnet": "horovod.torch, or %%distributed parameter_server",
     "spark": "the cell itself, under %%distributed",
     "ray": "the cell itself, under %%distributed",
@@ -92,7 +92,7 @@ class Loader(importlib.abc.Loader):
         name = module.__name__.removeprefix("horovod").removeprefix(".")
         if name in _PARTS:
             raise LacksError(
-                f"Workbench has no {module.__name__}, and Horovod itself no longer builds.",
+                f"Workbench has no {module.__name__}, and Horovod itself can no longer be built.",
                 allowed="horovod.torch",
                 next_step=_PARTS[name],
                 code="WB-FIT-184",
@@ -108,12 +108,12 @@ class Loader(importlib.abc.Loader):
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Answers for `horovod` when everybody else has been asked."""
+    """Answers for `horovod` after all other finders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return what makes a module of Horovod's; None for others, and in a real Horovod."""
+        """Return the loader of a module of Horovod; None for others, and for a real Horovod."""
         top, _, rest = fullname.partition(".")
         if top != "horovod":
             return None
@@ -128,13 +128,13 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Let `import horovod.torch` find this, where no real Horovod is installed."""
+    """Let `import horovod.torch` find this, unless a real Horovod is installed."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.append(Finder())
 
 
 def uninstall() -> None:
-    """Let nobody find it any more."""
+    """Stop finding it."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
     for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
         spec = getattr(sys.modules[name], "__spec__", None)

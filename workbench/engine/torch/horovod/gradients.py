@@ -3,11 +3,11 @@
     backward    last layer .......... first layer
                      | bucket 0 -> all-reduce
                                 | bucket 1 -> all-reduce
-    step        what has no gradient yet is sent as 0 | wait | the optimizer's own step
+    step        a missing gradient is sent as 0 | wait | the optimizer's own step
 
 Ranks may leave out different parameters (branches in forward). So buckets are sent in one fixed
-order, and behind its gradients each holds, for every parameter, whether this rank has one: what
-no rank has stays None, as on one device.
+order. After its gradients each bucket holds, for every parameter, whether this rank has a gradient:
+one that no rank has stays None, as on one device.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ BUCKET_BYTES = 8 << 20
 
 
 class Bucket:
-    """Gradients that travel together, and behind them whether each parameter has one.
+    """Gradients that are sent together, followed by whether each parameter has one.
 
     Attributes:
-        missing: Parameters whose gradient this step has yet to bring.
-        sent_bytes: Of one message.
+        missing: Parameters whose gradient has not come yet in this step.
+        sent_bytes: The bytes of one message.
     """
 
     def __init__(self, parameters: list[torch.Tensor]) -> None:
@@ -75,9 +75,9 @@ class Bucket:
             if gradient.is_sparse:
                 if not sparse_as_dense:
                     raise FitError(
-                        "A gradient is sparse.",
+                        "A gradient is sparse, which needs sparse_as_dense=True.",
                         seen=f"shape {tuple(p.shape)}",
-                        next_step="hvd.DistributedOptimizer(..., sparse_as_dense=True)",
+                        next_step="use hvd.DistributedOptimizer(..., sparse_as_dense=True)",
                         code="WB-FIT-172",
                     )
                 gradient = gradient.to_dense()
@@ -92,7 +92,7 @@ class Bucket:
         self._work = dist.all_reduce(packed, async_op=True)
 
     def finish(self, compression: Any, after: float) -> None:
-        """Wait, and put the reduced gradients in their places.
+        """Wait, and put the reduced gradients into place.
 
         Raises:
             FitError: The gradients were changed after they were sent.
@@ -122,7 +122,7 @@ class Bucket:
                 gradient.copy_(view)
 
     def clear(self) -> None:
-        """Be ready for the next step."""
+        """Prepare for the next step."""
         if self._work is not None:  # it was given up: its memory is still written to
             self._flat = None
         self.missing = len(self.parameters)
@@ -151,7 +151,7 @@ def _check_unchanged(parameter: torch.Tensor, seen: tuple[Any, int]) -> None:
         "Gradients were changed before they were averaged over the ranks.",
         seen=f"a gradient of shape {tuple(parameter.shape)}, between backward and step",
         allowed="changes (clipping, unscaling) after optimizer.synchronize()",
-        next_step="optimizer.synchronize(), then what changes them, then "
+        next_step="call optimizer.synchronize(), then change them, then "
         "`with optimizer.skip_synchronize(): optimizer.step()`",
         code="WB-FIT-173",
     )
@@ -174,7 +174,7 @@ def divide(parameters: Iterable[torch.Tensor]) -> list[Bucket]:
 
 
 def trained(groups: list[dict[str, Any]]) -> list[torch.Tensor]:
-    """Return what an optimizer trains, in the order in which backward brings it, as a rule."""
+    """Return an optimizer's trained parameters, in the usual order of backward."""
     held = [p for group in groups for p in group["params"] if p.requires_grad]
     return held[::-1]
 
@@ -183,7 +183,7 @@ _owners: Any = WeakIdKeyDictionary()  # of parameters: weak references to what a
 
 
 def averaging(model: torch.nn.Module) -> Gradients | None:
-    """Return what averages a model's gradients, if anything of Horovod's does."""
+    """Return Horovod's optimizer that averages a model's gradients, if there is one."""
     for parameter in model.parameters():
         owner = _owners.get(parameter)
         gradients: Gradients | None = owner() if owner is not None else None
@@ -198,14 +198,14 @@ def _present_group() -> weakref.ref[Any]:
 
 
 class Gradients:
-    """The gradients of one optimizer, on their way to becoming those of all ranks.
+    """The gradients of one optimizer, until they are averaged over all ranks.
 
     Attributes:
         passes: Backward passes before a step.
         together: Whether `step` averages.
         is_done: Whether `synchronize` was called since the last step.
         run: The run in whose cell it was made.
-        timer: Told of the wait for other ranks, where a loop is recorded.
+        timer: Records the wait for other ranks, if a loop is recorded.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Gradients:
         self._clear()
 
     def retire(self) -> None:
-        """Look at no backward any more; a step would still average what is there."""
+        """Stop watching backward; a step would still average what is there."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -267,14 +267,14 @@ class Gradients:
 
     @property
     def looks(self) -> bool:
-        """Whether it still looks at backward."""
+        """Whether it still watches backward."""
         return bool(self._hooks)
 
     def arrived(self, parameter: torch.Tensor) -> None:
-        """Note a gradient; send all buckets that are whole, in their order.
+        """Note a gradient; send all complete buckets, in their order.
 
         Raises:
-            FitError: It came once more than was said.
+            FitError: There were more gradients than backward passes allowed.
         """
         if dist.get_world_size() == 1:
             return
@@ -284,11 +284,11 @@ class Gradients:
         if left <= 0:
             self._clear()
             raise FitError(
-                "Gradients came more often than backward_passes_per_step before step().",
+                "There were more backward passes before step() than backward_passes_per_step.",
                 seen=f"backward pass {self.passes + 1} for a parameter of shape "
                 f"{tuple(parameter.shape)}",
                 allowed=f"{self.passes} before optimizer.step()",
-                next_step="backward_passes_per_step=N, where N backward passes make a step",
+                next_step="set backward_passes_per_step=N if N backward passes make a step",
                 code="WB-FIT-174",
             )
         self._left[id(parameter)] = left - 1
@@ -300,7 +300,7 @@ class Gradients:
             self._launch(self._buckets[self._launched])
 
     def forget_failed(self) -> None:
-        """Forget a step that has failed half-way: the workers have met anew since."""
+        """Forget a step that failed half-way: the set of workers has changed since."""
         if self._left and self._group != _present_group():
             self._clear()
 
@@ -319,7 +319,7 @@ class Gradients:
             self._launch(bucket)
 
     def let_go(self) -> None:
-        """Tell nobody of waits any more."""
+        """Report no more waits."""
         self.timer = None
 
     def sent(self) -> float:
@@ -332,7 +332,7 @@ class Gradients:
         return bool(self._left) and dist.get_world_size() > 1
 
     def synchronize(self, groups: list[dict[str, Any]]) -> None:
-        """Wait until all gradients are those of all ranks."""
+        """Wait until all gradients are averaged over all ranks."""
         self.is_done = True
         self.forget_failed()
         if dist.get_world_size() == 1:
@@ -376,19 +376,19 @@ class Gradients:
 
 
 def refuse_averaged(model: torch.nn.Module) -> None:
-    """Raise FitError where `DistributedOptimizer` averages a model's gradients in this run.
+    """Raise FitError if `DistributedOptimizer` averages a model's gradients in this run.
 
-    One of an earlier cell lets go of the model.
+    One of an earlier cell releases the model.
     """
     gradients = averaging(model)
     while gradients is not None:
         if gradients.run is not None and gradients.run() is current():
             raise FitError(
-                "hvd.DistributedOptimizer averages this model's gradients already, so Workbench "
-                "cannot as well.",
+                "hvd.DistributedOptimizer already averages this model's gradients, so Workbench "
+                "cannot average them too.",
                 seen="wb.prepare or wb.fit after hvd.DistributedOptimizer",
                 allowed="one of them",
-                next_step="take hvd.DistributedOptimizer out, or record the loop as it is: "
+                next_step="remove hvd.DistributedOptimizer, or record the unchanged loop: "
                 "wb.watch(model, optimizer, loader)",
                 code="WB-FIT-182",
             )

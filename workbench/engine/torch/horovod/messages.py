@@ -57,16 +57,16 @@ global_process_set = _AllRanks()
 
 
 class NoneCompressor:
-    """Sends gradients as they are."""
+    """Sends gradients unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return what is sent, and what `decompress` needs."""
+        """Return the message, and what `decompress` needs."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return what was meant."""
+        """Return the original tensor."""
         return tensor
 
 
@@ -75,28 +75,28 @@ class FP16Compressor(NoneCompressor):
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return what is sent, and what `decompress` needs."""
+        """Return the message, and what `decompress` needs."""
         kind = tensor.dtype
         return (tensor.half() if kind.is_floating_point else tensor), kind
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return what was meant."""
+        """Return the original tensor."""
         return tensor.to(ctx)
 
 
 class Compression:
-    """What gradients can be made smaller by."""
+    """The ways of making gradients smaller."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
 
 
 class Handle:
-    """A message under way.
+    """A message that has been started.
 
     Args:
-        finish: Makes the result of what has arrived.
+        finish: Makes the result when the message has arrived.
     """
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], Any]) -> None:
@@ -130,20 +130,20 @@ def synchronize(handle: Handle) -> Any:
 
 def op_of(op: Any, average: bool | None = None) -> Op:
     if op is not None and average is not None:
-        raise FitError("op= stands in the place of average=: give one of them.", code="WB-FIT-166")
+        raise FitError("op= and average= cannot be used together.", code="WB-FIT-166")
     found = Op(op) if op is not None else Sum if average is False else Average
     if found is Adasum:
         raise FitError(
             "Adasum is not supported.",
             allowed="Average, Sum, Min, Max and Product; Average and Sum for an optimizer",
-            next_step="op=hvd.Average",
+            next_step="use op=hvd.Average",
             code="WB-FIT-167",
         )
     return found
 
 
 class Pending(Protocol):
-    """Sends gradients at moments of its own."""
+    """Sends gradients at its own moments."""
 
     def launch_rest(self) -> None:
         """Send what is left of a step's gradients, if some of them may be sent already."""
@@ -159,7 +159,7 @@ def begin(process_set: Any) -> None:
         raise FitError(
             "Process sets are not supported.",
             allowed="hvd.global_process_set: all ranks",
-            next_step="torch.distributed.new_group, for messages of some ranks",
+            next_step="use torch.distributed.new_group for messages of some ranks",
             code="WB-FIT-168",
         )
     for gradients in list(pending):
@@ -262,7 +262,7 @@ def grouped_allreduce_(tensors: Iterable[torch.Tensor], *args: Any, **keywords: 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: Any = None
 ) -> Handle:
-    """Begin to put the tensors of all ranks behind each other.
+    """Begin to concatenate the tensors of all ranks.
 
     Raises:
         FitError: They differ in more than their first dimension.
@@ -276,7 +276,7 @@ def allgather_async(
         raise FitError(
             "Tensors of different shapes cannot be gathered.",
             seen=", ".join(f"rank {at}: {shape} {kind}" for at, (shape, kind) in enumerate(shapes)),
-            allowed="the first dimension alone may differ",
+            allowed="only the first dimension may differ",
             code="WB-FIT-169",
         )
     counts = [shape[0] for shape, _ in shapes]
@@ -312,7 +312,7 @@ class _AllGather(torch.autograd.Function):
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: Any = None
 ) -> torch.Tensor:
-    """Return the tensors of all ranks behind each other; gradients pass through it."""
+    """Return the concatenated tensors of all ranks; gradients pass through it."""
     begin(process_set)
     result: torch.Tensor = _AllGather.apply(tensor)  # type: ignore[no-untyped-call]
     return result
@@ -430,16 +430,16 @@ def barrier(process_set: Any = None) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Return 0 where there is one rank.
+    """Return 0 if there is one rank.
 
     Raises:
-        FitError: There are several: those that go on would wait for messages of this one.
+        FitError: There are several: the others would wait for messages of this one.
     """
     if size() == 1:
         return 0
     raise FitError(
-        "hvd.join is not supported: ranks must take as many steps as each other.",
-        next_step="DistributedSampler gives each rank as many samples; leave hvd.join() out",
+        "hvd.join is not supported: all ranks must take the same number of steps.",
+        next_step="remove hvd.join(); DistributedSampler gives all ranks equally many samples",
         code="WB-FIT-170",
     )
 

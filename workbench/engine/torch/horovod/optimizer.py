@@ -16,13 +16,13 @@ from .messages import Average, Compression, Sum, begin, op_of
 
 
 class Distributed:
-    """What an optimizer's class is given besides: it averages before it steps."""
+    """The additional methods of an optimizer's class: it averages before it steps."""
 
     param_groups: list[dict[str, Any]]
     gradients: Gradients
 
     def synchronize(self) -> None:
-        """Wait until all gradients are those of all ranks; they may be changed after that."""
+        """Wait until all gradients are averaged over all ranks; then they may be changed."""
         self.gradients.synchronize(self.param_groups)
 
     @contextlib.contextmanager
@@ -62,21 +62,21 @@ class Distributed:
         """Forget the gradients.
 
         Raises:
-            FitError: They are on their way to other ranks.
+            FitError: They are being sent to other ranks.
         """
         self.gradients.forget_failed()
         if self.gradients.is_under_way:
             raise FitError(
-                "zero_grad() between backward and step() would take gradients away while they are "
+                "zero_grad() between backward and step() would delete gradients while they are "
                 "averaged.",
-                next_step="optimizer.zero_grad() before the backward, or after the step",
+                next_step="call optimizer.zero_grad() before the backward, or after the step",
                 code="WB-FIT-175",
             )
         above: Any = super()
         above.zero_grad(set_to_none)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Say anew how many backward passes a step has."""
+        """Set again how many backward passes a step has."""
         self.gradients.passes = passes
 
 
@@ -94,23 +94,23 @@ def DistributedOptimizer(  # noqa: N802
 ) -> Any:
     """Return an optimizer like this one, over the same parameters, that averages gradients first.
 
-    `num_groups` and `groups` change nothing: buckets are always of one size.
+    `num_groups` and `groups` change nothing: buckets always have one size.
 
     Raises:
         FitError: An argument is not supported, or something else averages already.
     """
     begin(process_set)
     if isinstance(optimizer, Distributed):
-        raise FitError("This optimizer is a DistributedOptimizer already.", code="WB-FIT-176")
+        raise FitError("This optimizer is already a DistributedOptimizer.", code="WB-FIT-176")
     kind = op_of(op)
     if kind not in (Average, Sum) or backward_passes_per_step < 1 or (
         gradient_predivide_factor != 1.0 and kind is not Average
     ):  # fmt: skip
         raise FitError(
-            "hvd.DistributedOptimizer cannot do this.",
+            "hvd.DistributedOptimizer does not support these arguments.",
             seen=f"op={kind.name}, backward_passes_per_step={backward_passes_per_step}, "
             f"gradient_predivide_factor={gradient_predivide_factor:g}",
-            allowed="op Average or Sum; at least one pass; a predivide factor with Average alone",
+            allowed="op Average or Sum; at least one pass; a predivide factor only with Average",
             code="WB-FIT-177",
         )
     _check_names(optimizer, named_parameters)
@@ -138,9 +138,9 @@ def _check_names(
     pairs = list(named)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise FitError(
-            "named_parameters was not understood.",
+            "named_parameters must be pairs of a name and a parameter.",
             allowed="pairs of a name and a parameter",
-            next_step="named_parameters=model.named_parameters()",
+            next_step="pass named_parameters=model.named_parameters()",
             code="WB-FIT-178",
         )
     names, known = [name for name, _ in pairs], {id(p) for _, p in pairs}
@@ -148,9 +148,9 @@ def _check_names(
     unnamed = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
     if twice or unnamed:
         raise FitError(
-            "named_parameters does not name each parameter of the optimizer once.",
+            "named_parameters must name each parameter of the optimizer once.",
             seen=f"twice: {', '.join(twice)}" if twice else f"{unnamed} without a name",
-            next_step="named_parameters=model.named_parameters(), or leave it out",
+            next_step="pass named_parameters=model.named_parameters(), or leave it out",
             code="WB-FIT-179",
         )
 
@@ -158,18 +158,18 @@ def _check_names(
 def _check_run(context: RunContext) -> None:
     if context.strategy is not None:
         raise FitError(
-            "Workbench averages this cell's gradients already, so Horovod cannot as well.",
+            "Workbench already averages this cell's gradients, so Horovod cannot average them too.",
             seen=f"hvd.DistributedOptimizer after {context.taken_over or 'wb.fit'}",
             allowed="one of them",
-            next_step="take hvd.DistributedOptimizer out, or wb.prepare and wb.fit",
+            next_step="remove hvd.DistributedOptimizer, or wb.prepare and wb.fit",
             code="WB-FIT-180",
         )
     if context.entry.name not in ("mirrored", "one_device"):
         raise FitError(
-            "Code written for Horovod trains a copy of the model on each worker.",
+            "Code written for Horovod trains one copy of the model per worker: use mirrored.",
             seen=f"strategy {context.entry.name}",
             allowed="mirrored",
-            next_step="%%distributed mirrored",
+            next_step="use %%distributed mirrored",
             code="WB-FIT-181",
         )
 

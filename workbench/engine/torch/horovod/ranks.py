@@ -14,8 +14,8 @@ from ....shared import events
 from ...context import current
 
 NOTE = (
-    "horovod.torch is Workbench's own stand-in over torch.distributed, since Horovod itself no "
-    "longer builds. docs/training.md (Code written for Horovod) says what it has."
+    "horovod.torch is Workbench's replacement over torch.distributed, since Horovod itself can no "
+    "longer be built. docs/training.md (Code written for Horovod) lists what it contains."
 )
 
 
@@ -32,16 +32,16 @@ _LAUNCHERS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Use the process group that is there; else join the one that the environment describes.
+    """Use the present process group; otherwise join the one that the environment describes.
 
     Raises:
-        FitError: Other ranks than all are asked for, or what has started them is not torchrun.
+        FitError: Only some ranks are asked for, or the processes were not started by torchrun.
     """
     if comm is not None or process_sets:
         raise FitError(
-            "hvd.init takes all ranks here.",
+            "hvd.init always uses all ranks here.",
             seen="comm=" if comm is not None else "process_sets=",
-            next_step="hvd.init(); torch.distributed.new_group makes groups of some ranks",
+            next_step="call hvd.init(); torch.distributed.new_group makes groups of some ranks",
             code="WB-FIT-163",
         )
     if not dist.is_initialized():
@@ -70,7 +70,7 @@ def _join() -> None:
         raise FitError(
             "These processes were not started by torchrun, so they cannot find each other.",
             seen=f"{launched[0]}={os.environ[launched[0]]}",
-            next_step="torchrun --nproc-per-node 4 train.py in place of horovodrun -np 4 or mpirun",
+            next_step="use torchrun --nproc-per-node 4 train.py instead of horovodrun or mpirun",
             code="WB-FIT-164",
         )
     stores: Any = dist  # the stores are there, but not declared as exported
@@ -78,7 +78,7 @@ def _join() -> None:
 
 
 def shutdown() -> None:
-    """Leave the group where `init` has made it; one that was there before stays."""
+    """Leave the group if `init` has made it; an earlier one stays."""
     if _State.made and dist.is_initialized():
         dist.destroy_process_group()
     _State.initialized = _State.made = False
@@ -92,7 +92,7 @@ def is_initialized() -> bool:
 def require_init() -> None:
     if not is_initialized():
         raise FitError(
-            "Horovod has not been initialized.", next_step="hvd.init()", code="WB-FIT-165"
+            "Horovod has not been initialized.", next_step="call hvd.init()", code="WB-FIT-165"
         )
 
 
@@ -138,7 +138,7 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether all hosts have as many processes."""
+    """Return whether all hosts have the same number of processes."""
     hosts = [host for host, _ in _State.places]
     return len({hosts.count(host) for host in hosts}) <= 1
 
@@ -160,7 +160,7 @@ gloo_enabled = gloo_built
 
 
 def nccl_built() -> int:
-    """Return 1 where PyTorch has NCCL, else 0."""
+    """Return 1 if PyTorch has NCCL, else 0."""
     return int(dist.is_nccl_available())
 
 

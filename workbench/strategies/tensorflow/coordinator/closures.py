@@ -1,30 +1,30 @@
-"""Closures of a ClusterCoordinator, seen one by one: a closure that trains is a step of its worker.
+"""Closures of a ClusterCoordinator, recorded one by one: one that trains is a step of its worker.
 
     schedule ---- queue ----> a worker is free: begins  --- pull, compute, push --->  ended
               queue wait      version v0                   closure time               version v1
 
-    staleness = v1 - v0: how many other closures ended, and so changed the parameters, meanwhile
+    staleness = v1 - v0: how many other closures ended meanwhile, and so changed the parameters
 
-Each worker has a thread of TensorFlow's in the coordinator's process, which takes a closure from
-the queue, sends it and waits until it has ended. That is where it is measured: nothing is added to
-what travels, so a closure takes as long as without us. Stop and Pause work there too: between
-closures.
+For each worker TensorFlow has a thread in the coordinator's process, which takes a closure from the
+queue, sends it and waits until it has ended. The measurement is made there, so nothing is added to
+the messages, and a closure takes as long as without Workbench. Stop and Pause work there too,
+between closures.
 
 Times are the coordinator's. From one closure's end to the next one's begin a worker has nothing to
-do: that is its data wait. What a closure returns is fetched only where a loss is due: each time
-where `wb.fit` or `model.fit` are under way, a few times a second in an own loop.
+do: that is its data wait. A closure's result is fetched only if a loss is due: each time under
+`wb.fit` or `model.fit`, a few times per second in a user's own loop.
 
-Delays cannot be spent here, as the push would have happened by then (`feeds.py` does it).
+Delays cannot be spent here, because the push would already have happened (`feeds.py` does it).
 
 Source: `tensorflow/python/distribute/coordinator/cluster_coordinator.py`.
 
-Which of the functions of closures train is learnt while they are traced:
+While functions of closures are traced, it is found out which of them train:
 
-    schedule(step)      asks a tape for gradients, or has an optimizer apply some    it trains
+    schedule(step)      asks a tape for gradients, or an optimizer applies some      it trains
     schedule(score)     neither                                                      it does not
 
-A plain Python function runs only on its worker, and what was traced earlier is not traced again:
-nobody sees what these do, so they are taken for functions that train.
+A plain Python function runs only on its worker, and a function that was traced earlier is not
+traced again. What these do cannot be seen, so they are taken for functions that train.
 
 Each closure that trains is a row, a step of the worker that ran it:
 
@@ -33,9 +33,9 @@ Each closure that trains is a row, a step of the worker that ran it:
 
 The version counts the closures that have trained, of all workers.
 
-What closures returned is fetched on a thread of its own: their workers go on meanwhile. A fetch is
-a round trip, whatever it brings. So what several closures left on a worker within a few
-milliseconds is stacked there and fetched at once.
+The results of closures are fetched on a separate thread, while their workers continue. A fetch is a
+round trip of any size. So the results that several closures left on a worker within a few
+milliseconds are stacked there and fetched at once.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ class Step(cluster_coordinator.Closure):  # type: ignore[misc]
 
 
 class Closures:
-    """What a coordinator schedules while this is entered.
+    """The closures that a coordinator schedules inside this context.
 
     Attributes:
         coordinator: The ClusterCoordinator.
-        samples: Samples per closure of an own loop; 0 while nobody knows.
+        samples: Samples per closure of a user's own loop; 0 if unknown.
     """
 
     def __init__(self, context: RunContext, coordinator: Any) -> None:
@@ -116,7 +116,7 @@ class Closures:
         self._fetcher = Fetcher()
 
     def __enter__(self) -> Closures:
-        """See what is scheduled from now on."""
+        """Watch what is scheduled from now on."""
         replace = self._patches.replace
         replace(self._cluster, "schedule", lambda original: self.schedule)
         replace(self._cluster, "join", lambda original: self.join)
@@ -132,7 +132,7 @@ class Closures:
 
     @property
     def optimizer(self) -> Any:
-        """What was applied last; None before."""
+        """The optimizer applied last; None before."""
         return self._functions.optimizer
 
     # -- the thread that runs the cell -------------------------------------------------------------
@@ -150,10 +150,10 @@ class Closures:
         """Queue a closure; return its RemoteValue.
 
         Args:
-            told: Hears what it returned; by default a loss is looked for now and then.
-            samples: How many it takes; by default what its data set says.
+            told: Called with the result; by default a loss is looked for from time to time.
+            samples: Its number of samples; by default what its data set says.
             alike: Equal for calls of the function that the same graph serves: it is looked up
-                once. None: TensorFlow looks at the arguments each time.
+                once. None: TensorFlow checks the arguments each time.
 
         Raises:
             RunStopped: Stop was pressed.
@@ -184,7 +184,7 @@ class Closures:
 
         Raises:
             RunStopped: Stop was pressed.
-            ClusterError: A worker does not end its closure.
+            ClusterError: A worker does not finish its closure.
         """
         try:
             while not self._queue.wait(timeout=1.0):
@@ -196,7 +196,7 @@ class Closures:
         self._check()
 
     def wait_for_room(self, most: int) -> None:
-        """Wait until fewer than so many closures are open; raises what `join` does."""
+        """Wait until fewer closures than this are open; raises what `join` does."""
         while True:
             with self._counts:
                 if self._open < most:
@@ -219,7 +219,7 @@ class Closures:
             late = [rank for rank, since_s in self._running.items() if clock() - since_s > STALL_S]
         if late:
             raise ClusterError(
-                f"Worker {late[0]} does not end its closure.",
+                f"Worker {late[0]} has not finished its closure.",
                 seen=f"nothing for {STALL_S:g} s",
                 next_step="%cluster shows which engines are alive; %cluster restart",
                 code="WB-CLUSTER-045",
@@ -236,13 +236,13 @@ class Closures:
         announce(self.context, count, batch_size=size or None)
 
     def go_on(self, steps: int) -> None:
-        """Count on from a checkpoint: so many steps of each worker lie before it."""
+        """Continue from a checkpoint: count the earlier steps of each worker."""
         with self._counts:
             self._rows.go_on(steps)
             self._admitted = self._rows.version
 
     def announced(self) -> None:
-        """Somebody who knows more has told the kernel that training begins."""
+        """Note that the kernel already knows that training begins."""
         self._announced = True
 
     def _dataset(self, create: Callable[..., Any]) -> Any:
@@ -270,7 +270,7 @@ class Closures:
     # -- a worker's thread -------------------------------------------------------------------------
 
     def execute(self, step: Step, worker: Any, run: Callable[[Any], None]) -> None:
-        """Run a closure, and record it where it trained."""
+        """Run a closure, and record it if it trained."""
         rank = int(worker.worker_index)
         self._admit()
         begin_s = clock()
@@ -310,7 +310,7 @@ class Closures:
                 self.idle()
 
     def idle(self) -> None:
-        """What lay between belongs to no step: an evaluation, a pause."""
+        """Count the time in between for no step: an evaluation, a pause."""
         with self._counts:
             self._rows.idle()
 
@@ -322,10 +322,10 @@ def _is_loss(value: Any) -> bool:
 
 
 class Functions:
-    """The functions whose closures are made while this is entered.
+    """The functions whose closures are made inside this context.
 
     Attributes:
-        optimizer: Applied last.
+        optimizer: The one applied last.
     """
 
     def __init__(self) -> None:
@@ -337,7 +337,7 @@ class Functions:
         self._patches = Patches()
 
     def __enter__(self) -> Functions:
-        """See what is traced from now on."""
+        """Watch what is traced from now on."""
         self._patches.replace(keras.optimizers.Optimizer, "apply", self._applies)
         self._patches.replace(tf.GradientTape, "gradient", self._differentiates)
         return self
@@ -353,9 +353,9 @@ class Functions:
 
         Args:
             alike: Equal for calls of the function that the same graph serves: it is looked up
-                once. None: TensorFlow looks at the arguments each time.
-            make: Makes the closure of the function, or of its graph; what is new is traced.
-            delayed: Whether injected delays are to be in it.
+                once. None: TensorFlow checks the arguments each time.
+            make: Makes the closure of the function, or of its graph; a new one is traced.
+            delayed: Whether it must contain injected delays.
         """
         chosen = self._delays.variant(function) if delayed else function
         before = self._seen
@@ -410,16 +410,16 @@ class Rows:
         self._queue_waits: list[list[float]] = [[] for _ in range(workers)]
 
     def go_on(self, steps: int) -> None:
-        """Count on from a checkpoint: so many steps of each worker lie before it."""
+        """Continue from a checkpoint: count the earlier steps of each worker."""
         self._steps = [steps] * len(self._steps)
         self.version = steps * len(self._steps)
 
     def idle(self) -> None:
-        """What lay between belongs to no step: an evaluation, a pause."""
+        """Count the time in between for no step: an evaluation, a pause."""
         self._free_s = [clock()] * len(self._free_s)
 
     def free(self, rank: int) -> None:
-        """Say that a worker has nothing to do from now on."""
+        """Note that a worker has nothing to do from now on."""
         self._free_s[rank] = clock()
 
     def due(self, rank: int, now_s: float) -> bool:
@@ -439,7 +439,7 @@ class Rows:
         Args:
             times: When it was scheduled, began and ended.
             pulled: The version when it began.
-            late: Brings its loss, where that is fetched.
+            late: Fetches its loss, if that is due.
         """
         context, (scheduled_s, begin_s, end_s), number = self.context, times, self._steps[rank]
         start_s = self._free_s[rank]
@@ -507,7 +507,7 @@ class Fetcher:
         self._thread.start()
 
     def fetch(self, tensors: Any, told: Told) -> Pending:
-        """Have the values fetched and told."""
+        """Queue the values to be fetched and reported."""
         pending = Pending(tensors, told)
         with self._left:
             self._open += 1

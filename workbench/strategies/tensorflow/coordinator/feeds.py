@@ -3,15 +3,15 @@
     Resident: the arrays are sent to every worker once; a closure is told which samples to take
     Fed:      a closure is sent its samples
 
-Whichever worker runs a closure, its samples are the same, so the order is that of one device.
+A closure's samples are the same on any worker, so the order is that of one device.
 
-Injected delays are calls of Python that the worker carries out. While a fault is active, a
-closure's function is traced anew with two such calls in it:
+Injected delays are calls of Python on the worker. While a fault is active, a closure's function is
+traced again with two such calls in it:
 
     began | pull, forward, backward . . . | delay | push
 
-Python functions do not travel with a graph. A `PyFunc` finds its function by a token in the
-registry of the process that runs it, so the worker's engine registers its own under known tokens
+Python functions are not sent with a graph. A `PyFunc` finds its function by a token in the registry
+of the process that runs it, so the worker's engine registers its own functions under known tokens
 (`WorkerFaults`).
 
 Source: `tensorflow/python/ops/script_ops.py`.
@@ -68,16 +68,16 @@ def _place(coordinator: Any, specs: tuple[Any, ...]) -> Any:
 
 
 class Resident:
-    """Arrays that lie on every worker, and an order of their samples beside them.
+    """Arrays that are on every worker, together with an order of their samples.
 
-    Every argument that is not there already costs a closure a round trip of its own. So the order
-    is sent ahead, many pieces at a time, and a closure is told a number: which piece.
+    Every argument that is not there already costs a closure a separate round trip. So the order is
+    sent ahead, many pieces at a time, and a closure gets only a number: which piece.
 
     Args:
         arrays: Nested arrays of one length.
 
     Attributes:
-        kind: Equal for data that the same graph can take; closures of as many samples are alike.
+        kind: Equal for data that the same graph can take; closures of equal size are alike.
     """
 
     def __init__(self, coordinator: Any, arrays: Any) -> None:
@@ -96,7 +96,7 @@ class Resident:
         )
 
     def args(self, pieces: list[Any]) -> Iterator[tuple[Any, ...]]:
-        """Yield what the closure for each piece is called with: places of samples, in order."""
+        """Yield the arguments of the closure for each piece: places of samples, in order."""
         sizes = [len(piece) for piece in pieces]
         widest = max(sizes)
         table = np.zeros((len(pieces), widest), np.int64)
@@ -107,7 +107,7 @@ class Resident:
             yield self._data, order, tf.constant(number), size
 
     def function(self, body: Callable[[Any], Any]) -> Any:
-        """Return the closure's function, from what it does with a batch.
+        """Return the closure's function, from a function of a batch.
 
         It serves other data of the same `kind` as well.
         """
@@ -122,22 +122,22 @@ class Resident:
 
 
 class Fed:
-    """Batches that travel with their closure; no two need to be alike."""
+    """Batches that are sent with their closure; they may differ from each other."""
 
     kind = None
 
     def args(self, pieces: list[Any]) -> Iterator[tuple[Any, ...]]:
-        """Yield what the closure for each batch is called with."""
+        """Yield the arguments of the closure for each batch."""
         for batch in pieces:
             yield (tf.nest.map_structure(tf.convert_to_tensor, batch),)
 
     def function(self, body: Callable[[Any], Any]) -> Any:
-        """Return the closure's function, from what it does with a batch."""
+        """Return the closure's function, from a function of a batch."""
         return tf.function(body, autograph=False)
 
 
 def fits(arrays: Any) -> bool:
-    """Whether data are arrays that may lie on every worker."""
+    """Whether data are arrays that can be on every worker."""
     parts = tf.nest.flatten(arrays)
     return all(isinstance(part, np.ndarray) and part.dtype.kind in "biuf" for part in parts) and (
         sum(part.nbytes for part in parts) <= RESIDENT_BYTES
@@ -156,7 +156,7 @@ class Delays:
         self._variants: Any = weakref.WeakKeyDictionary()
 
     def variant(self, function: Any) -> Any:
-        """Return the function with delays in it; a plain Python function as it is."""
+        """Return the function with delays in it; a plain Python function is not changed."""
         if not isinstance(function, polymorphic_function.Function):
             return function
         if function not in self._variants:
@@ -179,7 +179,7 @@ class Delays:
         return function._clone(python_function=tf.autograph.experimental.do_not_convert(delayed))
 
     def hold(self, gradients: Any) -> Any:
-        """Hold gradients back for as long as the worker says; none where nothing is delayed."""
+        """Delay gradients for as long as the worker says; nothing if there is no delay."""
         if self._began is None:
             return gradients
         gradients = list(gradients)

@@ -2,18 +2,18 @@
 
     batch of 64, 2 workers --> closure of samples 0..31, closure of samples 32..63
 
-A closure runs wherever a worker is free, and its push stands alone: its loss is the mean over its
-own samples.
+A closure runs on any worker that is free, and its push is a separate step: its loss is the mean
+over its own samples.
 
-For checkpoints it is known where a `model.fit` by closures stands: the epoch, how much of it is
+For checkpoints the position of a `model.fit` by closures is known: the epoch, and how much of it is
 done.
 
     fit(epochs=5), checkpoint in epoch 2 after 7 batches:
-        goes on with initial_epoch=2, from its 8th batch on
+        continues with initial_epoch=2, from its 8th batch on
 
-A global batch counts once its closures are scheduled; a checkpoint is taken when all closures have
-ended, so no push is under way then. `keras/fit.py` does the same for strategies whose steps have an
-order.
+A global batch counts once its closures are scheduled. A checkpoint is taken when all closures have
+ended, so that no push is in progress. `keras/fit.py` does the same for strategies whose steps have
+an order.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ AHEAD = 4
 
 
 class Coordinated:
-    """One `wb.fit`, carried by closures.
+    """One `wb.fit`, run by closures.
 
     Args:
-        workers: Among how many a global batch is divided.
+        workers: The number of workers over which a global batch is divided.
     """
 
     def __init__(self, closures: Closures, trainer: Trainer, workers: int) -> None:
@@ -58,14 +58,14 @@ class Coordinated:
         """Take all steps of the training; return the last that ended.
 
         Raises:
-            FitError: Something was asked for that needs ordered steps.
+            FitError: An argument needs ordered steps.
         """
         if training.hooks.step_end:
             raise FitError(
-                "Steps of a parameter server have no order in which a callback could be called.",
+                "A parameter server cannot call on_step_end: its steps have no order.",
                 seen="a callback with on_step_end",
                 allowed="on_epoch_end, on_train_end",
-                next_step="schedule closures in a loop of your own: coordinator.schedule(...)",
+                next_step="schedule closures in your own loop: coordinator.schedule(...)",
                 code="WB-FIT-071",
             )
         source, job = training.source, training.job
@@ -152,11 +152,11 @@ class Coordinated:
 
 
 class ClosuresPlace:
-    """One `fit`, saved and gone on with.
+    """One `fit`, with its checkpoints.
 
     Attributes:
         done: Global batches of this `fit` that are done.
-        epoch: Epoch under way.
+        epoch: The current epoch.
         batch: Batches of it that are done.
     """
 
@@ -168,10 +168,10 @@ class ClosuresPlace:
         self._per_epoch: int | None = None
 
     def find(self, call: dict[str, Any], per_epoch: int | None) -> int:
-        """Go on from a checkpoint of this call, if any; return the batches to leave out.
+        """Continue from a checkpoint of this call, if any; return the batches to skip.
 
         Args:
-            per_epoch: Global batches in an epoch; None where nobody knows.
+            per_epoch: Global batches in an epoch; None if unknown.
         """
         self._per_epoch, self.epoch = per_epoch, call["initial_epoch"]
         base = {"base": self._base}
@@ -191,7 +191,7 @@ class ClosuresPlace:
         return self.batch
 
     def step_done(self, epoch: int, batch: int) -> None:
-        """Count a global batch; save if it is time, when no push is under way."""
+        """Count a global batch; save if it is time, when no push is in progress."""
         ended = batch == self._per_epoch
         self.done += 1
         self.epoch, self.batch = (epoch + 1, 0) if ended else (epoch, batch)

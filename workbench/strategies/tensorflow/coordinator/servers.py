@@ -1,4 +1,4 @@
-"""An engine as a task of TensorFlow's cluster, for the time of one run.
+"""An engine as a task of TensorFlow's cluster, for the duration of one run.
 
     engine                         kernel                       coordinator
     a free port  -- address -->  (passed on to all)  -- addresses -->
@@ -8,20 +8,20 @@
                  <-----------------------------------------------  "over"
     its sockets close
 
-TensorFlow's gRPC server listens on every interface, also where it is told 127.0.0.1, and has no
-stop. So the listening sockets are shut when the run is over; what is left of the server in the
+TensorFlow's gRPC server listens on every interface, even if it is given 127.0.0.1, and cannot be
+stopped. So the listening sockets are shut when the run is over; the rest of the server in the
 process cannot be reached any more.
 
 Source: tf.distribute.Server;
 https://www.tensorflow.org/tutorials/distribute/parameter_server_training.
 
-When a worker dies, its closure goes back into the queue, and the others go on. TensorFlow's own way
-is to wait until the worker is back, and to connect the whole cluster anew: it hangs for as long as
-that takes, and the end of the run with it. Here a worker that has died stays away until the next
+When a worker dies, its closure goes back into the queue, and the others continue. TensorFlow itself
+would wait until the worker is back, and connect the whole cluster again. The run, including its
+end, would hang for as long as that takes. Here a worker that has died is left out until the next
 run.
 
 Source: `WorkerPreemptionHandler` in
-`tensorflow/python/distribute/coordinator/cluster_coordinator.py`, whose place this takes.
+`tensorflow/python/distribute/coordinator/cluster_coordinator.py`, which this replaces.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def cluster_of(context: RunContext, addresses: Mapping[int, str]) -> tf.train.Cl
 
 
 def serve(context: RunContext) -> None:
-    """Be a worker or a parameter server until the coordinator says that the run is over.
+    """Act as a worker or a parameter server until the coordinator ends the run.
 
     Raises:
-        ClusterError: The others did not come.
+        ClusterError: The others did not answer.
     """
     spec, ranks = context.spec, helpers(context)
     index = spec.rank - spec.world_size
@@ -102,13 +102,13 @@ def serve(context: RunContext) -> None:
 
 
 def swap_addresses(context: RunContext, ranks: Iterable[int]) -> dict[int, str]:
-    """Return where each of these engines, which call this together, opens TensorFlow's server.
+    """Return the address at which each of these engines opens TensorFlow's server.
 
-    TensorFlow opens the port itself. Until all engines have found one each holds its own, so that
-    two engines of one host never find the same.
+    All engines call this together. TensorFlow opens the port itself. Until all engines have found
+    one each holds its own, so that two engines of one host never find the same.
 
     Raises:
-        ClusterError: One of them did not come, or has no port left.
+        ClusterError: One of them did not answer, or has no port left.
     """
     spec = context.spec
     with hold_port(spec.ports) as held:
@@ -121,7 +121,7 @@ def hold_port(ports: tuple[int, int] | None) -> socket.socket:
     """Return a socket that holds a free port, on every interface, as TensorFlow will.
 
     Raises:
-        ClusterError: Each port is taken.
+        ClusterError: All ports are taken.
     """
     among = PORTS if ports is None else range(ports[0], ports[1] + 1)
     for port in random.Random(os.urandom(8)).sample(among, len(among)):
@@ -131,7 +131,7 @@ def hold_port(ports: tuple[int, int] | None) -> socket.socket:
 
 
 def check_alive(addresses: Mapping[int, str], parts: Mapping[int, str]) -> None:
-    """Connect to each task once: TensorFlow's constructor may wait for ever for a missing one.
+    """Connect to each task once: TensorFlow's constructor may wait forever for a missing one.
 
     Raises:
         ClusterError: One cannot be reached; named by `parts`.
@@ -174,10 +174,10 @@ def listening() -> set[tuple[int, str]]:
 
 
 def shut(sockets: set[tuple[int, str]]) -> None:
-    """Let nobody reach what listens here any more; its owner keeps the descriptors.
+    """Close what listens here to everybody; its owner keeps the descriptors.
 
-    Connections end as well: a later run may get the same port, and gRPC would go on with the
-    connection that it has, to the server that is no more.
+    Connections end as well: a later run may get the same port, and gRPC would continue with the old
+    connection, to the server that no longer exists.
     """
     ports = set()
     for descriptor, _ in sockets & listening():
@@ -198,7 +198,7 @@ def shut(sockets: set[tuple[int, str]]) -> None:
 
 
 class WorkerFaults:
-    """Spends what is injected into this worker, inside the closures it runs (`feeds.py`)."""
+    """Spends the delays injected into this worker, inside its closures (`feeds.py`)."""
 
     def __init__(self, context: RunContext, rank: int) -> None:
         self._faults = context.faults = FaultInjector(rank, context.spec.faults)
@@ -277,4 +277,4 @@ class Survivors:
             worker.stop()
 
     def stop(self) -> None:
-        """Nothing goes on that would have to be stopped."""
+        """Do nothing: there is nothing to stop."""

@@ -2,7 +2,7 @@
 
 In reading order:
 
-    replicated   what do all strategies of tf.distribute do alike
+    replicated   what is common to all strategies of tf.distribute
     fit          how does `model.fit` report to the run
     batches      how is each batch cut, and what is wrong with the data
     coordinated  how do `fit`, `evaluate` and `predict` run under a coordinator

@@ -1,6 +1,6 @@
-"""What a call of `model.fit` says about batches, with the line's overrides applied.
+"""The batches of a call of `model.fit`, with the line's overrides applied.
 
-All that it is called with is looked at before anything is trained.
+All arguments are checked before anything is trained.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULT_BATCH = 32
 
 
 class Batches:
-    """What a call of `fit` says about batches, with the line's overrides.
+    """The batches of a call of `fit`, with the line's overrides.
 
     Attributes:
         size: Global batch; None where it is not known.
@@ -55,7 +55,7 @@ class Batches:
         if "batch_size" in given:
             if not arrays:
                 raise FitError(
-                    "The data set has its batches made already, so --batch-size is out of place.",
+                    "--batch-size cannot be used: the data set is already divided into batches.",
                     seen=type(call["x"]).__name__,
                     next_step="read wb.options.get('batch_size', 64) where the data set is batched",
                     code="WB-FIT-072",
@@ -110,21 +110,21 @@ class Batches:
         if rest % self._replicas and self._context.spec.rank == 0:
             text = (
                 f"The last batch of an epoch has {rest} samples, which {self._replicas} replicas "
-                "cannot share evenly: those of the smaller share count for a little more."
+                "cannot share evenly, so samples of the smaller shares get a little more weight."
             )
             if rest < self._replicas:
                 text += (
-                    " A replica without a sample can turn weights into NaN (BatchNorm): leave the "
-                    "rest out, or choose another batch size."
+                    " A replica without a sample can turn weights into NaN (BatchNorm): drop the "
+                    "last batch, or choose another batch size."
                 )
             self._context.emit(events.Noted(rank=0, text=text))
 
     def _note_lost(self) -> None:
         if self._context.spec.rank == 0:
             text = (
-                "Keras reads a Python generator ahead, and trains on fewer batches than it yields: "
-                "those read to build the model and at an epoch's end are lost. tf.data.Dataset and "
-                "keras.utils.PyDataset lose none."
+                "Keras reads a Python generator ahead and trains on fewer batches than it yields: "
+                "batches read to build the model and at the end of an epoch are lost. "
+                "tf.data.Dataset and keras.utils.PyDataset lose none."
             )
             self._context.emit(events.Noted(rank=0, text=text))
 
@@ -180,15 +180,15 @@ def check_compiled(model: Any, distribution: Any) -> None:
     """Raise FitError unless the model was compiled, in the strategy's scope."""
     if not getattr(model, "compiled", False):
         raise FitError(
-            "The model is not compiled, so fit knows neither loss nor optimizer.",
+            "The model must be compiled before fit, which needs its loss and optimizer.",
             seen=f"{model.name}.fit(...) without compile",
-            next_step="model.compile(optimizer='adam', loss=...) in the same cell, before fit",
+            next_step="call model.compile(optimizer='adam', loss=...) in the same cell, before fit",
             code="WB-FIT-082",
         )
     made = getattr(model.optimizer, "_distribution_strategy", distribution)
     if made is not distribution:
         raise FitError(
-            "The optimizer was made outside this run's strategy, so it cannot train under it.",
+            "The optimizer was made outside this run's strategy, so it cannot be used in it.",
             seen=f"made under {type(made).__name__}",
             allowed=f"made under {type(distribution).__name__}",
             next_step="make it in the cell that trains: that cell runs in the strategy's scope",
@@ -197,22 +197,22 @@ def check_compiled(model: Any, distribution: Any) -> None:
 
 
 def check_given(model: Any, call: Mapping[str, Any]) -> None:
-    """Raise FitError where data or labels are missing, or are lists of numbers."""
+    """Raise FitError if data or labels are missing, or are lists of numbers."""
     data, labels = call["x"], call["y"]
     if data is None:
         raise FitError(
             "fit was given no data.",
             seen=f"{model.name}.fit(...) without x",
             allowed="arrays, a tf.data.Dataset, or a keras.utils.PyDataset",
-            next_step="model.fit(x, y, ...)",
+            next_step="call model.fit(x, y, ...)",
             code="WB-FIT-084",
         )
     for name, one in (("x", data), ("y", labels)):
         if _is_of_numbers(one):
             raise FitError(
-                f"fit takes arrays, and {name} is a list of numbers.",
+                f"{name} must be an array, not a list of numbers.",
                 seen=f"{name}: a {type(one).__name__} of {len(one)}",
-                next_step="numpy.array(x), numpy.array(y)",
+                next_step="pass numpy.array(x), numpy.array(y)",
                 code="WB-FIT-085",
             )
     own = any(_is_own(model, name) for name in ("train_step", "compute_loss"))
@@ -221,7 +221,8 @@ def check_given(model: Any, call: Mapping[str, Any]) -> None:
         raise FitError(
             "fit was given no labels, and the model's loss needs them.",
             seen=f"x of shape {tuple(data.shape)}, y=None, loss={_named(loss)}",
-            next_step="model.fit(x, y, ...); a model that learns its own input: model.fit(x, x)",
+            next_step="call model.fit(x, y, ...); a model that learns its own input: "
+            "model.fit(x, x)",
             code="WB-FIT-086",
         )
 
@@ -243,7 +244,7 @@ def _named(loss: Any) -> str:
 
 
 def bound(original: Any, model: Any, args: Any, keywords: Any) -> inspect.BoundArguments:
-    """Return what a method of Keras' trainer is called with, defaults included.
+    """Return the arguments of a method of Keras' trainer, defaults included.
 
     Raises:
         FitError: It has no argument of that name.
@@ -253,9 +254,9 @@ def bound(original: Any, model: Any, args: Any, keywords: Any) -> inspect.BoundA
         if name not in signature.parameters:
             guess = nearest(name, signature.parameters)
             raise FitError(
-                f"{original.__name__} takes no argument of that name.",
+                f"{original.__name__} has no argument of that name.",
                 seen=name,
-                next_step=f"did you mean {guess!r}?" if guess else f"leave {name} out",
+                next_step=f"did you mean {guess!r}?" if guess else f"remove {name}",
                 code="WB-FIT-087",
             )
     given = signature.bind(model, *args, **keywords)
@@ -267,7 +268,7 @@ def check_kind(data: Any) -> None:
     """Raise FitError for PyTorch's data sets and loaders."""
     if foreign(data) and not hasattr(data, "numpy"):  # a tensor is as good as an array
         raise FitError(
-            "The data is PyTorch's, and this is a TensorFlow run.",
+            "PyTorch data cannot be used in a TensorFlow run.",
             seen=f"{type(data).__module__}.{type(data).__name__}",
             allowed="arrays, a tf.data.Dataset, or a keras.utils.PyDataset",
             next_step="pass arrays: (x.numpy(), y.numpy()), or wb.data.digits(..., arrays=True)",
@@ -276,7 +277,7 @@ def check_kind(data: Any) -> None:
 
 
 def check_batched(data: tf.data.Dataset) -> None:
-    """Raise FitError where a tf.data set surely gives single samples instead of batches."""
+    """Raise FitError if a tf.data set certainly gives single samples instead of batches."""
     shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(data.element_spec)]
     kinds = [type(one).__name__ for one in _chain(data)]
     batched = any("Batch" in kind or "Window" in kind for kind in kinds)
@@ -291,16 +292,16 @@ def check_batched(data: tf.data.Dataset) -> None:
 
 
 def check_size(given: int | None, made: int | None) -> None:
-    """Raise FitError where `batch_size` is not what a tf.data set was batched with.
+    """Raise FitError if `batch_size` differs from that of a tf.data set's batches.
 
     Args:
-        given: What `fit` was passed.
-        made: Size of the data set's batches; None where it is not fixed.
+        given: The argument of `fit`.
+        made: Size of the data set's batches; None if it is not fixed.
     """
     if given is None or made is None or given == made:
         return
     raise FitError(
-        "The data set has its batches made already, of another size.",
+        "batch_size differs from the size of the batches that the data set already has.",
         seen=f"batches of {made}, batch_size={given}",
         next_step=f"leave batch_size out, or batch the data set by {given}",
         code="WB-FIT-090",
@@ -308,10 +309,10 @@ def check_size(given: int | None, made: int | None) -> None:
 
 
 def note_keras_2(context: RunContext) -> None:
-    """Say that `tf_keras` is not watched, where a cell that trained nothing visible has it."""
+    """Report that `tf_keras` is not recorded, if a cell imports it and trained nothing visible."""
     if "tf_keras" in sys.modules:
         text = (
-            "tf_keras (Keras 2) is imported: its fit trains, but is not recorded, and cannot be "
+            "tf_keras (Keras 2) is imported: its fit trains, but it is not recorded and cannot be "
             "stopped. Write the model with keras (Keras 3)."
         )
         context.emit(events.Noted(rank=context.spec.rank, text=text))
@@ -330,22 +331,22 @@ OTHER_WAY = "write the loop: coordinator.schedule(step, args=...), then coordina
 
 
 def check_steps(model: Any) -> None:
-    """Raise FitError where the model has steps of its own: closures carry Keras'."""
+    """Raise FitError if the model has its own step methods: closures run those of Keras."""
     own = [
         name for name in OWN_STEPS if getattr(type(model), name) is not getattr(keras.Model, name)
     ]
     if own:
         raise FitError(
-            "The model has steps of its own, which closures cannot carry.",
+            "The model has its own step methods, which closures cannot run.",
             seen=f"{type(model).__name__}.{own[0]}",
-            allowed="models whose steps are Keras' own",
+            allowed="models with the step methods of Keras",
             next_step=OTHER_WAY,
             code="WB-FIT-091",
         )
 
 
 def check_callbacks(callbacks: Any) -> None:
-    """Raise FitError where one wants to be called between batches."""
+    """Raise FitError if a callback must be called between batches."""
     given = getattr(callbacks, "callbacks", callbacks) or []
     for callback in given if isinstance(given, (list, tuple)) else [given]:
         kind = type(callback)
@@ -357,7 +358,7 @@ def check_callbacks(callbacks: Any) -> None:
             hooks = []  # Keras' own: what they do after batches is not needed for their purpose
         if hooks:
             raise FitError(
-                "Batches of a parameter server have no order, so none can be told to a callback.",
+                "A parameter server cannot call a callback per batch: its batches have no order.",
                 seen=f"{kind.__name__}.{hooks[0]}",
                 allowed="callbacks of epochs: on_epoch_begin, on_epoch_end, on_train_end",
                 next_step=OTHER_WAY,

@@ -5,10 +5,10 @@
                                                         returns loss and what it adds to the metrics
               wait for all of them
               validation: closures that return the same, without gradients
-              callbacks' on_epoch_end, History as ever
+              callbacks' on_epoch_end, History as usual
 
-Closures of one epoch have no order. So there is nothing between two batches where a callback could
-be called; epoch-level callbacks are called as Keras does.
+Closures of one epoch have no order. So there is no moment between two batches at which a callback
+could be called; epoch-level callbacks are called as Keras does.
 
 Source: `keras/src/backend/tensorflow/trainer.py`, whose `fit` this follows.
 
@@ -17,13 +17,13 @@ What a closure of Keras' `fit` or `evaluate` computes, and how it is added up:
     closure:      loss, changes of the metrics' state         one vector, fetched at once
     coordinator:  sum of the vectors --> state --> the logs that Keras shows
 
-Metrics are not kept on the servers, where workers would overwrite each other's. How one batch
-changes their state from the initial one can be added up for every metric that counts or averages.
+Metrics are not kept on the servers, because workers would overwrite each other's. The change that
+one batch makes to their initial state can be added up for every metric that counts or averages.
 
 Source: `keras/src/backend/tensorflow/trainer.py`.
 
-What `model.fit` is given becomes batches in pieces for closures. Arrays are taken in the order of
-one device (`engine/training/shares.py`); everything else by Keras' own data adapters:
+The data of `model.fit` becomes batches in pieces for closures. Arrays are taken in the order of one
+device (`engine/training/shares.py`); everything else by Keras' own data adapters:
 `keras/src/trainers/data_adapters`.
 """
 
@@ -66,11 +66,11 @@ clock = time.perf_counter
 
 
 class CoordinatedFit:
-    """Carries Keras' calls by closures while it is entered.
+    """Runs Keras' calls by closures while it is entered.
 
     Args:
         trained: Called with each model that `fit` has begun to train.
-        strategy: Whose state checkpoints hold.
+        strategy: The strategy whose state checkpoints hold.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CoordinatedFit:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Put them back."""
+        """Restore them."""
         for name, original in self._originals.items():
             setattr(self._owner.TensorFlowTrainer, name, original)
 
@@ -117,7 +117,7 @@ class CoordinatedFit:
         """Train; return Keras' History.
 
         Raises:
-            FitError: Something cannot be carried by closures; nothing was trained.
+            FitError: Closures cannot do this; nothing was trained.
         """
         fit_arguments.check_supported(self.context.entry, "keras", ())
         model._assert_compile_called("fit")
@@ -210,7 +210,7 @@ class CoordinatedFit:
         return sums
 
     def evaluate(self, model: Any, call: dict[str, Any]) -> Any:
-        """As Keras' evaluate, by closures."""
+        """Do what Keras' evaluate does, by closures."""
         call.setdefault("validation_data", None)
         call = {**call, "validation_split": 0.0, "class_weight": None, "shuffle": False}
         call["steps_per_epoch"] = call["steps"]
@@ -224,7 +224,7 @@ class CoordinatedFit:
         return values[0] if len(values) == 1 else values
 
     def predict(self, model: Any, call: dict[str, Any]) -> Any:
-        """As Keras' predict, by closures."""
+        """Do what Keras' predict does, by closures."""
         strategy, feed = self.closures.coordinator.strategy, Fed()
         function = feed.function(lambda batch: strategy.run(model.predict_step, args=((batch,),)))
         waiting = []
@@ -279,7 +279,7 @@ def _callbacks(model: Any, call: dict[str, Any], data: Data) -> Any:
 
 
 class Sums:
-    """What closures returned, added up: loss, samples, changes of the metrics' state."""
+    """The results of closures, added up: loss, samples, changes of the metrics' state."""
 
     def __init__(self) -> None:
         self.loss, self.samples = 0.0, 0
@@ -297,7 +297,7 @@ class Sums:
 
 
 def logs_of(model: Any, sums: Sums) -> dict[str, float]:
-    """Return loss and metrics as Keras names them, from what closures added up."""
+    """Return loss and metrics with Keras' names, from the results added up."""
     if sums.samples == 0:
         raise RunStopped
     model.reset_metrics()
@@ -326,7 +326,7 @@ class Graphs:
         self._functions: Any = weakref.WeakKeyDictionary()  # by model
 
     def function(self, model: Any, feed: Any, *, training: bool) -> Any:
-        """Return the function of a closure: that of an earlier call where nothing has changed."""
+        """Return the function of a closure: that of an earlier call if nothing has changed."""
         traced = (
             model.optimizer, model._compile_loss, model._compile_metrics, model._loss_tracker,
             *model.trainable_variables,
@@ -382,8 +382,8 @@ class Data(ABC):
     """Batches of one epoch, in pieces for closures.
 
     Attributes:
-        batch_size: Global batch; None where it is not known.
-        steps: Global batches in an epoch; None where nobody knows.
+        batch_size: Global batch; None if unknown.
+        steps: Global batches in an epoch; None if unknown.
         feed: How a piece gets to its worker.
     """
 
@@ -393,7 +393,7 @@ class Data(ABC):
 
     @abstractmethod
     def batches(self, epoch: int, pieces: int) -> Iterator[list[tuple[Any, int]]]:
-        """Yield each global batch as (what `feed` takes, samples) of each piece."""
+        """Yield each global batch as (arguments of `feed`, samples) of each piece."""
 
     @abstractmethod
     def sample(self) -> Any:
@@ -428,7 +428,7 @@ class ArrayData(Data):
 
 
 class AdapterData(Data):
-    """Whatever else Keras takes: tf.data sets, PyDatasets, generators."""
+    """All other data that Keras takes: tf.data sets, PyDatasets, generators."""
 
     def __init__(self, adapter: Any, steps: int | None) -> None:
         self._adapter, self.feed = adapter, Fed()
@@ -463,7 +463,7 @@ def _bounds(samples: int, pieces: int) -> list[tuple[int, int]]:
 
 
 def as_arrays(parts: list[Any]) -> list[Any] | None:
-    """Return the parts as NumPy; None where one of them is something else."""
+    """Return the parts as NumPy; None if one of them is something else."""
     leaves = [leaf for leaf in tf.nest.flatten(parts) if leaf is not None]
     if not all(isinstance(leaf, (np.ndarray, tf.Tensor, tf.Variable)) for leaf in leaves):
         return None
@@ -474,7 +474,7 @@ def as_arrays(parts: list[Any]) -> list[Any] | None:
 
 
 class Reader:
-    """Reads what calls of `fit`, `evaluate` and `predict` are given, with the line's overrides."""
+    """Reads the arguments of `fit`, `evaluate` and `predict`, with the line's overrides."""
 
     def __init__(self, context: RunContext, coordinator: Any) -> None:
         self._context, self._coordinator = context, coordinator

@@ -1,8 +1,8 @@
-"""`model.fit`, unchanged for the user, reports to the run while a cell is under way.
+"""`model.fit`, unchanged for the user, reports to the run while a cell is running.
 
-The backend trainer's `fit` is replaced for the time of a cell. It checks what would go wrong
-silently, applies the line's overrides, adds one callback after the user's own, and watches the
-calls of the function that trains:
+The backend trainer's `fit` is replaced for the duration of a cell. It checks what would fail
+without an error, applies the line's overrides, adds one callback after the user's own, and watches
+the calls of the function that trains:
 
     on_train_begin        the run is announced
     on_train_batch_begin
@@ -11,28 +11,28 @@ calls of the function that trains:
     on_train_batch_end
     on_epoch_end          validation is reported
 
-A callback for batches would do as well, but would make Keras fetch the logs of every batch.
+A callback for batches would also work, but it would make Keras fetch the logs of every batch.
 
 Source: `keras/src/backend/tensorflow/trainer.py`.
 
-For checkpoints it is known where a `model.fit` stands: the epoch, and its batches that are done.
+For checkpoints the position of a `model.fit` is known: the epoch, and its batches that are done.
 
     fit(epochs=5), checkpoint in epoch 2 after 7 batches:
-        goes on with initial_epoch=2; the first 7 batches are read and passed over; the metrics of
-        the epoch are what they were
+        continues with initial_epoch=2; the first 7 batches are read and skipped; the metrics of
+        the epoch are restored
 
-Under the run's seed Keras draws the order of arrays alike in every epoch, so the rest of the epoch
-has the samples that were left. A tf.data set that shuffles by itself begins its shuffling anew.
+Under the run's seed Keras draws the same order of arrays in every epoch, so the rest of the epoch
+has the remaining samples. A tf.data set that shuffles by itself begins its shuffling again.
 
-Several workers may write files at one path, as a Keras cell does that runs on each of them:
+Several workers may write files at one path, because a Keras cell runs on each of them:
 
-    model.save, save_weights,     each worker writes beside the path, then moves its file there:
-    ModelCheckpoint               whole at any moment; a worker may also save alone
-    CSVLogger, TensorBoard        written by the first worker that names the path, as TensorFlow's
-                                  guide has it
+    model.save, save_weights,     each worker writes next to the path, then moves its file there:
+    ModelCheckpoint               complete at any moment; a worker may also save alone
+    CSVLogger, TensorBoard        written by the first worker that names the path, as in
+                                  TensorFlow's guide
     BackupAndRestore              written and deleted by the first, read by all
 
-Who names which path is asked on the run's board at the beginning of each `fit`.
+The workers exchange their paths on the run's board at the beginning of each `fit`.
 
 Source: https://www.tensorflow.org/tutorials/distribute/multi_worker_with_keras.
 """
@@ -79,10 +79,10 @@ class KerasFit:
 
     Args:
         trained: Called with each model that `fit` has begun to train.
-        strategy: Whose state checkpoints hold.
+        strategy: The strategy whose state checkpoints hold.
 
     Attributes:
-        under_way: Whether a `fit` is going on.
+        under_way: Whether a `fit` is running.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class KerasFit:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Put Keras' own `fit` back."""
+        """Restore Keras' own `fit`."""
         self._trainer.TensorFlowTrainer.fit = self._original
 
     def fit(self, model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -170,7 +170,7 @@ def check_model(model: Any, distribution: Any) -> None:
 
 
 class Reports(keras.callbacks.Callback):  # type: ignore[misc]
-    """Records the steps of one `fit`, and carries Stop and Pause into it."""
+    """Records the steps of one `fit`, and applies Stop and Pause to it."""
 
     def __init__(
         self, owner: KerasFit, model: Any, call: Mapping[str, Any], batch: Batches
@@ -206,13 +206,13 @@ class Reports(keras.callbacks.Callback):  # type: ignore[misc]
             raise RunStopped
 
     def let_go(self) -> None:
-        """Give the model its own function back."""
+        """Restore the model's own function."""
         model: Any = self._trains()
         if model is not None and self._original is not None:
             model.train_function, self._original = self._original, None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """What lies between epochs belongs to no step."""
+        """Count the time between epochs for no step."""
         self._done, self._mean = 0, (0, 0.0)
         self.place.epoch = epoch
         self._steps.skip()
@@ -248,11 +248,11 @@ class Reports(keras.callbacks.Callback):  # type: ignore[misc]
         return self._steps.unmarked(samples, loss, has_loss="loss" in logs and samples > 0)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """The validation of an epoch begins where its last step has ended."""
+        """Note that the validation of an epoch begins, at the end of its last step."""
         self._steps.settle()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Report the epoch, and its validation where there was one."""
+        """Report the epoch, and its validation if there was one."""
         self._steps.settle()
         context, step = self._context, self._context.trained - 1
         context.emit(events.EpochBegan(rank=context.spec.rank, epoch=epoch, step=step))
@@ -267,10 +267,10 @@ class Reports(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class FitPlace:
-    """One `fit`, saved and gone on with.
+    """One `fit`, with its checkpoints.
 
     Attributes:
-        epoch: Epoch under way.
+        epoch: The current epoch.
         batch: Batches of it that are done.
     """
 
@@ -283,7 +283,7 @@ class FitPlace:
         self._restores = False
 
     def find(self, call: dict[str, Any]) -> None:
-        """Look for the checkpoint that this call goes on from; begin with its epoch."""
+        """Look for the checkpoint from which this call continues; begin with its epoch."""
         base = {"base": self.context.trained}
         self._about = self.checkpoints.enter(
             self.strategy, lambda: {**base, "epoch": self.epoch, "batch": self.batch}
@@ -295,13 +295,13 @@ class FitPlace:
             self._restores = True
 
     def begin(self) -> None:
-        """Give model and optimizer what was saved, before callbacks see them."""
+        """Load the saved state of model and optimizer, before callbacks see them."""
         if self._about is not None:
             self.checkpoints.restore(whole=False)
             self.checkpoints.tell()
 
     def pass_over(self, iterator: Any, several: int) -> int:
-        """Read batches that were trained on before; return how many, 0 when there are none left.
+        """Read batches that were already trained on; return how many, 0 if there are none left.
 
         Args:
             several: Batches that one call trains on.
@@ -341,7 +341,7 @@ SAVERS = (
 
 @contextlib.contextmanager
 def files_shared(context: RunContext, note: Callable[[str], None]) -> Iterator[None]:
-    """Let workers name the same files; enter it on every one of them.
+    """Let workers use the same file names; enter it on every one of them.
 
     Args:
         note: Tells the user.
@@ -461,7 +461,7 @@ def _theirs(
     higher = {path for rank, named in heard.items() if rank > context.spec.rank for path in named}
     for one, path in zip(callbacks, paths, strict=True):
         if path in higher:
-            note(f"{type(one).__name__} is written by rank 0 alone: all workers name {path}.")
+            note(f"{type(one).__name__} is written by rank 0 only: all workers use {path}.")
     return [one for one, path in zip(callbacks, paths, strict=True) if path in lower]
 
 

@@ -1,9 +1,9 @@
 """Repairs of Keras 3 under tf.distribute, in force during a run and undone after it.
 
-Each repair names the upstream report, and is made only where a test of the feature shows that the
-installed Keras needs it, so a version that has been repaired is left alone. Written against Keras
-3.15 and TensorFlow 2.21; where Keras has been rearranged so that a repair cannot be made, the run
-ends with an error that says so.
+Each repair names the upstream report. It is made only if a test of the feature shows that the
+installed Keras needs it, so a repaired version is not changed. Written against Keras 3.15 and
+TensorFlow 2.21. If Keras has changed so much that a repair cannot be made, the run ends with an
+error that says so.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def losses_noted() -> Iterator[None]:
 def statistics_averaged(distribution: Any) -> Iterator[None]:
     """Keep the mean of what replicas write to a variable in a step (BatchNorm's statistics).
 
-    Keras makes such variables without a word on how replicas' values are to be joined. So each
-    replica keeps its own copy, what is read and saved is that of the first one, and engines that
-    train together end with other models. Here the copies are averaged at the end of each step, in
-    one message, and stay equal. Under `central_storage` variables have a rule of their own.
+    Keras makes such variables without a rule for joining the replicas' values. So each replica
+    keeps its own copy, only the first one's is read and saved, and engines that train together end
+    with different models. Here the copies are averaged at the end of each step, in one message, and
+    stay equal. Under `central_storage` variables have a separate rule.
 
     Upstream: https://github.com/keras-team/keras/issues/20568.
     """
@@ -77,10 +77,10 @@ def statistics_averaged(distribution: Any) -> Iterator[None]:
 def shapes_found(distribution: Any) -> Iterator[None]:
     """Let `fit` and `evaluate` build any model that they train without a strategy.
 
-    Under a strategy Keras builds a model before its first step, from the mean of what the replicas
-    get of the first batch. Parts of different size have no mean: here the shapes are those of one
-    part. And Keras calls the model to build it, which a model that only its own `train_step` can
-    train (a GAN, a VAE) does not allow. It is left to its first step, as without a strategy.
+    Under a strategy Keras builds a model before its first step, from the mean of the replicas'
+    parts of the first batch. Parts of different size have no mean, so the shapes of one part are
+    used here. Keras also calls the model to build it, which fails if only the model's own
+    `train_step` can train it (a GAN, a VAE). Then the first step builds it, as without a strategy.
 
     Upstream: https://github.com/keras-team/keras/issues/20585.
     """
@@ -113,15 +113,15 @@ def shapes_found(distribution: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def central_storage() -> Iterator[None]:
-    """Let replicas write to variables that lie on one device; enter it in the strategy's scope.
+    """Let replicas write to variables that are on one device; enter it in the strategy's scope.
 
-    Keras makes what is not trained (Dropout's seeds, BatchNorm's statistics) without a word on how
-    replicas' values are to be joined, which the variables of central storage insist on. What
-    metrics add up is joined by a sum, but Keras adds by assigning `old + new`, so the old value is
-    counted once per replica and grows until it is NaN. Here floats are averaged, others are
-    replica 0's, and sums add up what is new.
+    Keras makes untrained variables (Dropout's seeds, BatchNorm's statistics) without a rule for
+    joining the replicas' values, which central storage requires. Metrics are joined by a sum, but
+    Keras adds by assigning `old + new`, so the old value is counted once per replica and grows
+    until it is NaN. Here floats are averaged, others are replica 0's, and sums add only the new
+    part.
 
-    Upstream: https://github.com/keras-team/keras/issues/20568 (what an aggregation stands for),
+    Upstream: https://github.com/keras-team/keras/issues/20568 (the meaning of an aggregation),
     https://github.com/keras-team/keras/issues/21061 (sums that grow to NaN).
     """
     variable = keras.Variable(0.0, trainable=False)
@@ -185,7 +185,7 @@ def multi_worker(distribution: Any, note: Callable[[str], None]) -> Iterator[Non
 
     Another fault is TensorFlow's: a loop in the graph, as `steps_per_execution` makes, does not
     feed the keys by which workers tell their messages apart ("You must feed a value for
-    placeholder tensor"). The steps are taken one by one instead.
+    placeholder tensor"). So the steps are taken one by one.
 
     Args:
         note: Tells the user.
@@ -230,8 +230,8 @@ def _step_by_step(note: Callable[[str], None]) -> Callable[[Any], Any]:
             if self.steps_per_execution > 1:
                 self.steps_per_execution = 1
                 note(
-                    "Steps are taken one by one: TensorFlow cannot put several into one call over "
-                    "several workers (steps_per_execution)."
+                    "Steps are taken one by one: over several workers TensorFlow cannot take "
+                    "several in one call (steps_per_execution)."
                 )
             return result
 
@@ -267,7 +267,7 @@ def _replaced(module: str, owner: str, name: str, make: Callable[[Any], Any]) ->
         original = getattr(place, name)
     except (ImportError, AttributeError) as error:
         raise RunError(
-            "This version of Keras is built otherwise, so it cannot be repaired for this strategy.",
+            "This version of Keras differs too much to be repaired for this strategy.",
             seen=f"keras {keras.__version__}, no {error}",
             allowed="keras 3.15",
             next_step="pip install 'keras==3.15.*', then %cluster restart",

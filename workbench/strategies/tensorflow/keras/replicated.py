@@ -1,4 +1,4 @@
-"""What all strategies of tf.distribute do alike: the cell's scope, and the steps of `wb.fit`.
+"""The common part of all strategies of tf.distribute: the cell's scope, the steps of `wb.fit`.
 
 A strategy builds its `tf.distribute.Strategy`; everything here works with any of them. The cell
 runs in its scope, so a model that is built there belongs to it:
@@ -9,27 +9,27 @@ runs in its scope, so a model that is built there belongs to it:
 
 Source: https://www.tensorflow.org/guide/distributed_training.
 
-Data sets are kept alive for as long as an iterator over several devices reads them.
-`MultiDeviceIterator` reads ahead on a thread of its own. When it is deleted it lets go of its data
-set first, and only then waits for that thread:
+Data sets are kept alive as long as an iterator over several devices reads them.
+`MultiDeviceIterator` reads ahead on its own thread. When it is deleted, it frees its data set
+first, and only then waits for that thread:
 
     deletion:   data set freed --- waits for the thread . . . .
     thread:     - reads the next batch ----> asks the data set for its types: memory that is gone
 
-That ends the process by a segmentation fault, now and then, wherever an iterator is dropped while
-it reads ahead. Keras does so after each evaluation in `fit`: it makes the next one's iterator at
-once, and replaces it unread. Here each iterator also holds its data set from Python, until the one
-in C++ is gone.
+This sometimes ends the process by a segmentation fault if an iterator is dropped while it reads
+ahead. Keras does so after each evaluation in `fit`: it makes the next one's iterator at once, and
+replaces it unread. Here each iterator also holds its data set from Python, until the one in C++ is
+gone.
 
 Source: `~MultiDeviceIterator` in `tensorflow/core/kernels/data/multi_device_iterator_ops.cc`
 (`dataset_` is declared last, so destroyed first),
 https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/kernels/data/multi_device_iterator_ops.cc.
 
-Such an iterator consists of one that reads the data set and one for each device, and each of them
-has a thread that tunes it (`Model::OptimizeLoop` in `tensorflow/core/framework/model.cc`), which
-its deletion waits for: tens of milliseconds, on a busy machine a second, once more than two
-minutes. They are not tuned here, but where the user's data set asks for it. `AUTOTUNE` in the
-data set then means TensorFlow's default, as many calls at a time as there are threads.
+Such an iterator consists of one that reads the data set and one for each device. Each of them has a
+thread that tunes it (`Model::OptimizeLoop` in `tensorflow/core/framework/model.cc`), and its
+deletion waits for this thread: tens of milliseconds, on a busy machine a second, once more than two
+minutes. They are not tuned here, unless the user's data set asks for it. `AUTOTUNE` in the data set
+then means TensorFlow's default: as many calls at a time as there are threads.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ class Replicated(Strategy):
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Which share of each batch this engine takes: (index, number of engines)."""
+        """The share of each batch that this engine takes: (index, number of engines)."""
         held = len(self.devices)
         return self.rank // held, max(1, self.world_size // held)
 
     @contextlib.contextmanager
     def around_cell(self) -> Iterator[dict[str, Any]]:
-        """Set up what the cell runs in; yields the names it finds."""
+        """Set up the context of the cell; yields its names."""
         context = self.context
         self.distribution = distribution = built(self._key, self.build)
         with contextlib.ExitStack() as stack:
@@ -149,7 +149,7 @@ class Replicated(Strategy):
     # -- wb.fit ------------------------------------------------------------------------------------
 
     def shard_source(self, source: Any) -> Any:
-        """Keep a sample of the data: a model may get its weights' shapes from it."""
+        """Keep a sample of the data, from which a model may get its weights' shapes."""
         self._sample = source.peek()
         return source
 
@@ -186,7 +186,7 @@ class Replicated(Strategy):
         losses: list[float],
         spent_s: float,
     ) -> tuple[StepResult, ...]:
-        """Return what was measured (empty: nothing), with what is known of each replica."""
+        """Return what was measured (empty: nothing), with each replica's known values."""
         measured = measured or [StepResult(0, NAN, NAN)] * len(samples)
         return tuple(
             # Handing the batch over is part of what the step computes.
@@ -203,7 +203,7 @@ class Replicated(Strategy):
         return values
 
     def finish(self) -> None:
-        """Let `model.fit` and own loops be recorded again."""
+        """Let `model.fit` and users' own loops be recorded again."""
         self._working.close()
         self.trainer = None
         self._watched.start_s = NAN
@@ -221,7 +221,7 @@ class Replicated(Strategy):
     # -- what stays --------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, NDArray[np.generic]]:
-        """Return the trained model's weights by name; empty where no model was trained."""
+        """Return the trained model's weights by name; empty if no model was trained."""
         model = self._model
         if model is None and self._loop is not None:
             model = owner(self._loop.optimizer)
@@ -232,11 +232,11 @@ class Replicated(Strategy):
         return state_of(self._model, self._optimizer)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from what `state` returned."""
         restore(self._model, self._optimizer, state)
 
     def close(self) -> None:
-        """Let go of the user's model."""
+        """Release the user's model."""
         if self.trainer is not None:
             self.trainer.close()
         self.trainer = self._fit = self._loop = self._steps = self._model = None
@@ -246,7 +246,7 @@ _here = threading.local()  # .opened: the data sets of the iterator that is bein
 
 
 def untuned(dataset: Any) -> Any:
-    """Return a data set that is not tuned while it is read; as it is where it says that itself."""
+    """Return a data set that is not tuned while it is read, unless it has its own setting."""
     if dataset is None or dataset.options().autotune.enabled is not None:
         return dataset
     options = tf.data.Options()
@@ -256,7 +256,7 @@ def untuned(dataset: Any) -> Any:
 
 @contextlib.contextmanager
 def datasets_kept() -> Iterator[None]:
-    """Have iterators that are made meanwhile hold their data sets, and end as soon as dropped."""
+    """Let new iterators hold their data sets, and end as soon as they are dropped."""
     module = multi_device_iterator_ops
     kind = module.OwnedMultiDeviceIterator
     make, init = kind.__init__, gen_dataset_ops.multi_device_iterator_init

@@ -1,27 +1,27 @@
-"""When each replica's gradients were ready, and how long it then stood waiting for the others.
+"""When each replica's gradients were ready, and how long it then waited for the others.
 
 TensorFlow runs a step as one graph for all replicas, so no Python line of the user's could read a
-clock between one replica's backward and the all-reduce. Marks are put into the graph instead, while
-it is traced:
+clock between one replica's backward and the all-reduce. So marks are put into the graph while it is
+traced:
 
     began | forward, backward . . . | ready | all-reduce . . . . | reduced | optimizer
 
     compute = (ready - began) + (end - reduced)     exposed = reduced - ready
     sync wait (metrics.derive) = latest ready of all replicas - own ready
 
-`began` follows the replica's inputs, `ready` sits before `tf.distribute.ReplicaContext.all_reduce`
-and follows every gradient, `reduced` sits behind it. Keras' optimizers call `all_reduce`
-themselves, so `model.fit` and a loop with `strategy.run` are marked alike. Where a step reduces
-several times (synchronised BatchNorm), a replica's ready time is read from the clock of its own
-work, which stands still while it is blocked.
+`began` follows the replica's inputs, `ready` is before `tf.distribute.ReplicaContext.all_reduce`
+and follows every gradient, `reduced` is after it. Keras' optimizers call `all_reduce` themselves,
+so `model.fit` and a loop with `strategy.run` are marked in the same way. If a step reduces several
+times (synchronised BatchNorm), a replica's ready time is read from the clock of its own work, which
+stops while it is blocked.
 
-Each mark is a `tf.timestamp` that is *independent*: by itself TensorFlow runs all operations with
-an effect in one chain over all replicas, and everybody would read the straggler's time. The times
-of a step are kept beside the replicas and read when it has ended (`traced_step.py`): watching
-costs some 0.05 ms a step; one call into Python from the graph would cost several times that.
+Each mark is a `tf.timestamp` that is *independent*: otherwise TensorFlow runs all operations with
+an effect in one chain over all replicas, and every replica would read the straggler's time. The
+times of a step are kept next to the replicas and read when it has ended (`traced_step.py`). This
+costs about 0.05 ms per step; one call into Python from the graph would cost several times that.
 
-Delays injected into a replica are spent before its `ready`, whatever phase they are for: they lie
-on the same path. The graph asks for them only while there are any.
+Delays injected into a replica are spent before its `ready`, for every phase, because they are on
+the same path. The graph asks for them only while there are any.
 
 Source: tf.distribute guide, https://www.tensorflow.org/guide/distributed_training; the effect of
 statefulness: `tensorflow/python/framework/auto_control_deps.py`.
@@ -79,14 +79,14 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Measured:
-    """One optimizer step, of all replicas this engine holds.
+    """One optimizer step, of all replicas that this engine holds.
 
     Attributes:
         start_s, end_s: When the step began and ended on this engine. Of several steps in one call
             (`steps_per_execution`) one ends where the first replica begins the next.
         data_wait_s: By replica, from `start_s` until its inputs were there; NaN in a step that was
-            also traced, since nobody knows which it waited for.
-        results: By replica; `samples` is 0 and `loss` NaN where they could not be seen.
+            also traced, because it is not known for which of the two it waited.
+        results: By replica; `samples` is 0 and `loss` NaN if they could not be seen.
         eager: Whether no tf.function was used: TensorFlow then runs the replicas one after the
             other, and the first waits for the computation of all others.
         set_up_s: How long the step was traced before it began.
@@ -101,7 +101,7 @@ class Measured:
 
 
 class Markers:
-    """Marks in every step that is traced while this is entered.
+    """Marks in every step that is traced inside this context.
 
     It may be entered again for another run under the same strategy: functions that were traced in
     an earlier one (`model.fit`'s, a `tf.function` of an earlier cell) are marked already.
@@ -118,7 +118,7 @@ class Markers:
         self._undo: list[tuple[Any, str, Any]] = []
 
     def watch(self, faults: Sequence[FaultInjector]) -> Markers:
-        """Serve another run: its injectors take the places of those before."""
+        """Serve another run: its injectors replace the earlier ones."""
         self._run.faults = tuple(faults)
         self._run.look_at_faults()
         return self
@@ -152,7 +152,7 @@ class Markers:
     def take(self, start_s: float, end_s: float) -> list[Measured]:
         """Return the steps done since the last call, oldest first.
 
-        Empty where no gradient was reduced by `all_reduce`: then nothing could be measured.
+        Empty if no gradient was reduced by `all_reduce`: then nothing could be measured.
 
         Args:
             start_s: When the first of them began, before it asked for its data.
@@ -242,14 +242,14 @@ class Markers:
 
 
 def note_loss(loss: Any) -> None:
-    """Say what the replica being traced calls its mean loss; no effect elsewhere."""
+    """Note what the traced replica calls its mean loss; no effect elsewhere."""
     replica = in_replica()
     if replica is not None:
         replica.see_loss(loss, MEAN)
 
 
 def note_written(variable: Any) -> None:
-    """Say that the replica being traced wrote its own copy of a variable, for lack of a rule."""
+    """Note that the traced replica wrote its own copy of a variable, because there is no rule."""
     replica = in_replica()
     if replica is not None:
         replica.see_written(variable)

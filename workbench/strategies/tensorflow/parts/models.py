@@ -1,8 +1,8 @@
 """Keras models: their weights by name, and whose variables an optimizer trains.
 
-A Keras model can be taken off the servers: afterwards its variables are this engine's own. A
-variable on a server is gone with the server. So its value is fetched while the cluster is there,
-and put into a new variable when TensorFlow has been made anew.
+A Keras model can be copied from the servers: afterwards its variables are this engine's own. A
+variable on a server is lost with the server. So its value is fetched while the cluster exists, and
+put into a new variable when TensorFlow has been reset.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def by_name(model: Any) -> dict[str, NDArray[np.generic]]:
 
 
 def owner(optimizer: Any) -> Any:
-    """Return the model whose variables an optimizer was given; None where there is none."""
+    """Return the model whose variables an optimizer was given; None if there is none."""
     return holder({id(variable) for variable in getattr(optimizer, "_trainable_variables", ())})
 
 
 def holder(trained: set[int]) -> Any:
-    """Return the model that trains the variables of those ids; None where there is none.
+    """Return the model that trains the variables with those ids; None if there is none.
 
-    The smallest of them, where models hold models.
+    The smallest of them, if models hold models.
     """
     if not trained:
         return None
@@ -55,14 +55,14 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def others(model: Any) -> list[Any]:
-    """Return what a model has besides weights: seeds of its dropout, metrics of the epoch."""
+    """Return a model's other variables: seeds of its dropout, metrics of the epoch."""
     weights = {id(variable) for variable in model.weights}
     every = [*model.variables, *getattr(model, "metrics_variables", ())]
     return list({id(one): one for one in every if id(one) not in weights}.values())
 
 
 def restore(model: Any, optimizer: Any, state: dict[str, Any]) -> None:
-    """Go on from what `state_of` gave."""
+    """Continue from what `state_of` returned."""
     load_weights(model, state["model"])
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
@@ -102,7 +102,7 @@ class Homecoming:
         return self._weights
 
     def unpack(self) -> None:
-        """Give the variables their values back, on this engine."""
+        """Restore the variables' values, on this engine."""
         for variable, value in self._values:
             variable._value = tf.Variable(value, trainable=variable.trainable, dtype=variable.dtype)
         if self._model is not None:

@@ -7,10 +7,10 @@
 Each replica's mean is weighted by its samples, so shares need not be equal: the sum of gradients is
 that of the whole batch.
 
-`wb.fit` may be asked for more: precision, compilation, a schedule of the learning rate.
+Arguments of `wb.fit` ask for more: precision, compilation, a schedule of the learning rate.
 
     precision="bf16"   layers compute in bfloat16, weights and optimizer stay in float32
-    compile=True       XLA compiles a replica's forward and backward; what travels stays outside
+    compile=True       XLA compiles a replica's forward and backward, without the communication
     scheduler=f        before each step the learning rate becomes f(step)
 
 Sources: Micikevicius et al., Mixed Precision Training, ICLR 2018; Kalamkar et al., A Study of
@@ -74,14 +74,14 @@ class Trainer:
             self.model(to_tensors(sample[0]))
         if not self.model.trainable_variables:
             raise FitError(
-                "The model has no weight that can be trained.",
+                "The model has no trainable weight.",
                 seen=type(self.model).__name__,
                 next_step="set trainable=True on some of its layers",
                 code="WB-FIT-100",
             )
 
     def step(self, share: Share) -> tuple[list[int], list[float]]:
-        """Do one optimizer step; return samples and mean loss of each replica."""
+        """Take one optimizer step; return samples and mean loss of each replica."""
         batch, samples = self._divide(share)
         weights = self._spread([n / share.global_samples for n in samples])
         self._schedule.begin(share.step)
@@ -239,7 +239,7 @@ def _sum(a: Any, b: Any) -> Any:
 
 
 def converted(function: Any) -> Any:
-    """Return a function of the user's as `tf.function` would take it: `if tensor:` may be in it."""
+    """Return a user's function as `tf.function` takes it: it may contain `if tensor:`."""
     enabled = ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED)
     return autograph.tf_convert(function, enabled)
 
@@ -247,17 +247,18 @@ def converted(function: Any) -> Any:
 def objective(loss: Any) -> Callable[[Any, Any], Any]:
     """Return a mean over a replica's batch as `loss(output, y)`.
 
-    Keras' own losses take their arguments the other way round, and divide by the number of
-    replicas in a replica's context; what divides here is the share of the samples.
+    Keras' own losses take their arguments in the other order, and divide by the number of replicas
+    in a replica's context; here the share of the samples divides.
 
     Raises:
         FitError: It is a Keras loss that adds up instead of averaging.
     """
     if foreign(loss):
         raise FitError(
-            "The loss is PyTorch's, and this is a TensorFlow run.",
+            "PyTorch's loss cannot be used in a TensorFlow run.",
             seen=type(loss).__name__,
-            next_step="loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), or such",
+            next_step="pass a Keras loss: "
+            "loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True)",
             code="WB-FIT-101",
         )
     if isinstance(loss, keras.losses.Loss):
@@ -279,14 +280,14 @@ def metric_function(name: str, metric: Any) -> Callable[[Any, Any], Any]:
     """Return a metric as a mean over the batch, `metric(output, y)`.
 
     Raises:
-        FitError: It is a Keras metric that is no mean over samples.
+        FitError: It is a Keras metric that is not a mean over samples.
     """
     if isinstance(metric, keras.metrics.MeanMetricWrapper):
         function, keywords = metric._fn, metric._fn_kwargs
         return lambda out, y: tf.reduce_mean(tf.cast(function(y, out, **keywords), tf.float32))
     if isinstance(metric, keras.metrics.Metric):
         raise FitError(
-            f"Metric {name} is no mean over samples, so it cannot be added up over replicas.",
+            f"Metric {name} is not a mean over samples, so it cannot be added up over replicas.",
             seen=type(metric).__name__,
             allowed="a function of (output, y), or a Keras metric that averages",
             next_step="compile the model with it and call model.fit",
@@ -302,14 +303,14 @@ def build_optimizer(optimizer: Any, model: Any, distribution: Any) -> Any:
     """Return a Keras optimizer, built on the model's variables.
 
     Raises:
-        FitError: A function gave something else, or it belongs to another model or strategy.
+        FitError: A function returned something else, or it belongs to another model or strategy.
     """
     made = optimizer
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         made = optimizer(model.trainable_variables)
         if not isinstance(made, keras.optimizers.Optimizer):
             raise FitError(
-                "The optimizer function did not return a Keras optimizer.",
+                "optimizer is a function that does not return a Keras optimizer.",
                 seen=type(made).__name__,
                 next_step="optimizer=lambda p: keras.optimizers.SGD(0.1)",
                 code="WB-FIT-104",
@@ -325,7 +326,7 @@ def build_optimizer(optimizer: Any, model: Any, distribution: Any) -> Any:
         made.build(model.trainable_variables)
     elif {id(v) for v in made._trainable_variables} != {id(v) for v in model.trainable_variables}:
         raise FitError(
-            "The optimizer was built on another model's variables.",
+            "The optimizer was built for another model's variables.",
             next_step="pass a function: optimizer=lambda p: keras.optimizers.SGD(0.1)",
             code="WB-FIT-106",
         )
@@ -345,11 +346,13 @@ class Precision:
     def __init__(self, model: Any, precision: str | None) -> None:
         if precision == "fp16":
             raise FitError(
-                "In TensorFlow wb.fit does not scale the loss, as float16 needs it.",
+                "precision must be None or 'bf16': wb.fit does not scale the loss for float16 in "
+                "TensorFlow.",
                 seen="precision='fp16'",
                 allowed="None or 'bf16'",
-                next_step="precision='bf16', or keras.config.set_dtype_policy('mixed_float16') "
-                "before the model is built, and model.fit: Keras scales by itself",
+                next_step="use precision='bf16', or call "
+                "keras.config.set_dtype_policy('mixed_float16') before the model is built and "
+                "train with model.fit: Keras scales the loss",
                 code="WB-FIT-094",
             )
         self.mixed = precision is not None
@@ -360,7 +363,7 @@ class Precision:
                 layer.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
 
     def widen(self, values: Any) -> Any:
-        """Return what the model gave, in float32: a loss in 8 bits would tell little."""
+        """Return the model's output in float32: a loss in 8 bits would tell little."""
         if not self.mixed:
             return values
         return tf.nest.map_structure(
@@ -375,7 +378,7 @@ class Precision:
 
 
 def compiled(function: Callable[..., Any], *, wanted: bool) -> Callable[..., Any]:
-    """Return the function, compiled by XLA where that is wanted."""
+    """Return the function, compiled by XLA if `wb.fit` asks for it."""
     if not wanted:
         return function
     made: Callable[..., Any] = tf.function(function, autograph=False, jit_compile=True)
@@ -386,19 +389,19 @@ class Schedule:
     """Sets an optimizer's learning rate before each step.
 
     Args:
-        rate: A function of the step, counted from 0; None leaves the learning rate alone.
+        rate: A function of the step, counted from 0; None does not change the learning rate.
 
     Raises:
-        FitError: The optimizer has a schedule of its own.
+        FitError: The optimizer has its own schedule.
     """
 
     def __init__(self, rate: Callable[[int], Any] | None, optimizer: Any) -> None:
         own = getattr(optimizer, "_learning_rate", None)
         if rate is not None and isinstance(own, keras.optimizers.schedules.LearningRateSchedule):
             raise FitError(
-                "The optimizer has a schedule already.",
+                "scheduler must be left out: the optimizer has a schedule already.",
                 seen=f"scheduler=..., and learning_rate={type(own).__name__}",
-                next_step="leave scheduler out, or make the optimizer with a number",
+                next_step="leave scheduler out, or make the optimizer with a number as rate",
                 code="WB-FIT-095",
             )
         self._rate, self._optimizer = rate, optimizer

@@ -1,8 +1,8 @@
 """Marks in the graph of a split model: when each stage began and ended its work.
 
-A mark reads the clock where the activations enter a stage, and where their gradients leave it
-again. With three stages (e: entered, g: gradient of what entered is there, d: gradients of the
-stage's weights are there):
+A mark reads the clock when the activations enter a stage, and when their gradients leave it again.
+With three stages (e: entered, g: gradient of what entered is there, d: gradients of the stage's
+weights are there):
 
     stage 0   e0 -- forward -- e1 . . . . . . . . . . . . . g1 -- backward ------ d0
     stage 1                    e1 -- forward -- e2 . . . g2 -- backward -- g1
@@ -11,16 +11,16 @@ stage's weights are there):
 `StageMarks` makes a result per stage and step of them; `markers.py` says why the marks are
 stateless.
 
-From these marks follows when each stage was busy, step by step:
+These marks show when each stage was busy, step by step:
 
     stage 0   | forward | . . . . bubble . . . . | backward | update, metrics
     stage 1   | bubble  | forward, then backward | bubble . | of all stages
 
-A stage's busy time is the union of its stretches; the rest of the chain, from the
-first forward to the last gradient, is its bubble. TensorFlow computes the gradients of a stage's
-weights while that of its input goes on to the stage before: such time is divided among both, so
-that no chain looks better than one in which stages take turns. What follows the chain is done for
-all stages together: no stage's own work, and no part of the schedule.
+A stage's busy time is the union of its periods of work; the rest of the chain, from the first
+forward to the last gradient, is its bubble. TensorFlow computes the gradients of a stage's weights
+while that of its input is passed to the stage before. Such time is divided between both, so that no
+chain looks better than one in which stages take turns. What follows the chain is done for all
+stages together: it is not a stage's own work, and not a part of the schedule.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Span = tuple[float, float]
 
 
 class Pass:
-    """One way of a batch through all stages, as it was traced: queues of stamps, one per step."""
+    """One traced pass of a batch through all stages: queues of stamps, one per step."""
 
     def __init__(self, stages: int) -> None:
         self.entered: list[deque[float]] = [deque() for _ in range(stages)]
@@ -57,11 +57,11 @@ class Pass:
         self.trains = False
 
     def queues(self) -> list[deque[float]]:
-        """Return what every step must have left a stamp in."""
+        """Return the marks in which every step must have left a stamp."""
         return [*self.entered, *self.left[1:]]
 
     def spans(self, step: int) -> list[list[Span]]:
-        """Return each stage's busy stretches in one step: forward, then backward."""
+        """Return each stage's periods of work in one step: forward, then backward."""
         entered, left = ([q[step] if q else NAN for q in qs] for qs in (self.entered, self.left))
         last = len(entered) - 1
         spans = []
@@ -93,7 +93,7 @@ class Stages:
         self._eager: list[Pass] = []
 
     def begin_pass(self) -> None:
-        """A model is called from outside."""
+        """Note that a model is called from outside."""
         passes = self._here()
         if tf.executing_eagerly():  # an evaluation left stamps
             passes[:] = [one for one in passes if one.trains]
@@ -114,13 +114,13 @@ class Stages:
         return [group for group in groups if group]
 
     def forget_eager(self) -> None:
-        """Drop what was computed eagerly: it comes once."""
+        """Drop what was computed eagerly: it is executed once only."""
         self._eager.clear()
 
     # -- where a stage begins ----------------------------------------------------------------------
 
     def enter(self, stage: int, args: Any, keywords: Any) -> tuple[Any, Any]:
-        """Mark what a stage is given by the one before."""
+        """Mark a stage's inputs from the one before."""
         passes = self._here()
         if not passes or stage <= passes[-1].reached:
             return args, keywords
@@ -334,11 +334,11 @@ class StageMarks(Markers):
 def chain_of(stages: Sequence[Sequence[Span]]) -> tuple[float, float, list[float]] | None:
     """Return when a step's chain began, how long it took, and for how long each stage worked.
 
-    Time in which several stages are at work is divided among them, so that together they never
-    work for longer than the chain takes. None where no stretch is known.
+    Time in which several stages work is divided among them, so that together they never work for
+    longer than the chain takes. None if no period is known.
 
     Args:
-        stages: Of each stage, its busy stretches.
+        stages: The periods of work of each stage.
     """
     known = [[(a, b) for a, b in spans if a <= b] for spans in stages]  # not where one is NaN
     edges = sorted({edge for spans in known for span in spans for edge in span})

@@ -1,8 +1,8 @@
-"""Turns what the marks measured into rows, whoever wrote the loop.
+"""Turns the marks' measurements into rows, for `model.fit`, `wb.fit` and users' own loops.
 
-One `Steps` serves a whole cell. Between two calls into TensorFlow the loop's owner (`model.fit`,
-the user) is asked for nothing: `begin` before a call that trains, `end` after it. In between, any
-number of steps may have happened (`steps_per_execution`).
+One `Steps` serves a whole cell. Between two calls into TensorFlow nothing is asked of the loop's
+owner (`model.fit`, the user), except `begin` before a call that trains, and `end` after it. Any
+number of steps may have happened in between (`steps_per_execution`).
 
 The steps of a user's own loop are recorded without a change to it:
 
@@ -13,9 +13,9 @@ The steps of a user's own loop are recorded without a change to it:
     for batch in distributed:
         train_step(batch)                          the call is seen; its steps are recorded
 
-A call that trained is known by the marks it passed. It is known from then on: before the next call
-of the same function Pause waits and Stop raises. What other functions take (an evaluation between
-epochs) belongs to no step. Without a `tf.function`, `strategy.run` is the call that is seen.
+A call that trained is known by the marks it passed. From then on, before the next call of the same
+function, Pause waits and Stop raises. Time in other functions (an evaluation between epochs)
+belongs to no step. Without a `tf.function`, `strategy.run` is the call that is seen.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 
 
 class Patches:
-    """What was replaced; `undo` puts it back, the latest first."""
+    """What was replaced; `undo` restores it, the latest first."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Put what `make` returns for the attribute in its place; an inherited one is shadowed."""
+        """Replace the attribute by what `make` returns; an inherited one is shadowed."""
         before, own = getattr(owner, name), name in vars(owner)
         setattr(owner, name, make(before))
         self._undo.append(
@@ -60,7 +60,7 @@ class Patches:
         )
 
     def undo(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         while self._undo:
             self._undo.pop()()
 
@@ -78,7 +78,7 @@ KINDS = {
 
 @contextlib.contextmanager
 def stand_ins(context: RunContext, distribution: Any) -> Iterator[None]:
-    """Let the cell's own `tf.distribute.XStrategy(...)` give the run's strategy."""
+    """Let the cell's own `tf.distribute.XStrategy(...)` return the run's strategy."""
     patches = Patches()
     try:
         for place in (tf.distribute, tf.distribute.experimental):
@@ -122,10 +122,10 @@ def _check_kind(context: RunContext, distribution: Any, original: type, name: st
         return
     chosen, word = context.entry.name, KINDS[name]
     raise FitError(
-        "The cell makes another strategy than the line names, and runs in the scope of the line's.",
+        "The cell makes another strategy than the one named on its line.",
         seen=f"tf.distribute.{name}(...) under {chosen}",
         allowed="the name `strategy`, which is there already",
-        next_step=f"leave this line of the cell out, or choose {word} in place of {chosen}",
+        next_step=f"leave this line of the cell out, or choose {word} instead of {chosen}",
         code="WB-FIT-097",
     )
 
@@ -133,11 +133,11 @@ def _check_kind(context: RunContext, distribution: Any, original: type, name: st
 def _say(context: RunContext, name: str, *, given: bool) -> None:
     replicas = context.spec.world_size
     text = (
-        f"tf.distribute.{name} gave the strategy of this run, which has "
-        f"{replicas} {'replica' if replicas == 1 else 'replicas'}; `strategy` is there without it."
+        f"tf.distribute.{name} returned the strategy of this run, which has "
+        f"{replicas} {'replica' if replicas == 1 else 'replicas'}; `strategy` is the same one."
     )
     if given:
-        text += " Its arguments were not used: -n and -o on the line say what they say."
+        text += " Its arguments were not used: -n and -o on the line decide."
     if context.spec.rank == 0:
         context.emit(events.Noted(rank=0, text=text))
 
@@ -156,10 +156,10 @@ class Steps:
     """The steps of one cell.
 
     Attributes:
-        start_s: When the step under way began: at the end of the one before, unless something
-            else (an evaluation, a pause) lay between.
+        start_s: When the current step began: at the end of the one before, unless something else
+            (an evaluation, a pause) came between.
         batch: Samples of the latest step, over the replicas held here.
-        synchronise: Waits for the devices; None where every call has ended when it returns.
+        synchronise: Waits for the devices; None if every call has ended when it returns.
         announced: Whether the kernel was told that training has begun.
     """
 
@@ -178,7 +178,7 @@ class Steps:
         self._behind = False  # whether the devices may still compute an update
 
     def announce(self, parameters: int, **counts: Any) -> None:
-        """Tell the kernel that training begins, or goes on with another `fit`."""
+        """Tell the kernel that training begins, or continues with another `fit`."""
         self.announced = True
         announce(self.context, parameters, **counts)
 
@@ -192,7 +192,7 @@ class Steps:
             raise RunStopped
 
     def enter(self) -> bool:
-        """As `begin`, but return False where the run is to stop."""
+        """As `begin`, but return False if the run should stop."""
         context, step = self.context, self.context.trained
         paused_s = context.gate.paused_s
         if not context.gate.enter(step):
@@ -204,7 +204,7 @@ class Steps:
         return True
 
     def wait(self) -> None:
-        """Wait for the devices after a call, where its end could not be told otherwise."""
+        """Wait for the devices after a call, if its end could not be seen otherwise."""
         if self.synchronise is None:
             return
         self._behind = self._keeps_pace and self._exact >= EXACT
@@ -213,7 +213,7 @@ class Steps:
             self.synchronise()
 
     def settle(self) -> None:
-        """End a stretch of steps: what the devices still compute of the last one is training."""
+        """End a series of steps: the devices' remaining work for the last one is training."""
         self._exact = 0
         if self._behind and self.synchronise is not None:
             self._behind, began = False, clock()
@@ -223,7 +223,7 @@ class Steps:
             self.start_s += spent_s
 
     def skip(self) -> None:
-        """Count the time since the last step as evaluation, or whatever else it was."""
+        """Count the time since the last step as evaluation or other work."""
         self.settle()
         now = clock()
         if self.start_s == self.start_s:
@@ -231,18 +231,18 @@ class Steps:
         self.start_s = now
 
     def forget(self) -> None:
-        """Drop what the marks read so far: it belongs to no step."""
+        """Drop what the marks have read so far: it belongs to no step."""
         self.markers.take(self.start_s, clock())
 
     def called(self) -> None:
-        """Say that TensorFlow is asked for data only now: what lay before was no wait for it."""
+        """Note that TensorFlow is asked for data only now: earlier time was no wait for it."""
         self._called_s = clock()
 
     def end(self, unmarked: Callable[[], Measured] | None = None) -> int:
         """Record what was done since `begin`.
 
         Args:
-            unmarked: Says what to record where no mark was passed; by default nothing.
+            unmarked: Returns what to record if no mark was passed; by default nothing.
 
         Returns:
             How many steps there were.
@@ -267,7 +267,7 @@ class Steps:
         return len(steps)
 
     def set_up(self, seconds: float) -> None:
-        """Take note of time that a step was traced: it belongs to no step."""
+        """Note time in which a step was traced: it belongs to no step."""
         if seconds:
             self._traced_s, self._traces = self._traced_s + seconds, self._traces + 1
             self.context.eval_s += seconds
@@ -277,13 +277,13 @@ class Steps:
         if self._traced_s >= WORTH_SAYING_S and self.context.spec.rank == 0:
             often = "once" if self._traces == 1 else f"{self._traces} times"
             text = (
-                f"TensorFlow traced the step {often}, {self._traced_s:.1f} s in all; "
-                "that time belongs to no step."
+                f"TensorFlow traced the step {often}, {self._traced_s:.1f} s in total; "
+                "no step's time includes it."
             )
             self.context.emit(events.Noted(rank=0, text=text))
 
     def unmarked(self, samples: int, loss: float, *, has_loss: bool = False) -> Measured:
-        """Return a step of which nothing is known but its samples and loss, shared evenly."""
+        """Return a step with known samples and loss only, shared evenly."""
         held = self.context.spec.held
         parts = len(held) if self.context.entry.data_parallel else 1
         shares = [(r + 1) * samples // parts - r * samples // parts for r in range(parts)]
@@ -327,11 +327,11 @@ def global_loss(results: tuple[StepResult, ...]) -> float:
 class OwnLoop:
     """Watches calls into TensorFlow while it is entered.
 
-    The wrappers carry their originals' module, so that autograph leaves them alone as it does
-    those; what they call is converted as ever.
+    The wrappers carry their originals' module, so that autograph treats them like those; the
+    functions that they call are converted as usual.
 
     Args:
-        elsewhere: Whether somebody else records the steps just now (`model.fit`, `wb.fit`).
+        elsewhere: Whether another object records the steps at the moment (`model.fit`, `wb.fit`).
     """
 
     def __init__(
@@ -414,7 +414,8 @@ class OwnLoop:
             return
         if tf.executing_eagerly():
             raise FitError(
-                "The loop's first step was computed already, from the model's own weights.",
+                "--init-from needs a tf.function here: the first step already used the model's "
+                "own weights.",
                 seen="--init-from, and a step without tf.function",
                 allowed="a step in a tf.function, wb.fit or model.fit",
                 next_step="put @tf.function on the function that calls strategy.run",
@@ -465,15 +466,15 @@ class OwnLoop:
 
 
 def check_unsaved(context: RunContext) -> None:
-    """Refuse checkpoints: what an own loop trains with is not known.
+    """Refuse checkpoints: it is not known with what a user's own loop trains.
 
     Raises:
         FitError: They were asked for.
     """
     if context.spec.checkpoint or context.spec.resume:
         raise FitError(
-            "Checkpoints of an own loop under TensorFlow are its own affair: only it knows what it "
-            "trains with.",
+            "--checkpoint cannot be used with your own TensorFlow loop: only the loop knows what "
+            "it trains.",
             seen="--checkpoint with strategy.run",
             allowed="--checkpoint with model.fit or wb.fit",
             next_step="leave --checkpoint out and use tf.train.Checkpoint in the loop",

@@ -1,12 +1,12 @@
-"""One step while TensorFlow traces it: the marks of each replica, and what they say later.
+"""One step while TensorFlow traces it: the marks of each replica, and what they report later.
 
 See `markers.py` for what they mean.
 
-What the marks of each step saw is kept beside the replicas until the loop asks for it. A call into
-Python from within a graph costs 0.15 to 0.3 ms: TensorFlow hands it to a thread of its own, which
-has to be woken and to get Python's lock. So nothing is told to Python while a step is under way.
-Each device that holds replicas has a variable, a list of numbers to which every step appends a row;
-the loop reads it when its call has ended, for 15 us a device. Between two calls there may be any
+The marks' readings of each step are kept next to the replicas until the loop asks for them. A call
+into Python from within a graph costs 0.15 to 0.3 ms: TensorFlow passes it to another thread, which
+must wake up and get Python's lock. So Python is not called while a step is running. Each device
+that holds replicas has a variable, a list of numbers to which every step appends a row. The loop
+reads it when its call has ended, which takes 15 µs per device. Between two calls there may be any
 number of steps (`steps_per_execution`).
 
     row of a device:  for each of its replicas
@@ -15,8 +15,8 @@ number of steps (`steps_per_execution`).
                       reduced x reductions      on the device of the first replica only
                       reductions                how many all-reduces the step had
 
-A row ends with what tells its length, so a list is read from its end: where nobody has read it for
-long, it has lost its oldest numbers.
+A row ends with the number that tells its length, so a list is read from its end. A list that was
+not read for long has lost its oldest numbers.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Run:
     """What all traces of a run share.
 
     Attributes:
-        open: Whether the run is still under way; after it nobody is delayed.
+        open: Whether the run is still in progress; after it there are no delays.
         total: Replicas of the run, on all engines.
-        hosts: By replica of this engine, the device for what is not computed on a GPU. A word
-            from one device to another costs as much as all marks together.
+        hosts: By replica of this engine, the device for work that is not computed on a GPU. A
+            number from one device to another costs as much as all marks together.
         on_gpus: Whether replicas compute on GPUs.
         faults: By replica, its injector.
         slowed: By replica, a variable: whether the graph must ask its injector.
-        log: Where each step leaves what it saw.
+        log: Where each step leaves its readings.
     """
 
     def __init__(self, total: int, devices: Sequence[str], faults: Sequence[FaultInjector]) -> None:
@@ -83,10 +83,10 @@ class Run:
 class Trace:
     """One traced step: its replicas. Executed eagerly, it lives for one step only.
 
-    A step may send its replicas out a second time, in what they do together. Keras' optimizer for
-    float16 does so twice: to look whether the gradients are finite, and, in a branch, to apply
-    them. What is inside a branch cannot be seen from outside; so the second trace knows all that
-    the first has seen, and leaves the row in the branch.
+    A step may run its replicas a second time, inside the operations that they do together. Keras'
+    optimizer for float16 does so twice: to check whether the gradients are finite, and, in a
+    branch, to apply them. The inside of a branch cannot be seen from outside. So the second trace
+    knows everything that the first has seen, and leaves the row in the branch.
     """
 
     def __init__(self, run: Run, *, eager: bool) -> None:
@@ -106,12 +106,12 @@ class Trace:
                 replica.go_on(outer)
 
     def __enter__(self) -> Trace:
-        """Say in this thread that the step is being traced."""
+        """Note in this thread that the step is being traced."""
         _here.trace = self
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Go on with the trace around this one."""
+        """Continue with the outer trace."""
         _here.trace = self._within
 
     @property
@@ -121,11 +121,11 @@ class Trace:
 
     @property
     def inner(self) -> bool:
-        """Whether it goes on with another trace of the same step."""
+        """Whether it continues another trace of the same step."""
         return self._within is not None
 
     def wrap(self, fn: Any) -> Any:
-        """Return what each replica calls instead of `fn`."""
+        """Return the function that each replica calls instead of `fn`."""
 
         def marked(*args: Any, **kwargs: Any) -> Any:
             context = tf.distribute.get_replica_context()
@@ -138,7 +138,7 @@ class Trace:
         return marked
 
     def end(self) -> None:
-        """Leave what the replicas saw in the log, or to the trace around this one."""
+        """Leave the replicas' readings in the log, or to the outer trace."""
         outer = self._within
         if not self.reduced and all(len(one.ready) == 1 for one in self.replicas):
             self.reduced = list(self.replicas[0].ready)  # each replica worked for itself
@@ -161,7 +161,7 @@ class Trace:
         """Leave the row in the branch of a step that changes nothing: gradients overflowed.
 
         Args:
-            scaler: The optimizer that passes over it.
+            scaler: The optimizer that skips it.
         """
         if next(iter(self.scalers), None) != id(scaler):
             return
@@ -212,14 +212,14 @@ class Replica:
         self.ready: list[Any] = []  # when each all-reduce of the step could begin
 
     def go_on(self, other: Replica) -> None:
-        """Take over what the same replica saw in another trace of the step."""
+        """Take over the readings of the same replica from another trace of the step."""
         self._began, self._samples, self._delays = other._began, other._samples, other._delays
         self._mean, self._seen, self._loss = other._mean, other._seen, other._loss
         self.ready = list(other.ready)
 
     @property
     def seen(self) -> Any:
-        """Return what a replica's row is made of: numbers, in a graph vectors."""
+        """Return the parts of a replica's row: numbers, in a graph vectors."""
         first, last = [self._began, self._samples], [self._mean, self._seen, *self.ready]
         if self._trace.eager:
             return [*first, *self._delays, *last]
@@ -248,7 +248,7 @@ class Replica:
             self._graph = None
 
     def see_loss(self, loss: Any, kind: int) -> None:
-        """Remember the loss of the step; what says more about it goes before what says less.
+        """Keep the loss of the step; a more exact one replaces a less exact one.
 
         Args:
             kind: `EACH`, `PART` or `MEAN`.
@@ -257,32 +257,32 @@ class Replica:
             self._loss = (loss, kind)
 
     def see_scaled(self, loss: Any, scaled: Any) -> None:
-        """Remember what a loss was before it was scaled for float16."""
+        """Keep a loss as it was before it was scaled for float16."""
         self._scaled = (scaled, loss)
 
     def unscaled(self, loss: Any) -> Any:
-        """Return what the loss was before it was scaled."""
+        """Return the loss as it was before it was scaled."""
         scaled = self._scaled
         return scaled[1] if scaled is not None and scaled[0] is loss else loss
 
     def see_scaler(self, optimizer: Any) -> None:
-        """Remember that an optimizer for float16 is about to apply gradients."""
+        """Note that an optimizer for float16 is about to apply gradients."""
         outer = self._trace._within or self._trace
         outer.scalers[id(optimizer)] = None
 
     def see_sources(self, sources: Any) -> bool:
-        """Remember by what a loss is differentiated; return whether there are variables in it."""
+        """Note the variables of a differentiation; return whether there are any."""
         every = [getattr(one, "_value", one) for one in tf.nest.flatten(sources)]  # Keras' own hold
         found = [one for one in every if hasattr(one, "assign")]
         self._sources |= {id(one): one for one in found}
         return bool(found)
 
     def see_update(self, variable: Any) -> None:
-        """Remember that a variable was written: one of the model's, without an optimizer."""
+        """Note that a variable was written: one of the model's, without an optimizer."""
         self._updates = self._updates or id(variable) in self._sources
 
     def see_written(self, variable: Any) -> None:
-        """Remember a variable of which this replica wrote its own copy."""
+        """Note a variable of which this replica wrote its own copy."""
         if not self._trace.inner:
             self._trace.written[id(variable)] = variable
 
@@ -445,10 +445,10 @@ class Stamps:
     """What was seen of one replica in one step.
 
     Attributes:
-        ready_s: On the clock of the replica's own work, which stands still while it is blocked.
+        ready_s: On the clock of the replica's own work, which stops while it is blocked.
         exposed_s: How long it was blocked in all-reduces.
-        injected_s: Delays it spent after it had begun.
-        has_loss: Whether the model's loss was seen; then NaN means that it is no number.
+        injected_s: Delays that it spent after it had begun.
+        has_loss: Whether the model's loss was seen; then NaN is a real NaN.
         eager: Whether it was computed without a graph.
     """
 
@@ -466,7 +466,7 @@ class StepLog:
     """The rows of all replicas of an engine.
 
     Args:
-        hosts: By replica, the device that keeps its numbers. A word from one device to another
+        hosts: By replica, the device that keeps its numbers. A number from one device to another
             costs as much as all marks together, so each keeps its own.
     """
 
@@ -479,10 +479,10 @@ class StepLog:
         self._offset_s = NAN
 
     def append(self, parts: Sequence[Sequence[Any]], reduced: Sequence[Any]) -> None:
-        """Have the graph that is being traced append a row.
+        """Let the graph that is being traced append a row.
 
         Args:
-            parts: By replica, vectors that hold its numbers.
+            parts: By replica, vectors with its numbers.
             reduced: When each all-reduce was done.
         """
         for one in self._lists:
@@ -513,7 +513,7 @@ class StepLog:
         return steps
 
     def clear(self) -> None:
-        """Forget everything: what was computed while nobody measured."""
+        """Forget everything that was computed while nothing was measured."""
         self._eager = []
         for one in self._lists:
             one.clear()

@@ -1,13 +1,13 @@
 """All-reduce: every worker ends with the sum of all workers' tensors.
 
 Each algorithm is one function that reads like its page in a textbook, written in sends and receives
-(`links.py`); `backend` is what the process group brings (gloo, NCCL). `auto.py` measures which is
-the fastest here. All give the same sum, bit for bit the same on every worker.
+(`links.py`). `backend` is the all-reduce of the process group (gloo, NCCL). `auto.py` measures
+which is the fastest here. All give the same sum, bit for bit the same on every worker.
 
     links        how do workers send to each other
     algorithms   ring, hierarchical, reduce to one, recursive doubling
     auto         which of them is the fastest here
-    compression  how do fewer bytes travel
+    compression  how are fewer bytes sent
 """
 
 from __future__ import annotations

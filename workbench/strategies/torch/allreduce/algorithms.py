@@ -1,7 +1,7 @@
-"""The algorithms of all-reduce, from the textbook's page to code, each in one function.
+"""The algorithms of all-reduce, each in one function, as on its page of a textbook.
 
-What they send and how often: `ring` the fewest bytes, `recursive_doubling` the fewest rounds,
-`reduce_to_one` all of it through one worker, `hierarchical` little between hosts.
+`ring` sends the fewest bytes and `recursive_doubling` needs the fewest rounds; `reduce_to_one`
+sends everything through one worker, `hierarchical` little between hosts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def naive_all_reduce(flat: torch.Tensor) -> None:
     """Replace `flat`, shape (numbers,), by its sum over the workers: everybody gets everything.
 
-    Each worker sends its tensor n - 1 times, all of it at once, and everybody adds up the same.
-    The algorithms below give the same sum with fewer bytes or on fewer links.
+    Each worker sends its whole tensor n - 1 times, and all workers add up the same tensors. The
+    algorithms below give the same sum with fewer bytes or on fewer links.
     """
     every = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(every, flat)
@@ -36,9 +36,9 @@ def ring(flat: torch.Tensor, links: Links) -> None:
     Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of
     Workstations, Journal of Parallel and Distributed Computing 69(2), 2009.
 
-    Each worker cuts its tensor in n chunks. Round after round, everybody sends a chunk to the next
-    worker and adds the one that comes from the previous worker: after n-1 rounds each worker holds
-    one chunk of the sum. In n-1 more rounds the finished chunks travel around.
+    Each worker divides its tensor into n chunks. In each round every worker sends a chunk to the
+    next worker and adds the chunk from the previous worker. After n-1 rounds each worker holds one
+    chunk of the sum. In n-1 more rounds the finished chunks are passed around.
 
         reduce-scatter, n = 3                          all-gather
         worker 0:  a0 ──▶ 1   c2+c0 ──▶ 1   B          B ──▶ 1    A ──▶ 1
@@ -64,7 +64,7 @@ def ring(flat: torch.Tensor, links: Links) -> None:
 
 @waits_in(ALL_REDUCE)
 def reduce_to_one(flat: torch.Tensor, links: Links) -> None:
-    """Reduce to one: a single worker adds everything up and hands the sum out.
+    """Reduce to one: a single worker adds everything up and sends the sum to all.
 
     Source: Chan, Heimlich, Purkayastha, van de Geijn, Collective Communication: Theory, Practice,
     and Experience, Concurrency and Computation 19(13), 2007: all-reduce as reduce, then broadcast.
@@ -111,20 +111,19 @@ def recursive_doubling(flat: torch.Tensor, links: Links) -> None:
     Source: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
     MPICH, IJHPCA 19(1), 2005, section 4.5.
 
-    In round k, workers whose ranks differ in bit k exchange what they have and add it. After log2 n
-    rounds everybody holds the sum.
+    In round k, workers whose ranks differ in bit k exchange their sums and add them. After log2 n
+    rounds every worker holds the sum.
 
         worker 0:  g0 ◀─▶ 1   g0+g1 ◀─▶ 2   g0+g1+g2+g3
         worker 1:  g1 ◀─▶ 0   g0+g1 ◀─▶ 3   g0+g1+g2+g3
         worker 2:  g2 ◀─▶ 3   g2+g3 ◀─▶ 0   g0+g1+g2+g3
         worker 3:  g3 ◀─▶ 2   g2+g3 ◀─▶ 1   g0+g1+g2+g3
 
-    Where n is no power of two, the workers beyond the largest one p hand their tensor to a partner
-    before, and are handed the sum after. Addition of two numbers commutes, so all copies of the sum
-    are equal to the last bit.
+    If n is not a power of two, let p be the largest power of two below it. The workers beyond p
+    send their tensor to a partner before, and receive the sum afterwards. Addition of two numbers
+    commutes, so all copies of the sum are equal to the last bit.
 
-    Sent by each of the p workers: log2(p) times the tensor. Rounds: log2 p, and two more where n >
-    p.
+    Sent by each of the p workers: log2(p) times the tensor. Rounds: log2 p, and two more if n > p.
 
     Args:
         flat: Shape (numbers,); becomes the sum over the workers.
@@ -154,9 +153,9 @@ def hierarchical(flat: torch.Tensor, links: Links) -> None:
     Source: Jia et al., Highly Scalable Deep Learning Training System with Mixed-Precision, 2018
     (arXiv:1807.11205), "hierarchical all-reduce".
 
-    Links within a host are fast, links between hosts are slow: each group adds up at its leader,
-    the leaders run a ring, each leader hands the sum out. A group is a host; where there is one
-    host only, it is a block of about sqrt(n) workers, so that the traffic can be seen.
+    Links within a host are fast, links between hosts are slow. So each group adds up at its leader,
+    the leaders run a ring, and each leader sends the sum to its group. A group is a host. If there
+    is only one host, a group is a block of about sqrt(n) workers, so that the traffic can be seen.
 
         worker 1 ──▶ worker 0 ──┐          ┌── worker 0 ──▶ worker 1
                                 ├── ring ──┤

@@ -1,26 +1,26 @@
 """Finds the fastest all-reduce for a size, on this machine, with these workers.
 
-Which algorithm wins depends on the size (rounds cost time, bytes cost time), on the number of
-workers and on the machine. So it is measured: once per cluster for each number of workers and
-power of two of bytes, by all workers together; rank 0 remembers. Candidates are run in turn, for
-some rounds, with a little computation in between. In each round the worker that came last counts:
-it waited for nobody. Of the rounds the lower quartile counts: what else the machine does only ever
-adds time.
+Which algorithm is the fastest depends on the size (rounds cost time, bytes cost time), on the
+number of workers and on the machine. So it is measured: once per cluster for each number of workers
+and power of two of bytes, by all workers together; rank 0 remembers it. Candidates run in turn, for
+some rounds, with a little computation in between. In each round the worker that came last counts,
+because it did not wait. Of the rounds the lower quartile counts, because other work on the machine
+only ever adds time.
 
 Between hosts a message may take as long as a step, and trying all algorithms longer than the run.
-So the first messages of all are looked at: an algorithm that is several times slower than the best
-is tried no further, and where the first ones have used up the time for trying, the rest are not
-tried at all. Over a slow network bytes decide: the backend sends as few as can be, and between
-hosts the hierarchical algorithm, which is tried second there, sends fewer.
+So the first message of each is compared: an algorithm that is several times slower than the best is
+not tried again. If the first messages have used up the time for trying, the remaining algorithms
+are not tried at all. Over a slow network bytes decide: the backend sends the fewest possible, and
+between hosts the hierarchical algorithm, which is tried second there, sends fewer.
 
 The backend's own all-reduce runs while backward is still computing, and needs no copy of the
-gradients; the measurement sees neither. So another algorithm must be twice as fast to be taken.
+gradients; the measurement shows neither. So another algorithm must be twice as fast to be chosen.
 
-Messages are exchanged by a thread that does nothing else, while the training thread waits for it.
-The training thread computes all the time; when its message arrives, a busy machine makes it wait
-for its next turn, which takes milliseconds, in every round of every all-reduce. A thread that
-sleeps most of the time is let in at once. With more workers than cores, which is how one learns
-on a laptop, this decides how long a small all-reduce takes.
+Messages are exchanged by a separate thread, while the training thread waits for it. The training
+thread computes all the time; when its message arrives, a busy machine makes it wait milliseconds
+for its next turn, in every round of every all-reduce. A thread that sleeps most of the time runs at
+once. With more workers than cores, which is common on a laptop, this decides how long a small
+all-reduce takes.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ NOISE_S = 0.05
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for a size.
+    """The choice for a size.
 
     Attributes:
-        seconds: Time of one all-reduce by algorithm; empty where nothing was measured.
+        seconds: Time of one all-reduce by algorithm; empty if nothing was measured.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Choice:
 
 
 class Message(NamedTuple):
-    """What is sent: so many numbers of a type, from a device; nothing is allocated for it."""
+    """A message: this many numbers of a type, from a device; nothing is allocated for it."""
 
     numel: int
     dtype: torch.dtype
@@ -97,13 +97,13 @@ _known: dict[tuple[object, ...], Choice] = {}
 def choose(message: Message, links: Links, aside: Aside, *, simulated: bool = False) -> Choice:
     """Return the fastest algorithm for a message; all workers call it together.
 
-    Only gloo on CPUs is raced: NCCL picks its algorithm itself, and CUDA tensors would have to be
-    staged for the others.
+    Only gloo on CPUs is compared: NCCL chooses its algorithm itself, and CUDA tensors would need
+    copies on the host for the others.
 
     Args:
-        aside: Where all algorithms but the backend's will run.
-        simulated: Whether faults hold messages back: then the backend, whose messages are out of
-            reach, does not take part, and the result is not remembered.
+        aside: Where all algorithms except the backend's will run.
+        simulated: Whether faults delay messages: then the backend, whose messages cannot be
+            delayed, does not take part, and the result is not remembered.
     """
     if links.size == 1 or (message.device.type != "cpu" and not simulated):
         return Choice(BACKEND)
@@ -149,7 +149,7 @@ def race(
     """Return the seconds one all-reduce of `probe` takes by algorithm, equal on all workers.
 
     Args:
-        budget_s: How long all messages may take; names that come too late for it are left out.
+        budget_s: How long all messages may take; algorithms after that are left out.
     """
     entrants: dict[str, Callable[[torch.Tensor], None]] = {}
     seconds: dict[str, float] = {}
@@ -197,7 +197,7 @@ def _entrant(all_reduce: AllReduce, aside: Aside) -> Callable[[torch.Tensor], No
 
 
 def fastest(seconds: dict[str, float]) -> Choice:
-    """Return the fastest, or the backend's own where nothing beats it clearly."""
+    """Return the fastest, or the backend's own if nothing is clearly faster."""
     name = min(seconds, key=seconds.__getitem__)
     if seconds[name] > LEAST_GAIN * seconds.get(BACKEND, math.inf):
         name = BACKEND
@@ -208,7 +208,7 @@ PATIENCE_S = 1.0
 
 
 class Aside:
-    """Runs tasks one after the other on a thread of its own, started at the first one."""
+    """Runs tasks one after the other on its own thread, started at the first one."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -217,7 +217,7 @@ class Aside:
 
     @waits_in(ALL_REDUCE)
     def run(self, task: Callable[[], None]) -> None:
-        """Run a task there; return when it is done, and raise what it raised."""
+        """Run a task there; return when it is done, or raise its error."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="workbench-links", daemon=True)
             self._thread.start()
@@ -238,7 +238,7 @@ class Aside:
 
     @waits_in(ALL_REDUCE)
     def close(self) -> None:
-        """End the thread; one that an interrupt left in the middle of a message is broken out."""
+        """End the thread; break off a message that an interrupt left unfinished."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

@@ -6,19 +6,19 @@ Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
 
     worker r:  p = g_r + e_r ──▶ c = compress(p) ──▶ mean over workers ──▶ optimizer
                      ▲                │
-                     └── e_r = p - decompress(c)      what was not sent now is sent later
+                     └── e_r = p - decompress(c)      what is not sent now is sent later
 
 - `fp16`, `bf16`: the gradient in half the bits, all-reduced in that type. bf16 has float32's range
   and 8 bits of precision; fp16 has 11 bits, and overflows at 65504.
 - `topk:F`: the fraction F of numbers that are largest in magnitude, over the whole gradient, as
-  values and indices. Workers choose different ones, so they are gathered, not reduced: each worker
-  sends its choice n-1 times around the ring.
+  values and indices. Workers choose different numbers, so the choices are gathered, not reduced:
+  each worker sends its choice n-1 times around the ring.
 - `powersgd:R`: each gradient matrix M, shape (m, k), as P Q^T of rank R by one step of power
   iteration from the previous Q. Both factors are linear in M, so they can be all-reduced:
   P = mean(M_r Q), made orthonormal; Q = mean(M_r^T P). Vectors, and matrices for which R (m + k) is
-  no less than m k, are sent whole.
+  not less than m k, are sent whole.
 
-The time compression takes counts as transfer: it is what fewer bytes cost.
+The time for compression counts as transfer: it is the price of fewer bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Compression(ABC):
         self._loaded: dict[str, Any] | None = None
 
     def __call__(self, flat: torch.Tensor) -> None:
-        """Replace `flat`, shape (numbers,), by the mean of what the workers sent of it."""
+        """Replace `flat`, shape (numbers,), by the mean of the parts that the workers sent."""
         if self.all_reduce.links.size == 1:
             return
         if self._loaded is not None:
@@ -63,15 +63,15 @@ class Compression(ABC):
         torch.nan_to_num_(self.error, nan=0.0, posinf=0.0, neginf=0.0)
 
     def state(self) -> dict[str, Any]:
-        """Return copies of what is kept from step to step, on the CPU."""
+        """Return copies of the state kept from step to step, on the CPU."""
         return {"error": None if self.error is None else self.error.to("cpu", copy=True)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from what `state` returned."""
         self._loaded = state
 
     def place(self, state: dict[str, Any], flat: torch.Tensor) -> None:
-        """Put a loaded state where the gradients are: known when the first ones come."""
+        """Move a loaded state to the gradients' device, known when the first ones come."""
         self.error = None if state["error"] is None else state["error"].to(flat)
 
     @abstractmethod
@@ -91,7 +91,7 @@ class HalfPrecision(Compression):
         self._dtype = dtype
 
     def mean(self, flat: torch.Tensor, error: torch.Tensor) -> None:
-        """Divide, round, add up: the sum of n parts cannot overflow where the mean does not."""
+        """Divide, round, add up: if the mean does not overflow, the sum of n parts does not."""
         n = self.all_reduce.links.size
         half = (flat / n).to(self._dtype)
         error.sub_(half.to(flat.dtype), alpha=n)
@@ -127,7 +127,7 @@ class PowerSGD(Compression):
     """Sends two thin factors of each matrix.
 
     Args:
-        shapes: Shapes of the gradients that lie in the flat tensor, in order.
+        shapes: Shapes of the gradients in the flat tensor, in order.
     """
 
     def __init__(self, all_reduce: AllReduce, rank: int, shapes: list[torch.Size]) -> None:
@@ -148,7 +148,7 @@ class PowerSGD(Compression):
         self._q: list[torch.Tensor] = []
 
     def mean(self, flat: torch.Tensor, error: torch.Tensor) -> None:
-        """One step of power iteration: reduce P and what is sent whole, then reduce Q."""
+        """Take one step of power iteration: reduce P and whole tensors, then reduce Q."""
         if not self._q:
             self._q = self._first_factors(flat)
         matrices = [flat[at : at + m * k].view(m, k) for at, m, k in self._cuts]
@@ -170,11 +170,11 @@ class PowerSGD(Compression):
             flat[part] = values
 
     def state(self) -> dict[str, Any]:
-        """Return the error, and the factors that the next step begins with."""
+        """Return the error, and the factors with which the next step begins."""
         return {**super().state(), "q": [factor.to("cpu", copy=True) for factor in self._q]}
 
     def place(self, state: dict[str, Any], flat: torch.Tensor) -> None:
-        """Put a loaded state where the gradients are."""
+        """Move a loaded state to the gradients' device."""
         super().place(state, flat)
         self._q = [factor.to(flat) for factor in state["q"]]
 
@@ -196,7 +196,7 @@ class PowerSGD(Compression):
 def message_like(
     text: str, shapes: list[torch.Size], dtype: torch.dtype
 ) -> tuple[int, torch.dtype]:
-    """Return how many numbers the message has in which gradients are reduced, and their type."""
+    """Return the number and type of the numbers in a message of gradients."""
     kind, _, amount = text.partition(":")
     numbers = sum(shape.numel() for shape in shapes)
     if kind == "powersgd":
@@ -212,7 +212,7 @@ def message_like(
 def make_compression(
     text: str, all_reduce: AllReduce, shapes: list[torch.Size]
 ) -> Compression | None:
-    """Return what the option `compress` asks for; None for `none`.
+    """Return the compression that the option `compress` names; None for `none`.
 
     Args:
         text: `none`, `fp16`, `bf16`, `powersgd:RANK` or `topk:FRACTION`; the catalog checked it.

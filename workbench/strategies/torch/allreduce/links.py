@@ -1,21 +1,21 @@
-"""Messages between workers, point to point: what the all-reduce algorithms are written in.
+"""Messages between workers, point to point, with which the all-reduce algorithms are written.
 
     links.send(tensor, to)              links.exchange(out, to, into, source)
     links.receive(into, source)         links.gather(own) -> one tensor per worker
 
-Where all workers are on one host, messages go through sockets of their own (`connect_near`), read
-and written by the thread that calls; elsewhere through the process group. Every byte that leaves
-this worker is counted. Gloo ends the process when a message is longer than the buffer that waits
-for it, and says nothing when it is shorter; so before tensors of a new size travel for the first
-time, the workers compare sizes in a message whose own size is fixed.
+If all workers are on one host, messages use separate sockets (`connect_near`), read and written by
+the calling thread; otherwise they use the process group. Every byte that leaves this worker is
+counted. Gloo ends the process if a message is longer than its receiver's buffer, and does not
+report a shorter one. So before tensors of a new size are sent for the first time, the workers
+compare sizes in a message of fixed size.
 
-The faults `bandwidth` and `latency` are simulated here: a message is held back at its sender for as
-long as the link would take.
+The faults `bandwidth` and `latency` are simulated here: the sender delays a message for as long as
+the link would take.
 
-Workers of one host are connected by sockets of their own (`engine/transport/peers.py`): gloo's
-messages pass through a thread of its own in each worker, which costs a wake-up or two per message;
-on one host a worker can read and write its messages itself. All workers take the same way: where
-one of them cannot be reached like that, everybody stays with gloo.
+Workers of one host are connected by separate sockets (`engine/transport/peers.py`), because gloo's
+messages pass through another thread in each worker, which costs one or two wake-ups per message. On
+one host a worker can read and write its messages itself. All workers use the same way: if one of
+them cannot be reached like that, all use gloo.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Links:
 
     Args:
         group: A process group; its ranks are the workers.
-        hosts: Host of each worker, by rank; empty when all are on one host.
+        hosts: Host of each worker, by rank; empty if all are on one host.
         members: Group ranks taking part, in order; all of them by default.
-        travel: Called with the bytes of each message before it is sent; may hold it back.
+        travel: Called with the bytes of each message before it is sent; may delay it.
         peers: Sockets to the other workers, for tensors on the CPU; by default messages go
             through the group.
 
@@ -76,7 +76,7 @@ class Links:
 
     @waits_in(ALL_REDUCE)
     def send(self, tensor: torch.Tensor, to: int) -> Any:
-        """Begin to send a contiguous tensor to a member; `wait()` on what is returned.
+        """Begin to send a contiguous tensor to a member; call `wait()` on the result.
 
         It may not return before the member has begun to receive.
         """
@@ -88,7 +88,7 @@ class Links:
 
     @waits_in(ALL_REDUCE)
     def receive(self, into: torch.Tensor, source: int) -> torch.Tensor:
-        """Fill a contiguous tensor with what a member sends; return it."""
+        """Fill a contiguous tensor with a member's message; return it."""
         if self.peers is not None:
             self.peers.receive(self._members[source], _bytes(into))
             return into
@@ -102,7 +102,7 @@ class Links:
     def exchange(self, out: torch.Tensor, to: int, into: torch.Tensor, source: int) -> torch.Tensor:
         """Send to one member while receiving from another; return what was received.
 
-        Either may be empty (both ends know that), then nothing travels.
+        Either may be empty (both ends know that); then nothing is sent.
         """
         if self.peers is not None:
             return self._exchange_near(out, to, into, source)
@@ -175,7 +175,7 @@ class Links:
         dist.all_gather(every, own, group=self.group)
         if any(not torch.equal(other, own) for other in every):
             raise FitError(
-                "The workers' gradients are not of the same size, so they cannot be averaged.",
+                "The workers' gradients differ in size, so they cannot be averaged.",
                 seen=", ".join(f"rank {r}: {int(e[0])} numbers" for r, e in enumerate(every)),
                 next_step="build the same model on every worker",
                 code="WB-FIT-107",
@@ -212,7 +212,7 @@ class Links:
         return held[:numel]
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor where messages can be sent from: gloo's leave from the CPU."""
+        """Return a tensor from which messages can be sent: gloo's must be on the CPU."""
         return tensor.to(data_wire(self.group, tensor.device))
 
 
@@ -244,7 +244,7 @@ def connect_near(group: Any) -> Peers | None:
     """Connect all workers of a gloo group, who call this together.
 
     Returns:
-        None where they are not all on one host, or cannot see each other's sockets.
+        None if they are not all on one host, or cannot see each other's sockets.
     """
     if group.size() == 1:
         return None

@@ -1,13 +1,13 @@
 """How the gradients of a data-parallel run are averaged: which all-reduce, compressed or not.
 
-Decided from the options, by all workers alike, before the first step. The backend's own all-reduce
-of whole gradients is left to DistributedDataParallel, which overlaps it with backward; everything
-else goes through `FlatGradients`, in one message after backward. When which is done, whatever way
-the loss came about, is in `reduction.py`.
+All workers decide this equally from the options, before the first step. DistributedDataParallel
+does the backend's own all-reduce of whole gradients, and overlaps it with backward. Everything else
+goes through `FlatGradients`, in one message after backward. `reduction.py` decides when which is
+done, for any kind of loss.
 
 `FlatGradients` averages gradients after backward, all of them in one message.
 DistributedDataParallel reduces buckets while backward still runs, through the backend's all-reduce.
-What wants the gradients as a whole (an all-reduce of our own, compression) comes here instead:
+What needs the gradients as a whole (an all-reduce of our own, compression) is done here instead:
 
     forward | backward . . . . . | own work done | mean of all gradients | optimizer
                                  ready_s                                 reduced
@@ -93,17 +93,17 @@ class Averaging:
     def _check_options(self, asked: str, simulated: bool) -> None:
         if self._compress.startswith("topk") and asked != AUTO:
             raise FitError(
-                "topk gathers what each worker chose; it has no use for an all-reduce.",
+                "allreduce cannot be used with topk, which gathers what each worker chose.",
                 seen=f"compress={self._compress}, allreduce={asked}",
-                next_step="leave out -o allreduce",
+                next_step="remove -o allreduce",
                 code="WB-FIT-108",
             )
         if asked == BACKEND and simulated:
             raise FitError(
-                "Bandwidth and latency are simulated on our own links, which the backend's "
-                "all-reduce does not use.",
+                "Bandwidth and latency can only be simulated on Workbench's own links, and the "
+                "backend's all-reduce does not use them.",
                 seen=", ".join(fault.text for fault in self._context.spec.faults),
-                next_step="-o allreduce=auto, or one of the algorithms",
+                next_step="use -o allreduce=auto, or one of the algorithms",
                 code="WB-FIT-109",
             )
 
@@ -130,12 +130,12 @@ class Averaging:
         return choice.name
 
     def flat(self, parameters: Mapping[str, torch.nn.Parameter]) -> FlatGradients:
-        """Return what averages these parameters' gradients in one message, as was decided."""
+        """Return the average of these parameters' gradients in one message, as decided."""
         any_used = self._beside(self.all_reduce) if self.find_unused else None
         return FlatGradients(parameters, self._make_mean, any_used)
 
     def plain(self, parameters: Mapping[str, torch.nn.Parameter]) -> FlatGradients:
-        """Return what averages gradients of which some may be missing; not compressed."""
+        """Return the average of gradients of which some may be missing; not compressed."""
         mean = self._beside(self.all_reduce.mean)
         return FlatGradients(parameters, lambda shapes: mean, self._beside(self.all_reduce))
 
@@ -146,12 +146,12 @@ class Averaging:
         return self._beside(compression or self.all_reduce.mean)
 
     def break_off(self) -> None:
-        """End what blocks the training thread on the links of our own; from another thread."""
+        """End what blocks the training thread on our own links; from another thread."""
         if self.links.peers is not None:
             self.links.peers.break_off()
 
     def forget(self) -> None:
-        """Let go of what compression has kept: the gradients are laid out anew."""
+        """Drop the state of compression: the layout of the gradients has changed."""
         self._compressions.clear()
 
     def _beside(self, task: Mean) -> Mean:
@@ -161,18 +161,18 @@ class Averaging:
         return lambda flat: self._aside.run(lambda: task(flat))
 
     def own_state(self) -> dict[str, Any]:
-        """Return what compression keeps on this worker from step to step."""
+        """Return the state that compression keeps on this worker from step to step."""
         kept = [compression.state() for compression in self._compressions]
         return {"compress": self._compress, "kept": kept} if kept else {}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `own_state` gave under the same compression; else begin without."""
+        """Continue from `own_state` of the same compression; otherwise begin without a state."""
         if state.get("compress") == self._compress:
             for compression, kept in zip(self._compressions, state["kept"], strict=True):
                 compression.load_state(kept)
 
     def close(self) -> None:
-        """Close the links of our own, which ends every wait for them, and the thread."""
+        """Close our own links, which ends every wait for them, and the thread."""
         if self.links.peers is not None:
             self.links.peers.close()
         self._aside.close()
@@ -184,8 +184,8 @@ class Averaging:
     def gathered_by_ddp(self, size_bytes: int) -> None:
         """Count sparse gradients: all workers gather everybody's rows, and add them up.
 
-        In a ring a worker hands on all rows but those of the next one; over all workers that is
-        what each one's rows come to if it sends them to all others, which is counted here.
+        In a ring a worker passes on all rows except those of the next one. Over all workers this
+        equals each worker sending its rows to all others, which is counted here.
         """
         self.links.count((self.links.size - 1) * size_bytes)
 
@@ -229,9 +229,9 @@ class FlatGradients:
 
     Args:
         parameters: By name; the same on all workers.
-        make_mean: Called with the shapes in each flat tensor; gives what averages it.
-        any_used: Sums flags over the workers, in place; given where parameters may take no part
-            in the loss of some worker.
+        make_mean: Called with the shapes in each flat tensor; returns the averaging function.
+        any_used: Sums flags over the workers, in place; given if parameters may take no part in
+            the loss of some worker.
     """
 
     def __init__(
@@ -321,7 +321,7 @@ def by_dtype(
 
 
 def unused(name: str) -> FitError:
-    """Return the error for a parameter that no gradient reached, where one is needed."""
+    """Return the error for a parameter without a gradient, if one is needed."""
     return FitError(
         "A parameter took no part in the loss, so there is no gradient to average.",
         seen=name,

@@ -1,42 +1,42 @@
-"""Equal copies: how they begin, and the guard, proof while a run goes on that they stay equal.
+"""Equal copies: how they begin, and the guard, which checks during a run that they stay equal.
 
-Synchronous strategies rest on one invariant: after every step all replicas hold the same numbers.
-Whatever breaks it (a gradient that nobody averaged, noise from another seed, an update by hand on
-one rank) leaves a loss curve that looks fine and a model that nobody trained. So the workers
+Synchronous strategies depend on one invariant: after every step all replicas hold the same numbers.
+Several things can break it: a gradient that nobody averaged, noise from another seed, a manual
+update on one rank. The loss curve then looks fine, but no common model was trained. So the workers
 compare:
 
     worker r:  parameters that are trained -> their bits added up -> digest d_r
     all:       max(d_r), max(-d_r) in one all-reduce of 80 bytes;  equal <=> max = min
 
-Only where digests differ are the parameters themselves compared, so that the error can name one.
+Only if digests differ, the parameters themselves are compared, so that the error can name one.
 
-When: at the first steps, then at growing distances, such that comparing takes no more than
-`BUDGET` of the time and `ALLOWANCE_S`. Costs and times travel with the digest, so all workers find
-the same next step. At the end of `wb.fit`, and of an epoch of an own loop, they compare once more.
-At the end of an own loop's cell no message is sent, for a rank may have left its loop early: each
-worker hands its digest to the kernel, which says where they differ.
+When: at the first steps, then at growing intervals, so that comparing takes no more than `BUDGET`
+of the time and `ALLOWANCE_S`. Costs and times are sent with the digest, so all workers compute the
+same next step. They compare once more at the end of `wb.fit`, and of an epoch of a user's own loop.
+At the end of such a loop's cell no message is sent, because a rank may have left its loop early:
+each worker reports its digest to the kernel, which reports differences.
 
-How equal: to the last bit, where every worker computes the update from the same average on the same
-kind of device with as many threads (all algorithms of `allreduce/` and all compressions hand every
-worker the same bits), and where parameters are copies of one worker's or a server's. Between
-unlike devices or hosts one update may be rounded differently; such differences only add up, since
-all replicas follow the same gradient: `eps (16 + 4 sqrt(steps))` of a parameter's largest number
-allows for that, and is far below one step of training. Under tensor parallelism each worker
-computes the gradient of what is not divided by itself, so rounding may grow: half of the digits.
+How equal: to the last bit in two cases. In the first, every worker computes the update from the
+same average on the same kind of device with the same number of threads (all algorithms of
+`allreduce/` and all compressions give every worker the same bits). In the second, parameters are
+copies of one worker's or a server's. Between different devices or hosts one update may be rounded
+differently. Such differences only add up, because all replicas follow the same gradient. The limit
+is `eps (16 + 4 sqrt(steps))` of a parameter's largest number, which is far below one step of
+training. Under tensor parallelism each worker computes the gradients of undivided layers itself, so
+rounding may grow: half of the digits.
 
-Whether all workers train the same parameters is asked before what one changed meets the others. A
-worker that alone freezes a layer cannot meet the others in a collective: they know of no change,
-and wait for it in the reduction. So each worker writes where the others of its host can read it
-without asking:
+A change of the trained parameters is checked before it reaches a collective. If one worker alone
+freezes a layer, it cannot reach the others in a collective: they know of no change, and wait for it
+in the reduction. So each worker writes where the others of its host can read it without asking:
 
     worker r, before each backward:   how many it has begun
-              where its set changes:   a digest of its requires_grad, since which backward it is so,
+              when its set changes:    a digest of its requires_grad, since which backward it is so,
                                        and the digest before
 
-Who has changed something looks there until all others have begun the same backward (one may be at
-the next change by then, no further). Writing costs less than a microsecond; nobody looks while
-nothing changes. Workers on several hosts meet at the
-store instead: who waits there for a worker that changed nothing waits until the run is ended.
+A worker that has changed something looks there until all others have begun the same backward (one
+may be at the next change by then, no further). Writing costs less than 1 µs; nobody looks while
+nothing changes. Workers on several hosts meet at the store instead. There a worker waits for one
+that changed nothing until the run is ended.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def begin_equal(model: torch.nn.Module, device: torch.device) -> None:
     """Give all workers rank 0's parameters and buffers.
 
     Args:
-        device: Where the process group's messages live; the model may still be elsewhere.
+        device: Where the process group's messages are; the model may still be elsewhere.
 
     Raises:
         FitError: The workers hold different models; raised on every worker.
@@ -88,7 +88,7 @@ def check_alike(model: torch.nn.Module, device: torch.device | None = None) -> N
     """Check that names, shapes and dtypes agree, since unequal messages would end the process.
 
     Args:
-        device: As in `begin_equal`; the model's own where not given.
+        device: As in `begin_equal`; by default the model's own.
 
     Raises:
         FitError: They do not; raised on every worker.
@@ -106,7 +106,7 @@ def check_alike(model: torch.nn.Module, device: torch.device | None = None) -> N
         raise FitError(
             "The workers hold different models, so they cannot train one together.",
             seen=", ".join(f"rank {r}: {int(e[0])} parameters" for r, e in enumerate(every)),
-            next_step="build the same model on every worker, whatever its rank",
+            next_step="build the same model on every worker, independent of its rank",
             code="WB-FIT-127",
         )
 
@@ -155,9 +155,9 @@ def broadcast(
     """Give all workers rank 0's tensors, several in one message: small collectives are slow.
 
     Args:
-        device: As in `begin_equal`; the tensors' own where not given.
-        group: Where only some workers hold them.
-        source: Rank in the run of the worker whose tensors count.
+        device: As in `begin_equal`; by default the tensors' own.
+        group: The workers that hold them, if not all do.
+        source: Rank in the run of the worker whose tensors are sent.
     """
     with torch.no_grad():
         for bundle in _bundles(tensors):
@@ -209,7 +209,7 @@ class Message:
             torch._foreach_copy_(views, tensors)
 
     def spread(self) -> None:
-        """Copy the message into the replica, once what the others added to it is whole."""
+        """Copy the message into the replica, once the others' parts in it are complete."""
         verify()
         for views, tensors in zip(self._views, self._tensors, strict=True):
             torch._foreach_copy_(tensors, views)
@@ -252,12 +252,12 @@ class Guard:
     Args:
         equal: How equal they must be.
         first: The first tick at which something may differ.
-        at_end: Whether the replicas of an own loop must be equal when its cell ends, too.
+        at_end: Whether the replicas of a user's own loop must be equal when its cell ends, too.
         group: The workers that hold replicas; all by default.
 
     Attributes:
         checks: Comparisons so far.
-        cost_s: Seconds they took, the same on all workers: without waiting for who came later.
+        cost_s: Seconds they took, the same on all workers: without waits for late workers.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ class Guard:
         self._models.append(model)
 
     def due(self) -> bool:
-        """Count a tick, which all workers do alike; return whether it is time to compare."""
+        """Count a tick, as all workers do; return whether it is time to compare."""
         if self._workers == 1:
             return False
         self._ticks += 1
@@ -355,7 +355,7 @@ class Guard:
                 "The workers no longer train the same parameters.",
                 seen=f"{len(named)} parameters with requires_grad on rank "
                 f"{self._context.spec.rank} at step {self._context.step}",
-                allowed="the same ones on every worker",
+                allowed="the same parameters on every worker",
                 next_step="freeze, unfreeze and add layers at the same step on every rank",
                 code="WB-FIT-112",
             )
@@ -442,16 +442,16 @@ class Guard:
         usual = max(values, key=values.count)
         members = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         odd = [members[place] for place, value in enumerate(values) if value != usual]
-        amount = f"by up to {spread:.3g}" if spread < math.inf else "in what is no number"
+        amount = f"by up to {spread:.3g}" if spread < math.inf else "in values that are not numbers"
         who = "rank " if len(odd) == 1 else "ranks "
         return FitError(
-            "The workers' copies of the model are no longer equal, so together they do not train "
-            "one model.",
+            "The workers' copies of the model are no longer equal, so they no longer train one "
+            "model.",
             seen=f"at step {self._context.step}: {name} differs {amount}; "
-            f"{who}{', '.join(map(str, odd))} not as rank {members[values.index(usual)]}",
+            f"{who}{', '.join(map(str, odd))} unlike rank {members[values.index(usual)]}",
             allowed="equal parameters on all workers after each step",
-            next_step="change parameters only by the loss and the optimizer that was handed over, "
-            "the same way on every rank; what is random needs the same seed on all",
+            next_step="change parameters only by the loss and the optimizer of the run, in the "
+            "same way on every rank; use the same random seed on all ranks",
             code="WB-FIT-113",
         )
 
@@ -485,7 +485,7 @@ _LOOK_S = 0.0005
 
 
 class TrainedSets:
-    """Of one model, which parameters each worker trains. Made by all workers together.
+    """Which parameters of one model each worker trains. Made by all workers together.
 
     Args:
         hosts: Of each rank.
@@ -504,7 +504,7 @@ class TrainedSets:
             self._tell(self._digest)
 
     def begin(self) -> None:
-        """Say that a backward begins."""
+        """Note that a backward begins."""
         self._begun += 1
         if self._board is not None:
             _BEGUN.pack_into(self._board, self._rank * _SLOT_BYTES, self._begun)
@@ -571,7 +571,7 @@ class TrainedSets:
         )
 
     def close(self) -> None:
-        """Let go of the board; its memory goes with the last worker."""
+        """Release the board; its memory goes with the last worker."""
         if self._board is not None:
             self._board.close()
             self._board = None

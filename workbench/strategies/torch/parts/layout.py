@@ -1,22 +1,22 @@
 """Re-partitions a model's parameters in place (`fully_shard`, `parallelize_module`), and back.
 
-PyTorch's ways to shard a model exchange its parameters for DTensors, change the classes of its
-modules and hook into their forward. None of them can be undone, and an optimizer that was built
-before goes on holding the old parameters: it would train nothing, without a word. Here everything
-is put back as it was when the run ends:
+PyTorch's ways to shard a model replace its parameters by DTensors, change the classes of its
+modules and hook into their forward. None of them can be undone. An optimizer that was built before
+still holds the old parameters: it would train nothing, without an error. Here everything is
+restored when the run ends:
 
     lay out:   parameter -> DTensor, in the modules and in the optimizer's groups; the memory of
                the plain parameter is freed
     gather:    DTensor -> the same plain parameter, filled again; classes and hooks as before
 
 So the user's module, optimizer and scheduler keep their identity throughout. Only a parameter that
-had no memory before (device `meta`, see `sharded.py`) is another one after.
+had no memory before (device `meta`, see `sharded.py`) is a new one afterwards.
 
-The whole is gathered tensor by tensor, each part freed as soon as its whole is there. Where the
-whole does not fit the workers' devices it is gathered on the host, and where that has no room for a
-copy for each worker, on rank 0 alone.
+The whole is gathered tensor by tensor, and each part is freed as soon as its whole is there. If the
+whole does not fit the workers' devices, it is gathered on the host. If the host has no room for one
+copy per worker, only rank 0 gathers it.
 
-What strategies have in common that lay one model out so, is here as well.
+The common code of strategies that lay out one model in this way is here as well.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ..
 
 
 def release_mesh(mesh: DeviceMesh | None) -> None:
-    """Let go of a mesh's process groups: PyTorch's caches keep the mesh itself for good."""
+    """Release a mesh's process groups: PyTorch's caches keep the mesh itself permanently."""
     if mesh is not None:
         getattr(mesh, "_pg_registry", {}).clear()
 
@@ -90,12 +90,12 @@ class Layout:
 
     Args:
         model: The user's module, equal on all workers.
-        optimizer: The user's optimizer where it is built already: its groups are pointed at the
-            new parameters, its state is partitioned like them.
-        lay_out: Exchanges parameters in place.
+        optimizer: The user's optimizer if it is built already: its groups then hold the new
+            parameters, and its state is partitioned like them.
+        lay_out: Replaces parameters in place.
 
     Raises:
-        FitError: The optimizer holds parameters where they cannot be exchanged.
+        FitError: The optimizer holds parameters that cannot be replaced.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Layout:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of the whole: parameters, and what the optimizer keeps for each of them."""
+        """Bytes of the whole: parameters, and the optimizer's state of each of them."""
         every: list[torch.Tensor] = [*self._exchanged.values()]
         if self.optimizer is not None:
             for new in self._exchanged.values():
@@ -136,13 +136,13 @@ class Layout:
     def gather(self, *, everywhere: bool = True, to: torch.device | None = None) -> None:
         """Give the model its plain parameters back, with the trained values; collective.
 
-        Tensor by tensor: beside the parts a device holds one whole tensor at a time, or as many as
-        it keeps.
+        Tensor by tensor: in addition to the parts a device holds one whole tensor at a time, or as
+        many as it keeps.
 
         Args:
             everywhere: Whether all workers get the values; otherwise only rank 0 does, and the
                 other workers' parameters end on the meta device.
-            to: Where the whole is to be; by default where the parts are.
+            to: The device of the whole; by default that of the parts.
         """
         keep = everywhere or dist.get_rank() == 0
 
@@ -171,9 +171,9 @@ class Layout:
         self._undo(final)
 
     def abandon(self) -> None:
-        """Give the modules back after a failure: what was spread cannot be gathered alone.
+        """Give the modules back after a failure: parts cannot be gathered by one worker.
 
-        The parameters end on the meta device, where any use of them says so.
+        The parameters end on the meta device, where any use of them raises an error.
         """
         final = {old: _form(new) for old, new in self._exchanged.items()}
         if self.optimizer is not None and self.laid_out:
@@ -200,7 +200,7 @@ def _form(like: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 def check_exchangeable(optimizer: torch.optim.Optimizer) -> None:
-    """Raise FitError when the optimizer remembers parameters outside its groups."""
+    """Raise FitError if the optimizer keeps parameters outside its groups."""
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, value in vars(optimizer).items():
         if name in ("param_groups", "state"):
@@ -221,11 +221,11 @@ def exchange(
     mapping: dict[torch.nn.Parameter, torch.nn.Parameter],
     convert: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor | None],
 ) -> None:
-    """Point an optimizer at other parameters, in place; built schedulers go on steering it.
+    """Replace an optimizer's parameters, in place; built schedulers keep controlling it.
 
     Args:
         mapping: New parameter by old one.
-        convert: Gives what stands for a state tensor of a parameter's shape; None drops it.
+        convert: Returns the replacement of a state tensor of a parameter's shape; None drops it.
     """
     state = optimizer.state
     for group in optimizer.param_groups:
@@ -255,7 +255,7 @@ def grad_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
     """Return the norm of the whole model's gradient; collective.
 
     Parameters may be DTensors over one mesh, or equal on all workers: squares of shards are added
-    up over the workers, those of what all hold alike are counted once.
+    up over the workers, those of equal parameters are counted once.
     """
     squares = torch.zeros(2, dtype=torch.float64)  # of shards, of what all hold alike
     for parameter in parameters:
@@ -285,7 +285,7 @@ def whole_state(trainer: Trainer, *, keep: bool = True) -> dict[str, Any]:
     """Return a trainer's state with every partitioned tensor gathered; collective.
 
     Args:
-        keep: Whether this worker wants it: one that only helps to gather holds a tensor at a time.
+        keep: Whether this worker keeps it; one that only helps to gather holds a tensor at a time.
     """
     state = parts_state(trainer)
     if not keep:
@@ -299,7 +299,7 @@ def whole_state(trainer: Trainer, *, keep: bool = True) -> dict[str, Any]:
 
 
 def load_whole_state(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Load what `whole_state` gave, each worker taking its part."""
+    """Load the state that `whole_state` returned; each worker takes its part."""
     own = trainer.model.state_dict()
     model = {name: _like(value, own[name]) for name, value in state["model"].items()}
     parameters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
@@ -383,12 +383,12 @@ class Partitioned(Strategy):
         if self.rank == 0 and (asked or not device.is_cpu):
             place = "the workers' devices; it is on the CPU now"
             if asked and not on_host:
-                place = "every worker; rank 0 alone has it, as under -o gather=first"
+                place = "every worker; only rank 0 has it, as with -o gather=first"
             self.context.emit(
                 events.Noted(
                     rank=0,
                     text=f"The whole model with its optimizer's state ({size_bytes / 1e9:.1f} GB) "
-                    f"has no room on {place}.",
+                    f"does not fit {place}.",
                 )
             )
         return asked and on_host, None if device.is_cpu else torch.device("cpu")
@@ -410,7 +410,7 @@ class Partitioned(Strategy):
         return whole_state(self._trainer, keep=self.rank == 0)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave: each worker takes its part."""
+        """Continue from the state that `state` returned: each worker takes its part."""
         load_whole_state(self._trainer, state)
 
     def memory_bytes(self) -> float:

@@ -1,10 +1,10 @@
-"""The loader that a user's own loop is given: the user's batches, divided over the workers.
+"""The loader that a user's own loop receives: the user's batches, divided over the workers.
 
-An object of the user's gets further methods while the user goes on holding it as it is. `model =
-DDP(model)` changes what the user's name stands for: state_dict keys get a prefix, own attributes
-are out of reach, and calling the inner module bypasses the all-reduce without a word. Here the
-object keeps its identity; only its class is exchanged for a subclass. Undoing that is exchanging
-the class back. Copies and pickles (an averaged copy, a checkpoint) are of the original class.
+A user's object gets additional methods while the user keeps the same object. `model = DDP(model)`
+changes the object behind the user's name: state_dict keys get a prefix, own attributes are out of
+reach, and calling the inner module bypasses the all-reduce without an error. Here the object keeps
+its identity; only its class is replaced by a subclass, and later restored. Copies and pickles (an
+averaged copy, a checkpoint) are of the original class.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Loop(Protocol):
-    """The loop that a loader hands batches to, and tells of epochs; `loop.OwnLoop` is one."""
+    """The loop that gets batches from a loader and hears of epochs; `loop.OwnLoop` is one."""
 
     context: RunContext
     device: torch.device
@@ -46,16 +46,16 @@ class Loop(Protocol):
         """A pass over the data has ended."""
 
     def pass_begins(self) -> None:
-        """The loop asks for batches: another pass begins, unless the loop goes on further on."""
+        """Note that the loop asks for batches: another pass begins, unless it resumes later."""
 
     def next_batch(self) -> None:
-        """A batch is asked for."""
+        """Note that a batch is asked for."""
 
     def is_elsewhere(self) -> None:
-        """The pass lies before where the loop goes on."""
+        """Note that the pass lies before the place where the loop resumes."""
 
     def restore(self) -> None:
-        """Set the state to that of the place where the loop goes on."""
+        """Set the state to that of the place where the loop resumes."""
 
 
 @dataclass
@@ -64,9 +64,9 @@ class Standing:
 
     Attributes:
         begun: Passes that have begun.
-        served: Batches of the last one that were given out.
-        resumes_at: The epoch and the batch to go on from; None where nothing is passed over.
-        dealt: How often the shares were dealt anew, among other workers.
+        served: Batches given out in the latest pass.
+        resumes_at: The epoch and the batch at which the loop resumes; None if nothing is skipped.
+        dealt: How often the shares were divided again, among other workers.
     """
 
     begun: int = 0
@@ -76,11 +76,11 @@ class Standing:
 
 
 class SharedLoader(DataLoader[Any]):
-    """Takes the place of the user's loader: its batches, divided over the workers.
+    """Replaces the user's loader: its batches, divided over the workers.
 
-    All but its batches is the user's loader's: `dataset`, `num_workers`, `collate_fn`, what a
-    class of the user's adds. `batch_size` and `len` count global batches. Epochs are counted here,
-    so `sampler.set_epoch` is not needed; where it is called, it names the epoch that comes next.
+    All else is the user's loader's: `dataset`, `num_workers`, `collate_fn`, attributes of a user's
+    class. `batch_size` and `len` count global batches. Epochs are counted here, so
+    `sampler.set_epoch` is not needed; if it is called, it names the next epoch.
 
     Attributes:
         undivided: The user's loader.
@@ -159,7 +159,7 @@ class SharedLoader(DataLoader[Any]):
         return True
 
     def position(self) -> dict[str, Any]:
-        """Return the epoch under way and its batches that were given out."""
+        """Return the current epoch and the number of its batches that were given out."""
         at = self._at
         if at.served and at.served == self._source.steps_per_epoch:
             return {"epoch": at.begun, "batch": 0}
@@ -196,7 +196,7 @@ def _with_set_epoch(sampler: Any, tell: Any) -> Any:
 def give_no_sync(model: torch.nn.Module, no_sync: Callable[[], Any]) -> Callable[[], None]:
     """Give a model DistributedDataParallel's `no_sync`, unless it has one; return what undoes it.
 
-    A compiled or patched module, which has a `forward` of its own, is left as it is.
+    A compiled or patched module, which has its own `forward`, is not changed.
     """
     cls = type(model)
     scripted = isinstance(model, torch.jit.ScriptModule)
@@ -222,5 +222,5 @@ def subclass(cls: type, **methods: Any) -> type:
 
 
 def become(thing: Any, cls: type) -> None:
-    """Exchange an object's class, also where that has a `__class__` of its own (accelerate)."""
+    """Replace an object's class, even if that has its own `__class__` (accelerate)."""
     vars(object)["__class__"].__set__(thing, cls)

@@ -1,20 +1,20 @@
-"""A user's own loop goes on with other workers: one died, one comes.
+"""A user's own loop continues with other workers when one dies or joins.
 
-What the workers do is `engine/training/regrouping.py`. `wb.fit` can begin a step again; a loop is
-the user's, and its lines cannot be run twice. So a step that broke off is emptied: its
-`optimizer.step()` and the steps of what `keep=` names change nothing, and the loader then gives the
-same global batch once more, in the shares that there are now (or the next one, where another worker
-had completed the step).
+The workers do what `engine/training/regrouping.py` describes. `wb.fit` can repeat a step, but a
+loop is the user's, and its lines cannot run twice. So a step that broke off is emptied: its
+`optimizer.step()` and the steps of the objects in `keep=` change nothing. The loader then gives the
+same global batch once more, in the present shares (or the next one, if another worker had completed
+the step).
 
     x, y = batch 7     backward breaks off, the workers meet     optimizer.step() changes nothing
     x, y = batch 7     backward                                  optimizer.step()
 
-A fresh engine runs the cell from its beginning. It is let in where it first asks the loader for a
-batch, takes over what another worker holds, and goes to that worker's place: epochs that are over
-are empty for it, and what the loop does between them is done without a process group, so that no
-collective of the user's meets the others' all-reduce. At its place the state is set once more, for
-what lies between epochs (a step of a scheduler) is in it already. Then alone it says that it is
-there: if it fails before, the others go on without it.
+A new engine runs the cell from its beginning. It joins when it first asks the loader for a batch,
+takes over another worker's state, and goes to that worker's place. Past epochs are empty for it,
+and the loop's lines between them run without a process group, so that no collective of the user's
+meets the others' all-reduce. At its place the state is set once more, because it already contains
+the work between epochs (a step of a scheduler). Only then it reports that it has joined: if it
+fails before, the others continue without it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Loop(Protocol):
 
     Attributes:
         standing: Where in its loader it stands.
-        optimizers_under_way: Optimizers in whose step the loop is.
+        optimizers_under_way: Optimizers whose step the loop is in.
     """
 
     context: RunContext
@@ -61,26 +61,26 @@ class Loop(Protocol):
 
     @property
     def batches(self) -> int:
-        """Batches of the step under way; 0: none is."""
+        """Batches of the current step; 0: there is no step."""
 
     def so_far(self) -> tuple[int, float, float]:
-        """Return samples and loss of the step under way, and when it began."""
+        """Return samples and loss of the current step, and when it began."""
 
     def abandon(self) -> None:
-        """Let no step be under way."""
+        """Drop the current step."""
 
 
 class LoopHealing:
-    """The training of one own loop, as `regrouping` sees it.
+    """The training of a user's own loop, as `regrouping` uses it.
 
     Args:
-        source: The loader's data; None where the loop brings its own batches, in which nobody else
-            can go on.
-        kept: What the loop's `keep=` names.
+        source: The loader's data; None if the loop makes its own batches, which no other worker can
+            continue.
+        kept: The objects in the loop's `keep=`.
 
     Attributes:
         evaluated: Passes over the loader that all workers have ended.
-        emptied: Whether the step that broke off has yet to come to its end in the user's lines.
+        emptied: Whether the step that broke off has not yet ended in the user's lines.
     """
 
     base = 0
@@ -111,12 +111,12 @@ class LoopHealing:
             self._begin()
 
     def why_not(self) -> str:
-        """Return why the loop cannot go on with others; empty where it can."""
+        """Return why the loop cannot continue with others; empty if it can."""
         loop = self._loop
         if self.source is None:
-            return "its batches are its own: wb.prepare was given no loader"
+            return "wb.prepare was given no loader, so the loop makes its own batches"
         if missing := [m for m in loop.others if not any(m is kept for kept in self._kept)]:
-            return f"keep= does not name its further model {type(missing[0]).__name__}"
+            return f"keep= does not name its other model {type(missing[0]).__name__}"
         scheduled = hasattr(loop.optimizer.step, "_wrapped_by_lr_sched")
         if scheduled and not any(
             getattr(kept, "optimizer", None) is loop.optimizer for kept in self._kept
@@ -127,7 +127,7 @@ class LoopHealing:
     # -- where the loop asks -----------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Be ready for others from the first pass on; called as a pass begins."""
+        """Accept other workers from the first pass on; called as a pass begins."""
         if not self._begun:
             self._begin()
         self._outside.close()
@@ -164,7 +164,7 @@ class LoopHealing:
             self._undo.callback(become, thing, cls)
 
     def next_batch(self) -> None:
-        """Be where a step may begin: what broke off is over; go on with others if there are."""
+        """Wait at a place where a step may begin; continue with other workers if there are any."""
         self.emptied = False
         membership = self.context.membership
         if membership.trains and (membership.stale or self._waits):
@@ -175,16 +175,16 @@ class LoopHealing:
         return self.context.membership.waits and self._arrival is None
 
     def step_begins(self) -> None:
-        """Keep what the step's forward changes besides."""
+        """Keep the other state that the step's forward changes."""
         if self.context.membership.trains:
             self._buffers.keep()
 
     def several_batches(self) -> None:
-        """Go on with the same workers alone: a step's earlier batches cannot be given out again."""
+        """Keep the set of workers fixed: a step's earlier batches cannot be given out again."""
         self._regrouping.withdraw("its steps take several batches")
 
     def broke_off(self, error: Exception) -> bool:
-        """Whether a step broke off for another worker's end; then it is emptied here."""
+        """Whether a step broke off because another worker ended; then it is emptied here."""
         loop = self._loop
         if not self._regrouping.can_follow(error):
             return False
@@ -202,14 +202,14 @@ class LoopHealing:
         return True
 
     def empty(self) -> None:
-        """Leave gradients that the user's lines can read, and that change nothing."""
+        """Leave gradients that the user's lines can read, but that change nothing."""
         for model in (self._loop.model, *self._loop.others):
             for p in model.parameters():
                 if p.requires_grad:
                     p.grad = None if self._loop.optimizers_under_way else torch.zeros_like(p)
 
     def pass_over(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Have an optimizer's step change nothing, if its gradients are those of an emptied one."""
+        """Let an optimizer's step change nothing, if its gradients are those of an emptied one."""
         if self.emptied:
             for group in optimizer.param_groups:
                 for p in group["params"]:
@@ -217,7 +217,7 @@ class LoopHealing:
         return self.emptied
 
     def end_epoch(self, plain: Callable[[], object]) -> None:
-        """Do with the others what the end of a pass is for."""
+        """Do the work of a pass's end together with the others."""
         self.next_batch()
         ended = self._standing.begun
         while self.evaluated < ended:
@@ -243,7 +243,7 @@ class LoopHealing:
             self._arrival = (self._strategy.state(), random)
 
     def place(self) -> dict[str, Any]:
-        """Return how far the loop is, for a worker that takes over from here."""
+        """Return how far the loop is, for a worker that takes over its state."""
         epoch, batch = self._standing.begun - 1, self._standing.served
         if self._loop.batches and self._loop_stands:
             batch -= 1
@@ -261,7 +261,7 @@ class LoopHealing:
         return self.context.trained == self.context.step
 
     def take_place(self, place: Mapping[str, Any]) -> None:
-        """Be as far as another worker that has said so."""
+        """Set the progress to that of another worker."""
         context = self.context
         context.trained, self.evaluated = place["trained"], place["evaluated"]
         self._load_kept(place)
@@ -275,14 +275,14 @@ class LoopHealing:
             thing.load_state_dict(state)
 
     def deal(self) -> None:
-        """Go on in the data where training stands, with the shares that there are now."""
+        """Continue in the data at the current step, with the present shares."""
         again = self._loop.batches and self._loop_stands
         self._loop.abandon()
         self._standing.served -= 1 if again else 0
         self._standing.dealt += 1
 
     def part(self, shard: tuple[int, int]) -> tuple[int, Any]:
-        """Return which share is this worker's: a loop's are equal."""
+        """Return this worker's share: a loop's shares are equal."""
         return shard
 
     def catch_up(self) -> None:
@@ -295,15 +295,15 @@ class LoopHealing:
 
     @property
     def is_coming(self) -> bool:
-        """Whether this worker was let in, and has yet to come to the others' place."""
+        """Whether this worker has joined, but has not yet reached the others' place."""
         return self._arrival is not None
 
     def skip(self) -> None:
-        """Leave the process group for the loop's lines between two epochs that are over."""
+        """Leave the process group for the loop's lines between two past epochs."""
         self._outside.enter_context(_without_group())
 
     def arrive(self) -> None:
-        """Take up the state, and say that this worker is there."""
+        """Take over the state, and report that this worker has joined."""
         assert self._arrival is not None, "it was let in before"
         (state, random), self._arrival = self._arrival, None
         self._strategy.load_state(state)
@@ -312,7 +312,7 @@ class LoopHealing:
         self._regrouping.arrived()
 
     def close(self) -> None:
-        """Give back what was guarded."""
+        """Restore what was guarded."""
         self._outside.close()
         self._undo.close()
 

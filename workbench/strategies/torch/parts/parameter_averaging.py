@@ -1,19 +1,19 @@
-"""What strategies have in common whose replicas take steps of their own and meet afterwards.
+"""The common part of strategies whose replicas take their own steps and meet afterwards.
 
     own share -> gradient -> own optimizer's step -> meet: parameters are mixed with others'
 
-How often they meet, whom, and how parameters are mixed is in the strategies (`local_sgd.py`,
-`gossip.py`). What is evaluated, and what a run ends with, is the mean of all replicas.
+The strategies decide how often replicas meet, which ones, and how parameters are mixed
+(`local_sgd.py`, `gossip.py`). The mean of all replicas is evaluated, and is a run's result.
 
-Where a worker dies, or comes, the others keep their replicas and go on among those that are there
-(`engine/training/regrouping.py`). Who stands behind the furthest takes its steps up to there alone:
+When a worker dies or joins, the others keep their replicas and continue with the present ones
+(`engine/training/regrouping.py`). A worker behind the furthest first takes its steps alone:
 
     steps   0 .. 4         5, 6              7 ..
             as rank 1 of 3  alone, the same   as rank 0 of 2: with all others again
 
-Who comes begins with another one's replica, its optimizer's state included. With a worker that dies
-go the steps it has taken since it last met others, and its optimizer's state. At the end nobody
-leaves before all have the mean.
+A new worker begins with another one's replica, including its optimizer's state. When a worker dies,
+its steps since it last met others are lost, and its optimizer's state. At the end no worker leaves
+before all have the mean.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class ParameterAveraging(Strategy):
 
     Attributes:
         message: This worker's parameters and floating-point buffers, flat.
-        done: Steps done, and the one under way once it has changed parameters.
+        done: Steps done, including the current one once it has changed parameters.
         equal: Whether the replicas are equal now.
-        guard: Compares replicas that have just been made equal; None where they never are.
+        guard: Compares replicas that have just been made equal; None if they never are.
         sent_bytes: Bytes this worker sent in the latest step.
     """
 
@@ -70,22 +70,22 @@ class ParameterAveraging(Strategy):
 
     @abstractmethod
     def meets(self, done: int) -> bool:
-        """Whether a meeting follows when so many steps are done."""
+        """Whether a meeting follows when this many steps are done."""
 
     @abstractmethod
     def meet(self) -> float:
-        """Mix parameters; return the seconds waited, NaN to have them derived from all ranks."""
+        """Mix parameters; return the seconds waited, or NaN to compute them from all ranks."""
 
     def meet_nobody(self) -> None:
-        """Do what is left of a meeting where there is one worker."""
+        """Do what is left of a meeting if there is only one worker."""
 
     def weight(self, share: Share) -> float:
-        """Return the factor on a share's mean loss: a mean over workers is one over samples."""
+        """Return the factor on a share's mean loss that makes the mean one over samples."""
         return share.samples * self.workers / share.global_samples
 
     @property
     def workers(self) -> int:
-        """Over how many workers the batch of the step under way is divided."""
+        """The number of workers over which the current step's batch is divided."""
         return next(workers for first, _, workers in reversed(self._dealt) if first <= self.done)
 
     def prepare(self, job: Job) -> None:
@@ -131,10 +131,10 @@ class ParameterAveraging(Strategy):
         self.have_met()
 
     def have_met(self) -> None:
-        """Take note that a meeting is complete here."""
+        """Note that a meeting is complete here."""
 
     def complete(self, result: StepResult) -> StepResult:
-        """Add the wait: nobody waits between meetings."""
+        """Add the wait: there are none between meetings."""
         result.wait_s = min(self.wait_s, result.exposed_s) if self.wait_s else self.wait_s
         return result
 
@@ -147,7 +147,7 @@ class ParameterAveraging(Strategy):
         self.message.spread()
 
     def evaluate(self, shares: Any) -> dict[str, float]:
-        """Return loss and metrics of the mean of the replicas, which go on as they were."""
+        """Return loss and metrics of the mean of the replicas, which stay unchanged."""
         if self.equal:
             return self._trainer.evaluate(shares, add_up=dist.all_reduce)
         self.message.fill()
@@ -177,16 +177,16 @@ class ParameterAveraging(Strategy):
     # -- with others -------------------------------------------------------------------------------
 
     def leave_group(self) -> None:
-        """Let go of what compares replicas."""
+        """Release the guard."""
         self.guard = None
 
     def completes_alone(self) -> bool:
-        """Whether a step that broke off in its meeting counts: its update stands."""
+        """Whether a step that broke off in its meeting counts: its update stays."""
         broke, self._breaks = self._breaks, False
         return broke
 
     def enter_group(self, agreed: dict[str, Any]) -> None:
-        """Take steps alone up to the furthest's, and from there on with those that are there."""
+        """Take steps alone up to the furthest's, and then continue with the present workers."""
         spec, self._together = self.context.spec, int(agreed["done"])
         self.rank, self.world_size = spec.rank, spec.world_size
         self._trainer.be_one_of(spec.world_size)
@@ -198,7 +198,7 @@ class ParameterAveraging(Strategy):
         return {"done": self.done - self._breaks}
 
     def shares(self, first: int) -> list[tuple[tuple[int, int], int | None]]:
-        """Return the shares up to the furthest's step, as they were, and then those there are."""
+        """Return the old shares up to the furthest's step, and then the present ones."""
         ends = [*(begin for begin, _, _ in self._dealt[1:]), None]
         found: list[tuple[tuple[int, int], int | None]] = []
         for (begin, rank, workers), end in zip(self._dealt, ends, strict=True):
@@ -208,11 +208,11 @@ class ParameterAveraging(Strategy):
         return found
 
     def handed_over(self) -> dict[str, Any]:
-        """Return this replica, and the mean of all where it has become that."""
+        """Return this replica, or the mean of all if it has become that."""
         return {**self._replica(), "equal": self.equal, "met": self.met, "mean": self._mean}
 
     def take_over(self, state: dict[str, Any], *, comes: bool) -> bool:
-        """Begin with another one's replica; or take over the mean, which lacks this one alone."""
+        """Begin with another one's replica; or take over the mean that only this one lacks."""
         if comes:
             self._load_replica(state)
         elif state["met"] > self.met:
@@ -276,15 +276,15 @@ class ParameterAveraging(Strategy):
         return state
 
     def own_state(self) -> dict[str, Any]:
-        """Return this replica, which is not as the others' are."""
+        """Return this replica, which differs from the others'."""
         return {**self._replica(), "equal": self.equal} if self.world_size > 1 else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave, alike on all workers."""
+        """Continue from what `state` returned, in the same way on all workers."""
         self._load_replica(state)
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Be the replica that this worker had."""
+        """Restore this worker's own replica."""
         self._load_replica(state)
         self.equal = bool(state["equal"])
 
@@ -322,7 +322,7 @@ class ParameterAveraging(Strategy):
         return held_bytes(part.model, part.optimizer)
 
     def close(self) -> None:
-        """Leave the user's loop alone again."""
+        """Release the user's loop."""
         if self.loop is not None:
             self.loop.close()
         self.trainer = self.loop = self.model = self.guard = None

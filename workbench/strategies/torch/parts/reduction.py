@@ -1,20 +1,20 @@
-"""Averages the gradients of copies, whatever way the loss came about.
+"""Averages the gradients of copies, for any kind of loss.
 
     loss = model(x) | model.training_step(batch) | head(encode(x)) | ...
     loss.backward() --> gradients --> mean over the workers --> optimizer
 
-What is wrapped is backward, not the model: `model.forward` may never be called, and the user goes
-on holding the plain module. Before a backward DistributedDataParallel is made ready by passing the
-loss through it (the module inside hands it on as it is), or, once it has begun, by asking its C++
-reducer itself; that then averages buckets while backward runs. All else is averaged right after
-backward (`parts/averaging.py`).
+Backward is wrapped, not the model: `model.forward` may never be called, and the user keeps the
+plain module. Before a backward DistributedDataParallel is prepared in one of two ways: the loss is
+passed through it (the module inside returns it unchanged), or, once it has begun, its C++ reducer
+is asked directly. It then averages buckets while backward runs. All other gradients are averaged
+right after backward (`parts/averaging.py`).
 
-Which parameters are trained may change in mid-loop (unfreezing, freezing): then the wrapper is made
-anew, after the workers have agreed by way of the store that they train the same.
+The set of trained parameters may change in mid-loop (unfreezing, freezing). Then the wrapper is
+made again, after the workers have agreed through the store that they train the same parameters.
 
-Before an optimizer steps it is made sure that each of its gradients is one that was averaged. What
-came in another way (`torch.autograd.grad`, a backward under `no_sync`) is averaged there, in one
-message that holds all gradients of the models concerned, so that all workers send alike.
+Before an optimizer steps, each of its gradients must have been averaged. Gradients that came in
+another way (`torch.autograd.grad`, a backward under `no_sync`) are averaged there, in one message
+with all gradients of the models concerned, so that all workers send the same.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Reductions:
     """Averages the gradients of all models that a cell trains.
 
     Args:
-        averaging: How, as was decided for the first model.
-        guard: Compares the models at growing distances.
+        averaging: The way of averaging, as decided for the first model.
+        guard: Compares the models at growing intervals.
 
     Attributes:
-        overlapped: Whether averaging goes on while backward runs.
+        overlapped: Whether averaging runs during backward.
         nested: Whether a backward was begun within another one (checkpointed activations).
     """
 
@@ -103,11 +103,11 @@ class Reductions:
             tell()
 
     def tells_begin(self, timer: Any) -> bool:
-        """Have the timer told when the coming backward is under way; return whether that can be.
+        """Let the timer know when the next backward is running; return whether that is possible.
 
-        A hook that stays on a parameter costs a fifth of one that comes and goes with each loss. It
-        cannot be told where a parameter may stay without a gradient, nor (as it may belong to the
-        inner one) where a backward begins another one.
+        A hook that stays on a parameter costs a fifth of one that is added for each loss. It is not
+        possible if a parameter may stay without a gradient, or if a backward begins another one
+        (the parameter may belong to the inner one).
         """
         active = [each for each in self._each if each.active]
         if not (active and self._together and all(each.tells for each in active)) or self.nested:
@@ -117,7 +117,7 @@ class Reductions:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients add up on this worker alone."""
+        """Let gradients add up on this worker only."""
         before, self._together = self._together, False
         try:
             yield
@@ -141,9 +141,9 @@ class Reductions:
         self._grown = False
 
     def after_backward(self, timer: Any) -> None:
-        """Average what backward has left, unless that is done; then compare if it is time.
+        """Average the gradients after backward, unless that is done; then compare if it is time.
 
-        The workers have just met, so that comparing takes nobody's wait for another one.
+        The workers have just met, so comparing adds no wait.
 
         Raises:
             FitError: A parameter took no part in the loss, or the models differ.
@@ -167,7 +167,7 @@ class Reductions:
                 self.guard.check()
 
     def before_step(self, optimizer: torch.optim.Optimizer, weight: float, timer: Any) -> None:
-        """Average those gradients that an optimizer is about to follow and nobody has averaged.
+        """Average those gradients of an optimizer's next step that nobody has averaged.
 
         Args:
             weight: This worker's factor, which its loss would have had in a backward.
@@ -201,8 +201,8 @@ class Reductions:
             self._context.emit(
                 events.Warned(
                     rank=rank,
-                    text="An optimizer steps over parameters that no worker averages, so each "
-                    f"trains them alone (shapes {shapes[:100]}). Hand their model over as well: "
+                    text="An optimizer updates parameters that no worker averages, so each worker "
+                    f"trains them alone (shapes {shapes[:100]}). Pass their model as well: "
                     "other, other_optimizer = wb.prepare(other, other_optimizer).",
                 )
             )
@@ -229,7 +229,7 @@ class Reductions:
             self._each[place].note_averaged()
 
     def close(self) -> None:
-        """Let go of the models; wrappers must go before the process group."""
+        """Release the models; wrappers must go before the process group."""
         for hook in self._hooks:
             hook.remove()
         for reduction in self._each:
@@ -243,14 +243,14 @@ class Reduction:
     """Averages the gradients of one model.
 
     Args:
-        reached: Called within each backward that reaches the model, before it is averaged.
+        reached: Called in each backward that reaches the model, before it is averaged.
 
     Attributes:
         parameters: Those of the model, by name.
-        active: Whether the backward under way may reach it; not while all of it is frozen.
-        averaged: Of each parameter the gradient that was averaged last.
-        ddp: What does it, where DistributedDataParallel does.
-        rewrapped: Called when that was made anew.
+        active: Whether the current backward may reach it; not while all of it is frozen.
+        averaged: The gradient of each parameter that was averaged last.
+        ddp: The DistributedDataParallel that averages, if one does.
+        rewrapped: Called when that was made again.
     """
 
     def __init__(
@@ -381,7 +381,7 @@ class Reduction:
         self.note_averaged()
 
     def note_averaged(self) -> None:
-        """Remember which gradients are averages."""
+        """Note which gradients are averages."""
         self.averaged = {p: p.grad for p in self._every if p.grad is not None}
 
     def _check_complete(self) -> None:
@@ -415,7 +415,7 @@ class Reduction:
         self._before = []
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._unwrap()
         self._sets.close()
         self.rewrapped = lambda: None

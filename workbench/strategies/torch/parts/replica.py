@@ -1,12 +1,12 @@
 """One replica: the module, its optimizer, and how a share becomes gradients.
 
-What every replicating strategy does alike: micro-batches, mixed precision, clipping, the
-scheduler, evaluation, weights. What differs (who averages the gradients) is in the strategies.
+The common part of all strategies with replicas: microbatches, mixed precision, clipping, the
+scheduler, evaluation, weights. The strategies differ in how gradients are averaged.
 
 A replica is saved and loaded as its parts: model, optimizer, scheduler, loss scaler. They are the
-same for a `wb.fit` and for a user's own loop (`user_loop.py`), so that a checkpoint does not depend
-on which of them took it. How much a worker holds between steps is counted over parameters, buffers,
-gradients and the optimizer's state.
+same for a `wb.fit` and for a user's own loop (`user_loop.py`), so both can use a checkpoint of
+either. A worker's memory between steps is counted over parameters, buffers, gradients and the
+optimizer's state.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Trainer:
 
     Args:
         lay_out: Re-partitions the model's parameters in place before the optimizer is made.
-        even: Whether all workers must do equally many forward passes (communication happens in
+        even: Whether all workers must do the same number of forward passes (they communicate in
             them): a worker with fewer samples then does some that do not count.
         divided: Whether workers hold gradients of different parameters, so that they must agree
-            which steps of fp16 are passed over.
+            which steps of fp16 are skipped.
 
     Attributes:
         model: The user's module, moved in place.
-        forward: What a batch goes through; a strategy puts its wrapper here.
+        forward: The callable for a batch; a strategy puts its wrapper here.
         optimizer: Built from the job.
     """
 
@@ -84,14 +84,14 @@ class Trainer:
         self._loss: torch.Tensor = torch.tensor(NAN)
         self.buffers = KeptBuffers(self.model.buffers())
         several = self._workers > 1 and job.step_fn is not None
-        self._around_step_fn: Any = _NoBackward() if several else _NOTHING
+        self._around_step_fn: Any = NoBackward() if several else _NOTHING
 
     def be_one_of(self, workers: int) -> None:
-        """Be one of so many workers from now on."""
+        """Set the number of workers from now on."""
         self._workers = workers
 
     def contributed(self, share: Share) -> StepResult:
-        """Return what is known of a step of which this worker computed its share alone."""
+        """Return the known results of a step of which this worker computed its share only."""
         loss = float(self._loss)
         return StepResult(share.samples, loss, compute_s=NAN, has_loss=True)
 
@@ -111,8 +111,8 @@ class Trainer:
 
         Args:
             weight: Factor on the share's mean loss in backward.
-            alone: Context for all micro-batches but the last: no communication yet.
-            reductions: What averages the gradients of the last backward, where that is done.
+            alone: Context for all microbatches except the last: no communication yet.
+            reductions: Averages the gradients of the last backward, if that is done.
         """
         self.timer.begin()
         self.optimizer.zero_grad(set_to_none=True)
@@ -158,13 +158,13 @@ class Trainer:
             self.scheduler.step()
 
     def sit_out(self) -> None:
-        """Let a step pass without training; the learning rate's schedule goes on."""
+        """Skip training for a step; the learning rate's schedule continues."""
         self.timer.begin()
         self._loss = torch.tensor(NAN)
         self.schedule()
 
     def schedule(self) -> None:
-        """Let the learning rate's schedule go on by a step that was taken elsewhere, or not."""
+        """Advance the learning rate's schedule by a step that was taken elsewhere, or not."""
         if self.scheduler is not None:
             with warnings.catch_warnings():  # it expects the optimizer to have stepped
                 warnings.simplefilter("ignore", UserWarning)
@@ -261,7 +261,7 @@ class Trainer:
         return copied_state(self)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from what `state` returned."""
         load_parts(self, state)
 
 
@@ -276,7 +276,7 @@ class BeforeStep:
         self._rest: dict[str, Any] = {}
 
     def take(self) -> None:
-        """Take the copy, in the place of the last one."""
+        """Take the copy, replacing the last one."""
         with torch.no_grad():
             if not self._copies:
                 self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
@@ -284,22 +284,22 @@ class BeforeStep:
         self._rest = map_batch(lambda t: t.detach().clone(), steps_state(self._trainer))
 
     def put_back(self) -> None:
-        """Let the replica be as it was."""
+        """Restore the replica."""
         with torch.no_grad():
             torch._foreach_copy_(self._tensors, self._copies)
         load_steps(self._trainer, self._rest)
 
 
 def needs_scaling(device: torch.device) -> bool:
-    """Whether losses are scaled under fp16: on a CPU it is there to try a recipe out."""
+    """Whether losses are scaled under fp16: on a CPU only to try a recipe."""
     return device.type != "cpu"
 
 
 class AgreedScaler(torch.amp.GradScaler):
-    """Scales losses where parameters are divided over the workers.
+    """Scales losses if parameters are divided over the workers.
 
-    What lies here of each gradient is looked at (whole tensors and parts cannot be looked at in one
-    call), and a step is passed over by all workers where any of them met an overflow.
+    Each worker checks its own part of each gradient (whole tensors and parts cannot be checked in
+    one call). All workers skip a step if any of them met an overflow.
     """
 
     def _unscale_grads_(
@@ -316,26 +316,34 @@ class AgreedScaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf}
 
 
-class _NoBackward:
-    """Refuses a backward meanwhile: its gradients would be one worker's, and nobody's average."""
+class NoBackward:
+    """Refuses backward while entered: nobody would average the gradients of one worker.
 
-    def __enter__(self) -> None:
+    Attributes:
+        refused: The error with which a backward was refused last.
+    """
+
+    refused: FitError | None = None
+
+    def __enter__(self) -> NoBackward:
         self._original = torch.autograd.backward  # that of tensors calls it
         torch.autograd.backward = self._refuse
+        return self
 
     def __exit__(self, *error: object) -> None:
         torch.autograd.backward = self._original
 
     def _refuse(self, *_: Any, **__: Any) -> None:
-        raise FitError(
-            "step_fn called backward itself, so each worker would train with gradients of its own "
-            "share alone.",
+        self.refused = FitError(
+            "step_fn called backward itself, so each worker would train with the gradients of its "
+            "own share only.",
             seen="backward() within step_fn",
-            allowed="a step_fn that returns the loss: wb.fit calls backward, and averages",
-            next_step="return the loss (the sum, where there are several), or write the loop "
+            allowed="a step_fn that returns the loss: wb.fit calls backward and averages",
+            next_step="return the loss (their sum, if there are several), or write the loop "
             "yourself with wb.prepare",
             code="WB-FIT-155",
         )
+        raise self.refused
 
 
 _NOTHING = contextlib.nullcontext()
@@ -351,7 +359,7 @@ def to_numpy(tensors: dict[str, Any]) -> dict[str, NDArray[np.generic]]:
     """Return copies as NumPy; bfloat16, which NumPy lacks, is widened to float32.
 
     Raises:
-        WeightsTooLargeError: They are more than is wanted; nothing was copied.
+        WeightsTooLargeError: They are too large; nothing was copied.
     """
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -381,19 +389,19 @@ def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def build_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return a built optimizer as it is, or what a function of the parameters gives.
+    """Return a built optimizer unchanged, or the result of a function of the parameters.
 
     Raises:
-        FitError: The function gave something else, or its step asks for a closure.
+        FitError: The function returned something else, or its step needs a closure.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     built = optimizer([p for p in model.parameters() if p.requires_grad])
     if not isinstance(built, torch.optim.Optimizer):
         raise FitError(
-            "The optimizer function did not return a torch.optim.Optimizer.",
+            "optimizer is a function that does not return a torch.optim.Optimizer.",
             seen=type(built).__name__,
-            next_step="optimizer=lambda p: torch.optim.SGD(p, 0.1)",
+            next_step="pass optimizer=lambda p: torch.optim.SGD(p, 0.1)",
             code="WB-FIT-156",
         )
     check_closure(built)
@@ -401,7 +409,7 @@ def build_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optim
 
 
 def build_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Return a built scheduler as it is, or what a function of the optimizer gives."""
+    """Return a built scheduler unchanged, or the result of a function of the optimizer."""
     if scheduler is None or isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         return scheduler
     return scheduler(optimizer)
@@ -417,12 +425,12 @@ class Parts(Protocol):
 
 
 def parts_state(parts: Parts) -> dict[str, Any]:
-    """Return the state as it lies here: on the device, partitioned if the model is."""
+    """Return the state as it is here: on the device, partitioned if the model is."""
     return {**steps_state(parts), "model": parts.model.state_dict()}
 
 
 def steps_state(parts: Parts) -> dict[str, Any]:
-    """Return the state of what takes the steps, as it lies here."""
+    """Return the state of optimizer, scheduler and scaler, as it is here."""
     every = {
         "optimizer": parts.optimizer,
         "scheduler": parts.scheduler,
@@ -437,13 +445,13 @@ def copied_state(parts: Parts) -> dict[str, Any]:
 
 
 def load_parts(parts: Parts, state: dict[str, Any]) -> None:
-    """Go on from what `parts_state` gave."""
+    """Continue from what `parts_state` returned."""
     parts.model.load_state_dict(state["model"])
     load_steps(parts, state)
 
 
 def load_steps(parts: Parts, state: dict[str, Any]) -> None:
-    """Go on from what `steps_state` gave."""
+    """Continue from what `steps_state` returned."""
     parts.optimizer.load_state_dict(state["optimizer"])
     for name, part in (("scheduler", parts.scheduler), ("scaler", parts.scaler)):
         if part is not None and state.get(name) is not None:
@@ -451,16 +459,16 @@ def load_steps(parts: Parts, state: dict[str, Any]) -> None:
 
 
 def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the bytes of a worker's part of the model and of what is learnt with it.
+    """Return the bytes of a worker's part of the model and of its training state.
 
-    A partitioned tensor counts by the part that lies here; one without memory (device `meta`)
-    counts nothing.
+    A partitioned tensor counts by the part that is here; one without memory (device `meta`) counts
+    nothing.
     """
     return bytes_of(_tensors(model, optimizer))
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of tensors here; memory that several of them share counts once."""
+    """Return the bytes of tensors here; shared memory counts once."""
     parts: dict[int, int] = {}
     for tensor in tensors:
         for part in _here(tensor):

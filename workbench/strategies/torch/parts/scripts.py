@@ -1,22 +1,22 @@
-"""Records scripts that know nothing of Workbench: what trains in them is found while it trains.
+"""Records scripts that do not use Workbench: finds what trains in them while it trains.
 
-`workbench run train.py` is to show any job, with no change of its code. A script says what it does
-by what it calls, so PyTorch is listened to in two places:
+`workbench run train.py` shows any job without a change to its code. A script shows what it does by
+its calls, so two places in PyTorch are watched:
 
     DataLoader's next      which batches are fetched, and how long that takes
     autograd.backward      the first one asks: which optimizer, and which module holds what it has?
 
-Then all modules and optimizers of the process are looked through, once, whatever wraps the model
-(DDP, FSDP, compile, Lightning, Accelerate) and in which order. From there on the loop is recorded
-as by `wb.watch`; its first step is taken up from where its first batch was fetched.
+Then all modules and optimizers of the process are searched, once, for any wrappers of the model
+(DDP, FSDP, compile, Lightning, Accelerate) in any order. After that the loop is recorded as by
+`wb.watch`; its first step begins when its first batch was fetched.
 
     fetch | fetch | forward | backward | optimizer.step | fetch | ...
       noted                 ^ found: the first step began with that fetch
 
-Libraries fetch ahead of what they train on. So what a step trained on is not what was fetched in
-it: batches wait in line, and each backward takes one.
+Libraries fetch batches ahead of training. So a step does not train on the batch that was fetched in
+it: batches wait in a queue, and each backward takes one.
 
-The script's numbers stay as they are: nothing is wrapped, no random number used, nothing sent.
+The script's numbers are not changed: nothing is wrapped, no random number used, nothing sent.
 Copies of DDP are not compared, unlike under `wb.watch`, which a script asks for.
 """
 
@@ -68,14 +68,14 @@ _watching: _Scripts | None = None
 def watch_scripts(context: RunContext) -> Callable[[], None]:
     """Record what the script trains that this process is about to run, if it trains anything.
 
-    A script that calls `wb.watch`, `wb.prepare` or `wb.fit` itself is left to that. Of several
-    models (a GAN) the first pair that trains is recorded: its optimizer ends the steps.
+    If the script calls `wb.watch`, `wb.prepare` or `wb.fit` itself, that is recorded instead. Of
+    several models (a GAN) the first pair that trains is recorded: its optimizer ends the steps.
 
     Args:
-        context: The run, which is under way; `context.trained` says how many steps were recorded.
+        context: The run, which has begun; `context.trained` is the number of recorded steps.
 
     Returns:
-        What takes everything out again; call it when the script has ended, once or more.
+        A function that removes everything again; call it when the script has ended, once or more.
 
     Raises:
         RunError: The process is watched already.
@@ -83,8 +83,8 @@ def watch_scripts(context: RunContext) -> Callable[[], None]:
     global _watching
     if _watching is not None:
         raise RunError(
-            "This process records a script already.",
-            next_step="end that one first: call what watch_scripts returned",
+            "This process is already recording a script.",
+            next_step="end that recording first: call what watch_scripts returned",
             code="WB-RUN-126",
         )
     _watching = scripts = _Scripts(context)
@@ -203,7 +203,7 @@ class _Scripts:
         context.weights = loop.weights if whole else dict
         announce(context, found.model, _global_batch(fetches, context.spec.world_size))
         if not fetches:
-            why = "the script takes its batches from no DataLoader"
+            why = "the script does not take its batches from a DataLoader"
             context.emit(events.Unmeasured(columns={"data_wait_s": why}))
         return True
 
@@ -229,8 +229,8 @@ class _Scripts:
             self.loop.close()
         elif context.updates and not (context.taken_over or context.strategy):
             text = (
-                "Nothing was recorded: optimizers took steps, but of no torch.nn.Module that was "
-                "found, or without backward()."
+                "Nothing was recorded: the optimizers that took steps belong to no known "
+                "torch.nn.Module, or backward() was not called."
             )
             context.emit(events.Noted(rank=context.spec.rank, text=text))
         self._stands_down = True
@@ -251,11 +251,11 @@ class ScriptLoop(OwnLoop):
     """The loop of a script: as under `wb.watch`, its batches found by their fetching.
 
     Args:
-        scripts: Knows what was fetched by loaders that are not known to be training's.
+        scripts: Knows what was fetched by loaders that may not be training's.
         found: What trains.
 
     Attributes:
-        was_aside: Whether a batch was fetched meanwhile that is not trained on: an evaluation.
+        was_aside: Whether a batch was fetched meanwhile that is not for training: an evaluation.
     """
 
     def __init__(self, scripts: _Scripts, found: Found) -> None:
@@ -279,7 +279,7 @@ class ScriptLoop(OwnLoop):
             self.hear_of_waits(by_optimizer)
         elif several and not inside:
             self.timer.blind()
-            why = "the script communicates outside backward, where it is not seen"
+            why = "the script communicates outside backward, where it is not measured"
             columns = dict.fromkeys(("sync_wait_s", "transfer_s"), why)
             context.emit(events.Unmeasured(columns=columns))
         if not isinstance(found.entrance, torch.jit.ScriptModule):
@@ -299,7 +299,7 @@ class ScriptLoop(OwnLoop):
     # -- where a step begins -----------------------------------------------------------------------
 
     def trains_on(self, source: Any) -> bool:
-        """Whether the batches of a loader are known to be trained on."""
+        """Whether the batches of a loader are known to be used for training."""
         return any(one is source for one in self._sources)
 
     def take(self, batches: Any, source: Any, fetch: Callable[[Any], Any]) -> Any:
@@ -539,8 +539,8 @@ class Found:
     """What trains in a script.
 
     Attributes:
-        entrance: What is called when the model is: where it is compiled, what stands around it. A
-            hook inside would be compiled into the graph.
+        entrance: The outermost callable of the model, with compilation and wrappers. A hook inside
+            would be compiled into the graph.
     """
 
     model: Module
@@ -550,7 +550,7 @@ class Found:
 
 
 def find(losses: Any) -> Found | None:
-    """Return what trains by these losses' backward; None where there is no such pair."""
+    """Return what these losses' backward trains; None if there is no such pair."""
     things = gc.get_objects()
     # `isinstance` would take longer, and believe objects that say they are of another class.
     modules, optimizers = set(_with_subclasses(Module)), set(_with_subclasses(Optimizer))

@@ -1,8 +1,8 @@
-"""When a worker's gradients were ready, and how long it then stood waiting for the others.
+"""When a worker's gradients were ready, and how long it then waited for the others.
 
-The wall time of backward cannot name a straggler: everybody's backward ends when the slowest one's
-does. Autograd's final callbacks can. One is queued when backward begins, before the one that DDP
-queues to wait for its all-reduce, so it runs when this worker's own work is done:
+The wall time of backward cannot name a straggler, because everybody's backward ends when the
+slowest one's does. Autograd's final callbacks can. One is queued when backward begins, before the
+one in which DDP waits for its all-reduce, so it runs when this worker's own work is done:
 
     forward | backward . . . . . | A | DDP waits for the all-reduce | B | optimizer
                                  ready_s                            reduced
@@ -10,19 +10,19 @@ queues to wait for its all-reduce, so it runs when this worker's own work is don
     compute = forward + backward + optimizer        exposed = B - A
     sync wait (`derive`) = latest A of all workers - own A
 
-Where communication also happens earlier (layers gathered in forward, activations reduced between
-layers, parameters averaged after the update), each stretch in which this worker stood blocked is
-timed (`blocked`) and taken off: a worker's ready time is then read from the clock of its own work,
-which stands still while it waits. A straggler is thus named wherever its delay fell.
+If communication also happens earlier (layers gathered in forward, activations reduced between
+layers, parameters averaged after the update), each period in which this worker was blocked is timed
+(`blocked`) and subtracted. The ready time is then read from the clock of the worker's own work,
+which stops while it waits. So a straggler is named wherever its delay was.
 
     own work ready = A - what was blocked before A
 
 On a CPU the callbacks read the clock. On an accelerator they record events on the stream, which are
-read once the device has passed them; nothing on the way waits for the device.
+read once the device has passed them; nothing waits for the device meanwhile.
 
-An accelerator counts time by its own oscillator, which runs 10 to 100 millionths faster or slower
-than the host's: 360 ms in an hour. So each step is put on the host's clock anew (`DeviceClock`),
-and what compares workers to the microsecond, the sync wait, is told from durations alone
+An accelerator counts time with its own oscillator, which runs 10 to 100 millionths faster or slower
+than the host's: 360 ms in an hour. So each step is put on the host's clock again (`DeviceClock`),
+and the sync wait, which compares workers to the microsecond, is computed from durations only
 (`record.FLAG_DEVICE_CLOCK`).
 """
 
@@ -78,12 +78,12 @@ class CpuTimer:
         """Time the backward that `loss` is about to begin, which ends in communication.
 
         Returns:
-            The hook, to be taken off when backward has ended.
+            The hook, to be removed when backward has ended.
         """
         return loss.register_hook(self.backward_begins)  # type: ignore[no-untyped-call]
 
     def backward_begins(self, *unused: Any) -> None:
-        """Note, from within backward, that it is under way and ends in communication."""
+        """Note, from within backward, that it is running and ends in communication."""
         _engine.queue_callback(self._own_work_done)
         self.spend("backward")
 
@@ -97,7 +97,7 @@ class CpuTimer:
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
-        """Time a stretch in which this worker does nothing but communicate."""
+        """Time a period in which this worker only communicates."""
         began = clock()
         try:
             yield
@@ -106,7 +106,7 @@ class CpuTimer:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave out a stretch that is neither computation nor communication of the strategy's."""
+        """Leave out a period that is neither computation nor communication of the strategy's."""
         began = clock()
         try:
             yield
@@ -118,7 +118,7 @@ class CpuTimer:
         self._ready = clock() - self._exposed
 
     def blind(self) -> None:
-        """Say that communication cannot be seen: what it takes stays in the computation."""
+        """Note that communication cannot be measured: its time stays in the computation."""
         self._exposed_known = False
 
     def finish(
@@ -189,7 +189,7 @@ class DeviceTimer:
         marks.cpu_s = self._anchored_s = after_s
 
     def spend(self, phase: str) -> None:
-        """Spend an injected delay, for which the device comes to an end."""
+        """Spend an injected delay, after the device has finished its work."""
         if self._faults.active:
             self._marks.injected_s += self._faults.spend(phase)
 
@@ -197,12 +197,12 @@ class DeviceTimer:
         """Time the backward that `loss` is about to begin, which ends in communication.
 
         Returns:
-            The hook, to be taken off when backward has ended.
+            The hook, to be removed when backward has ended.
         """
         return loss.register_hook(self.backward_begins)  # type: ignore[no-untyped-call]
 
     def backward_begins(self, *unused: Any) -> None:
-        """Note, from within backward, that it is under way and ends in communication."""
+        """Note, from within backward, that it is running and ends in communication."""
         _engine.queue_callback(self.own_work_done)
         self.spend("backward")
 
@@ -219,7 +219,7 @@ class DeviceTimer:
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
-        """Time a stretch in which this worker's stream does nothing but communicate."""
+        """Time a period in which this worker's stream only communicates."""
         stretch = self.block()
         try:
             yield
@@ -227,14 +227,14 @@ class DeviceTimer:
             stretch.ended = self._device.event()
 
     def block(self) -> Stretch:
-        """Begin a stretch of communication; whoever asked ends it."""
+        """Begin a period of communication; the caller ends it."""
         stretch = Stretch(self._device.event())
         self._marks.blocked.append(stretch)
         return stretch
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave out a stretch that is neither computation nor communication of the strategy's."""
+        """Leave out a period that is neither computation nor communication of the strategy's."""
         stretch = Stretch(self._device.event())
         self._marks.aside.append(stretch)
         try:
@@ -247,7 +247,7 @@ class DeviceTimer:
         self._marks.done = self._device.event(), len(self._marks.blocked)
 
     def blind(self) -> None:
-        """Say that communication cannot be seen: what it takes stays in the computation."""
+        """Note that communication cannot be measured: its time stays in the computation."""
         self._exposed_known = False
 
     def finish(
@@ -262,8 +262,8 @@ class DeviceTimer:
         """Return what is known already; the times follow once the device has passed the step.
 
         Args:
-            loss: The worker's mean loss, detached; None where it computes none.
-            complete: Called with the times, for fields to add to them or to overwrite.
+            loss: The worker's mean loss, detached; None if it computes none.
+            complete: Called with the times, to add fields to them or to change them.
         """
         marks = self._marks
         if loss is not None:
@@ -281,7 +281,7 @@ class DeviceTimer:
 
 
 class Stretch:
-    """Two events of a stream, the second of which may be yet to come."""
+    """Two events of a stream, the second of which may come later."""
 
     __slots__ = ("began", "ended")
 
@@ -311,7 +311,7 @@ class Marks:
         self.complete: Callable[[Timed], dict[str, float]] | None = None
 
     def communicates(self) -> bool:
-        """Whether the device is in a stretch of communication at this moment."""
+        """Whether the device is communicating at this moment."""
         ready = [event for event, _ in self.ready]
         stretches = [(one.began, one.ended) for one in self.blocked]
         stretches += zip(ready, [*self.reduced, *[None] * len(ready)], strict=False)
@@ -319,7 +319,7 @@ class Marks:
 
 
 class Timed:
-    """When the events of a step came to pass, on the host's clock.
+    """When the events of a step happened, on the host's clock.
 
     Attributes:
         fields: Of the record, as far as they are known.
@@ -330,7 +330,7 @@ class Timed:
         self.fields: dict[str, float] = {}
 
     def seconds(self, stretch: Stretch) -> float:
-        """Return how long a stretch took."""
+        """Return how long a period took."""
         assert stretch.ended is not None
         return self.at(stretch.ended) - self.at(stretch.began)
 
@@ -346,7 +346,7 @@ class DeviceStep:
         self.known: dict[str, float] = {}
 
     def ready(self) -> bool:
-        """Whether the device has passed the step; raises what the device failed with."""
+        """Whether the device has passed the step; raises the device's error."""
         if self.known:
             return True
         if self.seen_s is None:
@@ -367,14 +367,14 @@ class DeviceStep:
 class OpenSteps:
     """The steps that nobody has seen the device pass yet, oldest first; and the device's clock.
 
-    A step's times are the end of the one before plus what the device counted since, so the error
-    of its clock stays small: it counts in single-precision milliseconds, by an oscillator of its
-    own. What is known on the host's side bounds it: a step ends after its last event was recorded
-    and after the host saw it open, and before the host saw it passed. About once a second the
-    device's clock is read while the device is idle, which is right to some 10 us.
+    A step's times are the end of the step before plus the time counted by the device since, so the
+    error of its clock stays small: it counts in single-precision milliseconds, with its own
+    oscillator. The host's observations limit the error: a step ends after its last event was
+    recorded and after the host saw it open, and before the host saw it passed. About once a second
+    the device's clock is read while the device is idle, which is accurate to about 10 µs.
 
     Attributes:
-        marks: Of the step under way.
+        marks: Of the current step.
         now: The host's clock.
     """
 
@@ -411,7 +411,7 @@ class OpenSteps:
                 self._open.popleft()
 
     def under_way(self) -> DeviceWork | None:
-        """Return what the device is at, where the host is ahead of it; asked by any thread."""
+        """Return what the device is doing, if the host is ahead of it; called by any thread."""
         open_steps = list(self._open)
         marks = next((one.marks for one in open_steps if not one.ready()), self.marks)
         if marks is None or (marks.ended is not None and marks.ended.query()):

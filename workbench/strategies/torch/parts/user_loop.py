@@ -7,10 +7,10 @@
         optimizer.step()           the step ends here: one record
 
 Several backward calls before one `optimizer.step()` are one step: their losses add up. A step ends
-with any optimizer that trains the model, so a loop may go on with a new one. Of several models that
+with any optimizer that trains the model, so a loop may continue with a new one. If several models
 are prepared in one cell, the first one's optimizer ends the steps.
 
-A loop that distributes itself is recorded as it is (`wb.watch`).
+A loop that distributes itself is recorded unchanged (`wb.watch`).
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ clock = time.perf_counter
 
 
 class OwnLoop:
-    """One user's loop under way.
+    """One user's loop.
 
     Attributes:
-        batches: Those that the step under way was given; 0: none is under way.
-        standing: Where in its loader the loop stands.
-        healing: What lets it go on with other workers, where that is asked for.
+        batches: The number of batches in the current step; 0: there is no current step.
+        standing: Where in its loader the loop is.
+        healing: Lets it continue with other workers, if that is asked for.
 
     Args:
-        source: The loader's data in shares; None where the loop brings its own batches.
-        watched: A loader to time as it is, in place.
-        sent_bytes: What a worker sends per step, or a function that says it after each step; NaN
-            where unknown.
+        source: The loader's data in shares; None if the loop makes its own batches.
+        watched: A loader to time in place, without a change.
+        sent_bytes: The bytes a worker sends per step, or a function that returns them after each
+            step; NaN if unknown.
         communicates: Whether backward ends in communication.
-        reductions: What averages gradients, where backward is to end in that.
-        guard: Compares the replicas after backward, where the loop averages by itself.
+        reductions: Averages gradients, if backward should end in that.
+        guard: Compares the replicas after backward, if the loop averages by itself.
         weighted: Whether gradients will be averaged over workers, so that a share's loss counts by
             its samples.
         adds_up: Whether gradients are added up rather than averaged.
@@ -76,7 +76,7 @@ class OwnLoop:
         stepped: Called after each step of an optimizer that trains the model.
         exchanged: Called before a step of such an optimizer that is not the one prepared.
         scaled: Called when a loss is scaled.
-        complete: Given what a step measured before it is recorded, to add to it.
+        complete: Called with a step's measurements before they are recorded, to add to them.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class OwnLoop:
         return contextlib.nullcontext() if reductions is None else reductions.no_sync()
 
     def average_by(self, reductions: Reductions, sent_bytes: Callable[[], float]) -> None:
-        """Let backward end in the average among the workers that there are now."""
+        """Let backward end in the average among the present workers."""
         self._reductions, self._sent_bytes = reductions, sent_bytes
         self._communicates = self._communicates or reductions.overlapped
         self._workers = self.context.spec.world_size
@@ -162,7 +162,7 @@ class OwnLoop:
         self._loss: torch.Tensor | None = None
 
     def epoch_begins(self) -> None:
-        """Begin to count time: what lies between epochs belongs to no step."""
+        """Begin to count time: time between epochs belongs to no step."""
         now = clock()
         if not self._under_way:
             if self._start == self._start:
@@ -170,22 +170,22 @@ class OwnLoop:
             self._start = now
 
     def pass_begins(self) -> None:
-        """Another pass begins, unless the loop goes on further on."""
+        """Begin another pass, unless the loop resumes later."""
         if self.healing is not None:
             self.healing.enter()
 
     def next_batch(self) -> None:
-        """Go on with other workers, if there are others by now."""
+        """Continue with other workers, if the set has changed."""
         if self.healing is not None:
             self.healing.next_batch()
 
     def is_elsewhere(self) -> None:
-        """The pass lies before where the loop goes on."""
+        """Note that the pass lies before the place where the loop resumes."""
         if self.healing is not None and self.healing.is_coming:
             self.healing.skip()
 
     def restore(self) -> None:
-        """Set the state to that of the place where the loop goes on."""
+        """Set the state to that of the place where the loop resumes."""
         if self.healing is not None and self.healing.is_coming:
             self.healing.arrive()
         elif self.checkpoints is not None:
@@ -199,17 +199,17 @@ class OwnLoop:
             self.healing.end_epoch(self._epoch_end)
 
     def so_far(self) -> tuple[int, float, float]:
-        """Return samples and loss of the step under way, and when it began."""
+        """Return samples and loss of the current step, and when it began."""
         loss = NAN if self._loss is None else float(self._loss)
         return self._samples, loss, self._start
 
     def abandon(self) -> None:
-        """Let no step be under way; what has passed belongs to none."""
+        """Drop the current step; the time since belongs to none."""
         self._clear()
         self._start = clock()
 
     def epoch_ends(self) -> None:
-        """Wait for what the device has yet to do: it is training, and no part of what follows."""
+        """Wait for the device's remaining work, which is still part of training."""
         if self._under_way:
             return
         began = clock()
@@ -278,7 +278,7 @@ class OwnLoop:
         return {} if self.loader is None else self.loader.position()
 
     def go_on(self, about: Mapping[str, Any]) -> None:
-        """Let the loader pass over what was done before the checkpoint."""
+        """Let the loader skip what was done before the checkpoint."""
         self.context.trained = int(about["step"])
         self.context.step = self.context.trained - 1
         if self.loader is not None:
@@ -300,7 +300,7 @@ class OwnLoop:
                 return
 
     def before_forward(self, args: tuple[Any, ...]) -> None:
-        """Begin a step: count what the model is given."""
+        """Begin a step: count the samples that the model is given."""
         self._begin()
         if not self._fed:
             self._feed()
@@ -308,19 +308,19 @@ class OwnLoop:
         self._shape = next((tuple(t.shape) for t in tensors_of(args) if t.dim()), ())
 
     def before_sequence(self, args: tuple[Any, ...]) -> None:
-        """Correct the count where samples are the second dimension: as a recurrent layer says."""
+        """Correct the count if samples are the second dimension, as a recurrent layer shows."""
         shape, self._shape = self._shape, ()
         seen = next((t.shape for t in tensors_of(args)), ())
         if len(shape) > 1 and len(seen) == 3 and shape[:2] == seen[:2]:
             self._samples += shape[1] - shape[0]
 
     def hear_of_waits(self, gradients: Gradients) -> None:
-        """Be told when the optimizer's step waits for other ranks: it averages by itself."""
+        """Accept the optimizer's waits for other ranks: it averages by itself."""
         gradients.timer, self._sent_bytes = self.timer, gradients.sent
         self._undo.append(gradients.let_go)
 
     def wrap_another_loop(self, model: torch.nn.Module) -> None:
-        """Take a further model into the loop; it ends no steps."""
+        """Take another model into the loop; it ends no steps."""
         self.others.append(model)
         self._undo.append(give_no_sync(model, self._together))
 
@@ -534,10 +534,10 @@ class OwnLoop:
     def heal(
         self, strategy: Strategy, kept: tuple[Any, ...], regrouping: Callable[[Any], Any]
     ) -> None:
-        """Let the loop go on with other workers where some die or come.
+        """Let the loop continue with other workers when some die or join.
 
         Args:
-            kept: What `keep=` names.
+            kept: The objects in `keep=`.
             regrouping: Makes the `Regrouping` of a training.
         """
         assert self.checkpoints is not None, "user_loops.go_on comes first"
@@ -550,7 +550,7 @@ class OwnLoop:
         return to_numpy(module.state_dict())
 
     def close(self) -> None:
-        """Take every hook out again, and let the strategy go: the user's loader outlives it."""
+        """Remove every hook, and release the strategy: the user's loader outlives it."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()

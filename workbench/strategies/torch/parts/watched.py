@@ -1,4 +1,4 @@
-"""A loop that distributes itself, recorded as it is (`wb.watch`)."""
+"""A loop that distributes itself, recorded unchanged (`wb.watch`)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
     """Begin to record a loop.
 
     Raises:
-        FitError: The model is no module, the optimizer no optimizer, or a loop is recorded already.
+        FitError: model or optimizer has the wrong type, or a loop is recorded already.
     """
     if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         raise FitError(
             "wb.watch needs the loop's module and its optimizer.",
             seen=f"{type(model).__name__}, {type(optimizer).__name__}",
-            next_step="wb.watch(model, optimizer, loader)",
+            next_step="call wb.watch(model, optimizer, loader)",
             code="WB-FIT-157",
         )
     if context.strategy is not None or context.weights is not None:
-        raise FitError("A training loop of this cell is recorded already.", code="WB-FIT-158")
+        raise FitError("This cell already records a training loop.", code="WB-FIT-158")
     wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
     several = context.spec.world_size > 1
     inside, by_optimizer = _communicates(model), averaging(model)
@@ -55,7 +55,7 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
     elif several and not inside:
         # What the loop sends by itself, outside backward, is not seen: waits are unknown, not 0.
         loop.timer.blind()
-        why = "the loop communicates outside backward, where wb.watch does not see it"
+        why = "the loop communicates outside backward, where wb.watch does not measure it"
         context.emit(events.Unmeasured(columns=dict.fromkeys(("sync_wait_s", "transfer_s"), why)))
     return loop
 

@@ -1,6 +1,6 @@
-"""How a model is cut over the workers, decided once and equal on all of them.
+"""How a model is cut over the workers, decided once and equally on all of them.
 
-A chain of layers is cut so that the slowest stage is as fast as it can be.
+A chain of layers is cut so that the slowest stage is as fast as possible.
 
 Source: the linear partition problem; used for pipelines in Narayanan et al., PipeDream, SOSP 2019,
 section 3.1.
@@ -44,12 +44,12 @@ class Cut:
     Attributes:
         layers: The chain.
         bounds: First layer of each stage, then the number of layers: (stages + 1,).
-        costs: What each layer was measured to cost for one microbatch.
-        cut_s: Seconds to move what crosses a cut behind layer i, and its gradient.
-        inputs: Forms of what the first stage is given of a microbatch.
-        outputs: What the last stage's tensors are in the model's output: training, evaluation.
+        costs: Each layer's measured cost for one microbatch.
+        cut_s: Seconds to move the values that cross a cut behind layer i, and their gradients.
+        inputs: Forms of the first stage's inputs for a microbatch.
+        outputs: The last stage's tensors in the model's output: training, evaluation.
         program: What the stages compute together.
-        shared: Parameters that several stages hold, by name, and which stages.
+        shared: Parameters that several stages hold, by name, with these stages.
     """
 
     layers: list[Layer]
@@ -76,18 +76,18 @@ class Cut:
         return self.layers[self.bounds[stage] : self.bounds[stage + 1]]
 
     def forms(self, stage: int) -> tuple[tuple[Form, ...], tuple[Form, ...]]:
-        """Return the forms of what a stage is given, and of what it hands on, in training."""
+        """Return the forms of a stage's inputs and outputs, in training."""
         first, end = self.bounds[stage], self.bounds[stage + 1]
         given = self.costs[first - 1].outputs if first else self.inputs
         return given, self.costs[end - 1].outputs
 
     def evaluated(self, stage: int) -> tuple[Form, ...]:
-        """Return the forms of what a stage is given in evaluation."""
+        """Return the forms of a stage's inputs in evaluation."""
         first = self.bounds[stage]
         return self.costs[first - 1].evaluated if first else self.inputs
 
     def table(self, workers: int) -> list[dict[str, Any]]:
-        """Return one row per stage: worker, layers, parameters, seconds, bytes handed on."""
+        """Return one row per stage: worker, layers, parameters, seconds, bytes passed on."""
         times = stage_times(
             [c.forward_s + c.backward_s for c in self.costs], self.cut_s, self.bounds
         )
@@ -129,7 +129,7 @@ def cut(
         split_at: Layers that begin a stage; empty: decide from the measured times.
 
     Raises:
-        FitError: On every rank alike: the model cannot be cut.
+        FitError: The model cannot be cut; raised on every rank.
     """
     layers, outputs, traced = _chain(model, program, stages, device, split_at)
     check_enough(layers, stages, workers, traced=traced)
@@ -137,7 +137,7 @@ def cut(
     if bounds is None and isinstance(model, Stages):
         if len(layers) != stages:
             raise FitError(
-                "The list does not hold as many stages as there are places for them.",
+                "The list must hold one module per stage.",
                 seen=f"{len(layers)} stages",
                 allowed=f"{stages} stages on {workers} workers",
                 next_step=f"use -n {len(layers)}, or join stages with nn.Sequential",
@@ -169,9 +169,10 @@ def _chain(
         )  # fmt: skip
     elif not isinstance(program.data, torch.Tensor):
         raise FitError(
-            "The input of a chain of layers must be one tensor, to be cut into microbatches.",
+            "The input of a chain of layers must be one tensor, so that it can be divided into "
+            "microbatches.",
             seen=type(program.data).__name__,
-            next_step="let the data set give (x, y) with x a tensor, or take the input apart in a "
+            next_step="let the data set give (x, y) with x a tensor, or unpack the input in a "
             "module's own forward",
             code="WB-FIT-134",
         )
@@ -179,7 +180,7 @@ def _chain(
 
 
 def about(cut: Cut) -> dict[str, Any]:
-    """Return what a worker needs to know of a cut that comes later, as plain data."""
+    """Return what a worker needs to know of a cut when it joins later, as plain data."""
     forms = [[_plain(cost.outputs), _plain(cost.evaluated)] for cost in cut.costs]
     return {"bounds": cut.bounds, "forms": forms}
 
@@ -192,11 +193,11 @@ def cut_as(
     device: torch.device,
     split_at: str,
 ) -> Cut:
-    """Cut a model as others have cut theirs.
+    """Cut a model in the same way as other workers.
 
     Args:
         program: As in `cut`.
-        told: What one of the others says of its cut (`about`).
+        told: Another worker's description of its cut (`about`).
     """
     bounds = [int(bound) for bound in told["bounds"]]
     layers, outputs, _ = _chain(model, program, len(bounds) - 1, device, split_at)
@@ -272,7 +273,7 @@ def _probe(rank: int, wire: torch.device) -> float:
 def stage_times(
     layer_s: Sequence[float], cut_s: Sequence[float], bounds: Sequence[int]
 ) -> list[float]:
-    """Return each stage's seconds: its layers, and what crosses its two borders.
+    """Return each stage's seconds: its layers, and the transfers at its two borders.
 
     Args:
         layer_s: Seconds of forward and backward of each layer.
@@ -291,7 +292,7 @@ def balance(layer_s: Sequence[float], cut_s: Sequence[float], stages: int) -> li
     """Return the bounds whose slowest stage takes least; among equals, those that move least.
 
     Args:
-        layer_s: Seconds of forward and backward of each layer.
+        cut_s: Seconds to move the values that cross a cut behind layer i; one fewer than layers.
         cut_s: Seconds to move what crosses a cut behind layer i; one fewer than layers.
         stages: How many stages; at most as many as layers.
     """

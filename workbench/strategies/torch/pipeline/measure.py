@@ -1,9 +1,9 @@
-"""A model as a chain of layers, which a pipeline can be cut between, and what each costs.
+"""A model as a chain of layers, between which a pipeline can be cut, and what each costs.
 
-A cost is seconds of forward and backward, and the size of what the layer hands on.
+A cost is the seconds of forward and backward, and the size of the layer's outputs.
 
-Measured on one worker, with a microbatch of real shape, one layer at a time: only one layer needs
-to be in memory, so that models larger than a worker can be measured too.
+It is measured on one worker, with a microbatch of real shape, one layer at a time. Only one layer
+must be in memory, so models larger than a worker can be measured too.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Layer:
 
     Attributes:
         name: Its path in the model: `0`, `features.3`, `fc1`.
-        training: What the values of the previous layer go through.
-        evaluating: The same in evaluation; another module only where tracing fixed the mode.
+        training: The module for the previous layer's values.
+        evaluating: The same in evaluation; another module only if tracing fixed the mode.
         names: Full names of its parameters and buffers.
     """
 
@@ -75,7 +75,7 @@ def tensor_names(module: torch.nn.Module) -> list[str]:
 def check_enough(
     layers: Sequence[Layer], stages: int, workers: int, *, traced: bool = False
 ) -> None:
-    """Raise FitError when there are more stages than layers."""
+    """Raise FitError if there are more stages than layers."""
     if len(layers) < stages:
         per_worker = stages // workers
         fits = len(layers) // workers  # stages per worker
@@ -91,8 +91,7 @@ def check_enough(
             allowed=f"at most {len(layers)} stages",
             next_step=f"use {fewer}, or "
             + (
-                "let forward call more modules: it is cut where a module is called that is called "
-                "once"
+                "let forward call more modules: the model is cut at modules that are called once"
                 if traced
                 else "give the model more layers"
             ),
@@ -137,7 +136,7 @@ def given_bounds(layers: Sequence[Layer], split_at: str, stages: int) -> list[in
         )
     if len(bounds) - 1 != stages:
         raise FitError(
-            "split_at does not make as many stages as there are places for them.",
+            "split_at does not make the required number of stages.",
             seen=f"{split_at}: {len(bounds) - 1} stages",
             allowed=f"{stages} stages, so {stages - 1} cuts",
             next_step=f"use -n {len(bounds) - 1}, or change split_at",
@@ -160,7 +159,7 @@ def with_aliases(model: torch.nn.Module, names: Iterable[str]) -> list[str]:
 def shared(
     model: torch.nn.Module, layers: Sequence[Layer], bounds: Sequence[int]
 ) -> dict[str, list[int]]:
-    """Return the parameters that several stages hold, by their first name, and which stages."""
+    """Return the parameters that several stages hold, by their first name, with these stages."""
     first_names = {id(p): name for name, p in reversed(list(model.named_parameters()))}
     learnt = dict(model.named_parameters(remove_duplicate=False))
     holders: dict[str, list[int]] = {}
@@ -176,7 +175,7 @@ def shared(
 def batchnorm_warning(
     model: torch.nn.Module, microbatch: int, batch: int, microbatches: int
 ) -> str | None:
-    """Return what BatchNorm does otherwise in a pipeline; None where none of the model trains."""
+    """Return how BatchNorm differs in a pipeline; None if the model trains none."""
     norms = torch.nn.modules.batchnorm._BatchNorm
     found = [name for name, one in model.named_modules() if isinstance(one, norms) and one.training]
     if not found:
@@ -184,8 +183,8 @@ def batchnorm_warning(
     return (
         f"BatchNorm ({', '.join(found)}) normalises over a microbatch of {microbatch} samples "
         f"instead of the batch of {batch}, and updates its running statistics {microbatches} "
-        "times a step: the result differs from one device's. GroupNorm or LayerNorm do not depend "
-        "on it."
+        "times per step: the result differs from one device's. GroupNorm and LayerNorm do not "
+        "depend on the batch."
     )
 
 
@@ -195,7 +194,7 @@ clock = time.perf_counter
 
 @dataclass(frozen=True)
 class Form:
-    """Shape and type of a value that is handed on."""
+    """Shape and type of a value that is passed on."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -213,10 +212,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one layer was seen to cost for one microbatch.
+    """A layer's measured cost for one microbatch.
 
     Attributes:
-        outputs: What it hands on in training.
+        outputs: Its outputs in training.
         evaluated: The same in evaluation.
     """
 
@@ -231,11 +230,11 @@ def form_of(value: Any, layer: str) -> Form:
     """Return the form of a value.
 
     Raises:
-        FitError: It is no tensor, so it cannot be sent.
+        FitError: It is not a tensor, so it cannot be sent.
     """
     if not isinstance(value, torch.Tensor):
         raise FitError(
-            "Only tensors can be handed from stage to stage.",
+            "A layer may pass only tensors to the next stage.",
             seen=f"layer {layer} returns a {type(value).__name__}",
             next_step="let it return a tensor or a tuple of tensors",
             code="WB-FIT-141",
@@ -255,10 +254,10 @@ def measure(
 
     Args:
         around: Context of the forward pass (autocast).
-        scored: Whether the last layer gives the loss.
+        scored: Whether the last layer returns the loss.
 
     Raises:
-        FitError: A layer cannot be computed; names it and what it was given.
+        FitError: A layer cannot be computed; names it and its input.
     """
     costs: list[Cost] = []
     with accelerators.own_random(device):
@@ -306,8 +305,8 @@ def _check_samples(layers: Sequence[Layer], costs: Sequence[Cost], samples: int)
         "A layer changes the number of samples, so outputs and targets would not match.",
         seen=f"Layer {layer}: {samples} samples became {form.shape[0]} rows of "
         f"{tuple(form.shape[1:])}",
-        next_step="a view(-1, n) folds values into the batch where n is not what one "
-        "sample has: use nn.Flatten() or x.flatten(1), and fit the next layer to it",
+        next_step="use nn.Flatten() or x.flatten(1), and fit the next layer to it: view(-1, n) "
+        "moves values into the batch if n is not the size of one sample",
         code="WB-FIT-142",
     )
 

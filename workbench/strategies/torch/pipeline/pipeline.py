@@ -1,9 +1,9 @@
 """This worker's stages at work: a batch in microbatches through the schedule, or forward only.
 
-Microbatches are all equally large, so that messages are. A batch that does not divide is dealt
-evenly and filled up with repeated samples; what the filling gives is cut off before the loss, so it
-has no part in it. A worker builds its own stages only; the rest of the model takes no memory.
-Each microbatch's mean loss counts by its samples:
+All microbatches have the same size, so that messages have. A batch that cannot be divided is
+distributed evenly and filled with repeated samples. The outputs of repeated samples are cut off
+before the loss, so they have no part in it. A worker builds only its own stages; the rest of the
+model takes no memory. Each microbatch's mean loss counts by its samples:
 
     loss = sum over microbatches of (samples of the microbatch / samples of the batch) x its mean
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def let_go(model: torch.nn.Module, keep: Iterable[str]) -> None:
-    """Free every parameter and buffer of `model` but those in `keep`; they stay as forms.
+    """Free every parameter and buffer of `model` except those in `keep`; they stay as forms.
 
     What several layers share stays shared.
     """
@@ -60,7 +60,7 @@ def let_go(model: torch.nn.Module, keep: Iterable[str]) -> None:
 
 
 def place(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put a parameter or buffer where `name` says."""
+    """Set the parameter or buffer that has this full `name`."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     slots: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
@@ -78,15 +78,15 @@ def tensors_of(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch.
 def fill(
     model: torch.nn.Module, make: Callable[[], Any], keep: Iterable[str], unit_of: Mapping[str, int]
 ) -> None:
-    """Give the memoryless `model` its share of real tensors, built by `make`.
+    """Give the memoryless `model` its part of real tensors, built by `make`.
 
     Args:
-        model: What `make` gave on the `meta` device.
-        keep: Names of the share.
-        unit_of: The layer that each parameter and buffer belongs to.
+        model: The result of `make` on the `meta` device.
+        keep: Names of the part.
+        unit_of: The layer to which each parameter and buffer belongs.
 
     Raises:
-        FitError: The function gives another model each time it is called.
+        FitError: The function returns another model each time it is called.
     """
     # Registrations are counted, since a tensor has no name while its module is being built.
     order = _Registrations(None)
@@ -103,9 +103,9 @@ def fill(
     final = tensors_of(built, kept)
     if len(building.seen) != len(names) or final.keys() != kept:
         raise FitError(
-            "The function does not return the same model each time it is called.",
+            "The function must return the same model each time it is called.",
             seen=f"{len(names)} tensors, then {len(building.seen)}",
-            next_step="build the model from nothing but constants inside the function",
+            next_step="build the model inside the function from constants only",
             code="WB-FIT-133",
         )
     for name, tensor in final.items():
@@ -207,7 +207,7 @@ class _Registrations:
 
 
 def move(model: torch.nn.Module, names: Iterable[str], device: torch.device) -> None:
-    """Bring parameters and buffers to a device; parameters stay the same objects."""
+    """Move parameters and buffers to a device; parameters stay the same objects."""
     for name, tensor in tensors_of(model, names).items():
         if isinstance(tensor, torch.nn.Parameter):
             tensor.data = tensor.data.to(device)
@@ -260,7 +260,7 @@ class Pipeline:
         return Stage(layers, self._around, first=index == 0, last=last)
 
     def train(self, batch: Any, samples: int) -> torch.Tensor | None:
-        """Compute the gradients of a batch; return its mean loss where the last stage is."""
+        """Compute the gradients of a batch; return its mean loss on the last stage's worker."""
         self._samples = samples
         losses: list[torch.Tensor] = []
         inputs: tuple[torch.Tensor, ...] = ()
@@ -319,9 +319,9 @@ class Pipeline:
         return loss
 
     def forward(self, batch: Any, samples: int) -> Any:
-        """Return the model's output (or the loss) for a batch where the last stage is, else None.
+        """Return the model's output (or the loss) for a batch on the last stage, else None.
 
-        Each worker sends as soon as it is done, so microbatches follow each other here too.
+        Each worker sends as soon as it is ready, so microbatches follow each other here too.
         """
         given = self.program.given(batch, max(samples, 1))
         if self.program.scored and samples % self.size:
@@ -377,12 +377,12 @@ class Pipeline:
 
 
 def uneven(samples: int, whole: int) -> FitError:
-    """Return what to raise where a loss within the model would count repeated samples."""
+    """Return the error for a loss within the model that would count repeated samples."""
     return FitError(
-        "Where the model computes the loss itself, a batch must divide into equal microbatches.",
+        "A batch must divide into equal microbatches, because the model computes the loss itself.",
         seen=f"{samples} samples",
         allowed=f"a multiple of {whole}",
-        next_step="leave the rest out (a DataLoader with drop_last=True), or let the model return "
+        next_step="drop the rest (a DataLoader with drop_last=True), or let the model return "
         "its output and use loss=, which takes batches of any size",
         code="WB-FIT-144",
     )
@@ -399,7 +399,7 @@ def share_names(cut: Cut, rank: int, workers: int) -> list[str]:
 
 
 def adopt_share(model: torch.nn.Module, cut: Cut, rank: int, workers: int) -> None:
-    """Let traced pieces compute with the model's own parameters and buffers; free the others'."""
+    """Let traced pieces compute with the model's own tensors; free the other workers'."""
     for stage in range(cut.stages):
         for piece in (p for layer in cut.of(stage) for p in (layer.training, layer.evaluating)):
             if not isinstance(piece, Piece):

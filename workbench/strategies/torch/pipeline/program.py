@@ -1,14 +1,14 @@
 """What the stages of a pipeline compute together, and how it becomes a loss.
 
-Where the loss is computed from the model's output, by `loss` or by a step function that calls the
+If the loss is computed from the model's output, by `loss` or by a step function that calls the
 model once, the stages compute the output and the last worker the loss:
 
     loss(model(x), y)                       stages: x -> output          then: loss(output, y)
     step_fn: m(**batch).logits, F.mse(..)   stages: **batch -> output    then: step_fn(stand-in)
 
 The stand-in gives the step function the output that the stages have computed. All other step
-functions (the model computes the loss itself, is called twice, has its methods called) are traced
-with the model in them: the targets travel through the stages, the last of which ends in the loss.
+functions are traced with the model in them (the model computes the loss itself, is called twice, or
+its methods are called): the targets pass through the stages, and the last stage ends in the loss.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Program:
     """What the stages compute together.
 
     Attributes:
-        call: `call(model, data)`: the model's output, or the loss where that is computed within.
-        data: A microbatch of what it is called with; its structure stays, its tensors change.
-        places: Which tensors of a batch those are.
-        loss: `loss(output, target)`; None where the stages compute the loss.
+        call: `call(model, data)`: the model's output, or the loss if that is computed within.
+        data: A microbatch of its arguments; the structure stays, the tensors change.
+        places: Which tensors of a batch these are.
+        loss: `loss(output, target)`; None if the stages compute the loss.
         target: What the loss needs of a batch besides the output.
     """
 
@@ -47,7 +47,7 @@ class Program:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What the first stage is given."""
+        """The input of the first stage."""
         return tuple(tensors_of(self.data))
 
     @property
@@ -56,18 +56,18 @@ class Program:
         return self.loss is None
 
     def given(self, batch: Any, samples: int) -> list[torch.Tensor]:
-        """Return what the first stage is given of a batch.
+        """Return the first stage's input for a batch.
 
         Raises:
-            FitError: It cannot be cut into microbatches.
+            FitError: It cannot be divided into microbatches.
         """
         tensors = list(tensors_of(batch))
         chosen = [tensors[place] for place in self.places]
         for tensor in chosen:
             if not tensor.dim() or len(tensor) != samples:
                 raise FitError(
-                    "Each tensor that the model is given must have one row per sample, to be cut "
-                    "into microbatches.",
+                    "Each tensor passed to the model must have one row per sample, so that it can "
+                    "be divided into microbatches.",
                     seen=f"shape {tuple(tensor.shape)} in a batch of {samples} samples",
                     next_step="keep what belongs to the whole batch in the model, as a buffer",
                     code="WB-FIT-145",
@@ -77,13 +77,13 @@ class Program:
 
 @dataclass(frozen=True)
 class Output:
-    """The form of a model's output: its tensors leave the last stage, the rest is as it was."""
+    """The form of a model's output: the last stage returns its tensors, the rest is constant."""
 
     form: Any = None
     places: tuple[int, ...] = (0,)
 
     def restore(self, value: Any) -> Any:
-        """Return the output as the model gives it, from what the last stage returned."""
+        """Return the model's output, from what the last stage returned."""
         if self.form is None:
             return value
         parts = value if isinstance(value, tuple) else (value,)
@@ -92,7 +92,7 @@ class Output:
 
 
 def program_of(job: Job, batch: Any) -> Program:
-    """Return what the stages are to compute.
+    """Return what the stages will compute.
 
     Args:
         batch: A microbatch, on the CPU.
@@ -103,7 +103,7 @@ def program_of(job: Job, batch: Any) -> Program:
     data = batch if job.step_fn is not None else batch[0]
     if next(tensors_of(data), None) is None:
         raise FitError(
-            "The input of a pipeline must be tensors, to be cut into microbatches.",
+            "The input of a pipeline must be tensors, so that it can be divided into microbatches.",
             seen=type(data).__name__,
             next_step="let the data set give tensors, or use another strategy",
             code="WB-FIT-146",
@@ -128,7 +128,7 @@ def program_of(job: Job, batch: Any) -> Program:
 
 
 class StandIn:
-    """Stands for the model in a step function: gives what the stages have computed."""
+    """Replaces the model in a step function: returns what the stages have computed."""
 
     def __init__(self, output: Any) -> None:
         self._output = output

@@ -1,28 +1,28 @@
 """A stage of a pipeline: its layers as one module, and its work, timed.
 
-A stage's messages travel while it computes, and carry the sender's clock.
+A stage's messages are sent while it computes, and carry the sender's clock.
 
     the schedule asks for a message            here, with gloo
 
     receiver  |work|ask.......|work            ask|work     |work
     sender    |work|offer.....|work            |work|send|work
 
-gloo moves a message only once its receiver has asked for it, and the schedules of torch ask when
-they need it: then receiver and sender both stand still while it travels. Here a step's receives are
-posted before it begins, and nobody waits for what he sent until the step ends; a tag says which
-message is which. Messages of NCCL are ordered by its streams: there torch's way is kept.
+gloo sends a message only once its receiver has asked for it, and torch's schedules ask when they
+need it: then receiver and sender both wait while it is sent. Here a step's receives are posted
+before it begins, and no worker waits for its own sends until the step ends; a tag identifies each
+message. Messages of NCCL are ordered by its streams, so torch's way is kept there.
 
-Where the device is CUDA and the group is not NCCL, messages go through the host's memory.
+If the device is CUDA and the group is not NCCL, messages go through the host's memory.
 
-What is measured is when a worker's stages worked, stood idle, and waited for a message:
+It is measured when a worker's stages worked, were idle, and waited for a message:
 
     this worker      |F0 |    |F1 |          |B0 |
     its neighbour    ......|sent F1    ......|sent B0
                           idle^^transfer
 
-Between two pieces of work there is a gap. The sender's clock travels with each message, so the gap
-falls apart into idle time (the message had not been sent yet: the bubble) and transfer (it was on
-its way). All processes of a host read one clock; across hosts the gap is not divided.
+Between two pieces of work there is a gap. The sender's clock is sent with each message, so the gap
+can be divided into idle time (the message had not been sent yet: the bubble) and transfer (it was
+on its way). All processes of a host read one clock; across hosts the gap is not divided.
 """
 
 from __future__ import annotations
@@ -92,16 +92,16 @@ class Stage(torch.nn.Module):
 
 
 def autocast(precision: str | None, device: torch.device) -> Callable[[], Any]:
-    """Return what the forward pass runs in.
+    """Return the context of the forward pass.
 
     Raises:
-        FitError: Precision fp16, whose loss scaling would have to be agreed between stages.
+        FitError: Precision is fp16, whose loss scaling the stages would have to agree on.
     """
     if precision is None:
         return contextlib.nullcontext
     if precision == "fp16":
         raise FitError(
-            "Precision fp16 scales the loss, which a pipeline cannot do stage by stage.",
+            "precision cannot be 'fp16': it scales the loss, which a pipeline cannot do by stage.",
             seen=precision,
             allowed="None or 'bf16'",
             next_step="precision='bf16'",
@@ -111,7 +111,7 @@ def autocast(precision: str | None, device: torch.device) -> Callable[[], Any]:
 
 
 class TimedStage(PipelineStage):
-    """A pipeline stage that is timed, and whose messages are seen to by `Mail`."""
+    """A pipeline stage that is timed, with its messages handled by `Mail`."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class TimedStage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **given: Any) -> Any:
-        """Compute a microbatch's backward, or the half of it that others wait for."""
+        """Compute a microbatch's backward, or the half of it for which others wait."""
         self.timeline.work("backward", self.mail.arrived("B", bwd_chunk_id))
         super().backward_one_chunk(bwd_chunk_id, *args, **given)
         self.timeline.rest()
@@ -179,14 +179,14 @@ clock = time.perf_counter
 
 @dataclass
 class Sent:
-    """A message under way, and its memory."""
+    """A message that is being sent, and its memory."""
 
     work: Any
     tensor: torch.Tensor
 
     @waits_in(RECEIVE)
     def wait(self) -> None:
-        """Block until it has come or left."""
+        """Block until it has been received or sent."""
         self.work.wait()
 
 
@@ -194,7 +194,7 @@ class Mail:
     """One stage's messages.
 
     Args:
-        asks: By way, what receives a microbatch's message as torch would.
+        asks: By way, the operation that receives a microbatch's message in torch.
         stage: Number of the stage, of `count`.
 
     Attributes:
@@ -229,13 +229,13 @@ class Mail:
 
     @waits_in(RECEIVE)
     def settle(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until all sends have finished."""
         while self._leaving:
             self._leaving.popleft().wait()
 
     @waits_in(RECEIVE)
     def receive(self, way: Way, chunk: int) -> Ops:
-        """See to it that a message comes; return what is left for the schedule to do."""
+        """Arrange the receive of a message; return what is left for the schedule to do."""
         if not self._ahead:
             return self._receive_ops(way, chunk)
         if (way, chunk) not in self._coming:  # the first step
@@ -245,7 +245,7 @@ class Mail:
 
     @waits_in(RECEIVE)
     def send(self, way: Way, chunk: int, ops: Ops) -> Ops:
-        """See to it that a message leaves; return what is left for the schedule to do."""
+        """Arrange the send of a message; return what is left for the schedule to do."""
         self.sent_bytes += sum(op.tensor.nbytes for op in ops)
         ops = [
             op if op.tensor.is_contiguous() else _moved(op, op.tensor.contiguous()) for op in ops
@@ -266,7 +266,7 @@ class Mail:
 
     @waits_in(RECEIVE)
     def arrived(self, way: Way, chunk: int) -> float | None:
-        """Wait for a message, bring it to the device; return when it was sent."""
+        """Wait for a message, copy it to the device; return when it was sent."""
         for message in self._coming.pop((way, chunk), ()):
             message.wait()
         for host, buffer in self._landed.pop((way, chunk), ()):

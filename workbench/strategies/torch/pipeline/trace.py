@@ -1,24 +1,24 @@
 """Any module as a chain of pieces, by `torch.export`.
 
-The trace is one list of operations; it is cut where calls of modules begin as below. Values
-that skip pieces (a residual connection) are handed from piece to piece, so that each piece talks
-to its neighbours only:
+The trace is one list of operations; it is cut where calls of modules begin, as below. Values
+that skip pieces (a residual connection) are passed from piece to piece, so that each piece only
+communicates with its neighbours:
 
     x -> [conv1, relu] -> a -> [conv2] -> (a, b) -> [add, fc] -> y
 
-What is the same for every batch (positions, masks) is computed anew in each piece that needs it:
-nothing of it is sent.
+Values that are the same for every batch (positions, masks) are computed again in each piece that
+needs them, and not sent.
 
-A traced model can be cut at the calls of its modules, as deep down as stages need it:
+A traced model can be cut at the calls of its modules, at any depth that stages need:
 
     forward of the model     transformer                          lm_head
     its calls                wte  wpe  drop  h.0      h.1   ln_f
     their calls                              ln attn
                                              mlp
 
-The chain begins with the calls in the model's own forward. A call that holds more than a stage's
-fair share of the parameters is replaced by the calls within it, so that blocks are found however
-deep they lie (a ModuleDict, an encoder's loop), and stay whole where they are small enough.
+The chain begins with the calls in the model's own forward. A call with more than a stage's fair
+share of the parameters is replaced by the calls within it. So blocks are found at any depth (a
+ModuleDict, an encoder's loop), and stay whole if they are small enough.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from torch.fx.node import map_aggregate
 from ....engine.torch.data import map_batch, tensors_of
 from ....engine.torch.support import evaluating as evaluates
 from ....errors import FitError
+from ..parts.replica import NoBackward
 from .measure import Layer, is_chain, tensor_names, with_aliases
 from .program import Output, Program
 
@@ -50,7 +51,7 @@ Node = torch.fx.Node
 
 
 class Piece(torch.nn.Module):
-    """A traced piece as a link: takes all values that are still needed, hands on those that are."""
+    """A traced piece as a link: takes all values still needed, and passes on those after it."""
 
     def __init__(self, body: torch.fx.GraphModule) -> None:
         super().__init__()
@@ -91,10 +92,10 @@ def traced_layers(
     Tracing fixes what dropout and BatchNorm do, so the program is traced once per mode.
 
     Args:
-        device: Where the pieces will run; the model may lie elsewhere, or have no memory.
-        stages: How many stages the pieces are wanted for.
-        asked: Names of calls to cut at, whatever else is chosen.
-        only: Whether to cut at these alone.
+        device: Where the pieces will run; the model may be elsewhere, or have no memory.
+        stages: The number of stages that the pieces are for.
+        asked: Names of calls at which to cut in any case.
+        only: Whether to cut only at these.
 
     Raises:
         FitError: The program cannot be traced.
@@ -134,14 +135,17 @@ def _trace(model: torch.nn.Module, program: Program) -> _Trace:
     held = next(model.parameters()).device
     outputs: list[Any] = []
     whole = _Whole(model, program, outputs)
+    guard = NoBackward()
     try:
-        with _quiet():
+        with _quiet(), guard:
             tensors = tuple(tensor.to(held) for tensor in program.tensors)
             exported = torch.export.export(whole, tensors, strict=False)
             module = exported.module()
     except Exception as error:
+        if guard.refused is not None:
+            raise guard.refused from None
         raise FitError(
-            "The model could not be traced, so it cannot be cut by itself.",
+            "The model could not be traced, so it cannot be cut automatically.",
             seen=f"{_first_line(error)}{_place(error, model)}",
             allowed="nn.Sequential, a list of stages, or a module whose forward does not branch "
             "on values",
@@ -152,7 +156,7 @@ def _trace(model: torch.nn.Module, program: Program) -> _Trace:
     results = list(next(n for n in module.graph.nodes if n.op == "output").args[0])
     if not results or not all(isinstance(result, Node) for result in results):
         raise FitError(
-            "The last stage must end in a tensor that the model has computed.",
+            "The last stage must return a tensor that the model has computed.",
             seen=type(outputs[0]).__name__ if outputs else "nothing",
             next_step="let the model return a tensor, or tensors in a tuple or dictionary",
             code="WB-FIT-149",
@@ -399,7 +403,7 @@ def _place(error: BaseException, model: torch.nn.Module) -> str:
 
 @dataclass
 class Call:
-    """A module's call: the node it begins with, and the calls within it, in order."""
+    """A module's call: its first node, and the calls within it, in order."""
 
     first: int
     within: list[str] = field(default_factory=list)
@@ -409,7 +413,7 @@ def calls_of(stacks: Sequence[Sequence[str]]) -> dict[str, Call]:
     """Return the calls of modules that are called once; the model itself is ``.
 
     Args:
-        stacks: For each node of the graph, the modules it was computed in, outermost first; those
+        stacks: For each node of the graph, the modules in which it was computed, outermost first;
             called again carry an `@`.
     """
     calls = {"": Call(0)}
@@ -439,8 +443,8 @@ def chosen(
     """Return the names of the calls that begin a link of the chain, in order.
 
     Args:
-        stages: How many stages the chain is wanted for.
-        asked: Calls that the user cuts at, whatever else is chosen.
+        stages: The number of stages that the chain is for.
+        asked: Calls at which the user cuts, in any case.
     """
     share = {name: _size(model, name) for name in calls}
     links = list(calls[""].within)

@@ -1,4 +1,4 @@
-"""A part of the parameters on two servers, so that either of them may die and no step is lost.
+"""A part of the parameters on two servers, so that either may die without the loss of a step.
 
     workers -- push --> server s             takes the step, and answers
                            | update           when its copy has taken it too
@@ -6,24 +6,24 @@
                         server s+1           holds the copy, on a thread beside its own part
 
 Source: van Renesse and Schneider, Chain Replication for Supporting High Throughput and
-Availability, OSDI 2004; for parameter servers Li et al., OSDI 2014, section 4.3: a copy is sent
-what is left after aggregation, so of a synchronous step one gradient, whatever the number of
-workers; of an asynchronous one each push. Servers form a ring: each holds its own part and a copy
-of its predecessor's; with one part the second server holds nothing but the copy.
+Availability, OSDI 2004; for parameter servers Li et al., OSDI 2014, section 4.3: a copy receives
+only what is left after aggregation. For a synchronous step this is one gradient, for any number of
+workers; for an asynchronous one each push. Servers form a ring: each holds its own part and a copy
+of its predecessor's. With one part the second server holds only the copy.
 
-What travels is the gradient of the step, its hyper-parameters, and which pushes count with it. The
+The server sends the gradient of the step, its hyper-parameters, and which pushes count with it. The
 copy's optimizer takes the same step, so that parameters, state and version are the same to the last
-bit. Nobody is answered before the copy has said so. Pushes that wait for others (a round, a bound)
-are not copied: nobody was answered, and their workers send them again.
+bit. No worker is answered before the copy has confirmed the step. Pushes that wait for others (a
+round, a bound) are not copied: they have no answer yet, and their workers send them again.
 
-    the server dies   its link to the copy ends, after all that it had sent; the copy then answers
-                      workers. Each opens the session there and asks again what was not answered;
-                      pushes carry numbers, so none counts twice.
-    the copy dies     the server goes on alone.
+    the server dies   its link to the copy ends, after everything that it had sent; the copy then
+                      answers workers. Each opens the session there and repeats its requests without
+                      an answer; pushes carry numbers, so none counts twice.
+    the copy dies     the server continues alone.
     both die          the workers' links end, and with them the run (or it begins again from its
                       checkpoint).
 
-No third server is told to hold the part from then on: a run survives one death of each two.
+No third server becomes the new copy: a run survives one death of each pair.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 
 class Successor:
-    """Who holds a copy of what this server holds, seen from here.
+    """The server that holds a copy of this server's part, seen from here.
 
     Attributes:
-        holds: What the copy takes of memory there, as it has said last.
-        lives: Whether it is there still.
+        holds: The copy's memory there, as last reported.
+        lives: Whether it still exists.
     """
 
     def __init__(self, link: Link) -> None:
@@ -68,7 +68,7 @@ class Successor:
         self._while_it_lives(opens)
 
     def send(self, kind: str, meta: Mapping[str, Any], parts: Sequence[NDArray[np.uint8]]) -> int:
-        """Send a change, for which `wait` has to be called; return the bytes of its payload."""
+        """Send a change, after which `wait` must be called; return the bytes of its payload."""
         size_bytes = sum(part.size for part in parts)
         sends = self._link.push if parts else lambda kind, meta, _: self._link.send(kind, meta)
         self._while_it_lives(lambda: sends(kind, meta, parts))
@@ -86,12 +86,12 @@ class Successor:
     def change(
         self, kind: str, meta: Mapping[str, Any], parts: Sequence[NDArray[np.uint8]] = ()
     ) -> None:
-        """Have the copy change in a way, and wait until it has."""
+        """Let the copy make a change, and wait until it has done so."""
         self.send(kind, meta, parts)
         self.wait()
 
     def load(self, payload: bytes) -> None:
-        """Hand on a saved state."""
+        """Pass on a saved state."""
         self._while_it_lives(lambda: self._link.send_bytes("load", payload))
         self.wait()
 
@@ -105,5 +105,5 @@ class Successor:
                 self._link.close()
 
     def close(self) -> None:
-        """Leave it: from here on it would be asked in this server's place."""
+        """Leave it: from now on workers ask it instead of this server."""
         self._link.close()

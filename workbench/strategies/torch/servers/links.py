@@ -3,12 +3,12 @@
     push   every server gets its shard's part of the gradients
     take   every server sends its shard of the parameters, one server after the other
 
-Where several servers must act as one, they are told so here: gradients are clipped by the norm of
-the whole, pushes are counted in one order by all servers, parameters are read in one version.
+If several servers must act as one, they are told so here: gradients are clipped by the norm of the
+whole, all servers count pushes in one order, parameters are read in one version.
 
-Parameters and gradients travel from and to where they lie, without a copy in between, where they
-are contiguous in the CPU's memory; those on a device have a copy on the host, to and from which
-they pass through two pinned chunks. Of tables with sparse gradients rows travel (`rows.py`).
+Parameters and gradients that are contiguous in the CPU's memory are sent and received in place,
+without a copy. Those on a device have a copy on the host, and pass to and from it through two
+pinned chunks. Of tables with sparse gradients only rows are sent (`rows.py`).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class ShardLinks:
     """The parameters of one session on the servers.
 
     Args:
-        parameters: What is trained; dealt out to the servers by bytes.
+        parameters: What is trained; divided over the servers by bytes.
         clips: Whether the servers clip, over the sum of all workers' gradients.
-        snapshot: Whether the parameters of all servers are to be of one version.
-        tables: Which of the parameters travel as rows.
+        snapshot: Whether the parameters of all servers must be of one version.
+        tables: The parameters that are sent as rows.
 
     Attributes:
-        sent_bytes: What the last push sent to all servers.
+        sent_bytes: The bytes of the last push to all servers.
 
     Raises:
         FitError: There are fewer parameters than servers.
@@ -94,10 +94,10 @@ class ShardLinks:
             link.begin(shard.size_bytes, {**about, "shard": shard.to_wire()}, most_bytes)
 
     def go_on(self, about: Mapping[str, Any]) -> int:
-        """Open a session in which other workers go on; return how many steps were taken before.
+        """Open a session in which other workers continue; return the number of steps before it.
 
         Raises:
-            LinkClosedError: A server is gone, or expects yet others.
+            LinkClosedError: A server is gone, or expects yet other workers.
         """
         self._begin(about)
         stands: list[Message | None] = [None for _ in self._links]
@@ -121,7 +121,7 @@ class ShardLinks:
                 link.send("settle", decided)
 
     def begin(self) -> None:
-        """Rank 0 sends the values to begin with; all workers get them back."""
+        """Send rank 0's initial values; all workers receive them back."""
         if self._rank0:
             values = self._staging.gather([p.detach() for p in self._parameters])
             for link, shard in self._each():
@@ -139,7 +139,7 @@ class ShardLinks:
     def exchange(
         self, gradients: Sequence[torch.Tensor | None], meta: Mapping[str, Any], *, wanted: bool
     ) -> list[Message]:
-        """Push the gradients, get the parameters if they are wanted; return the answers."""
+        """Push the gradients, get the parameters if they are needed; return the answers."""
         pushes = self._pushes(gradients)
         faults = self._context.faults
         self.sent_bytes = sum(part.size for parts, _ in pushes for part in parts)
@@ -199,7 +199,7 @@ class ShardLinks:
         return [self._take_one_version() if wanted else first.receive()]
 
     def pull(self) -> None:
-        """Get the parameters as they are now."""
+        """Get the present parameters."""
         if self._sequenced:
             self._links[0].send("pull")
             self._take_one_version()
@@ -209,7 +209,7 @@ class ShardLinks:
         self._take()
 
     def end(self) -> None:
-        """Push no more; wait until nobody does, and get the final parameters."""
+        """Push no more; wait until no worker pushes, and get the final parameters."""
         for link in self._links:
             link.send("end")
         self._take()
@@ -305,21 +305,21 @@ class ShardLinks:
     def _taken_over(self, gone: int, server: int, seconds: float) -> None:
         if self._rank0:
             text = (
-                f"Server s{server} took over the part of server s{gone}, which is gone, within "
-                f"{seconds:.2f} s; no step is lost. There is no second copy of that part any more."
+                f"Server s{server} took over the part of server s{gone}, which died, within "
+                f"{seconds:.2f} s; no step is lost. There is no longer a second copy of that part."
             )
             self._context.emit(events.Noted(rank=0, text=text))
 
     # -- saving ------------------------------------------------------------------------------------
 
     def states(self) -> Iterator[bytes]:
-        """Yield what each server's optimizer keeps, as the server wrote it."""
+        """Yield each server's optimizer state, as the server wrote it."""
         for link in self._links:
             link.send("state")
             yield link.take_bytes()
 
     def load(self, written: Callable[[Shard], bytes]) -> None:
-        """Rank 0 gives each server what its optimizer is to keep."""
+        """Send each server its optimizer's state, from rank 0."""
         if self._rank0:
             for link, shard in self._each():
                 link.send_bytes("load", written(shard))
@@ -342,7 +342,7 @@ class Staging:
     """The bytes of each parameter: its own memory, or a copy on the host for a device's.
 
     Args:
-        tables: Those of which rows travel: nothing of them comes here, once they have begun.
+        tables: Those that are sent as rows: after the beginning nothing of them comes here.
     """
 
     def __init__(
@@ -358,14 +358,14 @@ class Staging:
         self._zeros: dict[int, Bytes] = {}
 
     def landing(self) -> list[Bytes]:
-        """Return where each parameter arrives: its own memory, or a copy on the host."""
+        """Return where each parameter is received: its own memory, or a copy on the host."""
         return [
             as_bytes(parameter.detach() if own is None else own)
             for parameter, own in zip(self._parameters, self._own, strict=True)
         ]
 
     def scatter(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Bring what arrived in host copies to where the parameters are."""
+        """Copy what was received in host copies to the parameters."""
         away = []
         with torch.no_grad():
             for index, (parameter, own) in enumerate(zip(parameters, self._own, strict=True)):
@@ -379,7 +379,7 @@ class Staging:
                 self._staged.to_device(away)
 
     def gather(self, tensors: Sequence[torch.Tensor | None]) -> list[Bytes]:
-        """Return the bytes of tensors that lie like the parameters; zeros for those missing."""
+        """Return the bytes of tensors with the parameters' layout; zeros for missing ones."""
         away = []
         for tensor, own in zip(tensors, self._own, strict=True):
             if own is not None and tensor is not None:

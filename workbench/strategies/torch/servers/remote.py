@@ -1,4 +1,4 @@
-"""The parameters of one session on the servers, as the optimizer's step on a worker sees them."""
+"""The parameters of one session on the servers, as a worker's optimizer step uses them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Answer:
-    """What the servers said to a push.
+    """The servers' answer to a push.
 
     Attributes:
         staleness: Updates between this worker's pull and its push's turn, mean over servers.
-        blocked_s: How long the slowest server held the answer back, for others (bounded staleness,
-            or the last push of a round).
-        sent_bytes: What was pushed.
-        blamed: The worker whose push let that answer go; -1 where nothing was held back.
+        blocked_s: How long the slowest server held the answer back for other workers (bounded
+            staleness, or the last push of a round).
+        sent_bytes: The bytes pushed.
+        blamed: The worker whose push released that answer; -1 if nothing was held back.
     """
 
     staleness: float = 0.0
@@ -42,10 +42,10 @@ class Remote:
 
     Args:
         clip_norm: Clip there, over the sum of all workers' gradients.
-        whole: Whether gradients must reach the servers as backward left them: what they hold is one
-            worker's share of a sum, so that a norm taken of it here would be wrong.
-        snapshot: Whether the parameters of all servers are to be of one version.
-        tables: Parameters whose gradients are sparse: of them rows travel.
+        whole: Whether gradients must reach the servers as backward left them. They are one worker's
+            share of a sum, so their norm here would be wrong.
+        snapshot: Whether the parameters of all servers must be of one version.
+        tables: Parameters whose gradients are sparse: they are sent as rows.
         waits: Whether the servers are joined later (`go_on`, `join`).
         exchanged: Called with a function that does the exchange, and times it.
 
@@ -115,10 +115,10 @@ class Remote:
     # -- with others -------------------------------------------------------------------------------
 
     def go_on(self, generation: int) -> int:
-        """Go on with the workers that there are now; return how many steps the servers have taken.
+        """Continue with the present workers; return how many steps the servers have taken.
 
         Raises:
-            LinkError: A server is gone, or other workers are to take part by now.
+            LinkError: A server is gone, or the set of workers has changed again.
         """
         context = self._context
         self._forget_step()
@@ -133,7 +133,7 @@ class Remote:
                     raise
 
     def join(self, place: int, generation: int) -> int:
-        """Come in another worker's place; return how many of its pushes count."""
+        """Replace another worker; return how many of its pushes count."""
         self._forget_step()
         self._context.connect(place, generation)
         opened = self._servers.open({**self._about, "generation": generation, "joins": True})
@@ -149,8 +149,8 @@ class Remote:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(a is not None for a in args[1:]) or kwargs.get("closure") is not None:
             raise FitError(
-                "An optimizer whose step takes a closure cannot work on a server: the closure "
-                "computes the loss again in the middle of the step.",
+                "optimizer must not need a closure: the closure computes the loss again in the "
+                "middle of the step, which a server cannot do.",
                 seen=type(optimizer).__name__,
                 next_step="use another optimizer, or strategy mirrored",
                 code="WB-FIT-123",
@@ -173,17 +173,17 @@ class Remote:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._known:
                     raise FitError(
-                        "A parameter is trained that was frozen, or not the optimizer's, when the "
-                        "others were put on the servers; this worker's copy alone would change.",
+                        "A trained parameter was frozen or missing in the optimizer when the "
+                        "servers received the others; only this worker's copy would change.",
                         seen=f"a parameter of shape {tuple(parameter.shape)}",
                         allowed="requires_grad and param_groups as they were; freezing is possible",
-                        next_step="call wb.prepare with all layers unfrozen and freeze some after "
-                        "it, or use strategy mirrored",
+                        next_step="call wb.prepare with all layers unfrozen and freeze some "
+                        "afterwards, or use strategy mirrored",
                         code="WB-FIT-124",
                     )
 
     def backward_ended(self) -> None:
-        """Note what the gradients are like when backward leaves them."""
+        """Note the gradients as backward leaves them."""
         if self._whole:
             self._versions = [-1 if p.grad is None else p.grad._version for p in self.parameters]
 
@@ -194,7 +194,7 @@ class Remote:
         if now != self._versions:
             raise FitError(
                 "The gradients were changed between backward and optimizer.step(). On this worker "
-                "they are only its share of the sum, so a norm taken of them is not the whole's.",
+                "they are only its share of the sum, so their norm is not that of the whole sum.",
                 seen="clipping, or another change in place",
                 next_step="use wb.fit(clip_norm=...), which clips on the server, or strategy "
                 "mirrored",
@@ -230,16 +230,16 @@ class Remote:
         )
 
     def pull(self) -> None:
-        """Get the parameters as they are now."""
+        """Get the present parameters."""
         self._servers.pull()
 
     def end(self) -> None:
-        """Push no more; wait until nobody does, and get the final parameters."""
+        """Push no more; wait until no worker pushes, and get the final parameters."""
         self._servers.end()
 
     @property
     def gradients(self) -> list[torch.Tensor]:
-        """What this worker's parameters have of gradients, also while they are out of sight."""
+        """The gradients of this worker's parameters, also while they are hidden."""
         held = self._hidden or [p.grad for p in self.parameters]
         return [gradient for gradient in held if gradient is not None]
 
@@ -247,8 +247,8 @@ class Remote:
         for i, parameter in enumerate(self.parameters):
             if i not in self._tables and parameter.grad is not None and parameter.grad.is_sparse:
                 raise FitError(
-                    "A sparse gradient came where none was expected: the servers' memory is laid "
-                    "out before the first step, for whole tensors where no layer says otherwise.",
+                    "A sparse gradient is only possible for a layer made with sparse=True: the "
+                    "servers reserve memory for whole tensors before the first step.",
                     seen=f"parameter {i} of shape {tuple(parameter.shape)}",
                     allowed="sparse gradients of layers made with sparse=True",
                     next_step="make the embedding with nn.Embedding(..., sparse=True), or look it "
@@ -259,7 +259,7 @@ class Remote:
     # -- saving ------------------------------------------------------------------------------------
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's state_dict, its state brought from the servers."""
+        """Return the optimizer's state_dict, with its state from the servers."""
         state: dict[int, Any] = {}
         for written in self._servers.states():
             for index, values in torch.load(io.BytesIO(written), weights_only=True).items():
@@ -281,7 +281,7 @@ class Remote:
         self._servers.begin()
 
     def close(self) -> None:
-        """End the session and take the hooks out."""
+        """End the session and remove the hooks."""
         for pin in self._pins:
             pin.remove()
         self._pins.clear()

@@ -1,4 +1,4 @@
-"""What travels of a table of which a step uses a few rows: those rows, and which they are.
+"""What is sent of a table of which a step uses a few rows: these rows, and their indices.
 
 Source: Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014,
 section 3.1 (a worker pushes and pulls the keys that its data has, not the whole of w).
@@ -6,12 +6,13 @@ section 3.1 (a worker pushes and pulls the keys that its data has, not the whole
     push   | whole tensors ........ | table 3: which rows, their gradients | table 5: ... |
     answer | whole tensors ........ | table 3: which rows, their values    | table 5: ... |
 
-A row comes back to a worker if it has changed since that worker was last told of it. So a worker's
-copy is always that of a version, as if the whole had come, and what travels does not grow with the
-table. This needs optimizers that change no row but those of the gradient (`check_row_wise`).
+A worker receives a row again if the row has changed since the worker last received it. So a
+worker's copy is always that of one version, as if the whole table had been sent, and the message
+does not grow with the table. This needs optimizers that change only the gradient's rows
+(`check_row_wise`).
 
-How many rows there are differs from step to step, so such messages are only bounded in size; they
-go through the stream, also where whole tensors would go through shared memory.
+The number of rows differs from step to step, so such messages only have a largest size. They are
+sent on the stream, even if whole tensors use shared memory.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def tables_of(model: torch.nn.Module) -> set[torch.nn.Parameter]:
 
 
 def check_row_wise(optimizer: torch.optim.Optimizer, tables: Collection[torch.Tensor]) -> None:
-    """Raise FitError where a step would change rows of a table that its gradient does not have."""
+    """Raise FitError if a step would change rows of a table that its gradient does not have."""
     for group in optimizer.param_groups:
         if not any(parameter in tables for parameter in group["params"]):
             continue
@@ -59,8 +60,8 @@ def check_row_wise(optimizer: torch.optim.Optimizer, tables: Collection[torch.Te
             continue
         settings = ", ".join(f"{name}={value}" for name, value in kept.items())
         raise FitError(
-            "Of a table with sparse gradients only the rows of the gradient travel, and this "
-            "optimizer's step changes others too.",
+            "The optimizer must change only the rows that a sparse gradient holds, because only "
+            "these are sent; this optimizer changes other rows too.",
             seen=f"{type(optimizer).__name__}({settings})",
             allowed="SGD, Adagrad and SparseAdam, without momentum and weight_decay",
             next_step="use one of them, or make the embedding with sparse=False",
@@ -93,14 +94,14 @@ def sparse_of(rows: Rows, like: torch.Tensor) -> torch.Tensor:
 
 
 class Parted:
-    """A server's tensors by how they travel: as wholes, or as rows.
+    """A server's tensors by how they are sent: whole, or as rows.
 
     Args:
-        tables: Indices of the trained parameters that travel as rows.
+        tables: Indices of the trained parameters that are sent as rows.
 
     Attributes:
         tables: Those of them that this server holds.
-        whole: The others, one behind the other.
+        whole: The others, in sequence.
     """
 
     def __init__(self, shard: Shard, tables: Collection[int]) -> None:
@@ -127,8 +128,8 @@ class Parted:
         """Return the buffers of a message, in its order, to be sent or to be filled.
 
         Args:
-            whole: Of each tensor that travels as a whole.
-            rows: Of each table.
+            whole: The tensors that are sent whole.
+            rows: The rows of each table.
         """
         parts = [*whole, _gap(self.whole.size_bytes)]
         for indices, values in rows:
@@ -137,7 +138,7 @@ class Parted:
         return parts
 
     def room(self, counts: Sequence[int]) -> list[Rows]:
-        """Return memory for so many rows of each table."""
+        """Return memory for this many rows of each table."""
         return [
             (
                 torch.empty(count, dtype=torch.int64),
@@ -147,10 +148,10 @@ class Parted:
         ]
 
     def read(self, memory: Bytes, counts: Sequence[int]) -> list[Rows]:
-        """Return the rows that lie in a message, as views on it.
+        """Return the rows in a message, as views on it.
 
         Raises:
-            ValueError: There is not room for so many.
+            ValueError: There is not room for this many.
         """
         known = len(counts) == len(self.tables) and min(counts, default=0) >= 0
         if not known or self._size(counts) > memory.size:
@@ -167,7 +168,7 @@ class Parted:
 
 
 class Changes:
-    """Which rows of a server's tables have changed since each worker was told of them."""
+    """Which rows of a server's tables have changed since each worker last received them."""
 
     def __init__(self, parted: Parted, ranks: Collection[int]) -> None:
         self._tables = parted.tables
@@ -175,7 +176,7 @@ class Changes:
         self.everything()
 
     def everything(self) -> None:
-        """All rows are new."""
+        """Mark all rows as new."""
         every = [torch.arange(piece.shape[0]) for piece in self._tables]
         for rank in self._of:
             self._of[rank] = [[indices] for indices in every]
@@ -184,7 +185,7 @@ class Changes:
         """Note what a step along these gradients has changed.
 
         Args:
-            gradients: By the parameters' indices; None: left alone.
+            gradients: By the parameters' indices; None: unchanged.
         """
         for place, piece in enumerate(self._tables):
             gradient = gradients[piece.index]
@@ -196,10 +197,10 @@ class Changes:
                         pending[place] = [torch.unique(torch.cat(pending[place]))]
 
     def take(self, rank: int, values: Sequence[torch.Tensor]) -> list[Rows]:
-        """Return what a worker does not know yet; from now on it does.
+        """Return what a worker does not know yet, and mark it as known.
 
         Args:
-            values: Each table as it is.
+            values: Each table in its present state.
         """
         found = []
         for pending, table in zip(self._of[rank], values, strict=True):

@@ -1,22 +1,22 @@
-"""A server's sessions, one after the other: who opens them, who is in them, who goes on in them.
+"""A server's sessions, one after the other: who opens them, takes part, and continues.
 
     open of all workers ---> a session ---> closed by all ---> the next wb.fit of the cell, or none
 
-Where workers die and others come (`--on-failure heal`) the values outlive who trained them:
+If workers die and others join (`--on-failure heal`), the values outlive the workers:
 
-    together    Workers that take each step together come on new links, in a new generation, under
-                new ranks. What those before had said is let go of: pushes of a step that had not
-                all of them too. All opened, worker 0 compares:
+    together    Workers that take each step together join on new links, in a new generation, with
+                new ranks. Older messages are dropped: pushes of a step for which not all pushes
+                came. When all have opened, worker 0 compares:
 
                     server    stands  --->  worker 0    version, whether all pushes of a step are in
                     server  <---  settle    worker 0    the version in which all servers go on
 
-                Of several servers one may have taken a step that another has only all pushes of
-                (`Policy.prepared`); that one takes it now, so that a step stands on all servers or
-                on none. It is two-phase commit (Gray, Notes on Data Base Operating Systems, 1978),
-                whose coordinator may die: what was decided shows in who has taken the step.
-    singly      A worker at its own pace comes in the place of one that has left; nobody else
-                notices.
+                One of several servers may have taken a step of which another only has all pushes
+                (`Policy.prepared`). The other takes it now, so that either all servers have taken a
+                step or none has. This is two-phase commit (Gray, Notes on Data Base Operating
+                Systems, 1978), whose coordinator may die: a server that has taken the step shows
+                the decision.
+    singly      A worker at its own pace replaces one that has left; the others do not notice.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Item = tuple[int, "Message"]
 
 
 class Sessions:
-    """What a server does from its first session to its last.
+    """A server's work from its first session to its last.
 
     Args:
-        servers: Among which the parameters are divided.
-        successor: Who holds a copy of what this server holds.
+        servers: The number over which the parameters are divided.
+        successor: The server that holds a copy of this one's part.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class Sessions:
         self._before: Holder | None = None  # the session before it
 
     def serve(self, taken: Holder | None = None, waiting: Sequence[Item] = ()) -> None:
-        """Answer the workers until nobody is left, and nobody comes.
+        """Answer the workers until none is left and no other will come.
 
         Args:
-            taken: The session in which this server takes the place of one that is gone.
-            waiting: What workers have said to it before it could.
+            taken: The session in which this server replaces one that is gone.
+            waiting: Messages that workers sent to it before.
         """
         self._queue.extend(waiting)
         holder = taken
@@ -180,12 +180,12 @@ class Sessions:
 
 
 class Copy:
-    """The copy of a part: follows the server that answers for it, and takes its place.
+    """The copy of a part: follows the server that answers for it, and can replace it.
 
     Args:
         hub: Its links: of every worker, and of that server, as the one after the last worker.
-        sender: Its number there.
-        servers: Among which the parameters are divided.
+        sender: That server's number there.
+        servers: The number over which the parameters are divided.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Copy:
         self._waiting: list[Item] = []
 
     def keep(self) -> None:
-        """Follow until there is nobody to be followed, then answer the workers."""
+        """Follow until there is no server to follow, then answer the workers."""
         waiting = self._waiting
         while True:
             item = self._hub.next()

@@ -11,12 +11,12 @@
            <-------  params, once nobody pushes any more
     close  ------->  the session is over; another wb.fit of the cell may open the next
 
-Who opens and ends sessions, also when workers die and others come, is in `sessions.py`.
+`sessions.py` decides who opens and ends sessions, also when workers die and others join.
 
-Where a part is held twice, every change goes to its copy before anybody is answered (`copies.py`).
+If a part is held twice, every change goes to its copy before a worker is answered (`copies.py`).
 
-What is done to the optimizer is what one device does: clip, step. Its hyper-parameters are those of
-the user's optimizer on the worker; a scheduler there changes them, and they travel with each push.
+The optimizer does what it does on one device: clip, step. Its hyper-parameters are those of the
+user's optimizer on the worker; a scheduler there changes them, and they are sent with each push.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Policy(ABC):
     """When pushes count, and when their workers get an answer.
 
     Attributes:
-        holds: Whether the parameters may change while some worker reads them, so that a reader
-            must be waited for.
+        holds: Whether the parameters may change while a worker reads them, so that the server must
+            wait for readers.
     """
 
     holds = False
@@ -55,57 +55,57 @@ class Policy(ABC):
 
     @abstractmethod
     def pushed(self, rank: int, meta: Meta) -> None:
-        """A gradient lies in the worker's mailbox."""
+        """Accept the gradient in the worker's mailbox."""
 
     @abstractmethod
     def left(self, rank: int) -> None:
-        """The worker will push no more."""
+        """Note that the worker will push no more."""
 
     def asked(self, rank: int, meta: Meta) -> None:
-        """The worker wants the parameters as they are."""
+        """Send the worker the present parameters."""
         self.holder.send_parameters(rank)
 
     def released(self) -> None:  # noqa: B027 - only some policies share the board while it changes
-        """A worker has finished reading."""
+        """Note that a worker has finished reading."""
 
     def scaled(self, factor: float) -> None:  # noqa: B027 - only where servers clip together
-        """Rank 0 says by how much clipping shortens the gradient."""
+        """Accept rank 0's factor by which clipping scales the gradient."""
 
     def joined(self, rank: int) -> None:  # noqa: B027 - only where each worker counts for itself
-        """A worker comes in the place of one that has left."""
+        """Accept a worker that replaces one that has left."""
 
     @property
     def prepared(self) -> bool:
-        """Whether all pushes of a step are here that is not taken yet: all servers must agree."""
+        """Whether all pushes have arrived for a step not taken yet: all servers must agree."""
         return False
 
     def commit(self, factor: float) -> None:  # noqa: B027 - only where servers must agree
-        """Take the step that was prepared, shortened by a factor, and answer nobody."""
+        """Take the prepared step, scaled by a factor, without an answer."""
 
     def repeated(self, rank: int, meta: Meta) -> None:
-        """A push that counts already is sent again: its answer was lost with a server."""
+        """Answer a push that already counts and is sent again: its answer died with a server."""
         self.holder.send_parameters(rank, staleness=0, blocked_s=0.0, blamed=-1)
 
     def followed(self, rank: int, meta: Meta) -> None:  # noqa: B027 - only where pushes are counted
-        """On a copy: an update that the worker's push has made elsewhere was made here too."""
+        """On a copy: note that it has made an update of the followed server, too."""
 
 
 class Holder:
-    """What one server holds in one session.
+    """The state of one server in one session.
 
     Attributes:
-        shard: Which tensors.
+        shard: The tensors that it holds.
         parameters: Views on the board, in the order of the shard.
         version: Updates so far.
         training: Ranks that may still push.
         reading: Ranks that may be reading the board.
-        parted: Which of the tensors travel as rows.
-        gradients: What each worker has pushed last, in the order of the shard.
-        session: Its number, where the part is held twice.
+        parted: The tensors that are sent as rows.
+        gradients: Each worker's latest push, in the order of the shard.
+        session: Its number, if the part is held twice.
         counted: The number of each worker's last push that counts.
         pushes: How many of each worker's pushes count.
-        agrees: Whether a step is taken once all servers have all its pushes.
-        factor: By how much clipping has shortened the last step.
+        agrees: Whether a step is taken only when all servers have all its pushes.
+        factor: The factor by which clipping has scaled the last step.
     """
 
     factor = 1.0
@@ -124,10 +124,10 @@ class Holder:
         """Open a session.
 
         Args:
-            opened: What each worker says of it.
-            successor: Who holds a copy of it all.
-            follows: Whether this is that copy: workers come when it has taken over (`admit`).
-            before: The session that this one goes on from, with other workers.
+            opened: Each worker's message about it.
+            successor: The server that holds a copy of everything.
+            follows: Whether this is that copy: workers join when it has taken over (`admit`).
+            before: The session that this one continues, with other workers.
         """
         self.hub, self.servers = hub, servers
         first = opened[min(opened)]
@@ -192,7 +192,7 @@ class Holder:
                 self.optimizer.state[new] = states[old]
 
     def make_mailbox(self, rank: int, *, shared: bool) -> None:
-        """Make the memory to which somebody's pushes go."""
+        """Make the memory for a worker's pushes."""
         most_bytes = self.parted.most_bytes if self._tables else None
         size_bytes = self.shard.size_bytes
         mailbox = self.hub.mailbox(rank, size_bytes, shared=shared, most_bytes=most_bytes)
@@ -204,15 +204,15 @@ class Holder:
         self.hub.hand_over(rank)
 
     def lacks(self, rank: int, meta: Meta) -> bool:
-        """Whether a worker that opens a session comes from another server into this one."""
+        """Whether a worker that opens a session moves from another server into this one."""
         same = self._follows and rank in self.open and meta.get("session") == self.session
         return same and rank not in self.mailboxes and rank in self.hub.living
 
     def join(self, rank: int, meta: Meta | None = None) -> None:
-        """Count a worker in that comes in the place of one that has left, at its own pace.
+        """Accept a worker that replaces one that has left, at its own pace.
 
         Args:
-            meta: What it says of the session; None on a copy, where it comes when that takes over.
+            meta: Its message about the session; None on a copy, which it joins on a takeover.
         """
         if self._successor is not None:
             self._successor.change("joined", {"rank": rank})
@@ -225,7 +225,7 @@ class Holder:
             self.admit(rank, meta)
 
     def admit(self, rank: int, meta: Meta) -> None:
-        """Let in a worker whose server is gone; what it knows of tables is not known here."""
+        """Accept a worker whose server is gone; its knowledge of tables is not known here."""
         self.make_mailbox(rank, shared=bool(meta["shared"]))
         self._changes.everything()
         self._welcome(rank)
@@ -242,7 +242,7 @@ class Holder:
     # -- the session's messages --------------------------------------------------------------------
 
     def handle(self, rank: int, message: Message) -> None:
-        """Do what a worker's message asks for."""
+        """Handle a worker's message."""
         meta = message.meta
         if message.kind == "push":
             if meta.get("hyper") is not None:
@@ -318,10 +318,10 @@ class Holder:
                 self.send_parameters(rank)
 
     def take_values(self, rank: int, meta: Meta) -> None:
-        """Take the values, and what was kept of the optimizer's state.
+        """Take the values, and the saved state of the optimizer.
 
         Args:
-            meta: With the values as `payload`, where they are no push in the sender's mailbox.
+            meta: With the values as `payload`, if they are not a push in the sender's mailbox.
         """
         self._begins += 1
         payload = meta.get("payload")
@@ -336,11 +336,11 @@ class Holder:
             self._saved = None
 
     def take_over(self, sender: int) -> None:
-        """On a copy: the server that was followed is gone, and with it where its updates came."""
+        """On a copy: note that the followed server is gone, the source of its updates."""
         del self.mailboxes[sender], self.gradients[sender]
 
     def leave(self, rank: int) -> None:
-        """Wait for a worker no more: it has ended, or is gone."""
+        """Wait no longer for a worker: it has ended, or is gone."""
         if rank in self.training:
             if self._successor is not None:
                 self._successor.change("left", {"rank": rank})
@@ -370,7 +370,7 @@ class Holder:
         """End the session: every worker's next wait raises.
 
         Args:
-            felt: Where it is for somebody else's end, that in short (`LinkError`).
+            felt: If another process's end is the cause, that in short (`LinkError`).
         """
         for rank in sorted(self.open):
             self.hub.reply(rank, "error", {"text": text, "felt": felt})
@@ -381,10 +381,10 @@ class Holder:
     # -- what policies do --------------------------------------------------------------------------
 
     def send_parameters(self, rank: int, *, keep: bool = False, **meta: Any) -> None:
-        """Send a worker the parameters; who shares the board reads it until `release`.
+        """Send a worker the parameters; a worker that shares the board reads until `release`.
 
         Args:
-            keep: Whether the board must not change until released, also where a copy was sent.
+            keep: Whether the board must not change until released, even if a copy was sent.
         """
         held = keep or (self.policy.holds and self.hub.shares(rank))
         if held:
@@ -432,17 +432,17 @@ class Holder:
         return norm_of(gradients)
 
     def flats(self, rank: int) -> list[torch.Tensor]:
-        """Return what a worker has pushed of whole tensors, one flat tensor per dtype."""
+        """Return a worker's push of whole tensors, one flat tensor per dtype."""
         return self.parted.whole.flats(self.mailboxes[rank])
 
     def add_rows(self, ranks: Sequence[int]) -> None:
-        """Have the first rank's gradients of tables be the sum of all, in the order of ranks."""
+        """Add all ranks' gradients of tables to the first rank's, in the order of ranks."""
         for place, _ in self._tables:
             every = [self.gradients[rank][place] for rank in ranks]
             self.gradients[ranks[0]][place] = summed(every, self.parameters[place])
 
     def scale_rows(self, rank: int, factor: float) -> None:
-        """Shorten a rank's gradients of tables."""
+        """Scale a rank's gradients of tables."""
         for place, _ in self._tables:
             self.gradients[rank][place] = self.gradients[rank][place] * factor
 
@@ -456,16 +456,16 @@ class Holder:
         lr_factor: float = 1.0,
         staleness: int = 0,
     ) -> None:
-        """Step the optimizer along a gradient; when this returns, the copy has done so too.
+        """Take the optimizer's step; when this returns, the copy has taken it too.
 
         Args:
             gradients: In the order of the shard.
-            rank: Whose hyper-parameters hold.
+            rank: The rank whose hyper-parameters are used.
             of: Ranks whose pushes count with it; by default that one's.
-            absent: Indices of parameters that took no part in the loss: they are left alone, as
-                one device leaves them.
-            lr_factor: Factor on the learning rates of this step alone.
-            staleness: Of the push, for a copy that has to say it again.
+            absent: Indices of parameters that took no part in the loss: they are not changed, as on
+                one device.
+            lr_factor: Factor on the learning rates of this step only.
+            staleness: That of the push, for a copy that has to repeat the answer.
         """
         for member in of or (rank,):
             self.counted[member] = self._came[member]
@@ -488,7 +488,7 @@ class Holder:
             self._successor.wait()
 
     def follow(self, sender: int, meta: Meta) -> None:
-        """On a copy: take the step that was taken elsewhere."""
+        """On a copy: take the step that the followed server has taken."""
         rank = int(meta["rank"])
         if "hyper" in meta:
             self.hyper[rank] = meta["hyper"]

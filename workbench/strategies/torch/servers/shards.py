@@ -1,15 +1,15 @@
-"""Which server holds which parameters, and where in its memory each of them lies.
+"""Which server holds which parameters, and where each of them is in its memory.
 
-Whole tensors are dealt out, the largest first, each to the server that holds the fewest bytes yet
+Whole tensors are distributed, the largest first, each to the server with the fewest bytes so far
 (longest processing time first: at most 4/3 of the best division). Tensors are not cut, so that
-optimizers whose step looks at a whole tensor do on a server what they do on one device.
+optimizers whose step reads a whole tensor do the same on a server as on one device.
 
     server 0   | float64 ... | float32 ........ | bfloat16 .. |      one flat buffer each way
     server 1   | float64 . | float32 ............ |
 
 Within a server the types with the widest elements come first, so every tensor is aligned.
 
-An optimizer's class and hyper-parameters travel to a server too.
+An optimizer's class and hyper-parameters are sent to a server too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Piece:
     """One tensor in a server's memory.
 
     Attributes:
-        index: Which of the trained parameters it is.
+        index: Its index among the trained parameters.
         shape, dtype: As in the model; dtype as `float32`.
         offset: Byte at which it begins.
     """
@@ -82,7 +82,7 @@ class Shard:
 
     @staticmethod
     def from_wire(data: Sequence[Sequence[Any]]) -> Shard:
-        """Rebuild what `to_wire` gave."""
+        """Rebuild what `to_wire` returned."""
         return Shard(tuple(Piece(i, tuple(s), str(d), at) for i, s, d, at in data))
 
     @property
@@ -118,14 +118,14 @@ def _typed(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def divide(parameters: Sequence[torch.Tensor], servers: int) -> list[Shard]:
-    """Deal the parameters out to servers by bytes.
+    """Divide the parameters over servers by bytes.
 
     Raises:
         FitError: There are fewer parameters than servers.
     """
     if servers > len(parameters):
         raise FitError(
-            "There are more servers than parameter tensors to hold.",
+            "servers must be at most the number of parameter tensors.",
             seen=f"{servers} servers, {len(parameters)} tensors",
             allowed=f"1 to {len(parameters)} servers for this model",
             next_step=f"use -o servers={len(parameters)} or fewer",
@@ -171,9 +171,9 @@ def importable(cls: type) -> str:
         found = getattr(found, part, None)
     if found is not cls or cls.__module__ == "__main__":
         raise FitError(
-            "The optimizer's class is defined in the cell, which the server does not run.",
+            "The optimizer's class is defined in the cell, but the server does not run the cell.",
             seen=cls.__qualname__,
-            next_step="put the class into a module beside the notebook and import it",
+            next_step="put the class into a module next to the notebook and import it",
             code="WB-FIT-115",
         )
     return f"{cls.__module__}:{cls.__qualname__}"
@@ -190,7 +190,7 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings JSON-ready.
 
     Raises:
-        FitError: One of them is no number, text or tuple of such.
+        FitError: One of them is not a number, text or tuple of such.
     """
     return {name: _plain_value(name, value) for name, value in values.items()}
 
@@ -211,7 +211,7 @@ def _plain_value(name: str, value: Any) -> Any:
 
 
 def restored(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyper-parameters as optimizers hold them; JSON turned tuples into lists."""
+    """Return hyper-parameters as optimizers hold them; JSON had made lists of tuples."""
     found = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     if found.get("capturable"):
         found["capturable"] = False  # CUDA graphs are the worker's matter
@@ -224,7 +224,7 @@ def build_optimizer(
     """Make an optimizer of the user's class over this server's parameters.
 
     It is made as unpickling makes one, from its class, defaults and groups: constructors differ,
-    and would ask for arguments that nobody knows any more.
+    and would need arguments that are not known here.
     """
     module, _, name = str(about["optimizer"]).partition(":")
     cls: Any = importlib.import_module(module)

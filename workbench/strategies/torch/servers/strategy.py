@@ -1,16 +1,16 @@
-"""What central storage and the parameter server do alike on a worker.
+"""The common part of central storage and the parameter server on a worker.
 
     pull -> forward -> backward -> push -> (the server steps) -> pull -> ...
 
-A strategy of this family says when pushes count (its policy, on the server), how a share's loss is
-weighted, and what is a wait. Gradients and parameters travel on links (`engine/transport`), the
-user's optimizer steps on the servers (`Remote`, `shard_server.py`).
+A strategy of this family decides when pushes count (its policy, on the server), how a share's loss
+is weighted, and what counts as wait. Gradients and parameters are sent on links
+(`engine/transport`), and the user's optimizer steps on the servers (`Remote`, `shard_server.py`).
 
-What a step measures: compute is forward and backward; the exchange with the servers (pushing,
-their sums and optimizer steps, pulling) is blocked time, of which the strategy calls a part wait;
-the rest is transfer. `sent_bytes` are the gradients pushed; as many bytes of parameters come back.
-Of layers with sparse gradients only the rows of the gradient are pushed, and those rows come back
-that any worker has changed (`rows.py`).
+What a step measures: compute is forward and backward. The exchange with the servers (pushing,
+their sums and optimizer steps, pulling) is blocked time; the strategy counts a part of it as wait,
+and the rest is transfer. `sent_bytes` are the gradients pushed; the same number of bytes of
+parameters come back. Of layers with sparse gradients only the rows of the gradient are pushed, and
+the rows that any worker has changed come back (`rows.py`).
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Served(Strategy):
 
     @abstractmethod
     def make_policy(self, holder: Holder) -> Policy:
-        """Say, on a server, when pushes count."""
+        """Return the policy that decides, on a server, when pushes count."""
 
     @abstractmethod
     def settle(self, result: StepResult, answer: Answer) -> None:
-        """Write what the exchange measured into the step's result."""
+        """Write the measurements of the exchange into the step's result."""
 
     # -- on a server -------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class Served(Strategy):
         Sessions(context.hub, self._parts, self.make_policy, successor).serve()
 
     def keep_copy(self) -> None:
-        """Hold a copy of another server's part, and take its place when it is gone."""
+        """Hold a copy of another server's part, and replace that server when it is gone."""
         context = self.context
         assert context.copy_hub is not None, "the runtime opens the links first"
         Copy(context.copy_hub, context.spec.world_size, self._parts, self.make_policy).keep()
@@ -125,11 +125,11 @@ class Served(Strategy):
 
     @property
     def apart(self) -> bool:
-        """Asynchronous workers meet nowhere."""
+        """Whether asynchronous workers never meet."""
         return not self.context.sync
 
     def leave_group(self) -> None:
-        """Close the links: what servers have of a step without all its pushes is let go of."""
+        """Close the links: servers drop a step without all its pushes."""
         self.guard = None
         self.context.disconnect()
 
@@ -138,7 +138,7 @@ class Served(Strategy):
         self.context.break_off()
 
     def settle_steps(self, generation: int) -> int:
-        """Hear from the servers which steps stand, or how many pushes of this one's place count."""
+        """Ask the servers which steps count, or how many pushes of this worker's place."""
         remote, membership = self._remote, self.context.membership
         if self.apart:
             taken = remote.join(membership.place, generation)
@@ -182,7 +182,7 @@ class Served(Strategy):
         }
 
     def load_member_state(self, state: dict[str, Any]) -> None:
-        """Go on from another worker's; at an own pace the schedule is that of the own steps."""
+        """Continue from another worker's state; asynchronously with its own schedule."""
         trainer, self._steps = self._trainer, int(state["steps"])
         with torch.no_grad():
             for name, buffer in trainer.model.named_buffers():
@@ -224,7 +224,7 @@ class Served(Strategy):
 
     def _refuse_scaling(self, seen: str) -> None:
         raise FitError(
-            "Loss scaling and servers do not go together: each worker would skip other steps.",
+            "Loss scaling cannot be used with servers: each worker would skip different steps.",
             seen=seen,
             allowed="bf16, which needs none; fp16 under mirrored, sharded, local_sgd, gossip",
             next_step="use precision='bf16', in a loop torch.autocast(..., dtype=torch.bfloat16), "
@@ -234,8 +234,8 @@ class Served(Strategy):
 
     def _refuse_another(self) -> None:
         raise FitError(
-            "The servers step the optimizer that wb.prepare was given; a new one would train this "
-            "worker's copy alone.",
+            "The servers step the optimizer that wb.prepare received; a new optimizer would train "
+            "only this worker's copy.",
             seen="optimizer.step() of another optimizer",
             allowed="one optimizer for the whole loop",
             next_step="change its param_groups (lr, momentum, ...), which reach the servers, or "
@@ -299,7 +299,7 @@ class Served(Strategy):
         return self._trainer.evaluate(shares, add_up=dist.all_reduce)
 
     def finish(self) -> None:
-        """Take the final parameters, once nobody pushes any more."""
+        """Take the final parameters, once no worker pushes any more."""
         self._end()
         if self.guard is not None and self._model is not None:
             self.guard.settle()
@@ -317,14 +317,14 @@ class Served(Strategy):
         return to_numpy(self._model.state_dict())
 
     def state(self) -> dict[str, Any]:
-        """Return model, optimizer and scheduler, what is on servers included."""
+        """Return model, optimizer and scheduler, including the parts on servers."""
         assert self.remote is not None, "prepare comes first"
         self.remote.pull()
         own = copied_state(self.loop or self._trainer)
         return {**own, "optimizer": self.remote.optimizer_state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from what `state` returned."""
         assert self.remote is not None, "prepare comes first"
         parts = self.loop or self._trainer
         parts.model.load_state_dict(state["model"])
@@ -333,14 +333,14 @@ class Served(Strategy):
         self.remote.load_optimizer_state(state["optimizer"])
 
     def memory_bytes(self) -> float:
-        """Return what this worker holds of model and gradients; the rest is on the servers."""
+        """Return this worker's memory of model and gradients; the rest is on the servers."""
         assert self._model is not None, "prepare comes first"
         assert self.remote is not None, "prepare comes first"
         held = [p.data for p in self._model.parameters()]
         return bytes_of([*held, *self._model.buffers(), *self.remote.gradients])
 
     def close(self) -> None:
-        """Take every hook out; the links stay for the cell's next training."""
+        """Remove every hook; the links stay for the cell's next training."""
         if self.remote is not None:
             self.remote.close()
         if self.loop is not None:
