@@ -93,7 +93,7 @@ def need_a_system_that_works() -> None:
         from .errors import ClusterError
 
         raise ClusterError(
-            "On Windows, Workbench needs WSL2, the Linux inside Windows.",
+            "On Windows, Workbench needs WSL2, which runs Linux inside Windows.",
             seen="a Python of Windows itself",
             allowed="Linux, macOS, WSL2",
             next_step="run `wsl --install` in PowerShell as administrator, restart, open Ubuntu, "

@@ -45,7 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="run the quickstart notebook without a browser")
-    demo.add_argument("--out", type=Path, default=Path("workbench-demo"), help="where results go")
+    demo.add_argument(
+        "--out", type=Path, default=Path("workbench-demo"), help="folder for the results"
+    )
     commands.add_parser("lab", help="open JupyterLab on the notebooks; other flags are passed on")
     add_cluster_commands(commands)
     add_lab_commands(commands)
@@ -189,11 +191,11 @@ NOBODY = "nobody"
 
 def add_cluster_commands(commands: Any) -> None:
     """Add our commands to the command line."""
-    listing = commands.add_parser("ps", help="list the clusters of yours on this machine")
+    listing = commands.add_parser("ps", help="list your clusters on this machine")
     listing.add_argument("--json", action="store_true", help="for programs")
     stop = commands.add_parser("stop", help="end clusters, whoever owns them")
-    stop.add_argument("id", nargs="*", metavar="ID", help="as workbench ps lists them")
-    stop.add_argument("--all", action="store_true", help="all of yours on this machine")
+    stop.add_argument("id", nargs="*", metavar="ID", help="ids as workbench ps lists them")
+    stop.add_argument("--all", action="store_true", help="all your clusters on this machine")
 
 
 def run_clusters(given: argparse.Namespace) -> int:
@@ -262,10 +264,10 @@ def _stop(ids: Sequence[str], *, everything: bool) -> int:
     unknown = [name for name in ids if name not in found]
     if unknown or bool(ids) == everything:
         raise ClusterError(
-            "There is no such cluster." if unknown else "Which cluster is to end?",
+            "There is no such cluster." if unknown else "Which cluster should be stopped?",
             seen=", ".join(unknown) or None,
             allowed=", ".join(found) or "none: there is no cluster",
-            next_step="workbench ps lists them; workbench stop --all ends all of yours",
+            next_step="workbench ps lists them; workbench stop --all ends all your clusters",
             code="WB-CLUSTER-002",
         )
     left = []
@@ -273,7 +275,7 @@ def _stop(ids: Sequence[str], *, everything: bool) -> int:
         if everything or one.id in ids:
             gone = folders.stop(one)
             left += [] if gone else [one.id]
-            print(f"{one.id} {'stopped' if gone else 'is still there'}")
+            print(f"{one.id} {'stopped' if gone else 'is still running'}")
     if left:
         print(f"not all processes ended: {', '.join(left)}", file=sys.stderr)
     return 1 if left else 0
@@ -284,7 +286,7 @@ SOURCES = "lab_*.md"
 OPENS = "workbench lab (without s) opens JupyterLab on the notebooks"
 NOT_GRADED, INTERRUPTED = 2, 130
 _GRADE = """\
-Runs each notebook's exercises in the lab as it was handed out, in processes of its own.
+Runs each notebook's exercises in the lab as it was handed out, in separate processes.
 Exit status: 0 all graded and all right; 1 all graded, something is not right; 2 something could
 not be graded, or an argument is wrong."""
 
@@ -308,12 +310,16 @@ def add_lab_commands(commands: Any) -> None:
 
 def _add_grade(commands: Any) -> None:
     grade = commands.add_parser(
-        "grade", help="grade notebooks that students have handed in", description=_GRADE,
+        "grade", help="grade the notebooks that students handed in", description=_GRADE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = grade.add_argument
     add("notebooks", nargs="+", type=Path, metavar="NOTEBOOK")
-    add("--json", metavar="FILE", help="write everything there as JSON; - for standard output")
+    add(
+        "--json",
+        metavar="FILE",
+        help="write everything as JSON to this file; - for standard output",
+    )
     add("--limit", type=float, default=60.0, metavar="SECONDS", help="for a cell (default 60)")
     add("--total", type=float, default=600.0, metavar="SECONDS",
         help="for a notebook (default 600)")  # fmt: skip
@@ -337,7 +343,7 @@ def run_labs(given: argparse.Namespace) -> int:
         return NOT_GRADED
     except KeyboardInterrupt:
         is_kept = given.json not in (None, "-") and Path(given.json).is_file()
-        kept = f"; {given.json} has what was graded" if is_kept else ""
+        kept = f"; {given.json} has what was graded so far" if is_kept else ""
         print(f"Interrupted: all was ended{kept}.", file=sys.stderr)
         return INTERRUPTED
 
@@ -355,7 +361,7 @@ def check_opening(rest: list[str]) -> None:
         is_source = text.endswith(".md")
         if is_source or any(Path(text).glob(SOURCES)):
             raise PlanError(
-                "workbench lab opens JupyterLab; it makes no notebooks from labs' sources.",
+                "workbench lab opens JupyterLab; it does not make notebooks from labs' sources.",
                 seen=text,
                 allowed="flags of JupyterLab",
                 next_step=f"workbench labs {text if is_source else Path(text) / SOURCES}",
@@ -376,7 +382,7 @@ def _check_sources(sources: list[Path]) -> None:
         if source.is_dir() or source.suffix == ".ipynb":
             within = any(source.glob(SOURCES))
             raise PlanError(
-                "workbench labs makes notebooks from labs' sources; this is none.",
+                "workbench labs makes notebooks from labs' sources; this is not one.",
                 seen=str(source),
                 allowed="files lab_N.md",
                 next_step=f"workbench labs {source / SOURCES}" if within else OPENS,
@@ -466,7 +472,9 @@ def _limits(given: argparse.Namespace) -> Limits:
     if given.json not in (None, "-"):
         folder = Path(given.json).absolute().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(given.json).is_dir():
-            raise PlanError("--json cannot be written there.", seen=given.json, code="WB-PLAN-023")
+            raise PlanError(
+                "--json: the file cannot be written there.", seen=given.json, code="WB-PLAN-023"
+            )
     return Limits(
         cell_s=given.limit, total_s=given.total, memory_gb=given.memory, disk_gb=given.disk
     )

@@ -296,7 +296,7 @@ class Engines:
             return
         if not lives(info.pid):
             self._lost(
-                info, processes.Ending(signal="SIGKILL", hint="nobody has said how it ended")
+                info, processes.Ending(signal="SIGKILL", hint="it is not known how it ended")
             )
 
     def interrupt(self, ids: Iterable[int]) -> None:
@@ -332,7 +332,7 @@ class Engines:
         """Have the next restart ask for other hosts, where none of the cluster's is there."""
         hosted = self._ground.hosted
         if hosted is not None and hosted.is_over and not self._ground.broken:
-            self._ground.broken = "none of its hosts is there any more"
+            self._ground.broken = "none of its hosts is left"
 
     def _replace(self, gone: Sequence[int], framework: str) -> list[int]:
         for engine in gone:
@@ -473,7 +473,7 @@ class Engines:
         """
         if not self._ground.forks:
             raise ClusterError(
-                "This cluster cannot be kept.",
+                "This cluster cannot outlive the notebook.",
                 seen=self._ground.why_not,
                 allowed="engines forked on this machine (--launcher local, on Linux)",
                 code="WB-CLUSTER-008",
@@ -503,7 +503,7 @@ class Engines:
         for number, one in about["engines"].items():
             info = recalled(int(number), one)
             if not folders.alive(one):
-                info.state, info.exit = "dead", Ending(what="ended while no notebook was there")
+                info.state, info.exit = "dead", Ending(what="ended while no notebook was attached")
             self.engines[info.id] = info
         ground.take_over(about, take=take)
         self.invite()

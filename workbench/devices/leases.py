@@ -110,7 +110,7 @@ class Leases:
                     "EXCLUSIVE_PROCESS, so only one process can use it.",
                     seen=f"{len(self.leases)} workers",
                     allowed=f"{len({one.gpu for one in self.leases})}",
-                    next_step="-n 1, --devices cpu, or an administrator's  nvidia-smi -c 0",
+                    next_step="use -n 1 or --devices cpu, or let an administrator run  nvidia-smi -c 0",
                     code="WB-PLAN-161",
                 )
 
@@ -160,7 +160,7 @@ def parse_devices(devices: str | Sequence[int]) -> str | tuple[int, ...]:
     if all(part.isdecimal() and part.isascii() for part in parts):
         return tuple(int(part) for part in parts)
     raise PlanError(
-        "The devices were not understood.",
+        "--devices has an invalid value.",
         seen=devices,
         allowed="auto, cpu, cuda, or GPU numbers such as 0,1",
         code="WB-PLAN-025",
@@ -217,11 +217,11 @@ def choose(
         return Choice(cpu=True)
     if not gpus:
         raise ClusterError(
-            "GPUs were asked for, but none can be used.",
+            "--devices asks for GPUs, but none can be used.",
             seen=devices,
             allowed=f"GPUs that NVML reports, within CUDA_VISIBLE_DEVICES{_limit()}",
             next_step=" ".join(found.notes)
-            or "--devices cpu trains on the CPU; nvidia-smi shows what the driver sees",
+            or "train on the CPU with --devices cpu; nvidia-smi shows what the driver finds",
             code="WB-CLUSTER-004",
         )
     if not isinstance(wanted, str):
@@ -236,10 +236,10 @@ def _numbered(wanted: Sequence[int], gpus: Sequence[Device]) -> tuple[Device, ..
     for position, index in enumerate(wanted):
         if index not in known or index in wanted[:position]:
             raise PlanError(
-                "There is no such GPU, or it was named twice.",
+                "There is no such GPU, or the list names it twice.",
                 seen=index,
                 allowed=", ".join(map(str, known)) + _limit(),
-                next_step="numbers count within CUDA_VISIBLE_DEVICES; leave --devices out for auto",
+                next_step="use numbers within CUDA_VISIBLE_DEVICES, or remove --devices for auto",
                 code="WB-PLAN-024",
             )
     return tuple(known[index] for index in wanted)
@@ -282,7 +282,7 @@ def _cpu_words(workers: int, gpus: Sequence[Device], taken: Mapping[str, Holder]
     ways = ["-n 1 takes one GPU"] if workers > 1 and len(held) < len(gpus) else []
     ways.append("--devices cuda shares them" if workers > 1 else "--devices cuda takes it anyway")
     because = f" ({'; '.join(said)})" if said else ""
-    return f"{count}, {have}{because}: so all compute on the CPU. {'; '.join(ways)}."
+    return f"{count}, {have}{because}, so all compute on the CPU. {'; '.join(ways)}."
 
 
 def _limit() -> str:
@@ -315,8 +315,8 @@ def _sharing_words(workers: int, gpus: int) -> str:
     if workers <= gpus:
         return ""
     return (
-        f"{workers} workers share {gpus} GPU{'s' if gpus > 1 else ''}: they take turns, so their "
-        "step times say little about real parallel training, and gloo is used instead of NCCL."
+        f"{workers} workers share {gpus} GPU{'s' if gpus > 1 else ''} and take turns. Their "
+        "step times say little about real parallel training, and gloo replaces NCCL."
     )
 
 
@@ -347,7 +347,7 @@ def once(text: str) -> str:
     return text
 
 
-NOT_PROVED = "not yet proved on a GPU of this kind: run  workbench doctor --gpu-test"
+NOT_PROVED = "not yet tested on a GPU of this kind: run  workbench doctor --gpu-test"
 
 
 def held_words() -> list[str]:
@@ -433,7 +433,7 @@ class DevicePool:
         busy = [gpu for gpu in choice.gpus if gpu.exclusive and set(gpu.pids) - set(own)]
         self._notes = found.notes + tuple(
             f"{gpu.place} is in compute mode EXCLUSIVE_PROCESS and another process is on it (pid "
-            f"{gpu.pids[0]}), so it will let no engine in; nvidia-smi shows whose it is."
+            f"{gpu.pids[0]}), so no engine can use it; nvidia-smi shows the owner."
             for gpu in busy
         )
         self._names |= {gpu.uuid: gpu.name for gpu in choice.gpus}
@@ -479,9 +479,9 @@ class DevicePool:
             self._gpus = self._gpus if self.held else ()
             self._open.clear()
         raise ClusterError(
-            f"Another notebook has GPUs that this cluster's engines need: {'; '.join(notes)}.",
-            allowed="the GPUs that the engines began with, once they are free again",
-            next_step="%cluster restart begins on free ones; variables are lost",
+            f"Another notebook holds GPUs that this cluster's engines need: {'; '.join(notes)}.",
+            allowed="the GPUs that the engines started with, once they are free again",
+            next_step="run %cluster restart to use free GPUs; variables are lost",
             code="WB-CLUSTER-056",
         )
 
@@ -492,7 +492,9 @@ class DevicePool:
         self._gpus = max(self._gpus, leases.gpus, key=len)
         self._open.clear()
         said = [once(note) for note in self._notes]
-        said += [f"{note}: memory may be short there, and times mean little." for note in held]
+        said += [
+            f"{note}: memory may be short there, and measured times mean little." for note in held
+        ]
         if not leases.on_gpus:
             said.append(once(leases.warning))
         else:

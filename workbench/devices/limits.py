@@ -87,7 +87,7 @@ class Limits:
             f" ({self.sources.get('max_engines')})",
             next_step="workbench ps lists the others; workbench stop ID ends one"
             if elsewhere
-            else "ask for fewer with -n or %cluster start",
+            else "use a smaller number with -n or %cluster start",
             code="WB-PLAN-055",
         )
 
@@ -100,7 +100,7 @@ class Limits:
                 "The administrator allows no engines on other hosts.",
                 seen=flag,
                 allowed=f"engines of this machine ({self.sources.get('hosts')})",
-                next_step=f"leave {flag.split()[0]} out",
+                next_step=f"remove {flag.split()[0]}",
                 code="WB-PLAN-056",
             )
 
@@ -158,9 +158,9 @@ def _of_file(path: Path) -> Limits:
         given = read_toml(path)
     except (OSError, ValueError) as error:
         raise PlanError(
-            "The machine's limits cannot be read, so nothing is started.",
+            "The machine's limits cannot be read, so no engine is started.",
             seen=f"{path}: {error}",
-            allowed="a TOML file that everybody can read",
+            allowed="a TOML file that every user can read",
             next_step="tell the administrator of this machine",
             code="WB-PLAN-057",
         ) from error
@@ -223,10 +223,10 @@ def _limits(given: Mapping[str, tuple[object, str]]) -> Limits:
 
 def _misunderstood(where: str, name: str, value: object, allowed: str) -> PlanError:
     return PlanError(
-        f"The limit {name} in {where} was not understood, so nothing is started.",
+        f"The limit {name} in {where} is invalid, so no engine is started.",
         seen=value,
         allowed=allowed,
-        next_step="correct it there, or tell the administrator of this machine",
+        next_step="correct it, or tell the administrator of this machine",
         code="WB-PLAN-058",
     )
 
@@ -264,7 +264,7 @@ def duration_s(value: object) -> float:
         return math.inf
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhd]?)", text, re.ASCII)
     if not match:
-        raise ValueError(f"{value!r} is no time")
+        raise ValueError(f"{value!r} is not a time")
     seconds = float(match[1]) * _PER_UNIT_S[match[2] or "s"]
     if seconds <= 0:
         raise ValueError(f"{value!r} is not above 0")
@@ -318,17 +318,17 @@ def listening(listen: str) -> str:
             "Workbench listens on one address, never on all of them.",
             seen=listen,
             allowed=_choices(here),
-            next_step="name the network that the other machines are in: --listen 10.0.0.0/8",
+            next_step="give the network of the other machines: --listen 10.0.0.0/8",
             code="WB-PLAN-163",
         )
     found = here.get(listen) or _of_network(listen, here) or _of_name(listen, here)
     if not found:
         raise PlanError(
-            "There is nothing of that name to listen on: --listen names this machine's own end of "
+            "--listen names no address of this machine. It takes this machine's own address in "
             "the network, not the other machines.",
             seen=listen,
             allowed=_choices(here),
-            next_step="leave --listen out; --launcher ssh --on HOSTS names the other machines",
+            next_step="remove --listen; name the other machines with --launcher ssh --on HOSTS",
             code="WB-PLAN-164",
         )
     return found[0]
@@ -396,8 +396,8 @@ def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = Fa
     """
     if launcher == "local":
         return (
-            f"--listen {listen}: what is said there is signed, but not encrypted; engines of this "
-            f"machine do not need it, so leave it out ({PAGE})"
+            f"--listen {listen}: the traffic there is signed, but not encrypted; engines of this "
+            f"machine do not need it, so remove it ({PAGE})"
         )
     whose = "workers'" if encrypted else "engines'"
     return (

@@ -148,7 +148,7 @@ def show(kind: str, gpus: Sequence[str], uses: int, *, counted: bool = False) ->
     elif not fits(kind, gpus, uses=uses):
         name = KINDS[kind].mask
         raise EngineSpentError(
-            "GPUs were used on this engine before, and others than this run's.",
+            "This engine has used other GPUs than this run's before.",
             seen=f"{name}={os.environ.get(name, '')}",
             allowed=",".join(gpus),
             next_step="%cluster restart",

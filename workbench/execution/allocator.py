@@ -392,8 +392,8 @@ def replacement_words(ids: Sequence[int], why: str) -> str:
     """Say what is done about spent engines."""
     reason = why.partition("\n")[0]
     if len(ids) == 1:
-        return f"Engine {ids[0]} is replaced by a fresh one, its variables are gone: {reason}"
-    return f"Engines {ranges(ids)} are replaced by fresh ones, their variables are gone: {reason}"
+        return f"Engine {ids[0]} is replaced by a new one and loses its variables: {reason}"
+    return f"Engines {ranges(ids)} are replaced by new ones and lose their variables: {reason}"
 
 
 class Replacer:
@@ -473,7 +473,7 @@ def _say(ids: list[int], framework: str) -> None:
     one = len(ids) == 1
     sys.stdout.write(
         f"{'Engine' if one else 'Engines'} {ranges(ids)} hold{'s' if one else ''} variables, so "
-        f"{'it imports' if one else 'they import'} {framework} beside them: once, and it takes "
+        f"{'it imports' if one else 'they import'} {framework} too. This happens once and takes "
         "some seconds.\n"
     )
 
@@ -489,7 +489,7 @@ def prewarmed() -> str | None:
         return None
     if asked not in ("", "torch", "tensorflow"):
         raise PlanError(
-            f"{PREWARM} is not understood.",
+            f"{PREWARM} has an invalid value.",
             seen=asked,
             allowed="torch, tensorflow, off",
             code="WB-PLAN-105",

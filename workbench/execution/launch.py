@@ -184,8 +184,8 @@ class RunExecution:
         missing = self.pool.engines.call(fresh, BORROW, (dict(packed),), LOAN_TIMEOUT_S)
         if names := sorted({name for one in missing.values() for name in one}):
             self.run.note(
-                "What earlier cells had defined was copied to fresh engines, but not "
-                f"{', '.join(names)}: it cannot be copied."
+                "What earlier cells had defined was copied to the new engines, except "
+                f"{', '.join(names)}, which cannot be copied."
             )
 
     def request_to_join(self, engine: int) -> dict[str, Any]:
@@ -216,9 +216,9 @@ class RunExecution:
         plan = replace(self.plan, workers=wanted)
         if pool.lease(wanted, plan).backend != self.leases.backend:
             raise RunError(
-                "There is no GPU for another worker: those that meet on GPUs share none.",
+                "There is no GPU for another worker, and the run's workers cannot share one.",
                 seen=f"{wanted} workers",
-                allowed=f"the {len(run.members)} that it had",
+                allowed=f"the {len(run.members)} workers that the run has",
                 next_step="%cluster free in a notebook that holds GPUs, or --devices cpu",
                 code="WB-RUN-144",
             )
@@ -457,18 +457,19 @@ class Recoverer:
         """Return why the run cannot go on without these engines; empty where it can."""
         launch = self._launch
         if sum(one.again for one in launch.run.recoveries) >= MOST:
-            return f"The run had gone on after {MOST} deaths already, which is the most."
+            return f"The run has already continued after {MOST} deaths, which is the limit."
         if launch.plan.on_failure in ANEW:
             return ""
         left = [i for i in launch.run.members if i not in dead]
         try:
             if not left or set(dead) & set(launch.servers):
                 raise PlanError(
-                    "only workers can be done without, and one must be left", code="WB-PLAN-112"
+                    "a run can only continue if workers died and at least one is left",
+                    code="WB-PLAN-112",
                 )
             check_fewer(launch.plan, len(left))
         except PlanError as error:
-            return f"It could not go on with fewer workers: {error.what}"
+            return f"It could not continue with fewer workers: {error.what}"
         return ""
 
     def _go(self, dead: Sequence[int], how: str, began: float) -> None:
@@ -482,7 +483,7 @@ class Recoverer:
                 needed = [*run.members, *launch.servers]
                 dead = [i for i in needed if i not in launch.pool.ids]
                 again = isinstance(error, ClusterError) and bool(dead)
-                why = self._hopeless(dead) if again else "It could not go on."
+                why = self._hopeless(dead) if again else "It could not continue."
                 if why:
                     run.finish(RunError(f"{how}.\n  {why}\n  {error}", code="WB-RUN-083"))
                     return
@@ -491,7 +492,7 @@ class Recoverer:
                 log.exception("Run %r could not go on", run.name)
                 run.finish(
                     RunError(
-                        f"{how}.\n  It could not go on: {type(error).__name__}: {error}",
+                        f"{how}.\n  It could not continue: {type(error).__name__}: {error}",
                         code="WB-RUN-084",
                     )
                 )
@@ -555,9 +556,9 @@ class Recoverer:
             return own
         if self._launch.plan.on_failure == "heal" and self._launch.run.history.totals.steps:
             raise RunError(
-                "Nobody is left who has what was trained, and no checkpoint holds it.",
-                allowed="one worker at least that lives on, or --checkpoint DIR",
-                next_step="--checkpoint DIR keeps what is trained beyond the last worker",
+                "No worker is left that has the trained weights, and there is no checkpoint.",
+                allowed="at least one surviving worker, or --checkpoint DIR",
+                next_step="add --checkpoint DIR, so that trained weights survive the last worker",
                 code="WB-RUN-138",
             )
         if not self._origin:
@@ -580,7 +581,7 @@ class Recoverer:
                 return one
             run.note(
                 f"The checkpoint of step {one.step} is damaged ({one.path}: {damaged[0]}); the run "
-                "does not go on from it."
+                "does not continue from it."
             )
         return None
 

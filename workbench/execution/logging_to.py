@@ -160,7 +160,7 @@ class RunLog:
             words = str(error).strip().splitlines() or [""]
             said = error.what if isinstance(error, WorkbenchError) else words[0]
             self._run.note(
-                f"--log {text} failed, and gets no more of this run: "
+                f"--log {text} failed and receives no more data of this run: "
                 f"{type(error).__name__}: {said[:200]}"
             )
 
@@ -253,7 +253,7 @@ def log_to(run: RunData, logs: list[RunLog], targets: Sequence[str]) -> RunLog:
     """
     texts = parse_targets(targets)
     if not texts:
-        raise PlanError("Log to where?", allowed=ALLOWED, code="WB-PLAN-118")
+        raise PlanError("--log has no target.", allowed=ALLOWED, code="WB-PLAN-118")
     check_targets(texts)
     log = RunLog(run, texts)
     logs.append(log)

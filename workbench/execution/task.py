@@ -230,7 +230,7 @@ class Task:
         self.changed.set()
         if spared:
             name = self.names.of(call.engine)
-            text = f"{name} is gone, the others go on: {outcome.evalue}"
+            text = f"{name} is gone, the others continue: {outcome.evalue}"
             _guarded(self._on_loss, text, [call.engine])
         if complete:
             self._end()

@@ -151,7 +151,7 @@ class WarmParent:
             raise ClusterError(
                 "The cluster's warm parent cannot be reached.",
                 seen=str(error),
-                next_step="workbench ps lists the clusters there are",
+                next_step="workbench ps lists the running clusters",
                 code="WB-CLUSTER-021",
             ) from error
         if "error" in answer:
@@ -160,7 +160,7 @@ class WarmParent:
             raise ClusterError(
                 "The cluster belongs to another notebook.",
                 seen=f"its kernel has pid {owner}",
-                next_step="%cluster attach ID --take takes it from there",
+                next_step="take it over: %cluster attach ID --take",
                 code="WB-CLUSTER-022",
             )
         self._sock, self._kept = sock, True

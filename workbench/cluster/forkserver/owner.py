@@ -124,7 +124,7 @@ class Owner:
         sock, message = knocked
         refused = ""
         if not folders.alive(message):
-            refused = "the one who asks is not there"
+            refused = "the process that asks is not running"
         elif not self.alone and not message.get("take"):
             refused = "it has an owner"
         if not refused:

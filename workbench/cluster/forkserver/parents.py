@@ -53,7 +53,7 @@ class Parents:
     def why_not(self, framework: str) -> str:
         """Return why engines with this framework cannot be forked; empty when they can."""
         if self._launcher != "local":
-            return f"launcher {self._launcher} was named"
+            return f"--launcher {self._launcher} was given"
         return can_fork(framework)[1]
 
     def find(self, framework: str) -> WarmParent | None:
@@ -269,7 +269,7 @@ class Store:
         self.stop()
         if not gone.wait(END_S):
             raise ClusterError(
-                "The store that workers meet at does not end.",
+                "The workers' rendezvous store does not end.",
                 seen=f"pid {pid}, for {END_S:g} s",
                 next_step="%cluster stop, then start again",
                 code="WB-CLUSTER-019",

@@ -522,7 +522,9 @@ def _enter_folder(path: str) -> None:
     try:
         os.chdir(path)
     except OSError as error:
-        sys.stderr.write(f"The working directory {path} is out of reach ({error}); staying in /\n")
+        sys.stderr.write(
+            f"The working directory {path} cannot be entered ({error}); using / instead\n"
+        )
         os.chdir("/")
 
 

@@ -193,13 +193,13 @@ class Agents:
                 host.waiting = {n: one for n, one in host.waiting.items() if one is not future}
             raise ClusterError(
                 f"{host.name} does not answer.",
-                seen=f"nothing for {timeout_s:g} s",
+                seen=f"no answer for {timeout_s:g} s",
                 next_step="%cluster stop, then start again",
                 code="WB-CLUSTER-057",
             ) from None
         if found.error:
             raise ClusterError(
-                f"{host.name} could not do what it was asked for.",
+                f"{host.name} could not do what the notebook asked.",
                 seen=found.error,
                 code="WB-CLUSTER-058",
             )
@@ -350,7 +350,7 @@ class Agents:
         """Return why no agent is taken in at a place, in words; empty: one is."""
         there = self.living
         if self.expected and len(there) >= self.expected:
-            return f"all {self.expected} that were started are there"
+            return f"all {self.expected} hosts that were started have answered already"
         if (holder := next((one for one in there if one.place == place), None)) is not None:
             return f"place {place} is taken by {holder.name}"
         return ""
@@ -360,7 +360,7 @@ class Agents:
         for host in self.living:
             silent_s = now - host.heard_at
             if silent_s > SILENT_S and not self._closed:
-                self.lose([host], f"nothing was heard of {host.name} for {silent_s:.0f} s")
+                self.lose([host], f"nothing was received from {host.name} for {silent_s:.0f} s")
 
     def _send_waiting(self) -> None:
         while self._outbox:
@@ -409,7 +409,7 @@ class HostFiles:
             return wire.Seen.told(found)
         except BadMessageError as error:
             raise RunError(
-                f"{host.name} has told of files what makes no sense.",
+                f"{host.name} sent an invalid description of files.",
                 seen=str(found)[:200],
                 next_step="%cluster stop, then start again",
                 code="WB-RUN-099",
@@ -493,7 +493,7 @@ def gone_error(host: Host) -> ClusterError:
     """Return the error of what cannot be asked of a host any more."""
     return ClusterError(
         f"{host.name} is gone: {host.gone}.",
-        next_step="%cluster shows which engines live",
+        next_step="%cluster shows which engines are alive",
         code="WB-CLUSTER-059",
     )
 

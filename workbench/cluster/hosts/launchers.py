@@ -116,11 +116,11 @@ def address_of(name: str) -> str:
         return socket.gethostbyname(name)
     except OSError as error:
         raise ClusterError(
-            "That host is not known here.",
+            "This machine cannot resolve that host.",
             seen=f"{name}: {error}",
-            allowed="a name that this machine resolves, an address, or a host of ~/.ssh/config",
-            next_step=f"try  ssh {name}  in a terminal; behind a jump host name the notebook's "
-            "side by --listen",
+            allowed="a name that this machine resolves, an address, or a host in ~/.ssh/config",
+            next_step=f"try  ssh {name}  in a terminal; behind a jump host, give the notebook's "
+            "address with --listen",
             code="WB-CLUSTER-060",
         ) from error
 
@@ -262,33 +262,33 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
     last = said or "nothing"
     if code == wire.CANNOT_IMPORT:
         return ClusterError(
-            f"{what}: Workbench cannot be used there.",
+            f"{what}: Workbench cannot be used on that host.",
             seen=last.splitlines()[-1],
-            next_step="install it there in the same version (pip install 'distributed-workbench"
-            "[torch]'), or name the interpreter: --launcher-option python=/path/to/python",
+            next_step="install the same version there (pip install 'distributed-workbench"
+            "[torch]'), or give the interpreter: --launcher-option python=/path/to/python",
             code="WB-CLUSTER-061",
         )
     if code == wire.NO_ROUTE:
         return ClusterError(
-            f"{what}: the notebook cannot be reached from there.",
+            f"{what}: that host cannot connect to the notebook.",
             seen=last.splitlines()[-1],
             allowed="an address of this machine that the hosts can connect to, and open ports",
-            next_step="another --listen, or none; --ports for a firewall; "
-            "workbench doctor --on HOST tries it",
+            next_step="change or remove --listen; set --ports for a firewall; "
+            "workbench doctor --on HOST checks it",
             code="WB-CLUSTER-062",
         )
     program, _, host = what.partition(" ")
     if program == "ssh" and code == SSH_FAILED:
         return ClusterError(
-            f"There is no connection to {host} by ssh.",
+            f"There is no ssh connection to {host}.",
             seen=last.splitlines()[-1],
-            next_step=f"`ssh {host} true` in a terminal must work without a password",
+            next_step=f"make `ssh {host} true` work in a terminal without a password",
             code="WB-CLUSTER-079",
         )
     return ClusterError(
-        f"{what} has ended before an engine could be started.",
+        f"{what} ended before an engine could be started.",
         seen=f"exit code {code}: {last}" if code is not None else last,
-        next_step="try the same in a terminal; docs/clusters-of-machines.md has examples",
+        next_step="try the same command in a terminal; docs/clusters-of-machines.md has examples",
         code="WB-CLUSTER-063",
     )
 

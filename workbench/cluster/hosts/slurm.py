@@ -69,15 +69,15 @@ class Sbatch:
         except subprocess.TimeoutExpired as error:
             raise ClusterError(
                 "Slurm does not answer.",
-                seen=f"sbatch said nothing for {SUBMIT_S:g} s",
-                next_step="squeue shows whether Slurm is there, and a job of yours to cancel",
+                seen=f"sbatch printed nothing for {SUBMIT_S:g} s",
+                next_step="run squeue: it shows whether Slurm answers, and whether to cancel a job of yours",
                 code="WB-CLUSTER-077",
             ) from error
         if done.returncode:
             raise ClusterError(
                 "Slurm refused the job.",
                 seen=done.stderr.strip() or f"exit code {done.returncode}",
-                next_step="sinfo shows partitions and their limits",
+                next_step="run sinfo for the partitions and their limits",
                 code="WB-CLUSTER-065",
             )
         self.job = done.stdout.strip().partition(";")[0]

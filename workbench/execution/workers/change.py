@@ -137,10 +137,10 @@ def healed_words(done: Recovery, dies_with: str = "", *, joined: bool = True) ->
         joined: Whether workers take each step together.
     """
     one = done.workers == 1
-    goes = f"{done.how}. {done.workers} worker{' goes' if one else 's go'} on"
+    goes = f"{done.how}. {done.workers} worker{' continues' if one else 's continue'}"
     if not joined:
-        return f"{goes}, and what is left of its share waits for a fresh engine."
-    lost = f"lost at most: {dies_with}" if dies_with else "no step is lost"
+        return f"{goes}, and the rest of its share waits for a new engine."
+    lost = f"maximum loss: {dies_with}" if dies_with else "no step is lost"
     return f"{goes} from step {done.step}, after {1e3 * done.seconds:.0f} ms; {lost}."
 
 
@@ -148,7 +148,7 @@ def left_words(who: Sequence[str], why: str, step: int, seconds: float, workers:
     """Tell the user who takes part no more."""
     return (
         f"{' and '.join(who)} left ({why}). {workers} worker"
-        f"{' goes' if workers == 1 else 's go'} on from step {step}, after "
+        f"{' continues' if workers == 1 else 's continue'} from step {step}, after "
         f"{1e3 * seconds:.0f} ms; no step is lost."
     )
 
@@ -157,5 +157,5 @@ def joined_words(who: Sequence[str], step: int, seconds: float) -> str:
     """Tell the user who has come to take part."""
     return (
         f"{' and '.join(who)} {'takes' if len(who) == 1 else 'take'} part from step {step} on; "
-        f"the others stood still for {1e3 * seconds:.0f} ms."
+        f"the others paused for {1e3 * seconds:.0f} ms."
     )

@@ -118,7 +118,7 @@ class Copies:
                 change.fresh.remove(engine)
             else:
                 self.recent.append(engine)
-                change.left[engine] = "its pipeline waits for a fresh engine"
+                change.left[engine] = "its pipeline waits for a new engine"
         return kept
 
     def recall(self, members: list[int], coming: Collection[int]) -> list[int]:
@@ -149,7 +149,7 @@ class Copies:
         """
         self.drop(engine)
         self._run.recoveries.append(Recovery((engine,), how, step, 0, workers, 0.0, again=False))
-        self._run.note(f"{how}; it took no part.", [engine])
+        self._run.note(f"{how}; it took no part in training.", [engine])
 
     def drop(self, engine: int) -> None:
         """Have an engine wait no more."""

@@ -299,8 +299,8 @@ class Healer:
             why = why if halted_s is None else f"it {silence.halted_words(halted_s)}"
             self.failed.append(f"{self._run.called(engine)}: {why}")
             self._run.note(
-                f"A fresh engine in the place of {self._run.called(engine)} did not come to take "
-                f"part: {why}"
+                f"A new engine that should replace {self._run.called(engine)} could not join "
+                f"the run: {why}"
             )
         if outcome.status == "died" and not self._over:
             self.begin_replacing(engine)
@@ -559,7 +559,9 @@ class Healer:
         self._unwanted.discard(engine)
         self._tries[engine] = self._tries.get(engine, 0) + 1
         if self._tries[engine] > TRIES:
-            self._run.note(f"{TRIES} fresh engines died in one place; the others go on without.")
+            self._run.note(
+                f"{TRIES} new engines died one after another at the same rank; the rest continues."
+            )
             return
         self._awaited.add(engine)
         threading.Thread(
@@ -576,7 +578,7 @@ class Healer:
                 log.exception("No engine could take the place of engine %d", engine)
             self._failed(engine, str(error))
             if not self._over:
-                self._run.note(f"No fresh engine took the place of a dead one: {error}")
+                self._run.note(f"No new engine could replace a dead one: {error}")
 
     def _failed(self, engine: int, why: str) -> None:
         with self._lock:
