@@ -472,9 +472,7 @@ def _limits(given: argparse.Namespace) -> Limits:
     if given.json not in (None, "-"):
         folder = Path(given.json).absolute().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(given.json).is_dir():
-            raise PlanError(
-                "--json: the file cannot be written there.", seen=given.json, code="WB-PLAN-023"
-            )
+            raise PlanError("--json cannot be written there.", seen=given.json, code="WB-PLAN-023")
     return Limits(
         cell_s=given.limit, total_s=given.total, memory_gb=given.memory, disk_gb=given.disk
     )

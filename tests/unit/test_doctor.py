@@ -407,20 +407,20 @@ def test_the_way_back_is_tried_on_a_port_that_the_notebook_may_take(shared: Path
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("asked", "code"),
     [
-        ({"ports": "20000-20003"}, "too few ports"),
-        ({"ports": "many"}, "no range of ports"),
-        ({"listen": "0.0.0.0"}, "never on all"),
-        ({"listen": "192.0.2.7"}, "nothing of that name"),
+        ({"ports": "20000-20003"}, "WB-PLAN-173"),
+        ({"ports": "many"}, "WB-PLAN-172"),
+        ({"listen": "0.0.0.0"}, "WB-PLAN-163"),
+        ({"listen": "192.0.2.7"}, "WB-PLAN-164"),
     ],
 )
 def test_where_the_notebook_cannot_listen_is_told_with_the_next_step(
-    shared: Path, asked: dict[str, str], words: str
+    shared: Path, asked: dict[str, str], code: str
 ) -> None:
     found = {one.id: one for one in hosts.look(["localhost"], local, **asked)}
     assert found["hosts.listen"].status == "fail"
-    assert words in found["hosts.listen"].found
+    assert code in found["hosts.listen"].found
     assert found["hosts.listen"].next_step
     assert found["host.localhost.clock"].status == "ok"
 

@@ -340,7 +340,7 @@ def test_a_module_beside_the_notebook_that_a_host_lacks_is_said(tmp_path, monkey
         error = CellOutcome(status="error", ename="ModuleNotFoundError", evalue=evalue)
         return left_behind(error, host)
 
-    assert "mine lies beside the notebook" in advice("mine")
+    assert "mine is in the notebook's folder" in advice("mine")
     assert "node1 does not share" in advice("mine.part")
     assert advice("theirs") is None
     assert advice("mine", has_cwd=True) is None

@@ -110,7 +110,7 @@ class Leases:
                     "EXCLUSIVE_PROCESS, so only one process can use it.",
                     seen=f"{len(self.leases)} workers",
                     allowed=f"{len({one.gpu for one in self.leases})}",
-                    next_step="use -n 1 or --devices cpu, or let an administrator run  nvidia-smi -c 0",
+                    next_step="use -n 1 or --devices cpu; administrators: run  nvidia-smi -c 0",
                     code="WB-PLAN-161",
                 )
 

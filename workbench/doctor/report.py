@@ -120,7 +120,7 @@ class Report:
             "ok": "ok",
             "warn": "to look at",
             "fail": "failed",
-            "unknown": "not checkable here",
+            "unknown": "cannot be checked here",
         }
         counts = self.counts()
         said = ", ".join(f"{counts[s]} {words[s]}" for s in STATUSES if counts[s])
@@ -216,7 +216,11 @@ class Check:
         try:
             status, found, *rest = self.look()
         except Exception as error:
-            status, found, rest = "unknown", f"the check broke: {type(error).__name__}: {error}", []
+            status, found, rest = (
+                "unknown",
+                f"the check failed to run: {type(error).__name__}: {error}",
+                [],
+            )
         step = rest[0] if rest else ""
         figures = rest[1] if len(rest) > 1 else {}
         seconds = round(time.perf_counter() - began, 3)

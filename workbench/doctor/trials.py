@@ -319,7 +319,7 @@ def tensorflow(child: Child) -> None:
                 run.wait(2 * STEP_S)
             except TimeoutError:
                 print(cluster.stacks(), flush=True)
-                child.say("fail", id, what, f"hangs: not over within {2 * STEP_S:g} s")
+                child.say("fail", id, what, f"hangs: not finished within {2 * STEP_S:g} s")
                 return
             except WorkbenchError as error:
                 child.say("fail", id, what, str(error)[:300])

@@ -270,7 +270,7 @@ class CellEnd:
         if not missed or all(one.status != "ok" for one in self.outcomes.values()):
             return None
         return (
-            "perhaps only another rank has the name, as after a run whose replicas share an engine: "
+            "another rank may have the name, as after a run whose replicas share an engine: "
             "run the cell there with %%rank 0, or define the name in a %%distributed cell"
         )
 

@@ -269,7 +269,7 @@ def _refuse_stray(given: Mapping[str, Given], launcher: str) -> None:
 def _check_programs(launcher: str) -> None:
     if missing := _missing(launcher):
         raise PlanError(
-            f"The launcher {launcher} needs {' and '.join(missing)}, which this machine does not have.",
+            f"The launcher {launcher} needs {' and '.join(missing)}, which is not installed here.",
             seen=f"PATH={os.environ.get('PATH', '')}",
             allowed=f"launchers that can be used here: {', '.join(installed())}",
             next_step=f"install Debian's package {PROGRAMS[launcher][1]}, or start Jupyter where"
@@ -468,7 +468,7 @@ def _hosts(one: Given) -> tuple[HostSlots, ...]:
         name = match[1].rpartition("@")[2].lower()
         if name in found:
             raise PlanError(
-                "A host is listed twice.",
+                "A host is named twice.",
                 seen=f"{found[name].name} and {match[1]}",
                 allowed="each host once, with the sum of its engines",
                 next_step=f"--on {match[1]}:{found[name].slots + int(match[2] or 0) or 2}",

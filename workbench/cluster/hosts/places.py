@@ -153,7 +153,7 @@ class HostedEngines:
             return ClusterError(
                 f"The job did not begin within {waited_s:.0f} s; it was cancelled.",
                 seen=f"{waits.state} ({waits.reason})" if waits.reason else waits.state,
-                next_step="wait longer with --start-timeout 2h; squeue shows the jobs ahead of yours",
+                next_step="wait longer: --start-timeout 2h; squeue shows the jobs before yours",
                 code="WB-CLUSTER-066",
             )
         names = ", ".join(one.name for one in self.agents.living) or "none"
@@ -175,7 +175,7 @@ class HostedEngines:
         bad = [name for name in MUST_AGREE if _keeps_apart(name, differ.get(name, {}))]
         if bad:
             raise ClusterError(
-                "The hosts' package versions differ from the notebook's, so they cannot run its cells.",
+                "The hosts have other versions than the notebook, so they cannot run cells.",
                 seen="; ".join(_words(name, differ[name]) for name in bad),
                 next_step="install the same versions there, or give another interpreter: "
                 "--launcher-option python=/path/to/python",

@@ -70,7 +70,7 @@ class Sbatch:
             raise ClusterError(
                 "Slurm does not answer.",
                 seen=f"sbatch printed nothing for {SUBMIT_S:g} s",
-                next_step="run squeue: it shows whether Slurm answers, and whether to cancel a job of yours",
+                next_step="run squeue to see whether Slurm answers; cancel a job of yours there",
                 code="WB-CLUSTER-077",
             ) from error
         if done.returncode:
