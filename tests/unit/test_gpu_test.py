@@ -76,7 +76,7 @@ def test_a_stage_that_hangs_loses_nothing_it_has_said_and_leaves_no_process(run)
     assert found["hangs.one"].status == "ok"
     whole = found["stage.hangs"]
     assert whole.status == "fail"
-    assert "hangs: not over within 5 s" in whole.found
+    assert "hangs: not finished within 5 s" in whole.found
     assert "the first half" in whole.found
     assert "waits_for_ever" in whole.next_step  # the stack of its threads
     assert "SHORTLY BEFORE THE END" in (run.out / "stages/hangs.log").read_text()

@@ -391,8 +391,8 @@ def _engines(here: Host, hosts: Sequence[Host]) -> list[Line]:
         Line("hosts.encrypted", "ok", "encrypted",
              "all traffic between the notebook and the hosts (ssh, CURVE)", SEE),
         Line("hosts.open", "ok" if _same(here, hosts) else "warn", "not encrypted",
-             "not the traffic between the hosts: the store, gloo, NCCL and TensorFlow's gRPC, which need "
-             "no password, and Workbench's own links, which need one",
+             "no traffic between the hosts: the store, gloo, NCCL and TensorFlow's gRPC need "
+             "no password, Workbench's own links need one",
              f"use a private network, or a firewall around the hosts; {SEE}"),
     ]  # fmt: skip
 
@@ -592,7 +592,7 @@ def _twins(ends: Sequence[Host]) -> list[Line]:
                                   "use engines without ssh: they are on one machine"))  # fmt: skip
             elif same_name:
                 lines.append(Line(id, "warn", what, f"both are called {a.facts['hostname']}",
-                                  "give each its own name: gloo finds its address by the host name"))  # fmt: skip
+                                  "give each its own name, because gloo uses it"))  # fmt: skip
             else:
                 words = "one kernel, two networks (containers)" if same_boot else "yes"
                 lines.append(Line(id, "ok", what, words))

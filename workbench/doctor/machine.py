@@ -425,5 +425,5 @@ def widgets(roots: Sequence[Path] | None = None) -> Found:
             "if JupyterLab runs elsewhere, install ipywidgets and anywidget there too"
         )  # fmt: skip
     return "warn", f"{words}; {', '.join(lacking)} not found", (
-        "pip install -U ipywidgets anywidget, then reload the page (until then Workbench shows text)"
+        "pip install -U ipywidgets anywidget, then reload the page; until then text is shown"
     )  # fmt: skip

@@ -197,7 +197,7 @@ def _events(child: Child, torch: Any) -> None:
         torch.cuda.synchronize()
         steps = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
         least = min(step for step in steps if step > 0)
-        child.say("ok" if least < 50 else "warn", "gpu.events", what, f"{least:.1f} µs between two events",
+        child.say("ok" if least < 50 else "warn", "gpu.events", what, f"{least:.1f} µs between two",
                   resolution_us=round(least, 2))  # fmt: skip
 
 
@@ -368,7 +368,7 @@ def nccl(child: Child) -> None:
             took_s = max(0.0, float(pair.until(0, "BACK").split()[1]))
             child.say("ok" if took_s < ABORT_S else "fail", "gpu.abort",
                       "aborting an NCCL collective", f"back after {took_s:.2f} s",
-                      "" if took_s < ABORT_S else "no action needed: engines are replaced after an interrupt",
+                      "" if took_s < ABORT_S else "engines are replaced after an interrupt",
                       took_s=took_s)  # fmt: skip
     finally:
         pair.close()
@@ -455,11 +455,11 @@ def warm(child: Child) -> None:
     figures: dict[str, Any] = {"libcuda_mapped": mapped, "device_files": opened}
     if answer != "ok":
         child.say("fail", "machine.warm", what, f"a forked child cannot compute: {answer}",
-                  "find the early imported module that uses the GPU", **figures)  # fmt: skip
+                  "find the module that uses the GPU at import", **figures)  # fmt: skip
     elif opened:
         child.say("warn", "machine.warm", what, f"importing torch opens {opened[0]}", **figures)
     else:
-        child.say("ok", "machine.warm", what, "importing torch uses no GPU, and forked processes compute",
+        child.say("ok", "machine.warm", what, "importing torch uses no GPU, and forks compute",
                   **figures)  # fmt: skip
 
 
