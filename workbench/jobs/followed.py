@@ -362,7 +362,7 @@ def _await_meta(place: Place, wait_s: float | None, gone: Callable[[], str]) -> 
                 seen=f"{place.where}, for {wait_s:g} s"
                 + (f": {place.problem}" if place.problem else ""),
                 allowed="a job that has started, or a run's folder",
-                next_step="see whether the job is still queued, or wait: wb.follow(place, wait_s=None)",
+                next_step="wait while the job is queued: wb.follow(place, wait_s=None)",
                 code="WB-RUN-104",
             )
         time.sleep(LOOK_S)

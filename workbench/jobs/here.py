@@ -88,7 +88,7 @@ def add_run_arguments(run: argparse.ArgumentParser) -> None:
         "-n",
         type=int,
         metavar="N",
-        help="number of processes (default 1; a job folder sets its own)",
+        help="processes (default 1; a job folder sets its own)",
     )
     add(
         "--strategy",
@@ -269,7 +269,7 @@ def torchrun(count: int, *command: str) -> tuple[str, ...]:
     """
     if find_spec("torch") is None:
         raise PlanError(
-            "PyTorch is not installed in this Python. Its torchrun is needed to start the processes.",
+            "PyTorch, whose torchrun starts the processes, is not installed in this Python.",
             seen=sys.executable,
             next_step="pip install 'distributed-workbench[torch]'",
             code="WB-PLAN-258",

@@ -162,7 +162,7 @@ _INSTALL = {
     "and run  bash start.sh  there",
     "ray": 'pip install "ray[default]"; or by hand on its machine: ray job submit --working-dir . '
     "--runtime-env ray-env.yaml -- python run_ray.py",
-    "kubectl": "install it (https://kubernetes.io/docs/tasks/tools), or by hand on a machine that has it: "
+    "kubectl": "install it (https://kubernetes.io/docs/tasks/tools), or by hand: "
     "kubectl create -f trainjob.yaml",
     "sky": 'pip install "skypilot[...]" for your cloud; or by hand where it is: '
     "sky launch sky.yaml",
