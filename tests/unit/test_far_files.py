@@ -314,7 +314,9 @@ def test_a_host_says_why_it_does_not_share_a_folder(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["token"]
 
 
-@pytest.mark.parametrize(("there", "says"), [("same", ""), ("other", "another"), ("", "not there")])
+@pytest.mark.parametrize(
+    ("there", "says"), [("same", ""), ("other", "is not the notebook's"), ("", "does not exist")]
+)
 def test_a_host_without_the_notebooks_folder_is_named(tmp_path, monkeypatch, there, says):
     monkeypatch.chdir(tmp_path)
     mine = wire.Seen.at(tmp_path)

@@ -115,7 +115,7 @@ def test_the_report_lies_in_its_folder_and_in_one_file(run) -> None:
 def test_no_stage_begins_when_the_time_is_over(run) -> None:
     _, found, _ = run("good", total_s=1)
     assert found["stage.good"].status == "unknown"
-    assert "not begun" in found["stage.good"].found
+    assert "the limit of 1 s" in found["stage.good"].found
 
 
 def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch) -> None:

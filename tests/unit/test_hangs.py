@@ -52,7 +52,7 @@ def test_what_a_library_does_for_the_line_is_said_too():
 
 
 def test_a_rank_that_left_and_one_that_is_silent_are_named():
-    assert said({0: waits_in()}, ended=[1]).endswith("; rank 1 is through with the cell")
+    assert said({0: waits_in()}, ended=[1]).endswith("; rank 1 is finished with the cell")
     assert "rank 1 is silent: no answer in 2 s" in said({0: waits_in(), 1: None})
     assert "server s0 is silent" in said({0: waits_in("for an answer of a server"), 9: None})
 

@@ -95,8 +95,12 @@ def add_run_arguments(run: argparse.ArgumentParser) -> None:
         metavar="LINE",
         help="the file is a cell; LINE is what follows %%%%distributed",
     )
-    add("--out", type=Path, metavar="DIR",
-        help="folder for records, or a cell's job folder (default workbench-runs/NAME)")  # fmt: skip
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for records, or a cell's job folder (default workbench-runs/NAME)",
+    )
     add("--plain", action="store_true", help="record nothing")
     add("what", metavar="WHAT", help="a job folder, or a Python file")
     add("args", nargs=argparse.REMAINDER, help="arguments for the script, as sys.argv")

@@ -82,7 +82,7 @@ PROGRESS = {
     "loss": "loss of the latest step",
     "samples_per_s": "samples per second of all workers, over the latest seconds",
     "compute_share": "share of the workers' time spent in compute, 0 to 1",
-    "sync_wait_share": "share of it spent waiting for each other",
+    "sync_wait_share": "share of the workers' time spent waiting for each other, 0 to 1",
     "slow_rank": "the worker that the others wait for; null where there is no straggler",
 }
 
@@ -92,7 +92,7 @@ JOB = {
     "id": "the platform's own name or number of the job",
     "state": "`pending`, `running`, `finished`, `failed`, `cancelled`, or `unknown`",
     "reason": "why, in the platform's own words",
-    "over": "whether the job has ended",
+    "over": "whether the job is over",
     "folder": "its job folder on this machine",
     "submitted_s": "when it was submitted, seconds since 1970",
     "began_s": "when it began to run, seconds since 1970; null: not yet, or not known",

@@ -51,7 +51,7 @@ class Ray:
         needed(folder, "run_ray.py", self.name)
         needed(folder, "ray-env.yaml", self.name)
         must(self._words(self.address, "list"), "Ray's cluster does not answer.",
-             "set address='http://HEAD:8265' or RAY_ADDRESS, or run `ray start --head`")  # fmt: skip
+             "set address='http://HEAD:8265' or RAY_ADDRESS (`ray start --head`)")  # fmt: skip
 
     def submit(self, folder: Path, resources: Resources) -> Ticket:
         """Hand it in under a name of ours."""
