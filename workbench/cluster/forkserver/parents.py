@@ -1,4 +1,4 @@
-"""The warm parents of one cluster: one for each framework that engines were asked to have.
+"""The warm parents of one cluster: one for each framework that engines should have.
 
 The default framework's is started ahead of need. A second one is started when the first run of the
 other framework asks for it, beside the first and under the same guards: nothing outlives the
@@ -129,7 +129,7 @@ class Parents:
     # -- kept clusters -----------------------------------------------------------------------------
 
     def keep(self, folder: Path, idle_timeout_s: float) -> None:
-        """Let the engines outlive this kernel, those of parents to come too."""
+        """Let the engines outlive this kernel, also those of later parents."""
         with self._lock:
             self._keep = idle_timeout_s
             # The others are told when they are ready.
@@ -158,7 +158,7 @@ class Parents:
         self._parents[framework] = parent
 
     def release(self) -> None:
-        """Let go of all of them; they go on without us."""
+        """Release all of them; they continue without this kernel."""
         with self._lock:
             self._stopped = True
             parents = list(self._parents.values())
@@ -276,7 +276,7 @@ class Store:
             )
 
     def about(self) -> dict[str, Any]:
-        """Return what another kernel must know of it, for `recall`."""
+        """Return what another kernel must know about it, for `recall`."""
         with self._lock:
             return {"store": self._address, "store_pid": self.pid}
 

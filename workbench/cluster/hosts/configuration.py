@@ -1,4 +1,4 @@
-"""What was asked of a launcher, by a line, an argument or a file, checked before anything starts.
+"""Requests to a launcher (by a line, an argument or a file), checked before anything starts.
 
 Two files say what need not be typed each time, with a table per launcher and the names of the
 flags (`partition = "gpu"`). The line wins over the user's file, and that one over the site's:
@@ -94,14 +94,14 @@ _NAMES = {"launcher_options": "options", "hosts": "listen"}
 
 @dataclass(frozen=True)
 class Given:
-    """A value, and how the place where it stands is shown in a message."""
+    """A value, and how a message shows where it was given."""
 
     value: Any
     shown: str
 
 
 def launch_settings(engines: int, **asked: Unpack[LaunchArguments]) -> LaunchSettings:
-    """Return what was asked for, checked; what was not said is the files'.
+    """Return the checked settings; missing ones come from the files.
 
     Args:
         engines: How many are to be started; there must be room for them.
@@ -211,7 +211,7 @@ def known_launchers() -> list[str]:
 
 
 def installed() -> list[str]:
-    """Return those of our launchers whose programs are found here; `local` always."""
+    """Return Workbench's launchers whose programs are installed here; `local` always is."""
     return [LOCAL, *(name for name in OURS if not _missing(name))]
 
 

@@ -1,4 +1,4 @@
-"""Which GPU does an engine on another host get: that host's, by what its agent has told."""
+"""Which GPU an engine on another host gets: one of that host's, as its agent reports."""
 
 from __future__ import annotations
 
@@ -211,13 +211,13 @@ class HostDevices:
             self._pool(room).told(mine)
 
     def free(self) -> None:
-        """Let the next run choose anew: variables are gone."""
+        """Let the next run choose again: variables are gone."""
         for _, pool in self._pools.values():
             pool.free()
         self._on_cpu.clear()
 
     def words(self, rooms: Sequence[str]) -> list[str]:
-        """Return what to say below a table of these workers."""
+        """Return the notes below a table of these workers."""
         given = self.lease(rooms)
         warning = [given.warning] if given.warning and not given.on_gpus else []
         return [*self._notes(rooms), *warning]

@@ -75,10 +75,10 @@ class Launcher(Protocol):
 
     @property
     def asks(self) -> str:
-        """What it does first, in words: `asking Slurm for a job`."""
+        """Its first action, in words: `asking Slurm for a job`."""
 
     def start(self, join: wire.Join, engines: int) -> None:
-        """Begin to start agents for so many engines; returns at once.
+        """Begin to start agents for this many engines; returns at once.
 
         Raises:
             ClusterError: The launcher's program refused.
@@ -89,7 +89,7 @@ class Launcher(Protocol):
         """How many agents will come; 0 while that is not known."""
 
     def look(self) -> Queued | None:
-        """Return how the job waits; None: it runs, or there is no queue.
+        """Return the job's place in the queue; None: it runs, or there is no queue.
 
         Raises:
             ClusterError: What was started has ended before its agents came.
@@ -126,7 +126,7 @@ def address_of(name: str) -> str:
 
 
 def ask_program(command: Sequence[str]) -> str:
-    """Return what a program says; empty where it cannot be asked."""
+    """Return a program's output; empty if it cannot be run."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(
             list(command), capture_output=True, text=True, timeout=ASK_S, check=False,
@@ -136,7 +136,7 @@ def ask_program(command: Sequence[str]) -> str:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return this process's environment without what belongs to its own cluster."""
+    """Return this process's environment without the variables of its own cluster."""
     ours = {cluster_env.MARK, "IPP_PROFILE_DIR", wire.JOIN}
     return {**{name: value for name, value in os.environ.items() if name not in ours}, **more}
 
@@ -323,7 +323,7 @@ class Ssh:
 
     @property
     def asks(self) -> str:
-        """What it does first."""
+        """Its first action."""
         names = [one.name for one in self._settings.on]
         return f"connecting to {names[0] if len(names) == 1 else f'{len(names)} hosts'}"
 
@@ -403,7 +403,7 @@ class Mpi:
 
     @property
     def asks(self) -> str:
-        """What it does first."""
+        """Its first action."""
         return "starting mpiexec"
 
     def start(self, join: wire.Join, engines: int) -> None:

@@ -92,7 +92,7 @@ class HostedEngines:
     # -- hosts -------------------------------------------------------------------------------------
 
     def begin(self, engines: int, framework: str, report: progress.Report) -> None:
-        """Have the agents started, if they are not yet; returns at once.
+        """Start the agents unless they have been started; returns at once.
 
         Args:
             framework: What they import while they connect.
@@ -335,7 +335,7 @@ class HostedEngines:
         )
 
     def next_hosts(self, count: int) -> list[Host]:
-        """Return where so many more engines would be; nothing where no host is there."""
+        """Return where this many more engines would be; empty if no host is left."""
         living, load = self.agents.living, self._load()
         return [_where(None, living, load) for _ in range(count)] if living else []
 
@@ -432,7 +432,7 @@ class HostedEngines:
             self._on_left(engine, how)
 
     def look(self) -> None:
-        """Take hosts as gone whose launcher has ended."""
+        """Mark hosts as gone whose launcher has ended."""
         for host in self.agents.living:
             if why := self.launcher.ended(host.place):
                 self.agents.lose([host], why)
@@ -440,7 +440,7 @@ class HostedEngines:
     # -- the end -----------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End all agents, with their engines, and what started them."""
+        """End all agents, their engines, and the processes that started them."""
         self.agents.close()
         self.launcher.stop()
 
@@ -489,7 +489,7 @@ def _where(before: Host | None, living: Sequence[Host], load: Counter[int]) -> H
 
 
 def here() -> Mapping[str, str]:
-    """Return this kernel's versions of what agents tell of."""
+    """Return this kernel's versions of the packages that agents report."""
     found = {"python": platform.python_version()}
     for package in wire.PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -52,7 +52,7 @@ class Sbatch:
 
     @property
     def asks(self) -> str:
-        """What it does first."""
+        """Its first action."""
         return "asking Slurm for a job"
 
     def start(self, join: wire.Join, engines: int) -> None:
@@ -183,7 +183,7 @@ class Sbatch:
 
 
 def job_facts(job: str) -> dict[str, str]:
-    """Return what Slurm knows of a job, by the names that `scontrol show job` uses."""
+    """Return what Slurm knows about a job, by the names of `scontrol show job`."""
     found = ask_program(["scontrol", "show", "job", job, "--oneliner"])
     # Names may be AllocNode:Sid, Req/Alloc; values may hold spaces, a comment's for one.
     return dict(re.findall(r"([\w:/]+)=(.*?)(?=\s+[\w:/]+=|\s*$)", found.strip()))
@@ -201,7 +201,7 @@ class Srun:
 
     @property
     def asks(self) -> str:
-        """What it does first."""
+        """Its first action."""
         return f"starting a step in allocation {os.environ[ALLOCATION]}"
 
     def start(self, join: wire.Join, engines: int) -> None:
