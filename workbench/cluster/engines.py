@@ -51,7 +51,7 @@ class Engines:
     """The engines of one cluster.
 
     Args:
-        framework: The framework that engines have imported when they start, unless another is requested.
+        framework: The framework that engines import at their start, unless another is given.
         launch: Where they are started, and how.
         folder, key: Of a kept cluster that is taken over (`take_over`); by default fresh ones.
 
@@ -110,7 +110,7 @@ class Engines:
 
     @property
     def framework(self) -> str:
-        """The framework that engines have imported when they start, unless another is requested."""
+        """The framework that engines import at their start, unless another is given."""
         return self._ground.framework
 
     @framework.setter
@@ -531,7 +531,7 @@ class Engines:
         self._ground.parents.on_taken = callback
 
     def release(self, reason: str) -> None:
-        """Release all processes, which continue without this kernel; waiting calls get the reason."""
+        """Release all processes, which continue without us; waiting calls get the reason."""
         self._stopping = True
         for call in self._calls.all():
             call.finish(ClusterError(reason, code="WB-CLUSTER-010"))

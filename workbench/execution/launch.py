@@ -158,7 +158,7 @@ class RunExecution:
             silence.look_after(task, self.healer, pool.engines, lambda: run.held)
 
     def settle_healing(self) -> None:
-        """Let nobody in any more: the cell is over, and what comes next starts engines itself."""
+        """Let no more engines join: the cell is over, and the next one starts engines itself."""
         if self.healer is not None:
             self.healer.settle()
 
@@ -167,7 +167,7 @@ class RunExecution:
         self._token = checkpoints.token(prefix)
 
     def equip(self, engine: int) -> None:
-        """Let a fresh engine have what the cell needs."""
+        """Give a new engine what the cell needs."""
         if self.plan.recipe.function:
             self.pool.engines.call([engine], PUSH, ({ARGS: self.plan.recipe.args},))
         self.lend([engine], self._lent)
@@ -178,7 +178,7 @@ class RunExecution:
         return dict(self.pool.engines.call([engine], LEND, (source,), LOAN_TIMEOUT_S)[engine])
 
     def lend(self, fresh: Sequence[int], packed: Mapping[str, bytes]) -> None:
-        """Give fresh engines what the cell needs of what earlier cells had defined."""
+        """Give new engines the definitions of earlier cells that the cell needs."""
         if not packed:
             return
         missing = self.pool.engines.call(fresh, BORROW, (dict(packed),), LOAN_TIMEOUT_S)
@@ -251,7 +251,7 @@ class RunExecution:
         return ()
 
     def spares(self, engine: int) -> bool:
-        """Whether the others go on without a pause when this engine is gone."""
+        """Whether the others continue without a pause when this engine is gone."""
         held_twice = any(engine in chain for chain in self.chains())
         return engine in self._spare() or held_twice
 
@@ -393,7 +393,7 @@ LEAVE_S = 5.0
 
 
 def lost(task: Task) -> list[int]:
-    """Return the engines for whose death alone the cell failed; none where it failed otherwise."""
+    """Return the engines whose death alone made the cell fail; none if it failed otherwise."""
     outcomes = task.outcomes
     dead = [i for i in outcome.dead_engines(outcomes) if not outcomes[i].ended]
     if task.first_failed is None:  # the others could do without them
@@ -407,7 +407,7 @@ def lost(task: Task) -> list[int]:
 
 
 class Recoverer:
-    """Decides whether a run goes on after a death, and sees to it on a thread of its own."""
+    """Decides whether a run continues after a death, and continues it on its own thread."""
 
     def __init__(self, launch: RunExecution) -> None:
         self._launch = launch
@@ -415,7 +415,7 @@ class Recoverer:
         self._why_not = ""
 
     def begin(self, task: Task, left: Mapping[int, str]) -> bool:
-        """Return whether the run goes on; if so, it is begun again in the background.
+        """Return whether the run continues; if so, it is started again in the background.
 
         Args:
             left: Engines for whose sake all have stopped, and what those were told.
@@ -444,7 +444,7 @@ class Recoverer:
         return True
 
     def explain(self, error: RunError) -> RunError:
-        """Add to the error of a death why the run did not go on."""
+        """Add to the error of a death why the run did not continue."""
         if not self._why_not:
             return error
         told = RunError(
@@ -607,7 +607,7 @@ class Recoverer:
         return Checkpoint(path, kept[furthest])
 
     def _lend(self, fresh: Sequence[int]) -> None:
-        """Give fresh engines what the cell needs of what earlier cells had defined."""
+        """Give new engines the definitions of earlier cells that the cell needs."""
         launch, run = self._launch, self._launch.run
         living = [i for i in run.members if i not in fresh]
         needy = [i for i in fresh if i in run.members]

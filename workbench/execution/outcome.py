@@ -1,4 +1,4 @@
-"""How a cell or a run came out, from what its engines say and which of them died; pure.
+"""The outcome of a cell or a run, from its engines' answers and deaths; pure.
 
 Which of several ranks' errors is the reason, who only followed, what is said of engines that died,
 which error is raised, and what it all says about the run as a whole.
@@ -67,7 +67,7 @@ def root_cause(outcomes: Outcomes, first_failed: int, lost: Iterable[int] = ()) 
 
 
 def with_it(outcomes: Outcomes, engines: Iterable[int], called: Callable[[list[int]], str]) -> str:
-    """Return what became of the others in one line.
+    """Return in one line what happened to the others.
 
     Args:
         engines: Those that ended because of another one.
@@ -99,7 +99,7 @@ NAMED = 4
 
 
 def outcome_of_death(error: BaseException) -> CellOutcome:
-    """Return the outcome of a call whose engine is no more, or was never reached."""
+    """Return the outcome of a call whose engine is gone or was never reached."""
     how, log, by_itself, with_all = str(error), "", False, False
     if isinstance(error, EngineDiedError):
         how, log, by_itself = str(error.how), error.log, error.how != RESTARTED
@@ -117,7 +117,7 @@ def outcome_of_death(error: BaseException) -> CellOutcome:
 
 
 def left_behind(outcome: CellOutcome, host: Host | None) -> str | None:
-    """Return what to do where a module lies beside the notebook, in a folder that a host lacks."""
+    """Return the advice for a module in the notebook's folder, which a host does not share."""
     found = re.search(r"No module named '(\w+)", outcome.evalue)
     if host is None or host.has_cwd or found is None:
         return None
@@ -137,7 +137,7 @@ def dead_engines(outcomes: Outcomes) -> list[int]:
 
 
 def death_words(first: int, outcomes: Outcomes, member: Callable[[int], Member]) -> str:
-    """Say who is gone and how: `first` in full, with its log's last lines, then the others."""
+    """Return which engines died and how: `first` with the end of its log, then the others."""
     one, who = outcomes[first], member(first)
     text = f"{who.title} {who.verb} gone: {one.evalue}"
     if one.log:
@@ -194,7 +194,7 @@ class Names:
 
 @dataclass(frozen=True)
 class CellEnd:
-    """What became of a cell's engines, and what is said of it.
+    """What happened to a cell's engines, and the message about it.
 
     Attributes:
         outcomes: Of the engines that are done, in the order of the ranks.
@@ -213,7 +213,7 @@ class CellEnd:
 
     @property
     def cause(self) -> int | None:
-        """The engine that the cell failed for; None where none did, or all were interrupted."""
+        """The engine that made the cell fail; None if none did, or if all were interrupted."""
         if self.first_failed is None:
             return None
         cause = root_cause(self.outcomes, self.first_failed, self.lost)
@@ -243,7 +243,7 @@ class CellEnd:
         ]
 
     def say(self, engines: Iterable[int]) -> str:
-        """Return what became of engines that followed, in one line."""
+        """Return in one line what happened to the engines that followed."""
         return with_it(self.outcomes, engines, self.names.several)
 
     def failure(self) -> RunError | None:
@@ -316,7 +316,7 @@ class CellEnd:
 
     @property
     def ended(self) -> dict[int, str]:
-        """What is to be said of engines that we killed, since no interrupt reached them."""
+        """The message about engines that were killed because no interrupt reached them."""
         return {
             i: f"{self.names.of(i)} (engine {i}, pid {self.pid(i)}) was {outcome.ended}: "
             f"%cluster restart {i}"
@@ -460,7 +460,7 @@ def outcome_behind(error: BaseException | None) -> CellOutcome | None:
 
 
 def is_refusal(error: RunError) -> bool:
-    """Whether a strategy refused what it was to train, before anything was trained."""
+    """Whether a strategy refused the recipe before anything was trained."""
     outcome = outcome_behind(error)
     return outcome is not None and outcome.ename == FitError.__name__
 
@@ -557,7 +557,7 @@ def _reassigned(outcomes: Outcomes) -> list[str]:
 
 
 def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
-    """Tell the user what happened and what it cost."""
+    """Return the note on what happened and what it cost."""
     text = f"{done.how}. "
     if on_failure == "continue":
         text += f"{done.workers} worker{'s continue' if done.workers > 1 else ' continues'}"

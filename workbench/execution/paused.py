@@ -44,7 +44,7 @@ NO_PROMPT = "this notebook's front end has no prompt"
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of a command: pdb's words, and whether the rank is still paused."""
+    """The result of a command: pdb's output, and whether the rank is still paused."""
 
     text: str
     paused: bool
@@ -169,7 +169,7 @@ class Paused:
             return Reply(text + (again.text if again else ""), paused=again is not None)
 
     def go_on(self, engine: int, reason: str) -> None:
-        """Let a rank go on, past further breakpoints of its cell as well."""
+        """Let a rank continue, also past further breakpoints of its cell."""
         with self._changed:
             stop = self._stops.pop(engine, None)
         if stop is not None:
@@ -210,7 +210,7 @@ class Paused:
         return True
 
     def settled(self) -> dict[int, Stopped]:
-        """Return who is paused, once nobody has joined or left for a moment."""
+        """Return the paused ranks once their number has been stable for a moment."""
         end = time.monotonic() + STEP_S
         before: dict[int, Stopped] | None = None
         while (now := self.stops) != before and time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""The runs and clusters of this process: `wb.runs`, names, and what ends with the notebook.
+"""The runs and clusters of this process: `wb.runs`, names, and cleanup at the notebook's end.
 
 `wb.load` brings a saved run back, with its history, evaluations and weights.
 """
@@ -28,7 +28,7 @@ class Closable(Protocol):
 
     @property
     def busy(self) -> object:
-        """What goes on, or went on last."""
+        """The current task, or the last one."""
 
     def release(self) -> None:
         """Let go of a kept cluster; any other one is stopped."""
@@ -180,7 +180,7 @@ def new_run(
     devices: Sequence[str],
     resume_from: str = "",
 ) -> Run:
-    """Create a run with a folder of its own and keep it in `runs`."""
+    """Create a run with its own folder and keep it in `runs`."""
     name = plan.name or plan.strategy
     initial = weights_folder(plan.init_from) if plan.init_from else ""
     with contextlib.suppress(OSError):  # a full or read-only disk: the run goes on in memory

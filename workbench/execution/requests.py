@@ -1,4 +1,4 @@
-"""What engines are asked to run: requests made from runs and cells, and checked first.
+"""Requests to engines: made from runs and cells, and checked first.
 
 The checks come before a cluster is started or asked for anything. `FarFiles` are the files of one
 run on machines other than this one.
@@ -264,7 +264,7 @@ MAX_ENGINES = 256
 
 
 class BusyError(RunError):
-    """A cell or a run goes on, so nothing else can begin."""
+    """A cell or a run is still running, so nothing else can begin."""
 
 
 def check_travels(values: Mapping[str, object]) -> None:
@@ -281,7 +281,7 @@ def check_travels(values: Mapping[str, object]) -> None:
 
 
 def check_arrived(found: Mapping[int, Mapping[str, object]]) -> None:
-    """Raise RunError where an engine's value cannot be had in the notebook: which, why, what now.
+    """Raise RunError if an engine's value cannot be copied to the notebook; it says why.
 
     Args:
         found: Values by name, by engine.
@@ -347,7 +347,7 @@ def check_limits(
     launch: LaunchSettings | None = None,
     elsewhere: bool = False,
 ) -> None:
-    """Raise PlanError where so many more engines are beyond the administrator's limits.
+    """Raise PlanError if this many more engines exceed the administrator's limits.
 
     Who asks for what listens beyond loopback, and may, is told what that exposes.
 
@@ -567,7 +567,7 @@ class FarFiles:
         return str(target)
 
     def fetch(self, outcomes: Outcomes) -> None:
-        """Bring final weights and profiles into the run's folder; what fails costs no run."""
+        """Copy final weights and profiles into the run's folder; a failure does not fail the run."""
         files, run = self._engines.host_files, self._run
         for host in self.hosts if files is not None else ():
             assert files is not None

@@ -95,7 +95,7 @@ def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
 
 
 def run_job_command(given: argparse.Namespace) -> int:
-    """Do what the line asks for; return the exit status."""
+    """Carry out the command line; return the exit status."""
     try:
         return _DO[given.command](given)
     except WorkbenchError as error:
@@ -195,7 +195,7 @@ def order_of(words: Sequence[str]) -> Order:
 
 
 def carry_out(run: Run, order: Order) -> None:
-    """Have a followed run do what an order says.
+    """Give a followed run an order.
 
     Raises:
         PlanError: It has ended.

@@ -42,7 +42,7 @@ Does = Literal["stop", "preempt", "pause", "resume", "step", "inject", "interrup
 
 @dataclass(frozen=True)
 class Order:
-    """What a run is told to do at its next step boundary.
+    """An order to a run for its next step boundary.
 
     Attributes:
         do: What to do.

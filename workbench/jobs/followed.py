@@ -1,4 +1,4 @@
-"""A run that goes on elsewhere, with everything that a run of this notebook has.
+"""A run on another machine, with everything that a run of this notebook has.
 
 Its rows and events are read from a place (`places.py`): a folder, another host, marked lines. Stop,
 pause and faults go back there as signed orders, which the job's conductor obeys at a step.
@@ -224,7 +224,7 @@ class FollowedJob(Run):
         self.over.set()
 
     def close(self) -> None:
-        """Follow it no longer; the job goes on."""
+        """Stop following; the job continues."""
         if not self.is_over:
             self.note("Following has stopped.")
             self.history.finish()
@@ -241,7 +241,7 @@ class FollowedJob(Run):
         self._order("stop")
 
     def preempt(self) -> None:
-        """Have it stop as if its platform had asked: the job's next start goes on from there."""
+        """Stop it as if its platform had asked; the job's next start continues from there."""
         self._order("preempt")
 
     def pause(self) -> None:
@@ -249,15 +249,15 @@ class FollowedJob(Run):
         self._order("pause")
 
     def resume(self) -> None:
-        """Have it go on after a pause."""
+        """Let it continue after a pause."""
         self._order("resume")
 
     def step(self, steps: int = 1) -> None:
-        """While paused: have it do so many steps, then pause again."""
+        """While paused: let it take this many steps, then pause again."""
         self._order("step", steps=int(steps))
 
     def inject(self, *faults: str) -> None:
-        """Replace the run's faults while it goes on; none clears them.
+        """Replace the run's faults while it trains; none clears them.
 
         Raises:
             PlanError: A fault was not understood or names a worker the run does not have.

@@ -1,4 +1,4 @@
-"""A run folder in frames: what tells of it, over ssh or in printed lines, and the mirror of it.
+"""A run folder in frames, sent over ssh or as printed lines, and its mirror.
 
 A line is `#wb1 ` and a frame of JSON, which is one append to a file, or a file anew:
 

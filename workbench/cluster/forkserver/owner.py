@@ -230,7 +230,7 @@ class Nanny:
             kill_group(child)
 
     def end(self) -> None:
-        """Kill children, guarded processes and all processes of guarded folders; remove the folders.
+        """Kill children, guarded processes and those of guarded folders; remove the folders.
 
         The second look is for a controller that the kernel was starting when it died, before it was
         a program of its own and carried the folder in its environment.

@@ -1,4 +1,4 @@
-"""One change of a run's workers: what it is to bring, and what is said of it."""
+"""One change of a run's workers: its goal, and the notes about it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Execution(Protocol):
         """Have more engines be of the run; return which."""
 
     def equip(self, engine: int) -> None:
-        """Let a fresh engine have what the cell needs."""
+        """Give a new engine what the cell needs."""
 
     def request_to_join(self, engine: int) -> dict[str, Any]:
         """Return what an engine is asked that comes while the run goes on."""
@@ -130,7 +130,7 @@ def announcement(
 
 
 def healed_words(done: Recovery, dies_with: str = "", *, joined: bool = True) -> str:
-    """Tell the user what happened and what it cost.
+    """Return the note on what happened and what it cost.
 
     Args:
         dies_with: What is lost with a worker, at most.
@@ -145,7 +145,7 @@ def healed_words(done: Recovery, dies_with: str = "", *, joined: bool = True) ->
 
 
 def left_words(who: Sequence[str], why: str, step: int, seconds: float, workers: int) -> str:
-    """Tell the user who takes part no more."""
+    """Return the note on workers that left."""
     return (
         f"{' and '.join(who)} left ({why}). {workers} worker"
         f"{' continues' if workers == 1 else 's continue'} from step {step}, after "
@@ -154,7 +154,7 @@ def left_words(who: Sequence[str], why: str, step: int, seconds: float, workers:
 
 
 def joined_words(who: Sequence[str], step: int, seconds: float) -> str:
-    """Tell the user who has come to take part."""
+    """Return the note on workers that joined."""
     return (
         f"{' and '.join(who)} {'takes' if len(who) == 1 else 'take'} part from step {step} on; "
         f"the others paused for {1e3 * seconds:.0f} ms."

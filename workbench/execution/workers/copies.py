@@ -1,4 +1,4 @@
-"""Workers that hold a copy of the model together: whole copies go on, what else is left waits.
+"""Workers that hold a copy of the model together: whole copies continue, the others wait.
 
     parts      0  1        a worker dies        0  1
     copy 0     w0 w1  ──>  w3 dies         ──>  w0 w1     go on
@@ -152,7 +152,7 @@ class Copies:
         self._run.note(f"{how}; it took no part in training.", [engine])
 
     def drop(self, engine: int) -> None:
-        """Have an engine wait no more."""
+        """Remove an engine from those that wait."""
         for waiting in (self.away, self.recent):
             if engine in waiting:
                 waiting.remove(engine)

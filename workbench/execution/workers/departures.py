@@ -1,4 +1,4 @@
-"""A run whose engines are told to end by the system: they leave first, and it goes on as it can.
+"""A run whose engines are told to end by the system: they leave first, the others continue.
 
     an engine ── `ToldToEnd` ──> how it leaves
         regroup    the others go on without it, from the step under way (`healing.py`)
@@ -44,7 +44,7 @@ class Execution(Protocol):
     healer: Healer | None
 
     def spares(self, engine: int) -> bool:
-        """Whether the others go on without a pause when this engine is gone."""
+        """Whether the others continue without a pause when this engine is gone."""
 
 
 class Departures:

@@ -1,4 +1,4 @@
-"""Names a hang while it lasts: who has waited for how long in what, and where the others are.
+"""Describes a hang while it lasts: which ranks wait where and how long, and the others.
 
 Engines are asked only after nothing has come from any of them for a while. A rank that its user
 has paused is no hang, nor are ranks that all compute: nobody waits for anybody then.

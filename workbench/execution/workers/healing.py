@@ -1,4 +1,4 @@
-"""A run whose workers change while it trains: who dies or leaves is done without, others come.
+"""A run whose workers change while it trains: it continues without lost ones, others join.
 
     a worker dies ──> announce g: the others ──> they regroup, and go on          `healed`
           └── in the background: a fresh engine runs the cell up to `wb.fit` ──> ready
@@ -309,7 +309,7 @@ class Healer:
     # -- who is to leave, and to come --------------------------------------------------------------
 
     def dismiss(self, engines: Sequence[int], why: str) -> None:
-        """Have members leave on purpose; returns at once.
+        """Let members leave on purpose; returns at once.
 
         They leave between two steps, as soon as all train: the others go on with the step under
         way, whose samples are divided among fewer, and an event `left` tells from which step on.
@@ -349,7 +349,7 @@ class Healer:
                 self.begin_replacing(engine)
 
     def scale(self, workers: int) -> None:
-        """Go on with so many workers; returns when it is begun, before it is done.
+        """Continue with this many workers; returns when the change has begun, before it is done.
 
         Raises:
             PlanError: More engines than the administrator allows.

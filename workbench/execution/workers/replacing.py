@@ -127,7 +127,7 @@ class Replacing(Watching):
 
 
 def replaced_words(event: Replaced, who: str) -> str:
-    """Tell the user who was replaced, and why."""
+    """Return the note on the replaced worker, and why."""
     return (
         f"{who} had taken {event.ratio:.1f} times as long as the others for its share, for "
         f"{event.slow_s:.0f} s. A new engine replaces it from step {event.step} on."

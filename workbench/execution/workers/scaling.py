@@ -1,4 +1,4 @@
-"""More or fewer workers in a run that goes on: begun, and waited for.
+"""More or fewer workers in a running run: begin the change, and wait for it.
 
     scale(n)   fewer: those of the highest ranks leave
                more: those who had left come again, then free engines, then ones started for it
@@ -42,7 +42,7 @@ class Scaled(Protocol):
 
 
 def scale(run: Scaled, workers: int, *, wait: bool = True) -> None:
-    """Have a run go on with so many workers.
+    """Let a run continue with this many workers.
 
     Raises:
         PlanError: Its plan does not allow that.
@@ -117,7 +117,7 @@ def _batch(run: Scaled) -> int | None:
 
 
 def check_memory(workers: Sequence[EngineInfo], more: int) -> None:
-    """Raise RunError where this machine's memory does not suffice for so many more workers.
+    """Raise RunError if this machine has too little memory for this many more workers.
 
     A further one is taken to need what the largest has that no other process shares.
     """

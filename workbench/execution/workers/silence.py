@@ -83,7 +83,7 @@ class Halted:
         return {engine: now_s - since_s for (engine, _), since_s in self._since_s.items()}
 
     def forget(self) -> None:
-        """Begin to count anew."""
+        """Start counting again."""
         self._since_s = {}
 
 
