@@ -1,4 +1,4 @@
-"""Which devices there are, and what could not be found out.
+"""Finds the devices of this machine, and notes what could not be found out.
 
 NVIDIA's are counted through NVML, device by device: what one of them does not tell costs that
 figure, or that device, and never the others. A GPU in MIG mode is its instances. AMD's are counted
@@ -94,7 +94,7 @@ def discover() -> list[Device]:
 
 
 def survey(framework: str = "") -> Survey:
-    """Return the devices that this process may use, and what is to be said of the others.
+    """Return the devices that this process may use, and notes about the others.
 
     CUDA_VISIBLE_DEVICES is honoured as CUDA does: numbers, or (prefixes of) UUIDs of GPUs and MIG
     instances, in their order, up to the first that does not exist. Devices that the administrator's
@@ -377,7 +377,7 @@ class Build:
 
 @lru_cache(maxsize=1)
 def torch_build() -> Build | None:
-    """Return what the installed torch was built for, without importing it; None: there is none."""
+    """Return what the installed torch was built for, without importing it; None: no torch."""
     try:
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:

@@ -52,7 +52,7 @@ class Lease:
 
     @property
     def word(self) -> str:
-        """The device with its host, if it has one: the same for those alone that share it."""
+        """The device with its host, if it has one; equal only for workers that share it."""
         return f"{self.host} {self.device}" if self.host and self.gpu else self.device
 
 
@@ -88,11 +88,11 @@ class Leases:
 
     @property
     def words(self) -> list[str]:
-        """What each worker computes on; the same for those alone that share it."""
+        """What each worker computes on; equal only for workers that share it."""
         return [lease.word for lease in self.leases]
 
     def seen_by(self, lease: Lease | None, place: str = "") -> tuple[str, ...]:
-        """Return the GPUs that an engine with this lease is shown; None: it has none.
+        """Return the GPUs that are visible to an engine with this lease; None: it has none.
 
         Args:
             place: Where it is, of `places`.
@@ -102,7 +102,7 @@ class Leases:
         return (lease.gpu,) if lease is not None and lease.gpu else ()
 
     def check_shared(self) -> None:
-        """Raise PlanError where a GPU would be shared that lets only one process in."""
+        """Raise PlanError if a GPU would be shared that only one process can use."""
         for lease in self.leases:
             if lease.sharers > 1 and lease.exclusive:
                 raise PlanError(
@@ -190,7 +190,7 @@ def choose(
     first: Sequence[str] = (),
     own: Iterable[int] = (),
 ) -> Choice:
-    """Choose the GPUs for so many workers.
+    """Choose the GPUs for this many workers.
 
     `auto` and `cuda` take the least used ones (those where nobody else computes, then those with
     the least memory in use) and order them by number: neighbours stay neighbours.
@@ -321,7 +321,7 @@ def _sharing_words(workers: int, gpus: int) -> str:
 
 
 def lease(devices: str | Sequence[int], workers: int, found: Survey | None = None) -> Leases:
-    """Decide what each worker of a run computes on, whoever else is there.
+    """Decide what each worker of a run computes on, regardless of other users.
 
     Args:
         devices: What `parse_devices` takes.
@@ -351,7 +351,7 @@ NOT_PROVED = "not yet tested on a GPU of this kind: run  workbench doctor --gpu-
 
 
 def held_words() -> list[str]:
-    """Return which GPUs of this machine are held, and by whom: a line each."""
+    """Return which GPUs of this machine are held, and by whom, one line each."""
     others = holders()
     found = {gpu.uuid: f"{gpu.place} {gpu.name}" for gpu in survey().devices} if others else {}
     return sorted(f"{found.get(gpu, gpu)}: {who}" for gpu, who in others.items())
@@ -401,16 +401,16 @@ class DevicePool:
 
     @property
     def found(self) -> tuple[Device, ...]:
-        """The devices that there were when it was last looked."""
+        """The devices found at the last look."""
         return self._found
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is to be said of those that were left out then."""
+        """The notes on devices that were left out then."""
         return self._notes
 
     def lease(self, workers: int, own: Iterable[int] = ()) -> Leases:
-        """Return which device each of so many workers gets, or would get.
+        """Return which device each of this many workers gets, or would get.
 
         Args:
             own: Processes of this cluster, which do not count as others'.
@@ -442,7 +442,7 @@ class DevicePool:
     def hold(
         self, workers: int, engines: Mapping[int, int], most: int = 0
     ) -> tuple[Leases, list[str]]:
-        """Reserve the GPUs of so many workers; return them, and what is to be said.
+        """Reserve the GPUs of this many workers; return them and the notes for the user.
 
         Args:
             engines: Pids of the living engines, by id.
@@ -524,7 +524,7 @@ class DevicePool:
         self._open.clear()
 
     def words(self, workers: int) -> list[str]:
-        """Return what to say below a table of so many workers: what is left out, who holds which.
+        """Return the notes below a table of this many workers: unused GPUs, who holds which.
 
         Nothing where there are no GPUs.
         """
@@ -559,7 +559,7 @@ class DevicePool:
     def restore(
         self, leases: Mapping[int, Leases], files: Mapping[str, str], engines: Mapping[int, int]
     ) -> None:
-        """Be as another kernel's pool of the same engines was."""
+        """Take the state of another kernel's pool of the same engines."""
         self._settled |= leases
         self._gpus = max((one.gpus for one in leases.values()), key=len, default=())
         self._open.clear()  # it was looked at as another cluster's

@@ -1,4 +1,4 @@
-"""Limits of an administrator, and what listens beyond this machine.
+"""An administrator's limits, and what other machines can connect to.
 
 Limits hold for everybody on a machine; users can only make them stricter.
 
@@ -92,7 +92,7 @@ class Limits:
         )
 
     def check_hosts(self, listen: str, launcher: str = "local") -> None:
-        """Raise PlanError where something beyond this machine is asked for and not allowed."""
+        """Raise PlanError if other machines are asked for and not allowed."""
         elsewhere = launcher != "local"
         if (listen or elsewhere) and not self.hosts:
             flag = f"--launcher {launcher}" if elsewhere else f"--listen {listen}"
@@ -119,7 +119,7 @@ class Limits:
         )
 
     def idle_timeout(self, asked_s: float) -> float:
-        """Return the idle time in seconds that holds when the user asks for `asked_s`."""
+        """Return the idle time in seconds that applies when the user asks for `asked_s`."""
         return min(asked_s, self.idle_timeout_s)
 
     def stricter(self, other: Limits) -> Limits:
@@ -139,7 +139,7 @@ class Limits:
 
 
 def load(environment: Mapping[str, str] | None = None, path: Path | None = None) -> Limits:
-    """Return the limits that hold for this user now.
+    """Return the limits that apply to this user now.
 
     Args:
         environment: By default the process's.
@@ -171,7 +171,7 @@ def _of_file(path: Path) -> Limits:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return what a small TOML file says; nothing where there is none.
+    """Return the content of a small TOML file; empty if there is no file.
 
     Raises:
         OSError: It cannot be read.
@@ -286,7 +286,7 @@ OUTSIDE = ("192.0.2.1", 9)
 
 
 class ExposureWarning(WorkbenchWarning):
-    """Something is about to listen where other hosts can connect."""
+    """Something will listen where other hosts can connect."""
 
 
 def interfaces() -> dict[str, list[str]]:
@@ -388,7 +388,7 @@ def beyond_loopback(address: str) -> bool:
 
 
 def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = False) -> str:
-    """Return what the user should know of what is about to listen.
+    """Return what the user should know about the address that will listen.
 
     Args:
         listen: The address; empty: the one from which the other machines are reached.
@@ -410,7 +410,7 @@ _tell: ContextVar[Callable[[str], object] | None] = ContextVar("workbench_exposu
 
 @contextlib.contextmanager
 def telling(tell: Callable[[str], object]) -> Iterator[None]:
-    """Have `tell(words)` called in this block instead of a warning: a notebook shows notes."""
+    """Call `tell(words)` in this block instead of a warning: a notebook shows notes."""
     token = _tell.set(tell)
     try:
         yield

@@ -55,7 +55,7 @@ def run_alone(argv: list[str]) -> int:
 
 
 def run_doctor(given: argparse.Namespace) -> int:
-    """Do what the line asks for; return the exit status."""
+    """Carry out the command line; return the exit status."""
     if given.gpu_test:
         return _gpu_test(given)
     report = examine(given.on, ports=given.ports, listen=given.listen)

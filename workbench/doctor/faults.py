@@ -100,7 +100,7 @@ def _on(child: Child, place: Place) -> None:
 
 
 def provoke(cluster: Any, fault: Fault) -> tuple[str, str, dict[str, Any]]:
-    """Have the fault happen; return what was seen, what was not as promised, and figures."""
+    """Cause the fault; return observations, deviations from the promise, and figures."""
     cell(cluster, START + AFTER)
     before = pids(cluster)
     body = "\n".join(f"    {line}" for line in fault.source.splitlines())

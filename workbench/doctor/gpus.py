@@ -1,4 +1,4 @@
-"""Checks that need a driver, a GPU or a framework: what children saw is judged here.
+"""Checks that need a driver, a GPU or a framework; this module judges the children's results.
 
 Nothing here touches a device: `probes.py` does, in processes with time boxes, and says what it saw
 as facts (plain JSON). So each judgement can be tested with made-up facts.
@@ -340,7 +340,7 @@ def pids(said: Mapping[str, Any]) -> tuple[Status, str, str]:
 def visible(
     gpus: Sequence[Mapping[str, Any]], cuda: Mapping[str, Any], env: Mapping[str, str]
 ) -> tuple[Status, str, str]:
-    """What the environment hides."""
+    """Which GPUs the environment hides."""
     words = [f"{n}={env[n]}" for n in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER") if n in env]
     said = ", ".join(words) or "not set"
     left = count()
@@ -459,7 +459,7 @@ def missing(modules: Sequence[str] = WANTED) -> list[str]:
 def run(
     asked: Asked, tell: Callable[[str], object] = print, stages: Sequence[Stage] = STAGES
 ) -> Report:
-    """Do the stages one after the other; return the report, which is also written to `asked.out`.
+    """Run the stages one after the other; return the report, which is also written to `asked.out`.
 
     Args:
         tell: Gets each line as it is known.

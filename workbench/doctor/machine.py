@@ -1,4 +1,4 @@
-"""Checks of this machine that need neither a framework nor a GPU, and take no time."""
+"""Checks of this machine that need neither a framework nor a GPU, and are quick."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What touches devices for the doctor: each function runs in a process of its own (`children.run`).
+"""The doctor's checks that use devices: each runs in its own process (`children.run`).
 
 They say lines, and facts (`facts.*`) that `gpus.py` judges.
 """
@@ -309,7 +309,7 @@ class Pair:
         raise RuntimeError(self.said[rank][-300:] or f"rank {rank} ended without a message")
 
     def tell(self, rank: int) -> None:
-        """Let a rank go on."""
+        """Let a rank continue."""
         stream = self.processes[rank].stdin
         assert stream is not None
         stream.write("\n")

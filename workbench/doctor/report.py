@@ -1,4 +1,4 @@
-"""What checks found: lines that are ok, warnings, failures, or could not be checked.
+"""Results of checks: ok, warnings, failures, or not checkable here.
 
 The JSON form is for programs and for issues: `schema` changes when a field changes its meaning.
 """
@@ -80,7 +80,7 @@ class Report:
     files: list[str] = field(default_factory=list)
 
     def add(self, lines: Iterable[Line]) -> None:
-        """Take in what checks found."""
+        """Add results of checks."""
         self.lines += lines
 
     def counts(self) -> dict[str, int]:
@@ -211,7 +211,7 @@ class Check:
     look: Callable[[], tuple[Any, ...]]
 
     def run(self) -> Line:
-        """Return what it found; a check that breaks is one that could not be made."""
+        """Return its result; a check that raises counts as one that could not be made."""
         began = time.perf_counter()
         try:
             status, found, *rest = self.look()

@@ -567,7 +567,7 @@ class FarFiles:
         return str(target)
 
     def fetch(self, outcomes: Outcomes) -> None:
-        """Copy final weights and profiles into the run's folder; a failure does not fail the run."""
+        """Copy final weights and profiles into the run's folder; failures do not fail the run."""
         files, run = self._engines.host_files, self._run
         for host in self.hosts if files is not None else ():
             assert files is not None

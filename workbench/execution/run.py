@@ -204,7 +204,7 @@ class Run:
         self._halting.halt(purpose)
 
     def finish(self, error: RunError | None) -> None:
-        """Settle the run; it is over then, even if a part of this fails. Only the first call counts.
+        """Settle the run; it is over then, even if a part of this fails. The first call counts.
 
         Who waits for it waits for ever otherwise, and nothing else could begin on its cluster.
         """

@@ -136,7 +136,7 @@ def _as_rank(given: argparse.Namespace) -> int:
 
 
 def run_here(given: argparse.Namespace) -> int:
-    """Do what `workbench run` asks for; return the exit status."""
+    """Carry out `workbench run`; return the exit status."""
     if is_rank():
         return _as_rank(given)
     what = _checked(given)
@@ -266,7 +266,7 @@ def processes_of_job(folder: Path, args: Sequence[str] = ()) -> list[Process]:
 
 
 def torchrun(count: int, *command: str) -> tuple[str, ...]:
-    """Return the command that starts so many processes of PyTorch on this machine.
+    """Return the command that starts this many processes of PyTorch on this machine.
 
     Raises:
         PlanError: PyTorch is not installed.

@@ -1,4 +1,4 @@
-"""Tells Kubeflow Trainer how far a job is, as KEP-2779 says: `kubectl get trainjob` shows it.
+"""Reports a job's progress to Kubeflow Trainer, as in KEP-2779: `kubectl get trainjob` shows it.
 
 https://github.com/kubeflow/trainer/tree/master/docs/proposals/2779-trainjob-progress. Trainer sets
 three variables in a TrainJob's pods where its feature gate TrainJobStatus is on: where to report,

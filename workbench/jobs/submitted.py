@@ -100,7 +100,7 @@ class Submitted:
         return self.look().reason
 
     def look(self) -> JobState:
-        """Ask the platform, at most once a second; of a job that is over nothing is asked.
+        """Ask the platform, at most once a second; not for a job that is over.
 
         A platform that does not answer makes a job `unknown`; its `reason` says so.
         """
@@ -318,7 +318,7 @@ class Jobs(Mapping[str, Submitted]):
         return job
 
     def remove(self, name: str | int) -> None:
-        """Forget a job; it goes on where it is."""
+        """Forget a job; it continues on its platform."""
         job = self[name]
         with self._lock:
             for file in [one for one, held in self._all().items() if held is job]:
@@ -329,7 +329,7 @@ class Jobs(Mapping[str, Submitted]):
 
     @property
     def latest(self) -> Submitted | None:
-        """The newest job, None when there is none."""
+        """The newest job; None if there is none."""
         return next(reversed(self._named().values()), None)
 
     @property

@@ -1,4 +1,4 @@
-"""How a run is told to programs: as figures, line by line, and held against another one.
+"""A run's output for programs: figures, progress lines, comparison with another run.
 
 `ABOUT`, `METRICS`, `PROGRESS` and `END` are the keys of the JSON that `workbench run`, `compare`
 and `follow` print, `JOB` those of `workbench jobs`; `docs/programs.md` has them as tables.
@@ -269,7 +269,7 @@ _CONDITION = re.compile(r"\s*(\S.*?)\s*(<=|>=|<|>)\s*(\S+?)(\s+abs)?\s*")
 
 @dataclass(frozen=True)
 class Condition:
-    """What a later run must not come to.
+    """A limit that a later run must keep.
 
     Attributes:
         metric: A key of `METRICS`, or `eval_NAME`.
@@ -284,7 +284,7 @@ class Condition:
     absolute: bool
 
     def check(self, first: Mapping[str, Any], later: Mapping[str, Any]) -> Checked:
-        """Hold a run against the first one."""
+        """Compare a run with the first one."""
         who = _called(later, first)
         value, base = later.get(self.metric), first.get(self.metric)
         if later["state"] not in OVER:
@@ -380,7 +380,7 @@ def check_all(conditions: Sequence[Condition], runs: Sequence[Mapping[str, Any]]
 
 
 def status_of(checks: Sequence[Checked]) -> int:
-    """Return the exit status that checks come to."""
+    """Return the exit status of the checks."""
     if any(one.held is None for one in checks):
         return NOT_CHECKED
     return FAILED if any(one.held for one in checks) else WELL
@@ -513,7 +513,7 @@ def follow_place(words: Sequence[str], wait_s: float | None = 60.0) -> Run:
 
 
 def end_of(job: Submitted) -> str:
-    """Return why a submitted job goes on no longer; empty while it does."""
+    """Return why a submitted job has ended; empty while it runs."""
     now = job.look()
     return (now.reason or now.state) if now.is_over else ""
 
@@ -528,7 +528,7 @@ def watch(run: Run, teller: Teller) -> int:
 
 
 def let_go(run: Run) -> None:
-    """End what follows a run; the run goes on."""
+    """Stop following a run; the run continues."""
     close = getattr(run, "close", None)
     if close is not None:
         close()

@@ -1,4 +1,4 @@
-"""What a platform of jobs is, and how its client is asked.
+"""The interface of a job platform, and how its client is called.
 
 Nothing here talks to a platform's network interface: the client that the user has installed does
 (sbatch, kubectl, ray, sky, ssh), with the user's own configuration and credentials. A call is a
@@ -122,7 +122,7 @@ class Platform(Protocol):
     envelope: str
 
     def check(self, folder: Path, resources: Resources) -> None:
-        """Look before anything is submitted.
+        """Check before anything is submitted.
 
         Raises:
             ClusterError: There is no client, or the platform has not what is asked for.
@@ -130,14 +130,14 @@ class Platform(Protocol):
         """
 
     def submit(self, folder: Path, resources: Resources) -> Ticket:
-        """Hand the job in; returns at once.
+        """Submit the job; returns at once.
 
         Raises:
             ClusterError: The platform refused it; says its words.
         """
 
     def state(self, ticket: Ticket) -> JobState:
-        """Ask how the job is.
+        """Return the job's state.
 
         Raises:
             ClusterError: The platform does not answer.
@@ -147,7 +147,7 @@ class Platform(Protocol):
         """Return the last lines of what the job printed; empty where there is nothing yet."""
 
     def cancel(self, ticket: Ticket) -> None:
-        """End the job; one that is over stays as it is."""
+        """Cancel the job; one that is over stays as it is."""
 
     def place(self, ticket: Ticket) -> str | list[str]:
         """Return what `wb.follow` takes: a folder, an address, or a command's words."""

@@ -54,7 +54,7 @@ class Ray:
              "set address='http://HEAD:8265' or RAY_ADDRESS (`ray start --head`)")  # fmt: skip
 
     def submit(self, folder: Path, resources: Resources) -> Ticket:
-        """Hand it in under a name of ours."""
+        """Submit it under a name of Workbench's."""
         folder = folder.resolve()
         job = f"wb-{legal_name(read_job(folder).name)}-{secrets.token_hex(3)}"
         options = ["--no-wait", "--submission-id", job, "--working-dir", str(folder),
@@ -135,7 +135,7 @@ class Kubernetes:
     context: str = ""
 
     def check(self, folder: Path, resources: Resources) -> None:
-        """Have the cluster look at the objects without making them."""
+        """Let the cluster validate the objects without creating them."""
         read_job(folder)
         needed(folder, "trainjob.yaml", self.name)
         self._create(folder, resources.namespace, "--dry-run=server")
@@ -305,7 +305,7 @@ class SkyPilot:
         return last_lines(self._log(ticket, max(2000, 10 * last)), last)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Take its cluster down, so that nothing is paid for."""
+        """Stop its cluster, so that it costs no more."""
         must(["sky", "down", "-y", "--async", ticket.id], "SkyPilot did not stop the cluster.",
              f"run `sky down {ticket.id}` in a terminal: it may cost money")  # fmt: skip
 
