@@ -269,7 +269,7 @@ _CONDITION = re.compile(r"\s*(\S.*?)\s*(<=|>=|<|>)\s*(\S+?)(\s+abs)?\s*")
 
 @dataclass(frozen=True)
 class Condition:
-    """A limit that a later run must keep.
+    """A condition that makes a comparison fail if it holds.
 
     Attributes:
         metric: A key of `METRICS`, or `eval_NAME`.
