@@ -14,13 +14,13 @@ uses all of them:
     engine/      what happens on an engine
     strategies/  how is a model trained on several workers: one file each
     cluster/     how are engines started, watched and ended
-    history/     what is known of a run, step by step
+    history/     what is known about a run, step by step
     prediction/  what would other workers, links or options make of a run
     views/       how is it drawn
     export/      a plan as a folder that trains it elsewhere
     execution/   a run from its request to its end
     session/     one cluster and all that can be asked of it
-    jobs/        runs that go on elsewhere: conducted there, followed and steered from here
+    jobs/        runs on other machines: conducted there, followed and steered from here
     notebook/    what a notebook sees: its session, recipes, comparisons
     panels/      the workbench with the mouse
     magics       what does each magic's line ask for
@@ -84,7 +84,7 @@ __all__ = [*_LAZY, "load_ipython_extension", "unload_ipython_extension"]
 
 
 def need_a_system_that_works() -> None:
-    """Say on Windows what is needed there, before the first module of POSIX is missed.
+    """Report on Windows what is needed, before an import of a POSIX module fails.
 
     Raises:
         ClusterError: This is Windows.
@@ -93,7 +93,7 @@ def need_a_system_that_works() -> None:
         from .errors import ClusterError
 
         raise ClusterError(
-            "On Windows, Workbench needs WSL2, the Linux inside Windows.",
+            "On Windows, Workbench needs WSL2, which runs Linux inside Windows.",
             seen="a Python of Windows itself",
             allowed="Linux, macOS, WSL2",
             next_step="run `wsl --install` in PowerShell as administrator, restart, open Ubuntu, "

@@ -45,7 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="run the quickstart notebook without a browser")
-    demo.add_argument("--out", type=Path, default=Path("workbench-demo"), help="where results go")
+    demo.add_argument(
+        "--out", type=Path, default=Path("workbench-demo"), help="folder for the results"
+    )
     commands.add_parser("lab", help="open JupyterLab on the notebooks; other flags are passed on")
     add_cluster_commands(commands)
     add_lab_commands(commands)
@@ -189,11 +191,11 @@ NOBODY = "nobody"
 
 def add_cluster_commands(commands: Any) -> None:
     """Add our commands to the command line."""
-    listing = commands.add_parser("ps", help="list the clusters of yours on this machine")
+    listing = commands.add_parser("ps", help="list your clusters on this machine")
     listing.add_argument("--json", action="store_true", help="for programs")
     stop = commands.add_parser("stop", help="end clusters, whoever owns them")
-    stop.add_argument("id", nargs="*", metavar="ID", help="as workbench ps lists them")
-    stop.add_argument("--all", action="store_true", help="all of yours on this machine")
+    stop.add_argument("id", nargs="*", metavar="ID", help="ids as workbench ps lists them")
+    stop.add_argument("--all", action="store_true", help="all your clusters on this machine")
 
 
 def run_clusters(given: argparse.Namespace) -> int:
@@ -262,10 +264,10 @@ def _stop(ids: Sequence[str], *, everything: bool) -> int:
     unknown = [name for name in ids if name not in found]
     if unknown or bool(ids) == everything:
         raise ClusterError(
-            "There is no such cluster." if unknown else "Which cluster is to end?",
+            "There is no such cluster." if unknown else "Which cluster should be stopped?",
             seen=", ".join(unknown) or None,
             allowed=", ".join(found) or "none: there is no cluster",
-            next_step="workbench ps lists them; workbench stop --all ends all of yours",
+            next_step="workbench ps lists them; workbench stop --all ends all your clusters",
             code="WB-CLUSTER-002",
         )
     left = []
@@ -273,7 +275,7 @@ def _stop(ids: Sequence[str], *, everything: bool) -> int:
         if everything or one.id in ids:
             gone = folders.stop(one)
             left += [] if gone else [one.id]
-            print(f"{one.id} {'stopped' if gone else 'is still there'}")
+            print(f"{one.id} {'stopped' if gone else 'is still running'}")
     if left:
         print(f"not all processes ended: {', '.join(left)}", file=sys.stderr)
     return 1 if left else 0
@@ -315,7 +317,7 @@ def add_lab_commands(commands: Any) -> None:
 
 def _add_grade(commands: Any) -> None:
     grade = commands.add_parser(
-        "grade", help="grade notebooks that students have handed in", description=_GRADE,
+        "grade", help="grade the notebooks that students handed in", description=_GRADE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = grade.add_argument

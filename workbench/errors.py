@@ -83,11 +83,11 @@ class WorkbenchError(Exception):
 
 
 class PlanError(WorkbenchError, ValueError):
-    """What was asked for cannot be run; raised before any engine is touched."""
+    """The request cannot be run; raised before any engine is touched."""
 
 
 class FitError(WorkbenchError, ValueError):
-    """What `wb.fit` or `wb.prepare` was given cannot be trained; raised before any collective."""
+    """The arguments of `wb.fit` or `wb.prepare` cannot be trained; raised before any collective."""
 
 
 class ClusterError(WorkbenchError, RuntimeError):
@@ -95,7 +95,7 @@ class ClusterError(WorkbenchError, RuntimeError):
 
 
 class EngineSpentError(ClusterError):
-    """A framework's state in this engine cannot become what is needed: a fresh engine must."""
+    """A framework's state in this engine cannot be changed as needed; a new engine is needed."""
 
 
 class RunError(WorkbenchError, RuntimeError):
@@ -116,7 +116,7 @@ class RunError(WorkbenchError, RuntimeError):
 
 
 class DataError(WorkbenchError, ValueError):
-    """A data set was asked for in a way that does not exist."""
+    """A data set was requested in a way that does not exist."""
 
 
 class RunStopped(Exception):
@@ -140,19 +140,19 @@ class WorkbenchWarning(UserWarning):
 
 
 class RunDamagedWarning(WorkbenchWarning):
-    """A run was loaded from a folder that lacks a part of what was written there."""
+    """A run was loaded from a folder in which part of its files is missing or damaged."""
 
 
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?(e[+-]?\d+)?")
 
 
 def without_numbers(text: str) -> str:
-    """Return what messages share that differ in numbers alone: sizes, samples, addresses."""
+    """Return the common form of messages that differ only in numbers: sizes, samples, addresses."""
     return _NUMBERS.sub("#", text)
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the member of `names` that looks most like `name`, or None when none does."""
+    """Return the member of `names` that is most similar to `name`, or None."""
     found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return found[0] if found else None
 

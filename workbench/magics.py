@@ -85,7 +85,7 @@ class WorkbenchMagics(Magics):
             had = cluster.pool.devices.held
             cluster.free()
             also = "; its GPUs are free for others until the next cell or run" if had else ""
-            print(f"the cells' variables are gone on all engines{also}")  # noqa: T201
+            print(f"the variables of earlier cells are gone on all engines{also}")  # noqa: T201
         else:
             show(session.need_cluster().status())
 
@@ -101,10 +101,10 @@ class WorkbenchMagics(Magics):
         except KeyboardInterrupt:
             progress.done()
             raise ClusterError(
-                "The start was interrupted: no engine is there, and no job waits."
+                "The start was interrupted. No engine runs, and no job is in the queue."
                 if session.cluster is None
                 else "The start was interrupted.",
-                next_step="%cluster start begins again",
+                next_step="%cluster start starts the engines again",
                 code="WB-CLUSTER-078",
             ) from None
         except BaseException:
@@ -115,7 +115,7 @@ class WorkbenchMagics(Magics):
         if asked.count is not None and asked.count < count:
             print(f"{count} engines were running already; %%distributed -n uses fewer")  # noqa: T201
         if why := cluster.engine_set.put_off:
-            print(f"the framework was not imported ahead of the start: {why}")  # noqa: T201
+            print(f"the framework was not imported before the start: {why}")  # noqa: T201
         if asked.keep:
             print(kept_words(cluster.keeping))  # noqa: T201
 
@@ -171,7 +171,7 @@ class WorkbenchMagics(Magics):
         """Show the panel: pick, run, compare and break strategies with the mouse."""
         if rest := strip_comment(line).strip():
             raise PlanError(
-                "%panel takes nothing.", seen=rest, next_step="%panel", code="WB-PLAN-061"
+                "%panel takes no arguments.", seen=rest, next_step="%panel", code="WB-PLAN-061"
             )
         from .panels.show import panel
 
@@ -271,10 +271,10 @@ class WorkbenchMagics(Magics):
         first, _, body = raw.lstrip().partition("\n")
         if first.startswith("%distributed") and meant_for_engines(body, self.shell.user_ns):
             raise PlanError(
-                "%distributed is one line and takes no cell, so the lines below it would run in "
+                "%distributed is one line and takes no cell. The lines below it would run in "
                 "the notebook.",
                 seen=first,
-                allowed="%%distributed above the code that the engines run",
+                allowed="put %%distributed above the code that the engines should run",
                 next_step=f"%{first}",
                 code="WB-PLAN-062",
             )

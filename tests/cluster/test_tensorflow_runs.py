@@ -45,7 +45,7 @@ def test_plain_keras_trains_on_replicas_of_one_engine(book):
     }
     assert "rank 0 · cpu" in cell.text
     assert "rank 1 · cpu" in cell.text
-    assert "another value" not in cell.text
+    assert "overwrote" not in cell.text
 
 
 TEXTBOOK = """%%distributed mirrored -n 2 --epochs 1

@@ -29,7 +29,7 @@ GB = 10**9
         (Exit(1, 3, None), Memory(), "exited with code 3 (os._exit, or a library that ends the process)"),  # noqa: E501
         (Exit(1, 255, None), Memory(refused="a limit"), "exited with code 255 (a limit)"),
         (Exit(1, None, 6), Memory(refused="a limit"), "killed by SIGABRT (a limit)"),
-        (Exit(1, None, 15), Memory(refused="a limit"), "killed by SIGTERM (somebody asked it to end)"),  # noqa: E501
+        (Exit(1, None, 15), Memory(refused="a limit"), "killed by SIGTERM (another process or a user asked it to end)"),  # noqa: E501
         (Exit(1, 0, None), Memory(refused="a limit"), "exited with code 0"),
         (Exit(1, 0, None), Memory(), "exited with code 0"),
         (Exit(1, None, None), Memory(), "how is not known"),
@@ -69,7 +69,7 @@ def test_a_limit_on_processes_is_named_once_it_refused_one(tmp_path, monkeypatch
     assert watch.seen(1, killed=False).refused == ""
     (folder / "pids.events").write_text("max 4\n")
     for _ in range(2):  # of both engines that die of it
-        assert "no more than 60 processes and threads" in watch.seen(1, killed=False).refused
+        assert "at most 60 processes and threads" in watch.seen(1, killed=False).refused
     monkeypatch.setattr(processes, "REFUSED_S", 0.0)  # later deaths have causes of their own
     assert watch.seen(1, killed=False).refused == ""
     (folder / "pids.events").write_text("max 5\n")

@@ -316,7 +316,9 @@ def test_a_host_says_why_it_does_not_share_a_folder(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["token"]
 
 
-@pytest.mark.parametrize(("there", "says"), [("same", ""), ("other", "another"), ("", "not there")])
+@pytest.mark.parametrize(
+    ("there", "says"), [("same", ""), ("other", "is not the notebook's"), ("", "does not exist")]
+)
 def test_a_host_without_the_notebooks_folder_is_named(tmp_path, monkeypatch, there, says):
     monkeypatch.chdir(tmp_path)
     mine = wire.Seen.at(tmp_path)
@@ -329,7 +331,9 @@ def test_a_host_without_the_notebooks_folder_is_named(tmp_path, monkeypatch, the
     assert (says in text) if says else not text
     assert host.has_cwd == (there == "same")
     if not there:
-        assert text == f"the notebook's folder {tmp_path} is not there; engines begin in /root"
+        assert (
+            text == f"the notebook's folder {tmp_path} does not exist there; engines start in /root"
+        )
 
 
 def test_a_module_beside_the_notebook_that_a_host_lacks_is_said(tmp_path, monkeypatch):
@@ -342,7 +346,7 @@ def test_a_module_beside_the_notebook_that_a_host_lacks_is_said(tmp_path, monkey
         error = CellOutcome(status="error", ename="ModuleNotFoundError", evalue=evalue)
         return left_behind(error, host)
 
-    assert "mine lies beside the notebook" in advice("mine")
+    assert "mine is in the notebook's folder" in advice("mine")
     assert "node1 does not share" in advice("mine.part")
     assert advice("theirs") is None
     assert advice("mine", has_cwd=True) is None

@@ -124,7 +124,7 @@ def test_a_note_says_what_dies_with_a_worker_whose_replica_is_its_own(made) -> N
     launch.plan.entry.dies_with = "its own steps"
     healer.spares(1, DIED)
     regrouped(healer, 5)
-    assert run.notes[-1].endswith("; lost at most: its own steps.")
+    assert run.notes[-1].endswith("; maximum loss: its own steps.")
 
 
 def joined(healer: Healer, engine: int, step: int) -> None:
@@ -508,7 +508,7 @@ def test_at_their_own_pace_rows_of_all_workers_stand_alone(made):
     run.plan.sync = False
     healer.spares(1, DIED)
     regrouped(healer, 5)
-    assert "waits for a fresh engine" in run.notes[-1]
+    assert "waits for a new engine" in run.notes[-1]
     assert "no step is lost" not in run.notes[-1]
 
 
@@ -696,7 +696,7 @@ def test_who_dies_while_it_waits_is_replaced(piped) -> None:
     healer.spares(0, DIED)
     regrouped(healer, 12)
     assert healer.spares(1, DIED) is DIED
-    assert run.notes[-1].endswith("it took no part.")
+    assert run.notes[-1].endswith("it took no part in training.")
     assert [done.engines for done in run.recoveries] == [(0,), (1,)]
     assert launch.replaced == [0, 1]
     joined(healer, 1, 20)

@@ -719,7 +719,7 @@ def test_a_command_that_tells_nothing_new_any_more_is_given_up(
     printed.pump()
     place = follow(["cat", str(printed.path)])
     until(place, lambda: place.over)
-    assert "nothing new" in place.problem
+    assert "exit code 0" in place.problem
     other = follow(["echo", "no marked line"])
     until(other, lambda: other.over)
     assert "marked" in other.problem

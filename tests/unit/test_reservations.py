@@ -126,8 +126,8 @@ def test_the_table_says_why_workers_compute_on_the_cpu_and_what_is_left_out(monk
     FakeNvml([Gpu("H0"), lost]).install(monkeypatch)
     pool = pool_of("auto")
     assert pool.words(2) == [
-        "GPU 1 is left out: NVML says 'GPU is lost'.",
-        "2 workers, 1 GPU: so all compute on the CPU. -n 1 takes one GPU; "
+        "GPU 1 is not used: NVML says 'GPU is lost'.",
+        "2 workers, 1 GPU, so all compute on the CPU. -n 1 takes one GPU; "
         "--devices cuda shares them.",
         "Reserved: GPU 0: nobody.",
     ]

@@ -62,7 +62,7 @@ def test_one_of_several_may_die(task, lost):
     ends(task, 0, 1, 3)
     assert task.is_over
     assert task.failure() is None
-    assert lost == [("Worker 1 is gone, the others go on: Engine 2 died.", [2])]
+    assert lost == [("Worker 1 is gone, the others continue: Engine 2 died.", [2])]
 
 
 def test_the_last_one_may_not(task, lost):

@@ -1,4 +1,4 @@
-"""Processes: engines and what they stand on, from their start to their end.
+"""Processes: engines and the services below them, from start to end.
 
 Nothing here knows what a run is. The modules, from the machine up to the cluster:
 

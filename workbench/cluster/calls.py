@@ -303,7 +303,7 @@ class Gathering:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Send what is asked for in the block, by this thread, when the block is left."""
+        """Send all requests made in the block from this thread when the block ends."""
         if getattr(self._here, "waiting", None) is not None:
             yield
             return
@@ -351,7 +351,7 @@ class Pending:
                 self._on_idle(call.engine)
 
     def take(self, engine: int) -> list[Call]:
-        """Return the calls of an engine that is no more, and forget them."""
+        """Return the calls of an engine that no longer exists, and forget them."""
         with self._lock:
             return self._calls.pop(engine, [])
 
@@ -362,7 +362,7 @@ class Pending:
 
 
 class NoAnswerError(ClusterError):
-    """An engine, or what passes calls on to it, did not answer in time."""
+    """An engine, or a process that forwards calls to it, did not answer in time."""
 
 
 def gather(pending: Iterable[Call], name: str, timeout_s: float) -> dict[int, Any]:

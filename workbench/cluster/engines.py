@@ -51,7 +51,7 @@ class Engines:
     """The engines of one cluster.
 
     Args:
-        framework: What engines have imported when they start, unless another one is asked for.
+        framework: The framework that engines import at their start, unless another is given.
         launch: Where they are started, and how.
         folder, key: Of a kept cluster that is taken over (`take_over`); by default fresh ones.
 
@@ -99,7 +99,7 @@ class Engines:
         self._listeners = listeners
 
     def prewarm(self) -> None:
-        """Begin, in the background, all that a start needs besides the engines themselves."""
+        """Begin, in the background, everything that a start needs except the engines themselves."""
         self._ground.prepare_in_background()
 
     @property
@@ -110,7 +110,7 @@ class Engines:
 
     @property
     def framework(self) -> str:
-        """What engines have imported when they start, unless another one is asked for."""
+        """The framework that engines import at their start, unless another is given."""
         return self._ground.framework
 
     @framework.setter
@@ -287,7 +287,7 @@ class Engines:
             self._ground.signal(engine, info.pid, sig)
 
     def give_up(self, engine: int) -> None:
-        """Settle an engine that has been killed, where nobody tells us that it has ended.
+        """Settle an engine that was killed when no process reports its end.
 
         Its warm parent would, but may be halted; the hub's heartbeats are slow, or halted too.
         """
@@ -296,7 +296,7 @@ class Engines:
             return
         if not lives(info.pid):
             self._lost(
-                info, processes.Ending(signal="SIGKILL", hint="nobody has said how it ended")
+                info, processes.Ending(signal="SIGKILL", hint="it is not known how it ended")
             )
 
     def interrupt(self, ids: Iterable[int]) -> None:
@@ -305,7 +305,7 @@ class Engines:
             self.signal(engine, signals.SIGINT)
 
     def restart(self, ids: Iterable[int], framework: str = "") -> list[int]:
-        """End engines and start fresh ones in their places, under the same ids.
+        """End engines and start new ones as their replacements, with the same ids.
 
         Where none can be reached any more, since the controller died or no longer answers, all of
         them give way.
@@ -329,10 +329,10 @@ class Engines:
         return self._replace(sorted(self.engines), framework)
 
     def seek_hosts(self) -> None:
-        """Have the next restart ask for other hosts, where none of the cluster's is there."""
+        """Let the next restart ask for other hosts if the cluster has no host left."""
         hosted = self._ground.hosted
         if hosted is not None and hosted.is_over and not self._ground.broken:
-            self._ground.broken = "none of its hosts is there any more"
+            self._ground.broken = "none of its hosts is left"
 
     def _replace(self, gone: Sequence[int], framework: str) -> list[int]:
         for engine in gone:
@@ -348,7 +348,7 @@ class Engines:
         return not self._stopping and not self.kept and self._ground.reusable
 
     def reset(self, framework: str = "") -> None:
-        """Be as before the first engine, but for the controller and the warm parents, which stay.
+        """Return to the state before the first engine; the controller and warm parents stay.
 
         All engines and the store they meet at end, and nobody hears of it; ids count from 0 again.
 
@@ -374,7 +374,7 @@ class Engines:
             self.framework = framework
 
     def known(self, engine: int) -> EngineInfo:
-        """Return what is known of an engine, dead or alive.
+        """Return what is known about an engine, dead or alive.
 
         Raises:
             ClusterError: There never was one of that id.
@@ -473,7 +473,7 @@ class Engines:
         """
         if not self._ground.forks:
             raise ClusterError(
-                "This cluster cannot be kept.",
+                "This cluster cannot outlive the notebook.",
                 seen=self._ground.why_not,
                 allowed="engines forked on this machine (--launcher local, on Linux)",
                 code="WB-CLUSTER-008",
@@ -503,7 +503,7 @@ class Engines:
         for number, one in about["engines"].items():
             info = recalled(int(number), one)
             if not folders.alive(one):
-                info.state, info.exit = "dead", Ending(what="ended while no notebook was there")
+                info.state, info.exit = "dead", Ending(what="ended while no notebook was attached")
             self.engines[info.id] = info
         ground.take_over(about, take=take)
         self.invite()
@@ -513,7 +513,7 @@ class Engines:
         folders.write_json(self._ground.folder / folders.CONTROL, {"url": self.router.url})
 
     def expect(self, engine: int) -> Call:
-        """Return a call that stands for what another kernel began; somebody else finishes it."""
+        """Return a call that represents one begun by another kernel and finished elsewhere."""
         call, info = Call(engine), self.engines.get(engine)
         if info is None or info.state == "dead":
             call.finish(
@@ -531,7 +531,7 @@ class Engines:
         self._ground.parents.on_taken = callback
 
     def release(self, reason: str) -> None:
-        """Let go of all processes, which go on without us; what waits for them here is told why."""
+        """Release all processes, which continue without us; waiting calls get the reason."""
         self._stopping = True
         for call in self._calls.all():
             call.finish(ClusterError(reason, code="WB-CLUSTER-010"))
@@ -601,7 +601,7 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class Listeners:
-    """Who is told what; each is called on a background thread and must return quickly."""
+    """Callbacks for events; each is called on a background thread and must return quickly."""
 
     message: Callable[[int, Up], None]
     death: Callable[[EngineInfo], None]
@@ -614,7 +614,7 @@ NOBODY = Listeners(message=lambda engine, message: None, death=lambda engine: No
 
 
 def described(info: EngineInfo) -> dict[str, Any]:
-    """Return what another kernel must know of an engine, for `recalled`."""
+    """Return what another kernel must know about an engine, for `recalled`."""
     return {
         **{name: getattr(info, name) for name in _KNOWN},
         "frameworks": sorted(info.frameworks),

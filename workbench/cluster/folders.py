@@ -72,7 +72,7 @@ def owner(folder: Path) -> dict[str, Any] | None:
 
 
 def identity(pid: int) -> dict[str, Any]:
-    """Return what tells a process from a later one with the same pid."""
+    """Return what distinguishes a process from a later one with the same pid."""
     return {"pid": pid, "create_time": psutil.Process(pid).create_time()}
 
 
@@ -90,7 +90,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a small file holds; None where it is missing or damaged."""
+    """Return the content of a small file; None if it is missing or damaged."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -135,7 +135,7 @@ def controllers(path: str | os.PathLike[str]) -> list[int]:
 
 
 def family(path: str | os.PathLike[str]) -> list[psutil.Process]:
-    """Return this user's processes that belong to a cluster, this one excepted.
+    """Return this user's processes that belong to a cluster, without this one.
 
     They carry its folder in their environment: what the kernel started for it, and whatever cells
     started in turn.
@@ -153,7 +153,7 @@ def family(path: str | os.PathLike[str]) -> list[psutil.Process]:
 
 
 def end_family(path: str | os.PathLike[str]) -> None:
-    """SIGKILL a cluster's processes; again, as one may just have started another.
+    """SIGKILL a cluster's processes, twice, because one may just have started another.
 
     Resource trackers get a moment to unlink what the others had.
     """
@@ -203,7 +203,7 @@ def is_tracker(process: psutil.Process) -> bool:
 
 
 def sweep() -> list[Path]:
-    """Remove the folders whose owner is dead, with what runs for them still; return them."""
+    """Remove the folders whose owner is dead and end their remaining processes; return them."""
     stale = [
         folder
         for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*")
@@ -270,7 +270,7 @@ class Found:
 
     @property
     def id(self) -> str:
-        """What `%cluster attach` and `workbench stop` call it."""
+        """Its name for `%cluster attach` and `workbench stop`."""
         return cluster_id(self.folder)
 
     @property
@@ -292,7 +292,7 @@ class Found:
 
     @property
     def busy(self) -> str:
-        """What is running on it, empty for nothing."""
+        """What is running on it; empty if nothing is."""
         return next((str(one["what"]) for one in self.doing.values() if one["busy"]), "")
 
     @property
@@ -328,7 +328,7 @@ def write(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def look(folder: Path) -> Found | None:
-    """Return the cluster in a folder, None where there is none that lives."""
+    """Return the cluster in a folder; None if no cluster lives there."""
     if not is_ours(folder):
         return None
     about = read_json(folder / ABOUT)
@@ -364,7 +364,7 @@ def clusters() -> list[Found]:
 
 
 def stop(found: Found) -> bool:
-    """End a cluster, whoever owns it; return whether nothing of it is left.
+    """End a cluster regardless of its owner; return whether all its processes are gone.
 
     Its warm parents are asked, by pid and start time; what is left then is killed. They are not
     asked by SIGTERM, at which engines say goodbye first.
@@ -406,7 +406,7 @@ def engines(uid: int | None = None) -> set[int]:
 
 
 def elsewhere(own: Iterable[int]) -> int:
-    """Return how many engines this user has besides those with the pids `own`."""
+    """Return how many engines this user has in addition to those with the pids `own`."""
     return len(engines() - set(own))
 
 

@@ -152,7 +152,7 @@ class Controller:
                 folder = find(get_ipython_dir(), profile).location
             except ProfileDirError as error:
                 raise ClusterError(
-                    "There is no such profile of ipyparallel's.",
+                    "ipyparallel has no profile of that name.",
                     seen=f"profile={profile}",
                     next_step=f"ipython profile create --parallel --profile={profile}",
                     code="WB-CLUSTER-072",
@@ -235,7 +235,7 @@ class Controller:
         if not answer.wait(ANSWER_S):
             raise NoAnswerError(
                 "The cluster's controller does not answer.",
-                seen=f"nothing for {ANSWER_S:g} s",
+                seen=f"no answer for {ANSWER_S:g} s",
                 next_step="%cluster stop, then start again",
                 code="WB-CLUSTER-012",
             )

@@ -140,10 +140,10 @@ def can_fork(framework: str = "torch") -> tuple[bool, str]:
     asked = os.environ.get(FORK, "")
     if asked not in ("", "on", "off"):
         raise ClusterError(
-            f"{FORK} is not understood.", seen=asked, allowed="on, off", code="WB-CLUSTER-016"
+            f"{FORK} has an invalid value.", seen=asked, allowed="on, off", code="WB-CLUSTER-016"
         )
     if asked == "off":
-        return False, f"{FORK}=off says so"
+        return False, f"{FORK}=off is set"
     if not sys.platform.startswith("linux"):
         return False, f"forking after imports is only safe on Linux, this is {sys.platform}"
     if not installed(framework):
@@ -183,7 +183,7 @@ def start_keeper(
     assert process.stdout is not None
     if not process.stdout.readline():
         raise ClusterError(
-            "The store that workers meet at did not start.",
+            "The workers' rendezvous store did not start.",
             seen=f"exit code {process.wait()}",
             next_step=f"run {sys.executable} -c 'import torch.distributed' to see why",
             code="WB-CLUSTER-017",
@@ -211,13 +211,13 @@ EXCERPT_LINES = 8
 PIDFD_POLL_S = 0.5
 
 _MEANING = {
-    "SIGSEGV": "a segmentation fault: native code used memory that is not its own",
-    "SIGBUS": "native code used memory that is not there; shared memory may be full",
+    "SIGSEGV": "a segmentation fault: native code used memory that does not belong to it",
+    "SIGBUS": "native code used memory that does not exist; shared memory may be full",
     "SIGABRT": "native code gave up",
     "SIGFPE": "an arithmetic error in native code",
-    "SIGILL": "native code that this processor does not know",
-    "SIGTERM": "somebody asked it to end",
-    "SIGXCPU": "its limit of processor time was reached",
+    "SIGILL": "native code with an instruction that this processor does not have",
+    "SIGTERM": "another process or a user asked it to end",
+    "SIGXCPU": "its limit of CPU time was reached",
 }
 _NOISE = re.compile(r"\[IPEngine\]|\[IPController\]|^\s*$|^\d{4}-\d\d-\d\d [\d:., ]+\[")
 _CELL = re.compile(r'"[^"]*/ipykernel_\d+/\d+\.py"')
@@ -231,7 +231,7 @@ class Ending:
     Attributes:
         signal: Name of the signal that killed it; empty where none did.
         code: Its exit code; None where it has none, or nobody knows it.
-        what: How it ended where that is neither of the two: `its heart stopped`.
+        what: How it ended where that is neither of the two: `its heartbeat stopped`.
         hint: Why, as far as that is known.
         since: What else took it along.
         with_all: Whether it took all engines along, so that one alone cannot be replaced.
@@ -333,8 +333,8 @@ class MemoryWatch:
             return ""
         least = min(limit for limit, refused in limits if refused)
         return (
-            f"perhaps because this container may have no more than {least} processes and threads, "
-            "and one more was refused: raise that limit (docker run --pids-limit=-1), or start "
+            f"perhaps because this container may have at most {least} processes and threads, "
+            "and the next one was refused: raise that limit (docker run --pids-limit=-1), or start "
             "fewer engines"
         )
 

@@ -296,7 +296,7 @@ class ClusterServices:
         elif end.pid == self.store.pid:
             self.store.left()
             if not self._stopping:
-                self._on_helper_exit("the store that workers meet at", end.pid, how)
+                self._on_helper_exit("the workers' rendezvous store", end.pid, how)
 
     def _hosted_left(self, engine: int, how: processes.Ending) -> None:
         self._on_exit(engine, how)
@@ -306,7 +306,7 @@ class ClusterServices:
         pid = self.store.pid
         self.store.left()
         if not self._stopping:
-            self._on_helper_exit("the store that workers meet at", pid, how)
+            self._on_helper_exit("the workers' rendezvous store", pid, how)
 
     def _controller_left(self, end: Exit) -> None:
         if not self._stopping:
@@ -355,7 +355,7 @@ class ClusterServices:
 
     def _unlisted(self, engine: int) -> None:
         if engine not in self.starter.pids:
-            self._on_exit(engine, processes.Ending(what="its heart stopped"))
+            self._on_exit(engine, processes.Ending(what="its heartbeat stopped"))
 
     def _ending(self, end: Exit) -> processes.Ending:
         memory = self._memory.seen(end.pid, end.signal == signals.SIGKILL)
@@ -518,7 +518,7 @@ class Starter:
         logs = [Path(self.logs[i]) for i in engines if i in self.logs]
         said = "".join(one.read_text(errors="replace") for one in logs if one.exists())
         return ClusterError(
-            f"Engines {list(engines)} ended before they were connected, or never were.",
+            f"Engines {list(engines)} did not connect, or ended before they did.",
             seen=said[-LOG_CHARS:] or "nothing in their logs",
             next_step="%cluster stop, then start again",
             code="WB-CLUSTER-070",

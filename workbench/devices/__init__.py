@@ -1,4 +1,4 @@
-"""Accelerators as the notebook's side knows them, and what of that an engine is told.
+"""Accelerators as the notebook's side knows them, and what engines receive of it.
 
 Nothing here imports a framework: a CUDA call in the kernel would take memory on every GPU, and in
 a warm parent it would make forking impossible. In reading order:

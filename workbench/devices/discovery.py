@@ -1,4 +1,4 @@
-"""Which devices there are, and what could not be found out.
+"""Finds the devices of this machine, and notes what could not be found out.
 
 NVIDIA's are counted through NVML, device by device: what one of them does not tell costs that
 figure, or that device, and never the others. A GPU in MIG mode is its instances. AMD's are counted
@@ -94,7 +94,7 @@ def discover() -> list[Device]:
 
 
 def survey(framework: str = "") -> Survey:
-    """Return the devices that this process may use, and what is to be said of the others.
+    """Return the devices that this process may use, and notes about the others.
 
     CUDA_VISIBLE_DEVICES is honoured as CUDA does: numbers, or (prefixes of) UUIDs of GPUs and MIG
     instances, in their order, up to the first that does not exist. Devices that the administrator's
@@ -176,7 +176,7 @@ class _Reader:
             try:
                 found += self._one(number)
             except self._nvml.NVMLError as error:  # noqa: PERF203
-                self.notes.append(f"GPU {number} is left out: NVML says {str(error)!r}.")
+                self.notes.append(f"GPU {number} is not used: NVML says {str(error)!r}.")
         if not all(one.uuid for one in found):  # CUDA takes numbers too, but not both kinds
             found = [replace(one, uuid=str(one.number)) for one in found if one.part < 0]
         return [replace(one, index=i) for i, one in enumerate(found)], "no GPU can be used"
@@ -191,7 +191,7 @@ class _Reader:
         mode = self._ask("nvmlDeviceGetComputeMode", handle)
         if mode == self._nvml.NVML_COMPUTEMODE_PROHIBITED:
             self.notes.append(
-                f"GPU {number} is left out: its compute mode is PROHIBITED (nvidia-smi -c 0)."
+                f"GPU {number} is not used: its compute mode is PROHIBITED (nvidia-smi -c 0)."
             )
             return []
         mig = self._ask("nvmlDeviceGetMigMode", handle)
@@ -212,7 +212,7 @@ class _Reader:
                 if error.value == self._nvml.NVML_ERROR_NO_PERMISSION:
                     why = f"its instances cannot be read: NVML says {str(error)!r}"
         if not found:
-            self.notes.append(f"GPU {number} is left out: it is in MIG mode, and {why}.")
+            self.notes.append(f"GPU {number} is not used: it is in MIG mode, and {why}.")
         return found
 
     def _describe(self, handle: Any) -> Device:
@@ -257,10 +257,10 @@ def _visible(found: Sequence[Device], wanted: str | None, notes: list[str]) -> l
         known = {device.uuid for device in chosen}
         if not fresh or any(one.uuid in known for one in fresh):
             if word not in ("", "-1", "NoDevFiles"):
-                said = "twice" if fresh else ", which is not there"
+                said = "twice" if fresh else ", which does not exist"
                 notes.append(
                     f"CUDA_VISIBLE_DEVICES names {word}{' ' if fresh else ''}{said}: CUDA sees "
-                    f"only what stands before it ({len(chosen)} of {len(found)} GPUs)."
+                    f"only the GPUs listed before it ({len(chosen)} of {len(found)})."
                 )
             break
         chosen += fresh
@@ -268,9 +268,9 @@ def _visible(found: Sequence[Device], wanted: str | None, notes: list[str]) -> l
     numbers = re.fullmatch(r"[\d,\s]*", wanted) and chosen
     if numbers and not by_bus and len({one.name for one in found}) > 1:
         notes.append(
-            f"CUDA_VISIBLE_DEVICES={wanted} is read by bus, as nvidia-smi counts; CUDA alone "
-            "counts the fastest first, and these GPUs are not alike. "
-            "CUDA_DEVICE_ORDER=PCI_BUS_ID makes both count alike."
+            f"CUDA_VISIBLE_DEVICES={wanted} is read in bus order, as in nvidia-smi; CUDA itself "
+            "counts the fastest GPU first, and these GPUs are of different kinds. "
+            "Set CUDA_DEVICE_ORDER=PCI_BUS_ID, so that both use the same order."
         )
     return [replace(device, index=index) for index, device in enumerate(chosen)]
 
@@ -377,7 +377,7 @@ class Build:
 
 @lru_cache(maxsize=1)
 def torch_build() -> Build | None:
-    """Return what the installed torch was built for, without importing it; None: there is none."""
+    """Return what the installed torch was built for, without importing it; None: no torch."""
     try:
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
@@ -397,7 +397,7 @@ def _unfit(framework: str, driver: tuple[int, int] | None) -> str:
     if not build.cuda:
         return (
             f"The GPUs are not used: torch {build.version} is built without CUDA. "
-            "pytorch.org/get-started has the command that installs the other one."
+            "pytorch.org/get-started has the command that installs a build with CUDA."
         )
     major = build.cuda.partition(".")[0]
     if driver is not None and major.isdecimal() and driver[0] < int(major):
@@ -417,7 +417,7 @@ def _signs(kind: str, framework: str, why: str) -> list[str]:
         sure = pattern.startswith("nvidia") or build is None
         if files and (sure or (build and (build.cuda if kind == "cuda" else build.hip))):
             return [
-                f"There is {files[0]}, but no GPU was found, so workers compute on the CPU: {why}. "
-                "nvidia-smi (rocm-smi) shows what the driver sees."
+                f"{files[0]} exists, but no GPU was found, so workers compute on the CPU: {why}. "
+                "Run nvidia-smi (rocm-smi) to see what the driver finds."
             ]
     return []

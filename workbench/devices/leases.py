@@ -52,7 +52,7 @@ class Lease:
 
     @property
     def word(self) -> str:
-        """The device with its host, if it has one: the same for those alone that share it."""
+        """The device with its host, if it has one; equal only for workers that share it."""
         return f"{self.host} {self.device}" if self.host and self.gpu else self.device
 
 
@@ -88,11 +88,11 @@ class Leases:
 
     @property
     def words(self) -> list[str]:
-        """What each worker computes on; the same for those alone that share it."""
+        """What each worker computes on; equal only for workers that share it."""
         return [lease.word for lease in self.leases]
 
     def seen_by(self, lease: Lease | None, place: str = "") -> tuple[str, ...]:
-        """Return the GPUs that an engine with this lease is shown; None: it has none.
+        """Return the GPUs that are visible to an engine with this lease; None: it has none.
 
         Args:
             place: Where it is, of `places`.
@@ -102,7 +102,7 @@ class Leases:
         return (lease.gpu,) if lease is not None and lease.gpu else ()
 
     def check_shared(self) -> None:
-        """Raise PlanError where a GPU would be shared that lets only one process in."""
+        """Raise PlanError if a GPU would be shared that only one process can use."""
         for lease in self.leases:
             if lease.sharers > 1 and lease.exclusive:
                 raise PlanError(
@@ -110,7 +110,7 @@ class Leases:
                     "EXCLUSIVE_PROCESS, so only one process can use it.",
                     seen=f"{len(self.leases)} workers",
                     allowed=f"{len({one.gpu for one in self.leases})}",
-                    next_step="-n 1, --devices cpu, or an administrator's  nvidia-smi -c 0",
+                    next_step="use -n 1 or --devices cpu; administrators: run  nvidia-smi -c 0",
                     code="WB-PLAN-161",
                 )
 
@@ -160,7 +160,7 @@ def parse_devices(devices: str | Sequence[int]) -> str | tuple[int, ...]:
     if all(part.isdecimal() and part.isascii() for part in parts):
         return tuple(int(part) for part in parts)
     raise PlanError(
-        "The devices were not understood.",
+        "--devices has an invalid value.",
         seen=devices,
         allowed="auto, cpu, cuda, or GPU numbers such as 0,1",
         code="WB-PLAN-025",
@@ -190,7 +190,7 @@ def choose(
     first: Sequence[str] = (),
     own: Iterable[int] = (),
 ) -> Choice:
-    """Choose the GPUs for so many workers.
+    """Choose the GPUs for this many workers.
 
     `auto` and `cuda` take the least used ones (those where nobody else computes, then those with
     the least memory in use) and order them by number: neighbours stay neighbours.
@@ -217,11 +217,11 @@ def choose(
         return Choice(cpu=True)
     if not gpus:
         raise ClusterError(
-            "GPUs were asked for, but none can be used.",
+            "--devices asks for GPUs, but none can be used.",
             seen=devices,
             allowed=f"GPUs that NVML reports, within CUDA_VISIBLE_DEVICES{_limit()}",
             next_step=" ".join(found.notes)
-            or "--devices cpu trains on the CPU; nvidia-smi shows what the driver sees",
+            or "train on the CPU with --devices cpu; nvidia-smi shows what the driver finds",
             code="WB-CLUSTER-004",
         )
     if not isinstance(wanted, str):
@@ -236,10 +236,10 @@ def _numbered(wanted: Sequence[int], gpus: Sequence[Device]) -> tuple[Device, ..
     for position, index in enumerate(wanted):
         if index not in known or index in wanted[:position]:
             raise PlanError(
-                "There is no such GPU, or it was named twice.",
+                "There is no such GPU, or the list names it twice.",
                 seen=index,
                 allowed=", ".join(map(str, known)) + _limit(),
-                next_step="numbers count within CUDA_VISIBLE_DEVICES; leave --devices out for auto",
+                next_step="use numbers within CUDA_VISIBLE_DEVICES, or remove --devices for auto",
                 code="WB-PLAN-024",
             )
     return tuple(known[index] for index in wanted)
@@ -282,7 +282,7 @@ def _cpu_words(workers: int, gpus: Sequence[Device], taken: Mapping[str, Holder]
     ways = ["-n 1 takes one GPU"] if workers > 1 and len(held) < len(gpus) else []
     ways.append("--devices cuda shares them" if workers > 1 else "--devices cuda takes it anyway")
     because = f" ({'; '.join(said)})" if said else ""
-    return f"{count}, {have}{because}: so all compute on the CPU. {'; '.join(ways)}."
+    return f"{count}, {have}{because}, so all compute on the CPU. {'; '.join(ways)}."
 
 
 def _limit() -> str:
@@ -315,13 +315,13 @@ def _sharing_words(workers: int, gpus: int) -> str:
     if workers <= gpus:
         return ""
     return (
-        f"{workers} workers share {gpus} GPU{'s' if gpus > 1 else ''}: they take turns, so their "
-        "step times say little about real parallel training, and gloo is used instead of NCCL."
+        f"{workers} workers share {gpus} GPU{'s' if gpus > 1 else ''} and take turns. Their "
+        "step times say little about real parallel training, and gloo replaces NCCL."
     )
 
 
 def lease(devices: str | Sequence[int], workers: int, found: Survey | None = None) -> Leases:
-    """Decide what each worker of a run computes on, whoever else is there.
+    """Decide what each worker of a run computes on, regardless of other users.
 
     Args:
         devices: What `parse_devices` takes.
@@ -347,11 +347,11 @@ def once(text: str) -> str:
     return text
 
 
-NOT_PROVED = "not yet proved on a GPU of this kind: run  workbench doctor --gpu-test"
+NOT_PROVED = "not yet tested on a GPU of this kind: run  workbench doctor --gpu-test"
 
 
 def held_words() -> list[str]:
-    """Return which GPUs of this machine are held, and by whom: a line each."""
+    """Return which GPUs of this machine are held, and by whom, one line each."""
     others = holders()
     found = {gpu.uuid: f"{gpu.place} {gpu.name}" for gpu in survey().devices} if others else {}
     return sorted(f"{found.get(gpu, gpu)}: {who}" for gpu, who in others.items())
@@ -401,16 +401,16 @@ class DevicePool:
 
     @property
     def found(self) -> tuple[Device, ...]:
-        """The devices that there were when it was last looked."""
+        """The devices found at the last look."""
         return self._found
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is to be said of those that were left out then."""
+        """The notes on devices that were left out then."""
         return self._notes
 
     def lease(self, workers: int, own: Iterable[int] = ()) -> Leases:
-        """Return which device each of so many workers gets, or would get.
+        """Return which device each of this many workers gets, or would get.
 
         Args:
             own: Processes of this cluster, which do not count as others'.
@@ -433,7 +433,7 @@ class DevicePool:
         busy = [gpu for gpu in choice.gpus if gpu.exclusive and set(gpu.pids) - set(own)]
         self._notes = found.notes + tuple(
             f"{gpu.place} is in compute mode EXCLUSIVE_PROCESS and another process is on it (pid "
-            f"{gpu.pids[0]}), so it will let no engine in; nvidia-smi shows whose it is."
+            f"{gpu.pids[0]}), so no engine can use it; nvidia-smi shows the owner."
             for gpu in busy
         )
         self._names |= {gpu.uuid: gpu.name for gpu in choice.gpus}
@@ -442,7 +442,7 @@ class DevicePool:
     def hold(
         self, workers: int, engines: Mapping[int, int], most: int = 0
     ) -> tuple[Leases, list[str]]:
-        """Reserve the GPUs of so many workers; return them, and what is to be said.
+        """Reserve the GPUs of this many workers; return them and the notes for the user.
 
         Args:
             engines: Pids of the living engines, by id.
@@ -479,9 +479,9 @@ class DevicePool:
             self._gpus = self._gpus if self.held else ()
             self._open.clear()
         raise ClusterError(
-            f"Another notebook has GPUs that this cluster's engines need: {'; '.join(notes)}.",
-            allowed="the GPUs that the engines began with, once they are free again",
-            next_step="%cluster restart begins on free ones; variables are lost",
+            f"Another notebook holds GPUs that this cluster's engines need: {'; '.join(notes)}.",
+            allowed="the GPUs that the engines started with, once they are free again",
+            next_step="run %cluster restart to use free GPUs; variables are lost",
             code="WB-CLUSTER-056",
         )
 
@@ -492,7 +492,9 @@ class DevicePool:
         self._gpus = max(self._gpus, leases.gpus, key=len)
         self._open.clear()
         said = [once(note) for note in self._notes]
-        said += [f"{note}: memory may be short there, and times mean little." for note in held]
+        said += [
+            f"{note}: memory may be short there, and measured times mean little." for note in held
+        ]
         if not leases.on_gpus:
             said.append(once(leases.warning))
         else:
@@ -522,7 +524,7 @@ class DevicePool:
         self._open.clear()
 
     def words(self, workers: int) -> list[str]:
-        """Return what to say below a table of so many workers: what is left out, who holds which.
+        """Return the notes below a table of this many workers: unused GPUs, who holds which.
 
         Nothing where there are no GPUs.
         """
@@ -557,7 +559,7 @@ class DevicePool:
     def restore(
         self, leases: Mapping[int, Leases], files: Mapping[str, str], engines: Mapping[int, int]
     ) -> None:
-        """Be as another kernel's pool of the same engines was."""
+        """Take the state of another kernel's pool of the same engines."""
         self._settled |= leases
         self._gpus = max((one.gpus for one in leases.values()), key=len, default=())
         self._open.clear()  # it was looked at as another cluster's

@@ -1,4 +1,4 @@
-"""Limits of an administrator, and what listens beyond this machine.
+"""An administrator's limits, and what other machines can connect to.
 
 Limits hold for everybody on a machine; users can only make them stricter.
 
@@ -87,12 +87,12 @@ class Limits:
             f" ({self.sources.get('max_engines')})",
             next_step="workbench ps lists the others; workbench stop ID ends one"
             if elsewhere
-            else "ask for fewer with -n or %cluster start",
+            else "use a smaller number with -n or %cluster start",
             code="WB-PLAN-055",
         )
 
     def check_hosts(self, listen: str, launcher: str = "local") -> None:
-        """Raise PlanError where something beyond this machine is asked for and not allowed."""
+        """Raise PlanError if other machines are asked for and not allowed."""
         elsewhere = launcher != "local"
         if (listen or elsewhere) and not self.hosts:
             flag = f"--launcher {launcher}" if elsewhere else f"--listen {listen}"
@@ -100,7 +100,7 @@ class Limits:
                 "The administrator allows no engines on other hosts.",
                 seen=flag,
                 allowed=f"engines of this machine ({self.sources.get('hosts')})",
-                next_step=f"leave {flag.split()[0]} out",
+                next_step=f"remove {flag.split()[0]}",
                 code="WB-PLAN-056",
             )
 
@@ -119,7 +119,7 @@ class Limits:
         )
 
     def idle_timeout(self, asked_s: float) -> float:
-        """Return the idle time in seconds that holds when the user asks for `asked_s`."""
+        """Return the idle time in seconds that applies when the user asks for `asked_s`."""
         return min(asked_s, self.idle_timeout_s)
 
     def stricter(self, other: Limits) -> Limits:
@@ -139,7 +139,7 @@ class Limits:
 
 
 def load(environment: Mapping[str, str] | None = None, path: Path | None = None) -> Limits:
-    """Return the limits that hold for this user now.
+    """Return the limits that apply to this user now.
 
     Args:
         environment: By default the process's.
@@ -158,9 +158,9 @@ def _of_file(path: Path) -> Limits:
         given = read_toml(path)
     except (OSError, ValueError) as error:
         raise PlanError(
-            "The machine's limits cannot be read, so nothing is started.",
+            "The machine's limits cannot be read, so no engine is started.",
             seen=f"{path}: {error}",
-            allowed="a TOML file that everybody can read",
+            allowed="a TOML file that every user can read",
             next_step="tell the administrator of this machine",
             code="WB-PLAN-057",
         ) from error
@@ -171,7 +171,7 @@ def _of_file(path: Path) -> Limits:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return what a small TOML file says; nothing where there is none.
+    """Return the content of a small TOML file; empty if there is no file.
 
     Raises:
         OSError: It cannot be read.
@@ -223,10 +223,10 @@ def _limits(given: Mapping[str, tuple[object, str]]) -> Limits:
 
 def _misunderstood(where: str, name: str, value: object, allowed: str) -> PlanError:
     return PlanError(
-        f"The limit {name} in {where} was not understood, so nothing is started.",
+        f"The limit {name} in {where} is invalid, so no engine is started.",
         seen=value,
         allowed=allowed,
-        next_step="correct it there, or tell the administrator of this machine",
+        next_step="correct it, or tell the administrator of this machine",
         code="WB-PLAN-058",
     )
 
@@ -264,7 +264,7 @@ def duration_s(value: object) -> float:
         return math.inf
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhd]?)", text, re.ASCII)
     if not match:
-        raise ValueError(f"{value!r} is no time")
+        raise ValueError(f"{value!r} is not a time")
     seconds = float(match[1]) * _PER_UNIT_S[match[2] or "s"]
     if seconds <= 0:
         raise ValueError(f"{value!r} is not above 0")
@@ -286,7 +286,7 @@ OUTSIDE = ("192.0.2.1", 9)
 
 
 class ExposureWarning(WorkbenchWarning):
-    """Something is about to listen where other hosts can connect."""
+    """Something will listen where other hosts can connect."""
 
 
 def interfaces() -> dict[str, list[str]]:
@@ -318,17 +318,17 @@ def listening(listen: str) -> str:
             "Workbench listens on one address, never on all of them.",
             seen=listen,
             allowed=_choices(here),
-            next_step="name the network that the other machines are in: --listen 10.0.0.0/8",
+            next_step="give the network of the other machines: --listen 10.0.0.0/8",
             code="WB-PLAN-163",
         )
     found = here.get(listen) or _of_network(listen, here) or _of_name(listen, here)
     if not found:
         raise PlanError(
-            "There is nothing of that name to listen on: --listen names this machine's own end of "
+            "--listen names no address of this machine. It takes this machine's own address in "
             "the network, not the other machines.",
             seen=listen,
             allowed=_choices(here),
-            next_step="leave --listen out; --launcher ssh --on HOSTS names the other machines",
+            next_step="remove --listen; name the other machines with --launcher ssh --on HOSTS",
             code="WB-PLAN-164",
         )
     return found[0]
@@ -388,7 +388,7 @@ def beyond_loopback(address: str) -> bool:
 
 
 def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = False) -> str:
-    """Return what the user should know of what is about to listen.
+    """Return what the user should know about the address that will listen.
 
     Args:
         listen: The address; empty: the one from which the other machines are reached.
@@ -396,8 +396,8 @@ def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = Fa
     """
     if launcher == "local":
         return (
-            f"--listen {listen}: what is said there is signed, but not encrypted; engines of this "
-            f"machine do not need it, so leave it out ({PAGE})"
+            f"--listen {listen}: the traffic there is signed, but not encrypted; engines of this "
+            f"machine do not need it, so remove it ({PAGE})"
         )
     whose = "workers'" if encrypted else "engines'"
     return (
@@ -410,7 +410,7 @@ _tell: ContextVar[Callable[[str], object] | None] = ContextVar("workbench_exposu
 
 @contextlib.contextmanager
 def telling(tell: Callable[[str], object]) -> Iterator[None]:
-    """Have `tell(words)` called in this block instead of a warning: a notebook shows notes."""
+    """Call `tell(words)` in this block instead of a warning: a notebook shows notes."""
     token = _tell.set(tell)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The kinds of accelerators, and how a process is shown some of them only.
+"""The kinds of accelerators, and how a process is limited to some of them.
 
 A mask is an environment variable, which a driver reads once, when it is initialised. Every engine
 of a host gets the same list, in the order of the local ranks: `cuda:k` is the k-th of it, so what
@@ -79,7 +79,7 @@ KINDS: dict[str, Kind] = {
 def apply(
     kind: str, gpus: Sequence[str], environment: MutableMapping[str, str] | None = None
 ) -> None:
-    """Have this process see these devices only, in this order; of none nothing is changed.
+    """Make only these devices visible to this process, in this order; none: no change.
 
     It holds for what is initialised afterwards.
 
@@ -104,7 +104,7 @@ def fits(
     environment: MutableMapping[str, str] | None = None,
     uses: int | None = None,
 ) -> bool:
-    """Whether a process whose devices are initialised can go on as it is.
+    """Whether a process whose devices are initialised can continue as it is.
 
     It can where each number that it uses means what it would mean: a cluster's list grows at its
     end, and the GPUs of others need not be visible to talk to them.
@@ -121,7 +121,7 @@ def fits(
 
 
 def is_counted() -> bool:
-    """Whether a driver of this process has read its mask: what is set now comes too late."""
+    """Whether a driver of this process has read its mask: a change now is too late."""
     with contextlib.suppress(OSError):
         for entry in list(OPEN_FILES.iterdir()):
             with contextlib.suppress(OSError):  # it was closed meanwhile
@@ -131,7 +131,7 @@ def is_counted() -> bool:
 
 
 def show(kind: str, gpus: Sequence[str], uses: int, *, counted: bool = False) -> None:
-    """Have this engine see a run's devices, in their order; call it before they are used.
+    """Make a run's devices visible to this engine, in order; call it before they are used.
 
     Args:
         kind, gpus: As `apply` takes them; of none nothing is changed.
@@ -148,7 +148,7 @@ def show(kind: str, gpus: Sequence[str], uses: int, *, counted: bool = False) ->
     elif not fits(kind, gpus, uses=uses):
         name = KINDS[kind].mask
         raise EngineSpentError(
-            "GPUs were used on this engine before, and others than this run's.",
+            "This engine has used other GPUs than this run's before.",
             seen=f"{name}={os.environ.get(name, '')}",
             allowed=",".join(gpus),
             next_step="%cluster restart",

@@ -1,4 +1,4 @@
-"""Who holds which GPU on this machine: notebooks that choose by themselves keep apart.
+"""Who holds which GPU on this machine, so that notebooks choose different GPUs.
 
 A cluster that uses GPUs has a file for each in a folder that all users share, and each of its
 processes a shared lock on it (flock), which ends with the process however that ends. Whoever can
@@ -65,7 +65,7 @@ class Reservations:
         self._locks: dict[Path, int] = {}
 
     def take(self, gpus: Sequence[str], *, partly: bool = False) -> dict[str, Holder]:
-        """Hold these GPUs; return those that others have, by whom: they stay theirs.
+        """Hold these GPUs; return those that others hold, with the holder.
 
         Args:
             partly: Hold the others where some are taken; else none.
@@ -99,7 +99,7 @@ class Reservations:
         self.leave()
 
     def leave(self) -> None:
-        """Let go of them without giving them back: the engines of a kept cluster hold them."""
+        """Stop holding them without giving them back: the engines of a kept cluster hold them."""
         for lock in self._locks.values():
             os.close(lock)
         self._locks, self.files = {}, {}
@@ -160,8 +160,8 @@ def trouble() -> str:
     if os.environ.get(VARIABLE) == "off" or _folder(make=True) is not None:
         return ""
     return (
-        f"GPUs cannot be reserved: {_path()} is not a folder that everybody may write to (mode "
-        "1777). Other notebooks may choose the same GPUs; the administrator can make it."
+        f"GPUs cannot be reserved: {_path()} is not a folder that every user may write to (mode "
+        "1777). Other notebooks may choose the same GPUs; the administrator can create it."
     )
 
 
@@ -169,7 +169,7 @@ _held: dict[str, int] = {}  # of this engine: paths, and what locks them
 
 
 def hold(paths: Sequence[str]) -> None:
-    """Have an engine hold its cluster's GPUs beside the kernel, and nothing else.
+    """Let an engine hold its cluster's GPUs in addition to the kernel, and no others.
 
     They stay reserved while an engine of a kept cluster lives, with no kernel.
     """

@@ -1,4 +1,4 @@
-"""`workbench doctor`: what of this machine, its GPUs and other hosts works, and what to do next.
+"""`workbench doctor`: checks this machine, its GPUs and other hosts, and says what to do next.
 
 In a notebook, `wb.doctor()` is this package called. Nothing here loads a framework: what needs one
 is done in processes of their own, each with a time box, so that a hang is an answer too.

@@ -1,4 +1,4 @@
-"""A process with a time box: what it says comes line by line, so a hang loses nothing said before.
+"""A process with a time limit: it reports line by line, so a hang loses no earlier line.
 
 The parent starts `python -m MODULE NAME LINES ASKED`; the child appends a JSON object per line to
 the file LINES. Where the time is up, the stacks of all its threads are written to its log, and all
@@ -183,7 +183,7 @@ class Child:
 
     @contextlib.contextmanager
     def trying(self, id: str, what: str, next_step: str = "") -> Iterator[None]:
-        """Say what failed where something is raised; what comes after goes on."""
+        """Report an exception as a failed check; the following checks continue."""
         try:
             yield
         except Exception as error:

@@ -34,11 +34,11 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
     add("--listen", metavar="WHERE", default="",
         help="with --on: where the notebook listens: an address, interface or network")  # fmt: skip
     add("--gpu-test", action="store_true",
-        help="ten minutes with real engines; leaves a report")  # fmt: skip
+        help="test with real engines for ten minutes and write a report")  # fmt: skip
     add("--on-cpu", action="store_true", help="--gpu-test with CPU engines only")
-    add("--quick", action="store_true", help="--gpu-test in its shortest form")
+    add("--quick", action="store_true", help="the shortest form of --gpu-test")
     add("--only", metavar="STAGE[,STAGE]", default="", help="only these stages of --gpu-test")
-    add("--minutes", type=float, default=10.0, help="most for --gpu-test (default 10)")
+    add("--minutes", type=float, default=10.0, help="time limit of --gpu-test (default 10)")
     add("--out", type=Path, help="folder for the report (default: workbench-gpu-test-DATE)")
     add("--device", default="", help=argparse.SUPPRESS)  # a kind that discovery does not know,
     add("--gpus", type=int, help=argparse.SUPPRESS)  # and how many of it there are
@@ -55,7 +55,7 @@ def run_alone(argv: list[str]) -> int:
 
 
 def run_doctor(given: argparse.Namespace) -> int:
-    """Do what the line asks for; return the exit status."""
+    """Carry out the command line; return the exit status."""
     if given.gpu_test:
         return _gpu_test(given)
     report = examine(given.on, ports=given.ports, listen=given.listen)
@@ -106,7 +106,7 @@ def _gpu_test(given: argparse.Namespace) -> int:
         print(report.json())
     elif report.failed:
         print("\n" + gpus.summary(report))
-    tell(f"The report: {out}/report.txt; all of it in one file, for an issue: {out}.zip")
+    tell(f"The report is in {out}/report.txt. To attach everything to an issue: {out}.zip")
     return report.exit_status
 
 

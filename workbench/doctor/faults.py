@@ -51,7 +51,7 @@ class Fault:
 
 OOM = (
     "if torch.device(device).type == 'cpu':\n"
-    "    raise torch.OutOfMemoryError('made up: no memory is left')\n"
+    "    raise torch.OutOfMemoryError('simulated: no memory is left')\n"
     "torch.empty(1 << 46, device=device)"
 )
 ASSERT = (
@@ -100,7 +100,7 @@ def _on(child: Child, place: Place) -> None:
 
 
 def provoke(cluster: Any, fault: Fault) -> tuple[str, str, dict[str, Any]]:
-    """Have the fault happen; return what was seen, what was not as promised, and figures."""
+    """Cause the fault; return observations, deviations from the promise, and figures."""
     cell(cluster, START + AFTER)
     before = pids(cluster)
     body = "\n".join(f"    {line}" for line in fault.source.splitlines())
@@ -122,7 +122,7 @@ def provoke(cluster: Any, fault: Fault) -> tuple[str, str, dict[str, Any]]:
         wrong.append(f"the error does not say {fault.words!r}: {str(error)[:200]}")
     wrong += _after(cluster, fault, before)
     figures = {"prompt_s": round(prompt_s, 2)}
-    return f"prompt back after {prompt_s:.1f} s, next cell right", "; ".join(wrong), figures
+    return f"prompt back after {prompt_s:.1f} s, next cell correct", "; ".join(wrong), figures
 
 
 def _after(cluster: Any, fault: Fault, before: Mapping[int, int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Checks that need a driver, a GPU or a framework: what children saw is judged here.
+"""Checks that need a driver, a GPU or a framework; this module judges the children's results.
 
 Nothing here touches a device: `probes.py` does, in processes with time boxes, and says what it saw
 as facts (plain JSON). So each judgement can be tested with made-up facts.
@@ -70,26 +70,26 @@ PROBED: tuple[Probe, ...] = (
         "gpu.p2p": "copies between GPUs",
         "gpu.events": "resolution of GPU events",
     }, 1, "torch"),
-    Probe("drift", 25, {"gpu.drift": "GPU clock against the machine's"}, 1, "torch"),
+    Probe("drift", 25, {"gpu.drift": "GPU clock compared with the machine's"}, 1, "torch"),
     Probe("nccl", 25, {
         "gpu.nccl": "NCCL all-reduce of two ranks",
-        "gpu.abort": "giving up an NCCL collective",
+        "gpu.abort": "aborting an NCCL collective",
         "gpu.contexts": "contexts on GPU 0 after two ranks",
     }, 2, "torch", {"NCCL_DEBUG": "INFO", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
     Probe("tensorflow", 25, {"gpu.tensorflow": "TensorFlow on the GPUs"}, 1, "tensorflow"),
     Probe("warm", 20, {"machine.warm": "the warm parent can be forked"}, 0, "torch"),
     Probe("gloo", 20, {"machine.gloo": "gloo all-reduce of two processes"}, 0, "torch"),
-    Probe("cluster", 28, {"machine.cluster": "two engines start, and add up"}, 0, "torch"),
+    Probe("cluster", 28, {"machine.cluster": "two engines start and all-reduce"}, 0, "torch"),
 )  # fmt: skip
 
 JUDGED: Mapping[str, str] = {
     "gpu.driver": "driver",
-    "gpu.runtime": "driver and torch fit each other",
+    "gpu.runtime": "driver and torch are compatible",
     "gpu.order": "order of the GPUs",
     "gpu.mig": "MIG",
     "gpu.mode": "compute mode",
     "gpu.health": "health of the GPUs",
-    "gpu.pids": "processes on GPUs can be told apart",
+    "gpu.pids": "processes on GPUs are listed by pid",
     "gpu.visible": "CUDA_VISIBLE_DEVICES",
     "gpu.iommu": "IOMMU",
     "gpu.auto": "what --devices auto chooses",
@@ -144,19 +144,19 @@ def _said(probe: Probe, ended: children.Ended | None, gpus: int) -> list[Line]:
         elif ended.status:
             said.append(Line(id, "fail", what, f"the check crashed: {_last(ended.tail)}"))
         else:
-            said.append(Line(id, "unknown", what, "the check said nothing"))
+            said.append(Line(id, "unknown", what, "the check printed nothing"))
     return said
 
 
 def _why_not(probe: Probe, gpus: int) -> str:
     if not _installed(probe.package):
         return f"{probe.package} is not installed"
-    return "no GPU here" if not gpus else f"needs {probe.gpu} GPUs, and there is {gpus}"
+    return "no GPU here" if not gpus else f"needs {probe.gpu} GPUs, this machine has {gpus}"
 
 
 def _last(tail: str) -> str:
     lines = [line for line in tail.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "without a word"
+    return lines[-1][:300] if lines else "without a message"
 
 
 def _where(ended: children.Ended) -> str:
@@ -198,11 +198,11 @@ def driver(nvml: Mapping[str, Any]) -> tuple[Status, str, str]:
         cuda = ".".join(map(str, nvml.get("cuda_driver", [])))
         status: Status = "ok" if names else "fail"
         return status, f"{nvml['driver']}, CUDA up to {cuda}, GPUs: {', '.join(names) or 'none'}", (
-            "" if names else "nvidia-smi -L lists none either: look at dmesg"
+            "" if names else "if nvidia-smi -L lists none either, look at dmesg"
         )  # fmt: skip
     why = nvml.get("error", "NVML does not answer")
     if files:
-        return "fail", f"there is {files[0]}, but: {why}", (
+        return "fail", f"{files[0]} exists, but: {why}", (
             "in a container: docker run --gpus all; after an update of the driver: restart"
         )  # fmt: skip
     return "unknown", "no GPU here", ""
@@ -229,7 +229,7 @@ def runtime(
     ] if build.get("archs") else []  # fmt: skip
     if unfit:
         return "fail", f"{said}; no code for {', '.join(unfit)}", (
-            f"a torch whose list has it; this one has {', '.join(build['archs'])}"
+            f"install a torch built for it; this one is built for {', '.join(build['archs'])}"
         )  # fmt: skip
     if has < wants:
         return "ok", f"{said} (minor versions are compatible)", ""
@@ -260,18 +260,18 @@ def order(
     """Whether NVML and torch mean the same GPU by a number."""
     theirs = [_bare(one.get("uuid", "")) for one in cuda.get("gpus", [])]
     if not theirs:
-        return "unknown", "torch did not say its GPUs", ""
+        return "unknown", "torch did not list its GPUs", ""
     ours = [_bare(gpu["uuid"]) for gpu in gpus]
     strange = [uuid for uuid in theirs if uuid not in ours and not uuid.startswith("MIG")]
     if strange:
-        return "warn", f"torch has a GPU that NVML does not: {strange[0]}", (
-            "MIG instances, or a container that shows other GPUs to each"
+        return "warn", f"torch has a GPU that NVML does not list: {strange[0]}", (
+            "check for MIG instances, or a container that shows different GPUs to torch and NVML"
         )  # fmt: skip
     places = [ours.index(uuid) for uuid in theirs if uuid in ours]
     if places == sorted(places):
-        return "ok", f"as NVML counts: {places}", ""
+        return "ok", f"same order as NVML: {places}", ""
     return "warn", f"torch counts NVML's GPUs as {places}", (
-        "engines see GPUs by UUID, so ours agree; for other programs: "
+        "engines select GPUs by UUID, so this is safe; for other programs: "
         "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
     )  # fmt: skip
 
@@ -286,7 +286,7 @@ def mig(gpus: Sequence[Mapping[str, Any]]) -> tuple[Status, str, str]:
     if not cut:
         return "ok", "off", ""
     return "warn", f"on for GPU {', '.join(map(str, cut))}", (
-        "an instance serves one worker; NCCL cannot join instances (docs: GPUs, MIG)"
+        "use one worker per instance; NCCL cannot connect instances (docs: GPUs, MIG)"
     )  # fmt: skip
 
 
@@ -302,7 +302,7 @@ def mode(gpus: Sequence[Mapping[str, Any]]) -> tuple[Status, str, str]:
     if "PROHIBITED" in odd.values():
         return "fail", words, "an administrator sets it back: nvidia-smi -c 0"
     return "warn", f"{words}: one process at a time", (
-        "each worker needs a GPU of its own; to share: nvidia-smi -c 0"
+        "give each worker its own GPU; to share one: nvidia-smi -c 0"
     )  # fmt: skip
 
 
@@ -311,16 +311,16 @@ def health(gpus: Sequence[Mapping[str, Any]], xid: Sequence[str]) -> tuple[Statu
     lost = [f"GPU {gpu['index']}: {gpu['error']}" for gpu in gpus if gpu.get("error")]
     if lost:
         return "fail", "; ".join(lost), (
-            "leave it out (CUDA_VISIBLE_DEVICES), and have an administrator reset it or restart"
+            "exclude it (CUDA_VISIBLE_DEVICES), and let an administrator reset it or restart"
         )  # fmt: skip
     ecc = [f"GPU {g['index']}: {g['ecc']} errors" for g in gpus if g.get("ecc")]
     if ecc:
-        return "fail", f"memory errors that were not corrected: {'; '.join(ecc)}", (
-            "results may be wrong: leave it out, and have an administrator reset it"
+        return "fail", f"uncorrected memory errors: {'; '.join(ecc)}", (
+            "results may be wrong: exclude it, and let an administrator reset it"
         )  # fmt: skip
     if xid:
         return "warn", f"the kernel's log has Xid errors: {xid[-1][-160:]}", (
-            "docs.nvidia.com/deploy/xid-errors says what the number means"
+            "docs.nvidia.com/deploy/xid-errors explains the number"
         )  # fmt: skip
     return "ok", "no GPU lost, no uncorrected memory errors", ""
 
@@ -329,18 +329,18 @@ def pids(said: Mapping[str, Any]) -> tuple[Status, str, str]:
     """Whether NVML counts processes as this system does."""
     seen = said.get("sees_own_pid")
     if seen is None:
-        return "unknown", "no process of ours was on a GPU", ""
+        return "unknown", "no process of Workbench was on a GPU", ""
     if seen:
         return "ok", "yes", ""
-    return "warn", "NVML lists other numbers than this container's", (
-        "use of a GPU is shown for the GPU as a whole; docker run --pid=host changes that"
+    return "warn", "NVML lists other pids than this container's", (
+        "use is shown for the whole GPU; docker run --pid=host shows it per process"
     )  # fmt: skip
 
 
 def visible(
     gpus: Sequence[Mapping[str, Any]], cuda: Mapping[str, Any], env: Mapping[str, str]
 ) -> tuple[Status, str, str]:
-    """What the environment hides."""
+    """Which GPUs the environment hides."""
     words = [f"{n}={env[n]}" for n in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER") if n in env]
     said = ", ".join(words) or "not set"
     left = count()
@@ -348,7 +348,7 @@ def visible(
         return "ok", said, ""
     if not left:
         return "warn", f"{said}: none of {len(gpus)} GPUs is left", (
-            "unset CUDA_VISIBLE_DEVICES, or name GPUs that nvidia-smi -L lists"
+            "unset CUDA_VISIBLE_DEVICES, or set it to GPUs that nvidia-smi -L lists"
         )  # fmt: skip
     return "ok", f"{said}: {left} of {len(gpus)} GPUs", ""
 
@@ -359,7 +359,7 @@ def iommu(
     """Whether an IOMMU stands between the GPUs, which can corrupt their copies."""
     on = root.is_dir() and any(root.iterdir())
     if not on or len(gpus) < 2:
-        return "ok", "none" if not on else "on; one GPU, so nothing is copied between", ""
+        return "ok", "none" if not on else "on; with one GPU nothing is copied between GPUs", ""
     return "warn", "on, and there are several GPUs", (
         "where gpu.p2p fails, turn off ACS or the IOMMU, or export NCCL_P2P_DISABLE=1"
     )  # fmt: skip
@@ -410,18 +410,20 @@ class Stage:
 
 
 STAGES: tuple[Stage, ...] = (
-    Stage("surroundings", "what is installed, and what the driver says", 45, True, 30, ()),
+    Stage("surroundings", "what is installed, and what the driver reports", 45, True, 30, ()),
     Stage("devices", "each device computes as the CPU does", 45, True, 30, ("torch",)),
     Stage("group", "the smallest run: two processes, one all-reduce", 45, True, 30, ("torch",)),
     Stage("collectives", "collectives in cells, CPU and device tensors", 60, True),
-    Stage("strategies", "each strategy against one device", 120, True),
+    Stage("strategies", "each strategy compared with one device", 120, True),
     Stage("faults", "interrupts, errors, deaths", 120, True, module=FAULTS_MODULE),
-    Stage("telemetry", "delays are read back", 60, module=TRIALS_MODULE),
-    Stage("memory", "memory is given back", 40, module=TRIALS_MODULE),
-    Stage("speed", "speed against torchrun, time to the first step", 75, module=TRIALS_MODULE),
+    Stage("telemetry", "delays show in the measurements", 60, module=TRIALS_MODULE),
+    Stage("memory", "memory is freed", 40, module=TRIALS_MODULE),
+    Stage(
+        "speed", "speed compared with torchrun, time to the first step", 75, module=TRIALS_MODULE
+    ),
     Stage("ways", "precision, compile, accumulation, loaders", 90, module=TRIALS_MODULE),
     Stage("checkpoints", "checkpoint and resume", 40, module=TRIALS_MODULE),
-    Stage("refusals", "what cannot be is refused", 20, module=TRIALS_MODULE),
+    Stage("refusals", "impossible requests are refused", 20, module=TRIALS_MODULE),
     Stage("tensorflow", "TensorFlow's strategies, then PyTorch", 75, module=TRIALS_MODULE),
     Stage("labs", "cells of the first labs", 90, module=TRIALS_MODULE),
 )
@@ -457,7 +459,7 @@ def missing(modules: Sequence[str] = WANTED) -> list[str]:
 def run(
     asked: Asked, tell: Callable[[str], object] = print, stages: Sequence[Stage] = STAGES
 ) -> Report:
-    """Do the stages one after the other; return the report, which is also written to `asked.out`.
+    """Run the stages one after the other; return the report, which is also written to `asked.out`.
 
     Args:
         tell: Gets each line as it is known.
@@ -498,7 +500,11 @@ def _stage(stage: Stage, asked: Asked, logs: Path, began: float) -> list[Line]:
     limit_s = min(stage.quick_s if asked.quick else stage.limit_s, left_s)
     if limit_s < 5:
         return [
-            whole("unknown", f"not begun: {asked.total_s:g} s are over", "--only does it alone")
+            whole(
+                "unknown",
+                f"not started: the limit of {asked.total_s:g} s was reached",
+                "run this stage alone with --only",
+            )
         ]
     told = {
         "device": asked.device, "gpus": asked.gpus, "quick": asked.quick, "limit_s": limit_s,
@@ -509,11 +515,11 @@ def _stage(stage: Stage, asked: Asked, logs: Path, began: float) -> list[Line]:
 
 
 def _judge(whole: Callable[..., Line], ended: children.Ended, limit_s: float) -> Line:
-    log = "the log of the stage says where it stood"
+    log = "see the log of the stage for where it was"
     last = ended.lines[-1].what if ended.lines else "nothing"
     if ended.late:
         return whole(
-            "fail", f"hangs: not over within {limit_s:.0f} s; the last thing done was: {last}",
+            "fail", f"hangs: not finished within {limit_s:.0f} s; last done: {last}",
             f"{log}:\n{_stacks(ended.tail)}", ended.seconds,
         )  # fmt: skip
     if ended.status:
@@ -521,11 +527,11 @@ def _judge(whole: Callable[..., Line], ended: children.Ended, limit_s: float) ->
         return whole("fail", f"crashed ({what}) after: {last}", _last_line(ended.tail) or log,
                      ended.seconds)  # fmt: skip
     if ended.garbage:
-        return whole("fail", "wrote something that is no line of a report", log, ended.seconds)
+        return whole("fail", "wrote a line that is not part of a report", log, ended.seconds)
     if not ended.lines:
-        return whole("unknown", "ended without a word", log, ended.seconds)
+        return whole("unknown", "ended without a message", log, ended.seconds)
     bad = sum(line.status == "fail" for line in ended.lines)
-    found = f"{len(ended.lines) - bad} of {len(ended.lines)} as it should be"
+    found = f"{len(ended.lines) - bad} of {len(ended.lines)} checks passed"
     return whole("fail" if bad else "ok", f"{found}, {ended.seconds:.1f} s", "", ended.seconds)
 
 

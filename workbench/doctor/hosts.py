@@ -271,7 +271,7 @@ def start(name: str) -> Host:
         HostError: ssh is not installed, or this cannot be the name of a host.
     """
     if name and (name.startswith("-") or any(c.isspace() for c in name)):
-        raise HostError("this is no name of a host; write HOST or USER@HOST")
+        raise HostError("this is not the name of a host; write HOST or USER@HOST")
     command = command_for(name) if name else [sys.executable, "-u", "-c", BOOT]
     pipe = subprocess.PIPE
     try:
@@ -337,7 +337,7 @@ def _notebook(here: Host, hosts: Sequence[Host], ports: str, listen: str) -> lis
     from ..devices.limits import listening
     from ..errors import WorkbenchError
 
-    id, what = "hosts.listen", "the notebook would listen"
+    id, what = "hosts.listen", "where the notebook would listen"
     if not hosts:
         return []
     try:
@@ -349,7 +349,7 @@ def _notebook(here: Host, hosts: Sequence[Host], ports: str, listen: str) -> lis
         here.interface = here.ask("towards", address=here.address)["interface"]
     except (WorkbenchError, HostError) as error:
         said = str(error).splitlines()
-        step = getattr(error, "next_step", None) or "--listen names an address of this machine"
+        step = getattr(error, "next_step", None) or "use an address of this machine for --listen"
         return [Line(id, "fail", what, " ".join(map(str.strip, said[:2])), step)]
     here.ports = settings.ports
     for host in hosts:
@@ -362,10 +362,13 @@ def _notebook(here: Host, hosts: Sequence[Host], ports: str, listen: str) -> lis
         which = f"{settings.ports[0]}-{settings.ports[1]}, {free} of them free"
         figures["free_ports"] = free
         if free < LEAST_PORTS:
-            status, step = "fail", f"--ports with a wider range: {LEAST_PORTS} must be free"
+            status, step = (
+                "fail",
+                f"use a wider range for --ports: {LEAST_PORTS} ports must be free",
+            )
     if here.address.startswith("127.") and not _same(here, hosts):
-        status, step = "fail", "--listen names the address by which the hosts reach this machine"
-    found = f"on {here.address} ({here.interface or 'no interface'}) alone, {LEAST_PORTS - 1} ports"
+        status, step = "fail", "use --listen with the address at which the hosts reach this machine"
+    found = f"on {here.address} ({here.interface or 'no interface'}) only, {LEAST_PORTS - 1} ports"
     return [Line(id, status, what, f"{found}: {which}", step, figures=figures)]
 
 
@@ -382,22 +385,22 @@ def _engines(here: Host, hosts: Sequence[Host]) -> list[Line]:
     where = ", ".join(f"{h.address or '?'} ({h.interface or '?'}) on {h.name}" for h in hosts)
     range_of = f"within {ports[0]}-{ports[1]}" if ports else "any"
     return [
-        Line("hosts.engines", "ok", "engines would listen",
+        Line("hosts.engines", "ok", "where engines would listen",
              f"{where}: any ports; the store on {store.name}: one, {range_of}. TensorFlow's "
              "servers listen on all interfaces of their hosts", SEE),
         Line("hosts.encrypted", "ok", "encrypted",
-             "all between the notebook and the hosts (ssh, CURVE)", SEE),
+             "all traffic between the notebook and the hosts (ssh, CURVE)", SEE),
         Line("hosts.open", "ok" if _same(here, hosts) else "warn", "not encrypted",
-             "all between the hosts: the store, gloo, NCCL and TensorFlow's gRPC, which ask nobody "
-             "for a password, and Workbench's own links, which do",
-             f"a private network, or a firewall around the hosts; {SEE}"),
+             "no traffic between the hosts: the store, gloo, NCCL and TensorFlow's gRPC need "
+             "no password, Workbench's own links need one",
+             f"use a private network, or a firewall around the hosts; {SEE}"),
     ]  # fmt: skip
 
 
 def _of_one(here: Host, host: Host) -> list[Line]:
     tries: list[tuple[str, str, Callable[[Host, Host], tuple[Any, ...]]]] = [
         ("versions", "the same versions", _versions),
-        ("name", "names are resolved", _names),
+        ("name", "host names resolve", _names),
         ("user", "the same user", _user),
         ("disk", "free disk", _disk),
         ("shared", "shared folder", _shared),
@@ -477,7 +480,7 @@ def _user(here: Host, host: Host) -> tuple[Any, ...]:
     mine, theirs = here.facts["uid"], host.facts["uid"]
     if mine != theirs:
         return "warn", f"uid {theirs} there, {mine} here", (
-            "files of a shared folder will belong to somebody else: use the same uid"
+            "use the same uid; else files in a shared folder belong to another user"
         )  # fmt: skip
     return "ok", f"uid {mine}"
 
@@ -531,7 +534,7 @@ def _clock(here: Host, host: Host) -> tuple[Any, ...]:
     words = f"{1e3 * offset:+.2f} ± {1e3 * bound:.2f} ms"
     figures = {"offset_s": offset, "bound_s": bound}
     if abs(offset) > MUCH_OFFSET_S + bound:
-        return "warn", f"{words} from this machine's", "let chrony or ntp set both clocks", figures
+        return "warn", f"{words} from this machine's", "set both clocks with chrony or ntp", figures
     return "ok", f"{words} from this machine's", "", figures
 
 
@@ -549,9 +552,11 @@ def _reach(a: Host, b: Host) -> Line:
     except HostError as error:
         said = str(error)
         if "refused" in said or "route" in said:
-            step = f"a firewall, or no route to {where}: open all ports between engines' hosts"
+            step = f"check firewall and route to {where}; open all ports between engines' hosts"
             if not b.name:
-                step = "--listen and --ports, here and of %cluster start, say where to listen"
+                step = (
+                    "set --listen and --ports here and in %cluster start to choose where to listen"
+                )
         elif "timed out" in said or "no answer" in said:
             step = f"packets to {where} are dropped (firewall), or are too large (MTU)"
         else:
@@ -562,7 +567,13 @@ def _reach(a: Host, b: Host) -> Line:
     on = f"{where}:{port}" if not b.name else where
     found = f"{on}, {figures['connect_ms']:.1f} ms to connect, {rate:.0f} MB/s"
     if not came["whole"]:
-        return Line(id, "fail", what, f"{where}: 4 MB arrived changed or cut", "a proxy between?")
+        return Line(
+            id,
+            "fail",
+            what,
+            f"{where}: 4 MB arrived changed or incomplete",
+            "check for a proxy between them",
+        )
     return Line(id, "ok", what, found, "", round(came["total_s"], 3), figures)
 
 
@@ -577,11 +588,11 @@ def _twins(ends: Sequence[Host]) -> list[Line]:
             same_net = a.facts["net"] == b.facts["net"]
             same_name = a.facts["hostname"] == b.facts["hostname"]
             if same_boot and same_net:
-                lines.append(Line(id, "warn", what, "they are one and the same",
-                                  "engines of one machine need no ssh"))  # fmt: skip
+                lines.append(Line(id, "warn", what, "they are the same machine",
+                                  "use engines without ssh: they are on one machine"))  # fmt: skip
             elif same_name:
                 lines.append(Line(id, "warn", what, f"both are called {a.facts['hostname']}",
-                                  "give each its own name: gloo finds itself by it"))  # fmt: skip
+                                  "give each its own name, because gloo uses it"))  # fmt: skip
             else:
                 words = "one kernel, two networks (containers)" if same_boot else "yes"
                 lines.append(Line(id, "ok", what, words))

@@ -1,4 +1,4 @@
-"""Checks of this machine that need neither a framework nor a GPU, and take no time."""
+"""Checks of this machine that need neither a framework nor a GPU, and are quick."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def checks() -> list[Check]:
         Check("machine.shm", "shared memory (/dev/shm)", shm),
         Check("machine.files", "open files", open_files),
         Check("machine.tasks", "processes and threads", tasks),
-        Check("machine.memlock", "memory that may be locked", memlock),
+        Check("machine.memlock", "memory that can be locked", memlock),
         Check("machine.loopback", "connections on this machine", loopback),
         Check("machine.fork", "starting processes by fork", fork),
         Check("machine.tmp", "temporary folder", temporary),
@@ -124,7 +124,7 @@ def frameworks(found: dict[str, str | None] | None = None) -> Found:
     have = {name: version(name) for name in FRAMEWORKS} if found is None else found
     old = [f"{n} {v} < {FRAMEWORKS[n]}" for n, v in have.items() if v and older(v, FRAMEWORKS[n])]
     if old:
-        return "fail", "; ".join(old), "a newer one is needed", dict(have)
+        return "fail", "; ".join(old), "install a newer one", dict(have)
     if not any(have.values()):
         return "fail", "neither torch nor tensorflow", (
             "pytorch.org/get-started has the command that installs torch for your driver"
@@ -140,12 +140,12 @@ def cores() -> Found:
     """How many cores may be used: of the machine, the affinity, a container's quota."""
     usable, all_cores = cpu_count(), os.cpu_count() or 1
     figures = {"usable": usable, "all": all_cores}
-    found = f"{usable} of {all_cores} may be used" if usable < all_cores else str(all_cores)
+    found = f"{usable} of {all_cores} can be used" if usable < all_cores else str(all_cores)
     if usable < 2:
         return (
             "warn",
             found,
-            "workers share one core, so nothing is gained by more of them",
+            "workers share one core, so more of them bring no speedup",
             figures,
         )
     return "ok", found, "", figures
@@ -171,7 +171,7 @@ def memory(limit_bytes: int | None = None, free_bytes: int | None = None) -> Fou
         return (
             "warn",
             found,
-            "an engine with torch needs about 0.4 GB: use fewer, or free some",
+            "use fewer engines, or free memory: an engine with torch needs about 0.4 GB",
             figures,
         )
     return "ok", found, "", figures
@@ -201,7 +201,7 @@ def shm(folder: Path = Path("/dev/shm")) -> Found:
     figures = {"free_bytes": usage.free, "total_bytes": usage.total}
     step = "docker run --shm-size=8g (Kubernetes: an emptyDir with medium: Memory)"
     if not os.access(folder, os.W_OK):
-        return "fail", "it cannot be written to", step, figures
+        return "fail", "it is not writable", step, figures
     if usage.free < SHM_BYTES:
         return "warn", f"{found}: DataLoader workers and NCCL need more", step, figures
     return "ok", found, "", figures
@@ -282,7 +282,7 @@ def loopback(host: str = "127.0.0.1", timeout_s: float = 5.0) -> Found:
     name_ms = _name_ms(host)
     figures = {"connect_ms": round(took_ms, 2), "name_ms": round(name_ms, 1)}
     if name_ms > 500:
-        return "warn", f"{host} works, but asking for its name took {name_ms / 1e3:.1f} s", (
+        return "warn", f"{host} works, but resolving its name took {name_ms / 1e3:.1f} s", (
             "add `127.0.0.1 localhost` to /etc/hosts, or export RES_OPTIONS=timeout:1"
         ), figures  # fmt: skip
     return "ok", f"{host} answers in {took_ms:.1f} ms", "", figures
@@ -308,7 +308,7 @@ def fork() -> Found:
         [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=10, check=False
     )
     if done.returncode:
-        return "fail", f"it failed: {done.stderr.strip()[-200:]}", "look at the limit of processes"
+        return "fail", f"it failed: {done.stderr.strip()[-200:]}", "check the limit of processes"
     return "ok", "works"
 
 
@@ -318,7 +318,7 @@ def temporary(folder: Path | None = None) -> Found:
     step = "export TMPDIR=/tmp, or another short path with room"
     status, found, figures = _place(folder)
     if status == "ok" and len(str(folder)) + UNDER_TMP > SOCKET_PATH:
-        return "fail", f"{folder}: its name is too long for sockets below it", step, figures
+        return "fail", f"{folder}: its path is too long for sockets in it", step, figures
     return status, found, "" if status == "ok" else step, figures
 
 
@@ -371,13 +371,13 @@ def clock(source: str | None = None) -> Found:
     for _ in range(10_000):
         time.perf_counter()
     each_ns = (time.perf_counter() - began) / 10_000 * 1e9
-    found = f"{source or 'source not known'}, {each_ns:.0f} ns for each look"
+    found = f"{source or 'source not known'}, {each_ns:.0f} ns per reading"
     figures = {"source": source, "each_ns": round(each_ns, 1)}
     if source in SLOW_CLOCKS or each_ns > 5_000:
         return (
             "warn",
             found,
-            "a slow clock makes short steps longer; ask for tsc or kvm-clock",
+            "use tsc or kvm-clock: a slow clock makes short steps longer",
             figures,
         )
     return "ok", found, "", figures
@@ -422,8 +422,8 @@ def widgets(roots: Sequence[Path] | None = None) -> Found:
         return "ok", words, "", {"jupyterlab": lab, **found}
     if lab is None:
         return "unknown", f"{words}; {', '.join(lacking)} not found", (
-            "where JupyterLab runs elsewhere, install ipywidgets and anywidget there too"
+            "if JupyterLab runs elsewhere, install ipywidgets and anywidget there too"
         )  # fmt: skip
     return "warn", f"{words}; {', '.join(lacking)} not found", (
-        "pip install -U ipywidgets anywidget, then reload the page; text is shown until then"
+        "pip install -U ipywidgets anywidget, then reload the page; until then text is shown"
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What touches devices for the doctor: each function runs in a process of its own (`children.run`).
+"""The doctor's checks that use devices: each runs in its own process (`children.run`).
 
 They say lines, and facts (`facts.*`) that `gpus.py` judges.
 """
@@ -109,7 +109,7 @@ def cuda(child: Child) -> None:
     ])  # fmt: skip
     if not seen:
         child.say("fail", "gpu.matmul", "products and convolutions on each GPU",
-                  "torch sees no GPU", "see the line about driver and torch")  # fmt: skip
+                  "torch sees no GPU", "see the check of driver and torch")  # fmt: skip
         return
     _matmul(child, torch, len(seen))
     _own_pid(child)
@@ -136,9 +136,9 @@ def _matmul(child: Child, torch: Any, gpus: int) -> None:
         wrong = [f"GPU {i} is off by {off:.1e}" for i, off in worst.items() if not off < 1e-9]
         if wrong:
             child.say("fail", "gpu.matmul", what, "; ".join(wrong),
-                      "results of this GPU cannot be trusted: leave it out")  # fmt: skip
+                      "exclude this GPU: its results cannot be trusted")  # fmt: skip
         else:
-            child.say("ok", "gpu.matmul", what, f"as on the CPU, {gpus} of {gpus}",
+            child.say("ok", "gpu.matmul", what, f"as on the CPU, {gpus} of {gpus} GPUs",
                       difference=max(worst.values()))  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def _pinned(child: Child, torch: Any) -> None:
 def _copies(child: Child, torch: Any, gpus: int) -> None:
     what = "copies between GPUs"
     if gpus < 2:
-        child.say("unknown", "gpu.p2p", what, "needs 2 GPUs, and there is 1")
+        child.say("unknown", "gpu.p2p", what, "needs 2 GPUs, this machine has 1")
         return
     with child.trying("gpu.p2p", what, "export NCCL_P2P_DISABLE=1"):
         wrong, direct, rates = [], 0, []
@@ -183,7 +183,7 @@ def _copies(child: Child, torch: Any, gpus: int) -> None:
             child.say("fail", "gpu.p2p", what, f"data arrives changed: {', '.join(wrong)}",
                       "turn off ACS or the IOMMU, or export NCCL_P2P_DISABLE=1")  # fmt: skip
         else:
-            child.say("ok", "gpu.p2p", what, f"right, {direct} of {pairs} pairs directly, "
+            child.say("ok", "gpu.p2p", what, f"correct, {direct} of {pairs} pairs directly, "
                       f"{min(rates):.1f} to {max(rates):.1f} GB/s",
                       direct=direct, pairs=pairs)  # fmt: skip
 
@@ -197,7 +197,7 @@ def _events(child: Child, torch: Any) -> None:
         torch.cuda.synchronize()
         steps = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
         least = min(step for step in steps if step > 0)
-        child.say("ok" if least < 50 else "warn", "gpu.events", what, f"{least:.1f} us between two",
+        child.say("ok" if least < 50 else "warn", "gpu.events", what, f"{least:.1f} µs between two",
                   resolution_us=round(least, 2))  # fmt: skip
 
 
@@ -205,7 +205,7 @@ def drift(child: Child) -> None:
     """How fast each GPU's clock runs against this machine's."""
     import torch
 
-    what = "GPU clock against the machine's"
+    what = "GPU clock compared with the machine's"
     devices = range(torch.cuda.device_count())
 
     def mark(device: int) -> tuple[Any, float, float]:
@@ -232,7 +232,7 @@ def drift(child: Child) -> None:
     words = ", ".join(f"GPU {d} {ppm:+.1f} ± {sure:.1f} ppm" for d, (ppm, sure) in found.items())
     far = any(abs(ppm) > MUCH_DRIFT_PPM + sure for ppm, sure in found.values())
     child.say("warn" if far else "ok", "gpu.drift", what, words,
-              "waits are measured against it anew every few seconds" if far else "",
+              "no action needed: waits are calibrated to it again every few seconds" if far else "",
               ppm={str(d): round(ppm, 2) for d, (ppm, _) in found.items()})  # fmt: skip
 
 
@@ -306,10 +306,10 @@ class Pair:
             self.said[rank] += line
             if word in line:
                 return line
-        raise RuntimeError(self.said[rank][-300:] or f"rank {rank} ended without a word")
+        raise RuntimeError(self.said[rank][-300:] or f"rank {rank} ended without a message")
 
     def tell(self, rank: int) -> None:
-        """Let a rank go on."""
+        """Let a rank continue."""
         stream = self.processes[rank].stdin
         assert stream is not None
         stream.write("\n")
@@ -332,10 +332,10 @@ def _say_sums(child: Child, check: str, what: str, pair: Pair) -> list[int]:
     """Say whether the two's sums are right, how fast and over what; return their process ids."""
     right, rate, pids = _pair_result(pair)
     figures: dict[str, Any] = {"bandwidth_gb_s": rate}
-    said = f"right, {rate:.2f} GB/s"
+    said = f"correct, {rate:.2f} GB/s"
     if pair.device == "cuda":
         ways = sorted(set(re.findall(r" via (\S+)", pair.said[0])))
-        said += f" by way of {', '.join(ways) or 'unknown'}"
+        said += f" over {', '.join(ways) or 'unknown'}"
         figures["ways"] = ways
     said = said if right else "wrong sums"
     child.say("ok" if right else "fail", check, what, said, "", **figures)
@@ -347,7 +347,7 @@ def gloo(child: Child) -> None:
     what = "gloo all-reduce of two processes"
     pair = Pair("cpu")
     try:
-        with child.trying("machine.gloo", what, "a firewall on the loopback interface?"):
+        with child.trying("machine.gloo", what, "check for a firewall on the loopback interface"):
             _say_sums(child, "machine.gloo", what, pair)
     finally:
         pair.close()
@@ -358,15 +358,17 @@ def nccl(child: Child) -> None:
     what = "NCCL all-reduce of two ranks"
     pair = Pair("cuda")
     try:
-        with child.trying("gpu.nccl", what, "NCCL_DEBUG=INFO says why; try NCCL_P2P_DISABLE=1"):
+        with child.trying(
+            "gpu.nccl", what, "set NCCL_DEBUG=INFO to see why; try NCCL_P2P_DISABLE=1"
+        ):
             _contexts(child, _say_sums(child, "gpu.nccl", what, pair))
-        with child.trying("gpu.abort", "giving up an NCCL collective"):
+        with child.trying("gpu.abort", "aborting an NCCL collective"):
             pair.tell(0)
             pair.until(0, "ABORTS")
             took_s = max(0.0, float(pair.until(0, "BACK").split()[1]))
             child.say("ok" if took_s < ABORT_S else "fail", "gpu.abort",
-                      "giving up an NCCL collective", f"back after {took_s:.2f} s",
-                      "" if took_s < ABORT_S else "after an interrupt engines will be replaced",
+                      "aborting an NCCL collective", f"back after {took_s:.2f} s",
+                      "" if took_s < ABORT_S else "engines are replaced after an interrupt",
                       took_s=took_s)  # fmt: skip
     finally:
         pair.close()
@@ -401,11 +403,11 @@ def tensorflow(child: Child) -> None:
     import tensorflow as tf
 
     what = "TensorFlow on the GPUs"
-    step = "pip install 'tensorflow[and-cuda]' has the libraries that fit"
+    step = "pip install 'tensorflow[and-cuda]' for the matching libraries"
     with child.trying("gpu.tensorflow", what, step):
         gpus = tf.config.list_physical_devices("GPU")
         if not gpus:
-            child.say("warn", "gpu.tensorflow", what, "it sees none, so it computes on the CPU",
+            child.say("warn", "gpu.tensorflow", what, "it sees no GPU, so it computes on the CPU",
                       step)  # fmt: skip
             return
         for gpu in gpus:
@@ -453,18 +455,18 @@ def warm(child: Child) -> None:
     figures: dict[str, Any] = {"libcuda_mapped": mapped, "device_files": opened}
     if answer != "ok":
         child.say("fail", "machine.warm", what, f"a forked child cannot compute: {answer}",
-                  "a module that is imported early touches the GPU", **figures)  # fmt: skip
+                  "find the module that uses the GPU at import", **figures)  # fmt: skip
     elif opened:
         child.say("warn", "machine.warm", what, f"importing torch opens {opened[0]}", **figures)
     else:
-        child.say("ok", "machine.warm", what, "importing torch touches no GPU, and forks compute",
+        child.say("ok", "machine.warm", what, "importing torch uses no GPU, and forks compute",
                   **figures)  # fmt: skip
 
 
 def cluster(child: Child) -> None:
     """How long until two engines have added up in a cell."""
-    what = "two engines start, and add up"
-    with child.trying("machine.cluster", what, "workbench ps, and the log in the error"):
+    what = "two engines start and all-reduce"
+    with child.trying("machine.cluster", what, "look at workbench ps and at the log in the error"):
         from ..session.cluster import Cluster
 
         began = time.perf_counter()

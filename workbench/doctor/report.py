@@ -1,4 +1,4 @@
-"""What checks found: lines that are ok, warnings, failures, or could not be checked.
+"""Results of checks: ok, warnings, failures, or not checkable here.
 
 The JSON form is for programs and for issues: `schema` changes when a field changes its meaning.
 """
@@ -80,7 +80,7 @@ class Report:
     files: list[str] = field(default_factory=list)
 
     def add(self, lines: Iterable[Line]) -> None:
-        """Take in what checks found."""
+        """Add results of checks."""
         self.lines += lines
 
     def counts(self) -> dict[str, int]:
@@ -120,7 +120,7 @@ class Report:
             "ok": "ok",
             "warn": "to look at",
             "fail": "failed",
-            "unknown": "not checkable here",
+            "unknown": "cannot be checked here",
         }
         counts = self.counts()
         said = ", ".join(f"{counts[s]} {words[s]}" for s in STATUSES if counts[s])
@@ -211,12 +211,16 @@ class Check:
     look: Callable[[], tuple[Any, ...]]
 
     def run(self) -> Line:
-        """Return what it found; a check that breaks is one that could not be made."""
+        """Return its result; a check that raises counts as one that could not be made."""
         began = time.perf_counter()
         try:
             status, found, *rest = self.look()
         except Exception as error:
-            status, found, rest = "unknown", f"the check broke: {type(error).__name__}: {error}", []
+            status, found, rest = (
+                "unknown",
+                f"the check failed to run: {type(error).__name__}: {error}",
+                [],
+            )
         step = rest[0] if rest else ""
         figures = rest[1] if len(rest) > 1 else {}
         seconds = round(time.perf_counter() - began, 3)

@@ -115,7 +115,7 @@ def surroundings(child: Child) -> None:
             child.say("ok", f"surroundings.{name.partition('.')[0]}", what, f"in {name}")
         else:
             child.say(
-                "unknown", f"surroundings.{name.partition('.')[0]}", what, "says nothing here"
+                "unknown", f"surroundings.{name.partition('.')[0]}", what, "not meaningful here"
             )
 
 
@@ -130,7 +130,7 @@ def devices(child: Child) -> None:
         names = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         if not names:
             child.say("fail", "devices.count", "torch sees the GPUs", "torch sees none",
-                      "workbench doctor says why")  # fmt: skip
+                      "run workbench doctor to see why")  # fmt: skip
     for name in names:
         with child.trying(f"devices.computes.{name}", f"products and convolutions on {name}"):
             worst, seconds = compute(torch, name)
@@ -138,7 +138,7 @@ def devices(child: Child) -> None:
             child.say(
                 "ok" if worst < 1e-9 else "fail", f"devices.computes.{name}",
                 f"products and convolutions on {title}",
-                f"largest difference from the CPU {worst:.1e}, {seconds:.2f} s with the start",
+                f"largest difference from the CPU {worst:.1e}, {seconds:.2f} s including the start",
                 difference=worst,
             )  # fmt: skip
 
@@ -212,8 +212,8 @@ def group(child: Child) -> None:
         child.say("fail", "group.all_reduce", what, f"exit statuses {codes}", said[-300:])
         return
     median_s = float(said.partition("MEDIAN_S ")[2].split()[0])
-    child.say("ok", "group.all_reduce", what, f"right sums, {1e3 * median_s:.2f} ms",
-              f"how it travels stands in {log.name}" if device == "cuda" else "",
+    child.say("ok", "group.all_reduce", what, f"correct sums, {1e3 * median_s:.2f} ms",
+              f"{log.name} shows the transport" if device == "cuda" else "",
               median_ms=1e3 * median_s, workers=world)  # fmt: skip
 
 
@@ -358,8 +358,8 @@ def _strategies(child: Child, place: Place) -> None:
                 run.wait(STEP_S)
             except TimeoutError:
                 print(cluster.stacks(), flush=True)
-                child.say("fail", id, what, f"hangs: not over within {STEP_S:g} s",
-                          "the log of the stage has the stacks")  # fmt: skip
+                child.say("fail", id, what, f"hangs: not finished within {STEP_S:g} s",
+                          "see the log of the stage for the stacks")  # fmt: skip
                 end(cluster)
                 cluster = stack.enter_context(cluster_of(child, place))
                 continue

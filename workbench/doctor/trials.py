@@ -1,4 +1,4 @@
-"""Stages of `--gpu-test` about what is measured, kept and given back; in a process of their own."""
+"""Stages of `--gpu-test` on measurements, checkpoints and memory; each in its own process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def several(child: Child) -> list[Place]:
 
 
 def telemetry(child: Child) -> None:
-    """A delay that is put in is read back: of the right rank, in the right place, as long."""
+    """An injected delay is measured: its rank, its place and its length."""
     for place in several(child):
         with (
             child.trying(f"telemetry.{slug(place)}", f"telemetry on {place.title}"),
@@ -171,7 +171,7 @@ def ways(child: Child) -> None:
 
 
 def checkpoints(child: Child) -> None:
-    """A run that goes on from a checkpoint ends where one ends that was not cut."""
+    """A run resumed from a checkpoint ends with the same weights as an uninterrupted one."""
     import numpy as np
 
     from ..notebook.session import resume
@@ -255,7 +255,7 @@ def gpu_used() -> dict[int, int]:
 
 
 def refusals(child: Child) -> None:
-    """What cannot be is refused at once, with a sentence and a code."""
+    """Impossible requests are refused at once, with a sentence and a code."""
     from ..errors import WorkbenchError
     from ..session.cluster import Cluster
 
@@ -319,7 +319,7 @@ def tensorflow(child: Child) -> None:
                 run.wait(2 * STEP_S)
             except TimeoutError:
                 print(cluster.stacks(), flush=True)
-                child.say("fail", id, what, f"hangs: not over within {2 * STEP_S:g} s")
+                child.say("fail", id, what, f"hangs: not finished within {2 * STEP_S:g} s")
                 return
             except WorkbenchError as error:
                 child.say("fail", id, what, str(error)[:300])

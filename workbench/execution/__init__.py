@@ -1,4 +1,4 @@
-"""A run from its request to its end: what engines are asked, what comes back, how it ends.
+"""A run from its request to its end: requests to engines, their answers, the outcome.
 
 In reading order:
 

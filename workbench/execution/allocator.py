@@ -140,7 +140,7 @@ class EngineAllocator:
         return [e.id for e in self.all if e.state == "dead" and e.id not in self.servers]
 
     def lease(self, workers: int, plan: Plan | None = None) -> device_pool.Leases:
-        """Return which device each of so many workers gets, or would get.
+        """Return which device each of this many workers gets, or would get.
 
         A worker's variables live on its device from one cell to the next, so ranks keep theirs
         although `auto` would see other memory in use by then.
@@ -153,7 +153,7 @@ class EngineAllocator:
         return self._near.lease(workers)
 
     def hold(self, workers: int, plan: Plan | None = None) -> tuple[device_pool.Leases, list[str]]:
-        """Reserve the GPUs of so many workers; return them, and what is to be said.
+        """Reserve the GPUs of this many workers; return them and the notes for the user.
 
         Raises:
             ClusterError: Others have taken the GPUs that the engines are bound to.
@@ -179,7 +179,7 @@ class EngineAllocator:
         return self._far.hold(rooms, self._by_room(self._pids()))[0]
 
     def words(self) -> list[str]:
-        """Return what to say of devices and hosts below a table of the workers."""
+        """Return the notes on devices and hosts below a table of the workers."""
         count = max(1, len(self.worker_ids))
         if self._far is None:
             return self._near.words(count)
@@ -248,7 +248,7 @@ class EngineAllocator:
         return self.engines.start(checked, framework=framework)
 
     def workers_for(self, count: int, framework: str) -> list[int]:
-        """Return the engines of so many workers; starts those that are missing.
+        """Return the engines of this many workers; start those that are missing.
 
         Raises:
             ClusterError: All engines are dead.
@@ -282,7 +282,7 @@ class EngineAllocator:
     # -- the process group -------------------------------------------------------------------------
 
     def drop_group(self) -> None:
-        """Have the next cell make its process group anew."""
+        """Let the next cell create its process group again."""
         self._group = NO_GROUP
 
     def new_prefix(self, what: str) -> str:
@@ -389,11 +389,11 @@ def spent(outcomes: Outcomes) -> dict[int, str]:
 
 
 def replacement_words(ids: Sequence[int], why: str) -> str:
-    """Say what is done about spent engines."""
+    """Return the note on engines that must be replaced."""
     reason = why.partition("\n")[0]
     if len(ids) == 1:
-        return f"Engine {ids[0]} is replaced by a fresh one, its variables are gone: {reason}"
-    return f"Engines {ranges(ids)} are replaced by fresh ones, their variables are gone: {reason}"
+        return f"Engine {ids[0]} is replaced by a new one and loses its variables: {reason}"
+    return f"Engines {ranges(ids)} are replaced by new ones and lose their variables: {reason}"
 
 
 class Replacer:
@@ -433,7 +433,7 @@ class Replacer:
             thread.start()
 
     def wait(self) -> None:
-        """Wait until what was begun is done; called before engines are asked for anything else."""
+        """Wait until the begun work is done; called before any other request to the engines."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(WAIT_S)
@@ -473,7 +473,7 @@ def _say(ids: list[int], framework: str) -> None:
     one = len(ids) == 1
     sys.stdout.write(
         f"{'Engine' if one else 'Engines'} {ranges(ids)} hold{'s' if one else ''} variables, so "
-        f"{'it imports' if one else 'they import'} {framework} beside them: once, and it takes "
+        f"{'it imports' if one else 'they import'} {framework} too. This happens once and takes "
         "some seconds.\n"
     )
 
@@ -489,7 +489,7 @@ def prewarmed() -> str | None:
         return None
     if asked not in ("", "torch", "tensorflow"):
         raise PlanError(
-            f"{PREWARM} is not understood.",
+            f"{PREWARM} has an invalid value.",
             seen=asked,
             allowed="torch, tensorflow, off",
             code="WB-PLAN-105",

@@ -158,7 +158,7 @@ class RunExecution:
             silence.look_after(task, self.healer, pool.engines, lambda: run.held)
 
     def settle_healing(self) -> None:
-        """Let nobody in any more: the cell is over, and what comes next starts engines itself."""
+        """Let no more engines join: the cell is over, and the next one starts engines itself."""
         if self.healer is not None:
             self.healer.settle()
 
@@ -167,7 +167,7 @@ class RunExecution:
         self._token = checkpoints.token(prefix)
 
     def equip(self, engine: int) -> None:
-        """Let a fresh engine have what the cell needs."""
+        """Give a new engine what the cell needs."""
         if self.plan.recipe.function:
             self.pool.engines.call([engine], PUSH, ({ARGS: self.plan.recipe.args},))
         self.lend([engine], self._lent)
@@ -178,14 +178,14 @@ class RunExecution:
         return dict(self.pool.engines.call([engine], LEND, (source,), LOAN_TIMEOUT_S)[engine])
 
     def lend(self, fresh: Sequence[int], packed: Mapping[str, bytes]) -> None:
-        """Give fresh engines what the cell needs of what earlier cells had defined."""
+        """Give new engines the definitions of earlier cells that the cell needs."""
         if not packed:
             return
         missing = self.pool.engines.call(fresh, BORROW, (dict(packed),), LOAN_TIMEOUT_S)
         if names := sorted({name for one in missing.values() for name in one}):
             self.run.note(
-                "What earlier cells had defined was copied to fresh engines, but not "
-                f"{', '.join(names)}: it cannot be copied."
+                "What earlier cells had defined was copied to the new engines, except "
+                f"{', '.join(names)}, which cannot be copied."
             )
 
     def request_to_join(self, engine: int) -> dict[str, Any]:
@@ -216,9 +216,9 @@ class RunExecution:
         plan = replace(self.plan, workers=wanted)
         if pool.lease(wanted, plan).backend != self.leases.backend:
             raise RunError(
-                "There is no GPU for another worker: those that meet on GPUs share none.",
+                "There is no GPU for another worker, and the run's workers cannot share one.",
                 seen=f"{wanted} workers",
-                allowed=f"the {len(run.members)} that it had",
+                allowed=f"the {len(run.members)} workers that the run has",
                 next_step="%cluster free in a notebook that holds GPUs, or --devices cpu",
                 code="WB-RUN-144",
             )
@@ -251,7 +251,7 @@ class RunExecution:
         return ()
 
     def spares(self, engine: int) -> bool:
-        """Whether the others go on without a pause when this engine is gone."""
+        """Whether the others continue without a pause when this engine is gone."""
         held_twice = any(engine in chain for chain in self.chains())
         return engine in self._spare() or held_twice
 
@@ -393,7 +393,7 @@ LEAVE_S = 5.0
 
 
 def lost(task: Task) -> list[int]:
-    """Return the engines for whose death alone the cell failed; none where it failed otherwise."""
+    """Return the engines whose death alone made the cell fail; none if it failed otherwise."""
     outcomes = task.outcomes
     dead = [i for i in outcome.dead_engines(outcomes) if not outcomes[i].ended]
     if task.first_failed is None:  # the others could do without them
@@ -407,7 +407,7 @@ def lost(task: Task) -> list[int]:
 
 
 class Recoverer:
-    """Decides whether a run goes on after a death, and sees to it on a thread of its own."""
+    """Decides whether a run continues after a death, and continues it on its own thread."""
 
     def __init__(self, launch: RunExecution) -> None:
         self._launch = launch
@@ -415,7 +415,7 @@ class Recoverer:
         self._why_not = ""
 
     def begin(self, task: Task, left: Mapping[int, str]) -> bool:
-        """Return whether the run goes on; if so, it is begun again in the background.
+        """Return whether the run continues; if so, it is started again in the background.
 
         Args:
             left: Engines for whose sake all have stopped, and what those were told.
@@ -444,7 +444,7 @@ class Recoverer:
         return True
 
     def explain(self, error: RunError) -> RunError:
-        """Add to the error of a death why the run did not go on."""
+        """Add to the error of a death why the run did not continue."""
         if not self._why_not:
             return error
         told = RunError(
@@ -457,18 +457,19 @@ class Recoverer:
         """Return why the run cannot go on without these engines; empty where it can."""
         launch = self._launch
         if sum(one.again for one in launch.run.recoveries) >= MOST:
-            return f"The run had gone on after {MOST} deaths already, which is the most."
+            return f"The run has already continued after {MOST} deaths, which is the limit."
         if launch.plan.on_failure in ANEW:
             return ""
         left = [i for i in launch.run.members if i not in dead]
         try:
             if not left or set(dead) & set(launch.servers):
                 raise PlanError(
-                    "only workers can be done without, and one must be left", code="WB-PLAN-112"
+                    "a run can only continue if workers died and at least one is left",
+                    code="WB-PLAN-112",
                 )
             check_fewer(launch.plan, len(left))
         except PlanError as error:
-            return f"It could not go on with fewer workers: {error.what}"
+            return f"It could not continue with fewer workers: {error.what}"
         return ""
 
     def _go(self, dead: Sequence[int], how: str, began: float) -> None:
@@ -482,7 +483,7 @@ class Recoverer:
                 needed = [*run.members, *launch.servers]
                 dead = [i for i in needed if i not in launch.pool.ids]
                 again = isinstance(error, ClusterError) and bool(dead)
-                why = self._hopeless(dead) if again else "It could not go on."
+                why = self._hopeless(dead) if again else "It could not continue."
                 if why:
                     run.finish(RunError(f"{how}.\n  {why}\n  {error}", code="WB-RUN-083"))
                     return
@@ -491,7 +492,7 @@ class Recoverer:
                 log.exception("Run %r could not go on", run.name)
                 run.finish(
                     RunError(
-                        f"{how}.\n  It could not go on: {type(error).__name__}: {error}",
+                        f"{how}.\n  It could not continue: {type(error).__name__}: {error}",
                         code="WB-RUN-084",
                     )
                 )
@@ -555,9 +556,9 @@ class Recoverer:
             return own
         if self._launch.plan.on_failure == "heal" and self._launch.run.history.totals.steps:
             raise RunError(
-                "Nobody is left who has what was trained, and no checkpoint holds it.",
-                allowed="one worker at least that lives on, or --checkpoint DIR",
-                next_step="--checkpoint DIR keeps what is trained beyond the last worker",
+                "No worker is left that has the trained weights, and there is no checkpoint.",
+                allowed="at least one surviving worker, or --checkpoint DIR",
+                next_step="add --checkpoint DIR, so that trained weights survive the last worker",
                 code="WB-RUN-138",
             )
         if not self._origin:
@@ -580,7 +581,7 @@ class Recoverer:
                 return one
             run.note(
                 f"The checkpoint of step {one.step} is damaged ({one.path}: {damaged[0]}); the run "
-                "does not go on from it."
+                "does not continue from it."
             )
         return None
 
@@ -606,7 +607,7 @@ class Recoverer:
         return Checkpoint(path, kept[furthest])
 
     def _lend(self, fresh: Sequence[int]) -> None:
-        """Give fresh engines what the cell needs of what earlier cells had defined."""
+        """Give new engines the definitions of earlier cells that the cell needs."""
         launch, run = self._launch, self._launch.run
         living = [i for i in run.members if i not in fresh]
         needy = [i for i in fresh if i in run.members]

@@ -1,4 +1,4 @@
-"""`--log`: writes runs to TensorBoard, MLflow and others as they go on, and completes them.
+"""`--log`: writes runs to TensorBoard, MLflow and others while they train, and completes them.
 
 A thread per run looks once a second for what is new in the history. What goes wrong there costs a
 note, not the run.
@@ -38,7 +38,7 @@ def check_targets(targets: Sequence[str]) -> None:
 
 
 def await_all(logs: Sequence[RunLog], note: Callable[[str], None]) -> None:
-    """Wait until logs are whole, but not for ever; an interrupt is noticed at once."""
+    """Wait until logs are complete, for a limited time; an interrupt is noticed at once."""
     end = time.monotonic() + LINGER_S
     for log in logs:
         while not log.wait(0.1):
@@ -81,7 +81,7 @@ class RunLog:
         return self._done.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Write what there is, also of a run that goes on, and end."""
+        """Write all data so far, also of a run that still trains, and end."""
         self._leave.set()
         self._done.wait(timeout_s)
 
@@ -160,7 +160,7 @@ class RunLog:
             words = str(error).strip().splitlines() or [""]
             said = error.what if isinstance(error, WorkbenchError) else words[0]
             self._run.note(
-                f"--log {text} failed, and gets no more of this run: "
+                f"--log {text} failed and receives no more data of this run: "
                 f"{type(error).__name__}: {said[:200]}"
             )
 
@@ -179,7 +179,7 @@ def _leave_all() -> None:
 
 
 def settings(run: RunData) -> dict[str, str | int | float | bool]:
-    """Return what a run was asked to do, by name: the plan's, then what its engines said."""
+    """Return a run's settings by name: first the plan's, then those its engines reported."""
     plan, started = run.plan, run.history.story.started
     found: dict[str, Any] = {
         "strategy": plan.strategy,
@@ -246,14 +246,14 @@ def _ending(run: RunData) -> Ending:
 
 
 def log_to(run: RunData, logs: list[RunLog], targets: Sequence[str]) -> RunLog:
-    """Write a run to further places; return what does, also added to `logs`.
+    """Write a run to more targets; return the writers, which are also added to `logs`.
 
     Raises:
         PlanError: A target was not understood, or cannot be written to.
     """
     texts = parse_targets(targets)
     if not texts:
-        raise PlanError("Log to where?", allowed=ALLOWED, code="WB-PLAN-118")
+        raise PlanError("--log has no target.", allowed=ALLOWED, code="WB-PLAN-118")
     check_targets(texts)
     log = RunLog(run, texts)
     logs.append(log)

@@ -1,4 +1,4 @@
-"""How a cell or a run came out, from what its engines say and which of them died; pure.
+"""The outcome of a cell or a run, from its engines' answers and deaths; pure.
 
 Which of several ranks' errors is the reason, who only followed, what is said of engines that died,
 which error is raised, and what it all says about the run as a whole.
@@ -67,7 +67,7 @@ def root_cause(outcomes: Outcomes, first_failed: int, lost: Iterable[int] = ()) 
 
 
 def with_it(outcomes: Outcomes, engines: Iterable[int], called: Callable[[list[int]], str]) -> str:
-    """Return what became of the others in one line.
+    """Return in one line what happened to the others.
 
     Args:
         engines: Those that ended because of another one.
@@ -99,7 +99,7 @@ NAMED = 4
 
 
 def outcome_of_death(error: BaseException) -> CellOutcome:
-    """Return the outcome of a call whose engine is no more, or was never reached."""
+    """Return the outcome of a call whose engine is gone or was never reached."""
     how, log, by_itself, with_all = str(error), "", False, False
     if isinstance(error, EngineDiedError):
         how, log, by_itself = str(error.how), error.log, error.how != RESTARTED
@@ -117,7 +117,7 @@ def outcome_of_death(error: BaseException) -> CellOutcome:
 
 
 def left_behind(outcome: CellOutcome, host: Host | None) -> str | None:
-    """Return what to do where a module lies beside the notebook, in a folder that a host lacks."""
+    """Return the advice for a module in the notebook's folder, which a host does not share."""
     found = re.search(r"No module named '(\w+)", outcome.evalue)
     if host is None or host.has_cwd or found is None:
         return None
@@ -125,8 +125,8 @@ def left_behind(outcome: CellOutcome, host: Host | None) -> str | None:
     if not (cwd / name).is_dir() and not (cwd / f"{name}.py").is_file():
         return None
     return (
-        f"{name} lies beside the notebook, in {cwd}, which {host.name} does not share: work in a "
-        f"folder on a shared disk, or copy {name} to each host, or define what is in it in a "
+        f"{name} is in the notebook's folder {cwd}, which {host.name} does not share: work in a "
+        f"folder on a shared disk, or copy {name} to each host, or define its contents in a "
         "%%distributed cell"
     )
 
@@ -137,7 +137,7 @@ def dead_engines(outcomes: Outcomes) -> list[int]:
 
 
 def death_words(first: int, outcomes: Outcomes, member: Callable[[int], Member]) -> str:
-    """Say who is gone and how: `first` in full, with its log's last lines, then the others."""
+    """Return which engines died and how: `first` with the end of its log, then the others."""
     one, who = outcomes[first], member(first)
     text = f"{who.title} {who.verb} gone: {one.evalue}"
     if one.log:
@@ -194,7 +194,7 @@ class Names:
 
 @dataclass(frozen=True)
 class CellEnd:
-    """What became of a cell's engines, and what is said of it.
+    """What happened to a cell's engines, and the message about it.
 
     Attributes:
         outcomes: Of the engines that are done, in the order of the ranks.
@@ -213,7 +213,7 @@ class CellEnd:
 
     @property
     def cause(self) -> int | None:
-        """The engine that the cell failed for; None where none did, or all were interrupted."""
+        """The engine that made the cell fail; None if none did, or if all were interrupted."""
         if self.first_failed is None:
             return None
         cause = root_cause(self.outcomes, self.first_failed, self.lost)
@@ -243,7 +243,7 @@ class CellEnd:
         ]
 
     def say(self, engines: Iterable[int]) -> str:
-        """Return what became of engines that followed, in one line."""
+        """Return in one line what happened to the engines that followed."""
         return with_it(self.outcomes, engines, self.names.several)
 
     def failure(self) -> RunError | None:
@@ -270,8 +270,8 @@ class CellEnd:
         if not missed or all(one.status != "ok" for one in self.outcomes.values()):
             return None
         return (
-            "the name may be on another rank only, as after a run whose replicas share an engine: "
-            "%%rank 0 runs the cell there, or make the name in a %%distributed cell"
+            "another rank may have the name, as after a run whose replicas share an engine: "
+            "run the cell there with %%rank 0, or define the name in a %%distributed cell"
         )
 
     def _reason(self, cause: int) -> tuple[str, list[int]]:
@@ -279,11 +279,11 @@ class CellEnd:
         outcome, outcomes = self.outcomes[cause], self.outcomes
         if outcome.ended and outcome.failed_of:
             who = f"{self.names.of(cause)} (engine {cause})"
-            ended = f"{who} failed: {outcome.failed_of}\n  It did not clear away, and was ended"
+            ended = f"{who} failed: {outcome.failed_of}\n  It did not clean up, so it was killed"
             return ended, [cause]
         if outcome.ended:
-            stalled = f"{self.names.of(cause)} stalled: it took no step, heeded no interrupt, "
-            return f"{stalled}and was ended", [cause]
+            stalled = f"{self.names.of(cause)} hung: it made no progress, ignored the interrupt "
+            return f"{stalled}and was killed", [cause]
         if outcome.status == "died":
             died = [i for i in dead_engines(outcomes) if i == cause or not outcomes[i].ended]
             return death_words(cause, outcomes, self.names.member), died
@@ -316,7 +316,7 @@ class CellEnd:
 
     @property
     def ended(self) -> dict[int, str]:
-        """What is to be said of engines that we killed, since no interrupt reached them."""
+        """The message about engines that were killed because no interrupt reached them."""
         return {
             i: f"{self.names.of(i)} (engine {i}, pid {self.pid(i)}) was {outcome.ended}: "
             f"%cluster restart {i}"
@@ -331,11 +331,11 @@ HONOURED_ANYWAY = frozenset({"seed"})
 _TRAINS = {
     "torch": (
         "a call of wb.fit, wb.prepare or model.fit in the cell",
-        "call one of them, or leave the strategy away to run the cell everywhere",
+        "call one of them, or remove the strategy to run the cell on every worker",
     ),
     "tensorflow": (
-        "model.fit, wb.fit, or strategy.run of a step that takes gradients and applies them",
-        "train in the cell; one that only evaluates or predicts needs no strategy: %%rank 0",
+        "model.fit, wb.fit, or strategy.run of a step that computes gradients and applies them",
+        "train in the cell; to only evaluate or predict, use %%rank 0 without a strategy",
     ),
 }
 """What counts as training in a cell, and what to do with one that does not train."""
@@ -379,7 +379,7 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
             return _no_step(loops)
         if any(loop.updates for loop in loops):
             return RunError(
-                "The cell trained, but not under the strategy: its optimizer was not handed over.",
+                "The cell trained, but not under the strategy, which did not get its optimizer.",
                 seen=f"{max(loop.updates for loop in loops)} optimizer steps on a worker, "
                 "none of them recorded",
                 allowed="wb.fit, a loop with wb.prepare, or wb.watch around a loop that "
@@ -401,28 +401,28 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
     if ignored and not any(o.options_read for o in outcomes.values()):
         name = ignored[0]
         return RunError(
-            "The line overrides what the cell's own loop does not read, so it was ignored.",
+            "The line sets an option that the cell's own loop does not read, so it was ignored.",
             seen=", ".join(f"--{one.replace('_', '-')}" for one in ignored),
             allowed="wb.fit, or a loop that reads wb.options",
-            next_step=f"use wb.options.get({name!r}, default) in the loop, or leave the flag away",
+            next_step=f"use wb.options.get({name!r}, default) in the loop, or remove the flag",
             code="WB-RUN-093",
         )
     unread = set(run.plan.values).intersection(*(o.unread for o in outcomes.values() if o.trained))
     if unread:
         name = sorted(unread)[0]
         return RunError(
-            "The line sets a value that the cell did not read, so nothing came of it.",
+            "The line sets a value that the cell did not read, so it had no effect.",
             seen=", ".join(f"--set {one}" for one in sorted(unread)),
             allowed="names that the cell reads from wb.options",
-            next_step=f"wb.options.get({name!r}, default) where the cell needs it, or leave it out",
+            next_step=f"wb.options.get({name!r}, default) where the cell needs it, or remove it",
             code="WB-RUN-128",
         )
     if run.plan.init_from and not any(o.initial_read for o in outcomes.values()):
         return RunError(
-            "The cell's own loop took no initial weights, so it started from its own.",
+            "The cell's own loop did not load the initial weights, so it started from its own.",
             seen=f"--init-from {run.plan.init_from}",
             allowed="wb.fit, wb.prepare, wb.watch or model.fit",
-            next_step="use one of them, or leave the flag away",
+            next_step="use one of them, or remove the flag",
             code="WB-RUN-094",
         )
     return None
@@ -447,7 +447,7 @@ def _no_step(loops: list[OwnLoop]) -> RunError:
         "No step of the loop was recorded: a step ends with optimizer.step(), which was never "
         "called.",
         seen=seen,
-        allowed="optimizer.step() after each backward; parameters changed by hand are no step",
+        allowed="optimizer.step() after each backward; changing parameters by hand is not a step",
         next_step="use torch.optim.SGD(model.parameters(), lr) in place of p.data.add_(...)",
         code="WB-RUN-096",
     )
@@ -460,7 +460,7 @@ def outcome_behind(error: BaseException | None) -> CellOutcome | None:
 
 
 def is_refusal(error: RunError) -> bool:
-    """Whether a strategy refused what it was to train, before anything was trained."""
+    """Whether a strategy refused the recipe before anything was trained."""
     outcome = outcome_behind(error)
     return outcome is not None and outcome.ename == FitError.__name__
 
@@ -476,7 +476,7 @@ def refusals(runs: Sequence[RunData]) -> RunError | None:
             seen="; ".join(
                 f"{run.name}: {str(run.error).partition(chr(10))[0]}" for run in refused
             ),
-            next_step=f"wb.runs[{refused[0].name!r}].error tells all of the first one",
+            next_step=f"wb.runs[{refused[0].name!r}].error shows the first error in full",
             code="WB-RUN-129",
         )
     reasons = {run.plan.strategy: _reason(run.error) for run in refused}
@@ -541,8 +541,8 @@ def _unlike_copies(outcomes: Outcomes) -> list[str]:
     who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))}"
     return [
         f"The copies of the model differ at the end of the cell ({who}): something changed them on "
-        "some ranks alone. Rank 0's is the one that is kept. Do on every rank what changes the "
-        "model, also loading its best weights, or leave it to rank 0 after the run."
+        "some ranks only. Rank 0's copy is kept. Make every change of the model (also loading "
+        "its best weights) on every rank, or on rank 0 after the run."
     ]
 
 
@@ -551,20 +551,20 @@ def _reassigned(outcomes: Outcomes) -> list[str]:
     if not names:
         return []
     return [
-        f"The cell gave {', '.join(names)} another value; before the next cell "
-        f"{'they are' if len(names) > 1 else 'it is'} set again."
+        f"The cell overwrote {', '.join(names)}. Before the next cell "
+        f"{'they are' if len(names) > 1 else 'it is'} reset."
     ]
 
 
 def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
-    """Tell the user what happened and what it cost."""
+    """Return the note on what happened and what it cost."""
     text = f"{done.how}. "
     if on_failure == "continue":
-        text += f"{done.workers} worker{'s go' if done.workers > 1 else ' goes'} on"
+        text += f"{done.workers} worker{'s continue' if done.workers > 1 else ' continues'}"
     elif len(done.engines) > 1:
-        text += "Fresh engines took their places, and the run went on"
+        text += "New engines replaced them, and the run continued"
     else:
-        text += "A fresh engine took its place, and the run went on"
+        text += "A new engine replaced it, and the run continued"
     if not saved:
         text += " from its beginning"
     elif done.lost_steps == 0 and on_failure == "continue":
@@ -574,4 +574,4 @@ def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
     text += f" after {done.seconds:.1f} s; "
     if done.lost_steps == 0:
         return text + "no step is lost."
-    return text + f"{done.lost_steps} step{'s are' if done.lost_steps > 1 else ' is'} done again."
+    return text + f"{done.lost_steps} step{'s are' if done.lost_steps > 1 else ' is'} repeated."

@@ -44,7 +44,7 @@ NO_PROMPT = "this notebook's front end has no prompt"
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of a command: pdb's words, and whether the rank is still paused."""
+    """The result of a command: pdb's output, and whether the rank is still paused."""
 
     text: str
     paused: bool
@@ -169,7 +169,7 @@ class Paused:
             return Reply(text + (again.text if again else ""), paused=again is not None)
 
     def go_on(self, engine: int, reason: str) -> None:
-        """Let a rank go on, past further breakpoints of its cell as well."""
+        """Let a rank continue, also past further breakpoints of its cell."""
         with self._changed:
             stop = self._stops.pop(engine, None)
         if stop is not None:
@@ -210,7 +210,7 @@ class Paused:
         return True
 
     def settled(self) -> dict[int, Stopped]:
-        """Return who is paused, once nobody has joined or left for a moment."""
+        """Return the paused ranks once their number has been stable for a moment."""
         end = time.monotonic() + STEP_S
         before: dict[int, Stopped] | None = None
         while (now := self.stops) != before and time.monotonic() < end:
@@ -233,8 +233,8 @@ def everyone() -> list[Paused]:
 
 
 HELP = (
-    "w u d l p pp a locals n s c q, or any expression; `rank 2` looks at another paused rank, "
-    "`all c` speaks to all of them, `leave` closes this prompt"
+    "w u d l p pp a locals n s c q, or any expression; `rank 2` shows another paused rank, "
+    "`all c` sends c to all of them, `leave` closes this prompt"
 )
 
 
@@ -254,7 +254,7 @@ def attend(draw: Callable[[], object] = lambda: None) -> None:
             continue
         reason = NO_PROMPT
         if able:
-            reason = "the prompt was left"
+            reason = "the prompt was closed"
             draw()
             try:
                 Prompt(paused, draw).converse(min(stops))
@@ -336,7 +336,7 @@ class Prompt:
         write_out(f"rank {stop.engine} is paused at {stop.where}{also}\n{stop.text}({HELP})\n")
         if not others:
             patience = _spell(stop.patience_s)
-            write_out(f"(ranks that wait for this one in a collective do so for {patience})\n")
+            write_out(f"(ranks that wait for this one in a collective wait at most {patience})\n")
 
     def _dropped(self, engine: int) -> None:
         """Take the prompt away from a rank that was let go; called on the router's thread."""
@@ -409,8 +409,8 @@ class Prompt:
         words, others = line.split(), [e for e in self._paused.stops if e != engine]
         if not reply.paused and others and words and words[0] not in GO_ON:
             write_out(
-                f"(rank {engine} goes on and has not stopped again: it may be waiting in a "
-                f"collective for {ranges(others)}, still paused; `all {line}` takes all along)\n"
+                f"(rank {engine} runs again and has not stopped since: it may be waiting in a "
+                f"collective for {ranges(others)}, still paused; `all {line}` sends it to all)\n"
             )
 
     def _tell(self, engine: int, line: str) -> Reply:

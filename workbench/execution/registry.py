@@ -1,4 +1,4 @@
-"""The runs and clusters of this process: `wb.runs`, names, and what ends with the notebook.
+"""The runs and clusters of this process: `wb.runs`, names, and cleanup at the notebook's end.
 
 `wb.load` brings a saved run back, with its history, evaluations and weights.
 """
@@ -28,7 +28,7 @@ class Closable(Protocol):
 
     @property
     def busy(self) -> object:
-        """What goes on, or went on last."""
+        """The current task, or the last one."""
 
     def release(self) -> None:
         """Let go of a kept cluster; any other one is stopped."""
@@ -70,7 +70,7 @@ class Runs(Mapping[str, Run]):
         run = self[name]
         if not run.is_over:
             raise PlanError(
-                f"Run {name} goes on.",
+                f"Run {name} has not ended.",
                 seen=run.state,
                 next_step="stop it first: run.stop()",
                 code="WB-PLAN-113",
@@ -152,7 +152,7 @@ class MissingRunError(KeyError, PlanError):
             told = PlanError(
                 "There is no such run.",
                 seen=name,
-                allowed=f"a name: {', '.join(sorted(names))}; or a place: -{len(names)} to "
+                allowed=f"a name: {', '.join(sorted(names))}; or a position: -{len(names)} to "
                 f"{len(names) - 1}, -1 is the newest",
                 next_step="wb.runs.latest is the newest run",
                 code="WB-PLAN-115",
@@ -180,7 +180,7 @@ def new_run(
     devices: Sequence[str],
     resume_from: str = "",
 ) -> Run:
-    """Create a run with a folder of its own and keep it in `runs`."""
+    """Create a run with its own folder and keep it in `runs`."""
     name = plan.name or plan.strategy
     initial = weights_folder(plan.init_from) if plan.init_from else ""
     with contextlib.suppress(OSError):  # a full or read-only disk: the run goes on in memory
@@ -272,7 +272,7 @@ def load(path: str | Path) -> Run:
     )
     run.restore(history, meta)
     if damaged := _damage(run, meta):
-        text = f"What was loaded is damaged: {'; '.join(damaged)}."
+        text = f"The loaded run is damaged: {'; '.join(damaged)}."
         history.event(Noted(rank=0, text=text, topic=Topic.DAMAGED, value=damaged))
         warnings.warn(RunDamagedWarning(_words(run, damaged), code="WB-WARN-002"), stacklevel=2)
     run.color = runs.color(run.plan)
@@ -284,7 +284,7 @@ def _damage(run: Run, meta: Mapping[str, Any]) -> list[str]:
     found = disk.faults(run.folder, meta)
     if not found and run.state == "finished":
         rows = run.history.totals.rows
-        found = [f"there is no row of rank {rank}" for rank in range(len(rows)) if not rows[rank]]
+        found = [f"rank {rank} has no rows" for rank in range(len(rows)) if not rows[rank]]
     return found
 
 
@@ -294,5 +294,5 @@ def _words(run: Run, damaged: Sequence[str]) -> str:
         f"Run {run.name} is damaged on disk; figures, plots and comparisons show what is left.\n"
         f"  seen:    {run.folder}: {'; '.join(damaged)} ({steps} whole steps can be read)\n"
         "  allowed: the files as run.save(path) or the run's end left them\n"
-        "  next:    load another copy of the folder, or train again: run.to_cell() gives the cell"
+        "  next:    load another copy of the folder, or train again: run.to_cell() returns the cell"
     )

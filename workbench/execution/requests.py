@@ -1,4 +1,4 @@
-"""What engines are asked to run: requests made from runs and cells, and checked first.
+"""Requests to engines: made from runs and cells, and checked first.
 
 The checks come before a cluster is started or asked for anything. `FarFiles` are the files of one
 run on machines other than this one.
@@ -264,7 +264,7 @@ MAX_ENGINES = 256
 
 
 class BusyError(RunError):
-    """A cell or a run goes on, so nothing else can begin."""
+    """A cell or a run is still running, so nothing else can begin."""
 
 
 def check_travels(values: Mapping[str, object]) -> None:
@@ -275,13 +275,13 @@ def check_travels(values: Mapping[str, object]) -> None:
                 f"{name} cannot be sent to the engines: it cannot be pickled.",
                 seen=type(value).__name__,
                 allowed="data, arrays, models, functions and classes",
-                next_step="make it there: put the line that makes it under %%distributed",
+                next_step="create it on the engines: put its line under %%distributed",
                 code="WB-PLAN-099",
             )
 
 
 def check_arrived(found: Mapping[int, Mapping[str, object]]) -> None:
-    """Raise RunError where an engine's value cannot be had in the notebook: which, why, what now.
+    """Raise RunError if an engine's value cannot be copied to the notebook; it says why.
 
     Args:
         found: Values by name, by engine.
@@ -289,18 +289,18 @@ def check_arrived(found: Mapping[int, Mapping[str, object]]) -> None:
     for engine, values in found.items():
         for name, value in values.items():
             if isinstance(value, Unread):
-                what = f"{name} cannot be brought from engine {engine} to the notebook."
+                what = f"{name} cannot be copied from engine {engine} to the notebook."
                 raise RunError(what, **_why(value, name), code="WB-RUN-062")
 
 
 def _why(unread: Unread, name: str) -> dict[str, Any]:
     parcel = unread.parcel
-    parts = "pull what it holds, as numbers, arrays and lists"
+    parts = "pull its contents as numbers, arrays and lists"
     if parcel.parts:
-        parts = f"pull what it holds: parts = {parcel.parts} on the engines, then %pull parts"
+        parts = f"pull its contents: run parts = {parcel.parts} on the engines, then %pull parts"
     if unread.lacks and unread.module == "__main__":
         return {
-            "seen": f"the notebook has no {unread.lacks}",
+            "seen": f"the notebook does not define {unread.lacks}",
             "allowed": "objects of classes that the notebook has too",
             "next_step": f"define {unread.lacks} in the notebook too, or {parts}",
         }
@@ -332,7 +332,7 @@ def check_size(what: str, count: object) -> int:
     checked = check_count(what, count)
     if checked > MAX_ENGINES:
         raise PlanError(
-            f"{what}: that is more workers than one notebook can serve.",
+            f"{what} is more workers than one notebook can serve.",
             seen=checked,
             allowed=f"1 to {MAX_ENGINES}",
             code="WB-PLAN-100",
@@ -347,7 +347,7 @@ def check_limits(
     launch: LaunchSettings | None = None,
     elsewhere: bool = False,
 ) -> None:
-    """Raise PlanError where so many more engines are beyond the administrator's limits.
+    """Raise PlanError if this many more engines exceed the administrator's limits.
 
     Who asks for what listens beyond loopback, and may, is told what that exposes.
 
@@ -457,11 +457,11 @@ def check_folder(engines: Engines, ids: Sequence[int], folder: str) -> None:
     seen = [f"{one.host or one.address}: {why[one.id]}" for one in far.values() if why[one.id]]
     if seen:
         raise PlanError(
-            "Not every machine of the run shares the folder for checkpoints with the notebook.",
+            "Not every host of the run shares the checkpoint folder with the notebook.",
             seen=f"{folder} ({'; '.join(sorted(seen))})",
-            allowed="a folder on a disk that the notebook's machine and all hosts of the run share",
-            next_step="--checkpoint with a folder there (on many clusters: the home folder, or "
-            "scratch); without a shared disk leave --checkpoint away",
+            allowed="a folder on a disk shared by the notebook's machine and all hosts of the run",
+            next_step="use --checkpoint with such a folder (on many clusters: the home folder or "
+            "scratch); without a shared disk remove --checkpoint",
             code="WB-PLAN-188",
         )
 
@@ -544,10 +544,10 @@ class FarFiles:
                 told["resume_name"] = run.resume_from
         except (ClusterError, OSError) as error:
             raise RunError(
-                f"What the run starts from could not be sent to {host.name}.",
+                f"The run's initial weights could not be sent to {host.name}.",
                 seen=error.seen or error.what if isinstance(error, ClusterError) else error,
                 next_step=f"make room in {host.facts.folder} there, or set TMPDIR by --setup "
-                "'export TMPDIR=...'; a folder on a shared disk is not sent",
+                "'export TMPDIR=...'; a folder on a shared disk needs no sending",
                 code="WB-RUN-100",
             ) from error
         return told
@@ -567,7 +567,7 @@ class FarFiles:
         return str(target)
 
     def fetch(self, outcomes: Outcomes) -> None:
-        """Bring final weights and profiles into the run's folder; what fails costs no run."""
+        """Copy final weights and profiles into the run's folder; failures do not fail the run."""
         files, run = self._engines.host_files, self._run
         for host in self.hosts if files is not None else ():
             assert files is not None

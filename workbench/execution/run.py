@@ -130,7 +130,7 @@ class Run:
         return self.over.is_set()
 
     def wait(self, timeout: float | None = None) -> Run:
-        """Wait for the end and return the run; after a failure raise what it failed with.
+        """Wait for the end and return the run; if it failed, raise its error.
 
         Raises:
             RunError: A rank failed, died, or the run was interrupted.
@@ -163,7 +163,7 @@ class Run:
 
     @property
     def held(self) -> bool:
-        """Whether it stands still because its user wants it to."""
+        """Whether the user has paused it."""
         return self._state in ("paused", "stopping")
 
     def go_on(self, number: int, members: Sequence[int], resume_from: str, step: int) -> None:
@@ -204,7 +204,7 @@ class Run:
         self._halting.halt(purpose)
 
     def finish(self, error: RunError | None) -> None:
-        """Settle the run; whatever fails on the way, it is over then. Only the first call counts.
+        """Settle the run; it is over then, even if a part of this fails. The first call counts.
 
         Who waits for it waits for ever otherwise, and nothing else could begin on its cluster.
         """
@@ -247,7 +247,7 @@ class Run:
         self._files = disk.sizes(self.folder)
 
     def record(self) -> None:
-        """Write `run.json`; where that cannot be done a note says so, and the run goes on."""
+        """Write `run.json`; if that fails, a note says so, and the run continues."""
         try:
             disk.write_meta(self.folder, self.meta())
         except Exception as error:  # a full disk, most likely; never worth the run
@@ -344,7 +344,7 @@ class Run:
         self.history.event(events.Noted(text=text, deaths=list(deaths)))
 
     def tell(self, event: events.Event) -> None:
-        """Add what has happened, also where the run is read again."""
+        """Record an event, so that it is there when the run is read again."""
         self.history.event(event)
         if not self.is_over:  # else its files have been counted
             disk.add_event(self.folder, event)
@@ -381,18 +381,18 @@ class Run:
         self._halting.resume()
 
     def step(self, steps: int = 1) -> None:
-        """While paused: do so many steps, then pause again."""
+        """While paused: take this many steps, then pause again."""
         self._send(Advance(run=self.number, steps=int(steps)))
 
     def scale(self, workers: int, *, wait: bool = True) -> None:
-        """Go on with so many workers, more or fewer; `wait` for those who come and leave.
+        """Continue with this many workers, more or fewer; `wait` until all have joined or left.
 
         Raises PlanError or RunError where that cannot be, with what is possible.
         """
         scaling.scale(self, workers, wait=wait)
 
     def inject(self, *faults: str) -> None:
-        """Replace the run's faults while it goes on: `run.inject("slow=1:50ms")`; none clears.
+        """Replace the run's faults while it trains: `run.inject("slow=1:50ms")`; none clears.
 
         Raises:
             PlanError: A fault was not understood or names a worker the run does not have.
@@ -443,7 +443,7 @@ class Run:
         return replace(snapshot, banner=banner, color=self.color or 0, staffing=staffing)
 
     def meta(self) -> dict[str, Any]:
-        """What `run.json` says about the run."""
+        """The content of `run.json` about the run."""
         plan = self.plan
         return {
             "name": self.name, "number": self.number,
@@ -482,11 +482,11 @@ class Run:
         return summary_table(self.summarise())
 
     def summarise(self) -> RunSummary:
-        """The run's key figures as data; what tables and comparisons are made of."""
+        """The run's key figures as data, from which tables and comparisons are made."""
         return replace(summarise(self.history, self.meta()), color=self.color)
 
     def plot(self) -> Any:
-        """The run's picture, as it stands below the cell at the end."""
+        """The run's figure, as shown below the cell at the end."""
         from ..views.live.figure import RunPicture
 
         return RunPicture(self.snapshot())
@@ -505,7 +505,7 @@ class Run:
         return diagram.step_picture(self, step)
 
     def blame(self, first: int | None = None, last: int | None = None) -> BlameMatrix:
-        """Who waited for whom: seconds that each worker waited for each other one.
+        """The seconds that each worker waited for each other worker.
 
         Args:
             first, last: Steps to count, both included; all of them by default.
@@ -533,7 +533,7 @@ class Run:
         return diagram.what_if(self, without, first, last)
 
     def predict(self, workers: int | Sequence[int], *beside: Run, **given: Any) -> Any:
-        """What other numbers of workers would do; see `views.explain.prediction.predict`."""
+        """Predict other numbers of workers; see `views.explain.prediction.predict`."""
         from ..views.explain.prediction import predict
 
         return predict([self, *beside], workers, **given)
@@ -601,7 +601,7 @@ class Run:
         return disk.save(self.folder, Path(path), self.meta(), memory)
 
     def rest(self) -> None:
-        """Leave what a run that is over holds on the disk; it is read again when asked for."""
+        """Release the memory of a run that is over; its data is read from disk when needed."""
         if self.is_over and self.history.rest(self.folder):
             self.task = None
 

@@ -69,7 +69,7 @@ class StopCoordinator:
         return agreement.purpose if agreement is not None and agreement.silent else None
 
     def resume(self) -> None:
-        """Let the workers go on after a pause."""
+        """Let the workers continue after a pause."""
         with self._lock:
             self._agreement = None
             self._send(Resume(run=self._run))
@@ -164,7 +164,7 @@ class Occupied(Protocol):
 
     @property
     def busy(self) -> Ending | None:
-        """What goes on, or went on last."""
+        """The current task, or the last one."""
 
 
 def settle(over: threading.Event, again: Callable[[], None]) -> None:

@@ -59,7 +59,7 @@ class Mender(Protocol):
         """Whether an engine has yet to come to take part: the others do without it."""
 
     def hear(self, engine: int, event: Standing | Regrouped) -> None:
-        """Take in what an engine says of that."""
+        """Process an engine's message about that."""
 
     members: list[int]
     failed: list[str]
@@ -69,7 +69,7 @@ class Mender(Protocol):
         """How many workers there are to be, while that is under way."""
 
     def scale(self, workers: int) -> None:
-        """Go on with so many workers; returns when it is begun."""
+        """Continue with this many workers; returns when the change has begun."""
 
     def check_scales(self) -> None:
         """Raise RunError where the run cannot have more or fewer workers."""
@@ -192,7 +192,7 @@ class Task:
 
     @property
     def banner(self) -> str:
-        """What holds the cell up at the moment, in words; empty when nothing does."""
+        """What delays the cell at the moment, in words; empty if nothing does."""
         return self.board.banner
 
     @banner.setter
@@ -230,7 +230,7 @@ class Task:
         self.changed.set()
         if spared:
             name = self.names.of(call.engine)
-            text = f"{name} is gone, the others go on: {outcome.evalue}"
+            text = f"{name} is gone, the others continue: {outcome.evalue}"
             _guarded(self._on_loss, text, [call.engine])
         if complete:
             self._end()
@@ -273,7 +273,7 @@ class Task:
 
     @property
     def spared(self) -> frozenset[int]:
-        """Engines that have died, and whose death the others survive."""
+        """Dead engines without which the others continue."""
         return frozenset(self._lost)
 
     def _shown_by(self, engine: int) -> str:
@@ -333,7 +333,7 @@ class Task:
 
     @property
     def end(self) -> CellEnd:
-        """What became of its engines so far, in words."""
+        """What has happened to its engines so far, in words."""
         return CellEnd(
             self.names,
             {i: self.outcomes[i] for i in self.ids if i in self.outcomes},
@@ -345,7 +345,7 @@ class Task:
 
     @property
     def cause(self) -> int | None:
-        """The engine that the cell failed for; None where none did, or all were interrupted."""
+        """The engine that made the cell fail; None if none did, or if all were interrupted."""
         return self.end.cause
 
     @property
@@ -359,7 +359,7 @@ class Task:
             return [i for i in self.ids if i not in self.outcomes]
 
     def end_soon(self, grace_s: float = GRACE_S, but: int | None = None) -> None:
-        """Interrupt whoever is still at it after `grace_s`, and end who does not answer.
+        """Interrupt engines that still run after `grace_s`, and end those that do not answer.
 
         Args:
             but: The engine that failed: it clears away, an interrupt would hide its error.
@@ -409,7 +409,7 @@ class Task:
 
     @property
     def group_broken(self) -> bool:
-        """Whether the process group of these engines must be made anew."""
+        """Whether the process group of these engines must be created again."""
         return any(o.group_broken or o.status == "died" for o in self.outcomes.values())
 
     @property
@@ -428,7 +428,7 @@ class Task:
 
     @property
     def ended(self) -> dict[int, str]:
-        """What is to be said of engines that we killed, since no interrupt reached them."""
+        """The message about engines that were killed because no interrupt reached them."""
         return self.end.ended
 
 

@@ -1,4 +1,4 @@
-"""Runs that go on elsewhere: under torchrun, in a batch job, in another cluster's pods.
+"""Runs on other machines: under torchrun, in a batch job, in another cluster's pods.
 
 In reading order:
 

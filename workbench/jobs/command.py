@@ -51,32 +51,36 @@ if TYPE_CHECKING:
 
 COMMANDS = ("run", "compare", "jobs", "follow", "control")
 _STATUS = """
-Exit status: 0 all is well; 1 the run failed, or a condition held; 2 an argument is wrong, or
+Exit status: 0 success; 1 the run failed, or a condition held; 2 an argument is wrong, or
 something could not be checked; 130 interrupted."""
 
 
 def add_job_commands(commands: Any) -> None:
     """Add the commands to the parser of `workbench`."""
-    run = _command(commands, "run", "train here, recorded: a job folder, a script, or a cell")
+    run = _command(
+        commands, "run", "train a job folder, a script or a cell here, and record the run"
+    )
     add_run_arguments(run)
-    compare = _command(commands, "compare", "hold runs against the first one, for CI too")
+    compare = _command(commands, "compare", "compare runs with the first one, also in CI")
     compare.add_argument("places", nargs="+", metavar="PLACE",
         help="a run folder, a job folder (its newest run), or what run.save wrote")  # fmt: skip
     compare.add_argument("--fail-if", action="append", default=[], metavar="CONDITION",
         help='"samples_per_s < 0.95": ratio to the first run; "loss > 0.5 abs": value')  # fmt: skip
-    jobs = _command(commands, "jobs", "list the jobs that you have submitted; end one; its output")
+    jobs = _command(
+        commands, "jobs", "list the jobs that you submitted; cancel one; show its output"
+    )
     jobs.add_argument("words", nargs="*", metavar="[cancel|logs] NAME", help="default: list all")
     jobs.add_argument("--last", type=int, default=200, metavar="N", help="lines of logs (200)")
-    follow = _command(commands, "follow", "show a run that goes on elsewhere, until its end")
+    follow = _command(commands, "follow", "show a run on another machine until it ends")
     follow.add_argument("place", nargs="+", metavar="PLACE",
         help="a folder, ssh://host/dir, or a command that prints the run's lines")  # fmt: skip
-    follow.add_argument("--until-end", action="store_true", help="print the end alone")
+    follow.add_argument("--until-end", action="store_true", help="print only the end")
     follow.add_argument("--wait", type=float, default=60.0, metavar="SECONDS",
-        help="for a run that has not begun (default 60; inf: as long as it takes)")  # fmt: skip
-    control = _command(commands, "control", "stop, pause or slow a run that goes on elsewhere")
+        help="for a run that has not begun (default 60; inf: no limit)")  # fmt: skip
+    control = _command(commands, "control", "stop, pause or slow down a run on another machine")
     control.add_argument("--stdin", action="store_true",
-        help='read orders from standard input, a line each: {"do": "stop"}')  # fmt: skip
-    control.add_argument("place", metavar="PLACE", help="as workbench follow takes it")
+        help='read orders from standard input, one per line: {"do": "stop"}')  # fmt: skip
+    control.add_argument("place", metavar="PLACE", help="as for workbench follow")
     control.add_argument("order", nargs="*", metavar="ORDER",
         help="stop | pause | resume | step [N] | inject [FAULT ...]")  # fmt: skip
 
@@ -91,7 +95,7 @@ def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
 
 
 def run_job_command(given: argparse.Namespace) -> int:
-    """Do what the line asks for; return the exit status."""
+    """Carry out the command line; return the exit status."""
     try:
         return _DO[given.command](given)
     except WorkbenchError as error:
@@ -154,7 +158,7 @@ def _follow(given: argparse.Namespace) -> int:
         raise PlanError(
             "--wait is out of range.",
             seen=given.wait,
-            allowed="seconds, 0 or more; inf: as long as it takes",
+            allowed="seconds, 0 or more; inf: no limit",
             code="WB-PLAN-259",
         )
     run = follow_place(given.place, wait_s)
@@ -182,7 +186,7 @@ def order_of(words: Sequence[str]) -> Order:
         if do == known and not rest:
             return Order(known)
     raise PlanError(
-        "This is no order for a run." if words else "What is the run to do?",
+        "That is not an order for a run." if words else "No order for the run is given.",
         seen=" ".join(words) or None,
         allowed="stop, preempt, pause, resume, step [N], inject [FAULT ...]",
         next_step="workbench control PLACE stop",
@@ -191,14 +195,16 @@ def order_of(words: Sequence[str]) -> Order:
 
 
 def carry_out(run: Run, order: Order) -> None:
-    """Have a followed run do what an order says.
+    """Give a followed run an order.
 
     Raises:
         PlanError: It has ended.
     """
     if run.is_over:
         raise PlanError(
-            f"Run {run.name} has ended: it takes no orders.", seen=run.state, code="WB-PLAN-253"
+            f"Run {run.name} has ended and takes no more orders.",
+            seen=run.state,
+            code="WB-PLAN-253",
         )
     if order.do == "inject":
         run.inject(*order.faults)
@@ -267,7 +273,7 @@ def _jobs(given: argparse.Namespace) -> int:
     verb = words.pop(0) if words[:1] in (["cancel"], ["logs"]) else "list"
     if verb != "list" and not words:
         raise PlanError(
-            f"Which job does workbench jobs {verb} mean?",
+            f"workbench jobs {verb} needs the name of a job.",
             allowed=", ".join(jobs) or "none: there is no job",
             next_step=f"workbench jobs {verb} NAME",
             code="WB-PLAN-260",

@@ -74,7 +74,7 @@ EVENTS = "events-rankjob.jsonl"
 TURN_S = 0.1
 DIED = (
     "the platform's log says how it ended (out of memory, time limit, a lost host); with "
-    "--checkpoint the job goes on from there when it is started again"
+    "--checkpoint the job continues from its checkpoint when it is started again"
 )
 WORDS_S = 1.0
 """How long after a process's end its last message may still be on the way to here."""
@@ -300,7 +300,7 @@ class Conductor:
                 (folder := root / str(number)).mkdir(mode=0o700)
                 self._keep_apart(resume, number, is_twin=is_twin)
                 return folder, resume
-        raise AssertionError("there are numbers enough")
+        raise AssertionError("there are enough numbers")
 
     def _unfinished(self, last: Path) -> str:
         """Return the checkpoint to go on from, where the job's last run was cut off."""
@@ -326,7 +326,11 @@ class Conductor:
         elif kept and (is_twin or checkpoints.latest(kept) is not None):
             of_number = (f"{kept}-{one}" for one in itertools.count(number))
             kept = next(one for one in of_number if checkpoints.latest(one) is None)
-            why = "An earlier run of this job goes on" if is_twin else "An earlier run left its own"
+            why = (
+                "An earlier run of this job has not ended"
+                if is_twin
+                else "An earlier run left its checkpoints"
+            )
             self._beside = f"{why}, so this run's checkpoints are in {Path(kept).name}."
         self.plan = replace(self.plan, checkpoint=kept)
 
@@ -431,7 +435,7 @@ class Conductor:
         if self.task.first_failed is not None:
             return  # torchrun ends the others where one has failed
         self.run.job["preempted"] = True
-        self.run.note(f"The platform asked the job to end ({why}): it stops after this step.")
+        self.run.note(f"The platform asked the job to end ({why}). It stops after this step.")
         self.run.stop()
 
     def _settled(self, task: Task) -> None:
@@ -471,12 +475,12 @@ class Conductor:
                 self._obey(order)
             for engine in self._gone_for_good(now):
                 late_at = late_at or now + GONE_S
-                self.engines.died(engine, "ended without a word")
+                self.engines.died(engine, "ended without a message")
             if self._left.is_set() and not self._go_on_alone():
                 late_at = late_at or now + GONE_S
             if late_at is not None and now > late_at:
                 for engine in self.task.unfinished():
-                    self.engines.died(engine, "was ended with the others")
+                    self.engines.died(engine, "was stopped with the others")
             if now - alive_at >= ALIVE_S:
                 alive_at = now
                 self._say_alive()
@@ -548,7 +552,7 @@ class Conductor:
                 case "interrupt":
                     run.interrupt()
         except WorkbenchError as error:
-            run.note(f"An order was not obeyed: {error}")
+            run.note(f"An order could not be carried out: {error}")
         except events.InvalidTransitionError:
             pass  # it came too late
 

@@ -42,7 +42,7 @@ Does = Literal["stop", "preempt", "pause", "resume", "step", "inject", "interrup
 
 @dataclass(frozen=True)
 class Order:
-    """What a run is told to do at its next step boundary.
+    """An order to a run for its next step boundary.
 
     Attributes:
         do: What to do.
@@ -73,23 +73,23 @@ class Order:
 def _wrong(order: Order) -> str:
     """Return what is wrong with an order; a fault's own error says more."""
     if order.do not in get_args(Does):
-        return "there is none of that name"
+        return "there is no order of that name"
     if type(order.steps) is not int or not 1 <= order.steps <= MOST_STEPS:
-        return "its steps are no number of steps"
+        return "steps is not a number of steps"
     if type(order.number) is not int or not 0 <= order.number < 1 << 63:
-        return "its number is none"
+        return "number is invalid"
     if not isinstance(order.faults, tuple) or len(order.faults) > MOST_FAULTS:
-        return f"its faults are not a tuple of at most {MOST_FAULTS}"
+        return f"faults is not a tuple of at most {MOST_FAULTS}"
     if order.faults and order.do != "inject":
-        return "only inject has faults"
+        return "only inject takes faults"
     if not all(isinstance(text, str) for text in order.faults):
-        return "a fault is no text"
+        return "a fault is not a string"
     if sum(map(len, order.faults)) > ORDER_BYTES // 2:
-        return "its faults are too long"
+        return "faults is too long"
     for text in order.faults:
         fault = parse_fault(text)
         if not all(map(math.isfinite, (fault.delay_s, fault.factor, fault.bytes_per_s))):
-            return "a fault has no end"
+            return "a fault has a value that is not finite"
     return ""
 
 
@@ -113,7 +113,7 @@ def read_order(text: bytes) -> Order:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise PlanError(
-            "What was sent to a run is no order.",
+            "The message to the run is not an order.",
             seen=text[:80],
             allowed="a line of JSON with do, steps, faults and number",
             code="WB-PLAN-238",
@@ -167,13 +167,13 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
         raise RunError(
             f"The run takes no orders from here: its key cannot be read ({error.strerror}).",
             seen=str(path),
-            next_step="ask as the user who started the job, when the job has begun",
+            next_step="send the order as the user who started the job, after the job has begun",
             code="WB-RUN-108",
         ) from error
     try:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode):
-            raise _unsafe(path, "it is no file")
+            raise _unsafe(path, "it is not a file")
         if about.st_uid != os.getuid():
             raise _unsafe(path, "it belongs to another user")
         if about.st_mode & 0o077:
@@ -189,7 +189,7 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
         raise RunError(
             "The run takes no orders: its key is damaged.",
             seen=str(path),
-            next_step="end the job with its platform's own command",
+            next_step="cancel the job with its platform's own command",
             code="WB-RUN-110",
         ) from error
     return key
@@ -197,10 +197,10 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
 
 def _unsafe(path: Path, why: str) -> RunError:
     return RunError(
-        f"The run's key is not safe, so no orders are given with it: {why}.",
+        f"The run's key is not safe, so it is not used for orders: {why}.",
         seen=str(path),
-        allowed="a file of this user that nobody else can read (mode 0600)",
-        next_step="keep job folders where files have an owner and a mode of their own",
+        allowed="a file of this user that no other user can read (mode 0600)",
+        next_step="keep job folders on a disk where each file has its owner and mode",
         code="WB-RUN-109",
     )
 
@@ -216,9 +216,9 @@ def put(run_dir: str | os.PathLike[str], signed: bytes) -> None:
         _write_new(Path(run_dir) / INBOX / name, signed)
     except OSError as error:
         raise RunError(
-            f"The order cannot be put into the run's folder: {error.strerror}.",
+            f"The order cannot be written into the run's folder: {error.strerror}.",
             seen=str(Path(run_dir) / INBOX),
-            next_step="ask as the user who started the job, on a disk with room",
+            next_step="send it as the user who started the job, and make room on the disk",
             code="WB-RUN-111",
         ) from error
 
@@ -334,7 +334,7 @@ def _content(inbox: int, name: str) -> bytes:
     try:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
-            raise ValueError("no file of this user")
+            raise ValueError("not a file of this user")
         if about.st_size > ORDER_BYTES:
             raise ValueError("too long")
         return os.read(handle, ORDER_BYTES)

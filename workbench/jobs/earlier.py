@@ -1,4 +1,4 @@
-"""What a job's earlier starts have left: their run folders, and whether the last one goes on."""
+"""A job's earlier starts: their run folders, and whether the last one still trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that goes on elsewhere, with everything that a run of this notebook has.
+"""A run on another machine, with everything that a run of this notebook has.
 
 Its rows and events are read from a place (`places.py`): a folder, another host, marked lines. Stop,
 pause and faults go back there as signed orders, which the job's conductor obeys at a step.
@@ -182,11 +182,11 @@ class FollowedJob(Run):
             )
             self._ended_at = now if self._why else None
         if self._ended_at is not None and now - max(self._ended_at, self._heard_at) > GONE_S:
-            self._end("failed", f"The job ended without a last word: {self._why}")
+            self._end("failed", f"The job ended without a final message: {self._why}")
             return
         silent_s = now - self._heard_at
         self.banner = self.place.problem or (
-            f"Nothing was heard of the job for {silent_s:.0f} s."
+            f"Nothing was received from the job for {silent_s:.0f} s."
             if silent_s > SILENT_S
             else self._held_up
         )
@@ -210,7 +210,7 @@ class FollowedJob(Run):
             here = about["host"] == socket.gethostname()
             silent = time.time() - float(about["t"]) > 3 * ALIVE_S
             if here and silent and not psutil.pid_exists(int(about["pid"])):
-                return "the process that kept its records is gone"
+                return "the process that wrote its records is gone"
         return ""
 
     def _end(self, state: str, error: object) -> None:
@@ -224,9 +224,9 @@ class FollowedJob(Run):
         self.over.set()
 
     def close(self) -> None:
-        """Follow it no longer; the job goes on."""
+        """Stop following; the job continues."""
         if not self.is_over:
-            self.note("It is followed no longer.")
+            self.note("Following has stopped.")
             self.history.finish()
             self.over.set()
 
@@ -241,7 +241,7 @@ class FollowedJob(Run):
         self._order("stop")
 
     def preempt(self) -> None:
-        """Have it stop as if its platform had asked: the job's next start goes on from there."""
+        """Stop it as if its platform had asked; the job's next start continues from there."""
         self._order("preempt")
 
     def pause(self) -> None:
@@ -249,15 +249,15 @@ class FollowedJob(Run):
         self._order("pause")
 
     def resume(self) -> None:
-        """Have it go on after a pause."""
+        """Let it continue after a pause."""
         self._order("resume")
 
     def step(self, steps: int = 1) -> None:
-        """While paused: have it do so many steps, then pause again."""
+        """While paused: let it take this many steps, then pause again."""
         self._order("step", steps=int(steps))
 
     def inject(self, *faults: str) -> None:
-        """Replace the run's faults while it goes on; none clears them.
+        """Replace the run's faults while it trains; none clears them.
 
         Raises:
             PlanError: A fault was not understood or names a worker the run does not have.
@@ -353,7 +353,7 @@ def _await_meta(place: Place, wait_s: float | None, gone: Callable[[], str]) -> 
             raise RunError(
                 "The job ended before its run began.",
                 seen=why or place.problem or place.where,
-                next_step="look at its output: job.logs(), or the platform's own log",
+                next_step="look at its output with job.logs(), or in the platform's own log",
                 code="WB-RUN-103",
             )
         if wait_s is not None and now - began > wait_s:
@@ -362,7 +362,7 @@ def _await_meta(place: Place, wait_s: float | None, gone: Callable[[], str]) -> 
                 seen=f"{place.where}, for {wait_s:g} s"
                 + (f": {place.problem}" if place.problem else ""),
                 allowed="a job that has started, or a run's folder",
-                next_step="is the job still in the queue? wb.follow(place, wait_s=None) waits",
+                next_step="wait while the job is queued: wb.follow(place, wait_s=None)",
                 code="WB-RUN-104",
             )
         time.sleep(LOOK_S)
@@ -384,6 +384,6 @@ def _check(meta: Mapping[str, Any], place: Place) -> None:
             "The job runs another version of Workbench, or its run.json is damaged.",
             seen=f"{place.where}: {seen}",
             allowed=f"rows of {RECORD.itemsize} bytes",
-            next_step="follow it with the version that the job has: the wheel lies in its folder",
+            next_step="follow it with the job's version: the wheel is in its folder",
             code="WB-RUN-105",
         )

@@ -1,4 +1,4 @@
-"""A run folder in frames: what tells of it, over ssh or in printed lines, and the mirror of it.
+"""A run folder in frames, sent over ssh or as printed lines, and its mirror.
 
 A line is `#wb1 ` and a frame of JSON, which is one append to a file, or a file anew:
 
@@ -367,15 +367,15 @@ class Mirror:
         """
         name, at, text = frame.get("f"), frame.get("a"), frame.get("d")
         if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(text, str):
-            raise ValueError("no file of a run")
+            raise ValueError("it is not a file of a run")
         if type(at) is not int or not -2 <= at < 1 << 48 or (at < 0) != (name in WHOLE):
-            raise ValueError("no place in it")
+            raise ValueError("its offset is invalid")
         data = _inflated(text)
         if at >= 0:
             return self._append(name, at, data)
         version = frame.get("v")
         if type(version) is not int or not 0 < version < 1 << 48:
-            raise ValueError("no version of it")
+            raise ValueError("its version is invalid")
         if version <= self.have.get(name, 0):
             return False
         of, before = self._parts.pop(name, (0, b"")) if at == -2 else (version, b"")
@@ -487,7 +487,7 @@ class Process:
     def write(self, data: bytes) -> None:
         """Write all, or raise OSError."""
         if os.write(self._in[0], data) < len(data):
-            raise BlockingIOError("it does not read")
+            raise BlockingIOError("it does not send data")
 
     def wait(self, wait_s: float) -> None:
         """Wait until there is something to read."""

@@ -84,13 +84,26 @@ class Process:
 def add_run_arguments(run: argparse.ArgumentParser) -> None:
     """Add the flags."""
     add = run.add_argument
-    add("-n", type=int, metavar="N", help="processes (default 1; a job folder says it itself)")
-    add("--strategy", metavar="LINE", help="the file is a cell: what stands behind %%%%distributed")
-    add("--out", type=Path, metavar="DIR",
-        help="for records, or a cell's job folder (default workbench-runs/NAME)")  # fmt: skip
+    add(
+        "-n",
+        type=int,
+        metavar="N",
+        help="processes (default 1; a job folder sets its own)",
+    )
+    add(
+        "--strategy",
+        metavar="LINE",
+        help="the file is a cell; LINE is what follows %%%%distributed",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for records, or a cell's job folder (default workbench-runs/NAME)",
+    )
     add("--plain", action="store_true", help="record nothing")
     add("what", metavar="WHAT", help="a job folder, or a Python file")
-    add("args", nargs=argparse.REMAINDER, help="what the script finds in sys.argv")
+    add("args", nargs=argparse.REMAINDER, help="arguments for the script, as sys.argv")
 
 
 def run_rank(argv: Sequence[str]) -> int:
@@ -123,7 +136,7 @@ def _as_rank(given: argparse.Namespace) -> int:
 
 
 def run_here(given: argparse.Namespace) -> int:
-    """Do what `workbench run` asks for; return the exit status."""
+    """Carry out `workbench run`; return the exit status."""
     if is_rank():
         return _as_rank(given)
     what = _checked(given)
@@ -135,10 +148,10 @@ def run_here(given: argparse.Namespace) -> int:
     recorded = None if given.plain else given.out or _RUNS / what.stem
     if recorded is not None and is_job(recorded):
         raise PlanError(
-            "The records of a script would go into a job folder, where nobody looks for them.",
+            "The records of a script would go into a job folder, where they are not found.",
             seen=str(recorded),
-            allowed="a folder of their own",
-            next_step="--out DIR; or --strategy LINE, if the file is the cell of that job",
+            allowed="a separate folder",
+            next_step="use --out DIR; or --strategy LINE if the file is that job's cell",
             code="WB-PLAN-263",
         )
     processes = processes_of_script(what, given)
@@ -151,22 +164,25 @@ def _checked(given: argparse.Namespace) -> Path:
     is_folder = what.is_dir()
     if not what.exists() or (is_folder and not is_job(what)):
         raise PlanError(
-            "There is nothing to run." if not what.exists() else "This folder is no job.",
+            "There is nothing to run." if not what.exists() else "This folder is not a job folder.",
             seen=given.what,
-            allowed="a Python file, or a folder as run.to_job(DIR) writes it",
+            allowed="a Python file, or a folder that run.to_job(DIR) has written",
             next_step="workbench run train.py",
             code="WB-PLAN-254",
         )
     if given.n is not None and given.n < 1:
         raise PlanError(
-            "-n counts processes.", seen=given.n, allowed="1 or more", code="WB-PLAN-255"
+            "-n must be a whole number of at least 1.",
+            seen=given.n,
+            allowed="1 or more",
+            code="WB-PLAN-255",
         )
     flags = {"-n": given.n, "--strategy": given.strategy, "--out": given.out,
              "--plain": given.plain or None}  # fmt: skip
     too_many = [flag for flag, value in flags.items() if value is not None]
     if is_folder and too_many:
         raise PlanError(
-            "A job folder says itself how it runs, and keeps its records.",
+            "A job folder has its own settings and keeps its own records.",
             seen=" ".join(too_many),
             allowed=f"workbench run {shlex.quote(given.what)}",
             next_step="write another folder: run.to_job(DIR) of a run with other settings",
@@ -191,7 +207,7 @@ def _write_job(given: argparse.Namespace, script: Path) -> Path:
             seen=f"--strategy {shlex.quote(given.strategy)}",
             allowed="a strategy, and its flags without " + ", ".join(ignored),
             next_step="workbench run --strategy 'mirrored --seed 1' "
-            f"{shlex.quote(given.what)}; --out DIR and --plain stand before --strategy",
+            f"{shlex.quote(given.what)}; --out DIR and --plain come before --strategy",
             code="WB-PLAN-261",
         )
     recipe = Recipe(source, origin=script.name, framework=framework_of(source))
@@ -235,10 +251,10 @@ def processes_of_job(folder: Path, args: Sequence[str] = ()) -> list[Process]:
             raise ValueError(f"{servers} servers of {count} processes")
     except (KeyError, TypeError, ValueError) as error:
         raise PlanError(
-            "The job's run.json does not say which processes to start.",
+            "The job's run.json does not describe the processes to start.",
             seen=f"launch: {launch!r} ({error})",
             allowed='{"workers": 2, "servers": 0, "processes": 2, "framework": "torch"}',
-            next_step="write the folder anew: run.to_job(DIR)",
+            next_step="write the folder again: run.to_job(DIR)",
             code="WB-PLAN-257",
         ) from None
     script = str(folder / "train.py")
@@ -250,14 +266,14 @@ def processes_of_job(folder: Path, args: Sequence[str] = ()) -> list[Process]:
 
 
 def torchrun(count: int, *command: str) -> tuple[str, ...]:
-    """Return the command that starts so many processes of PyTorch on this machine.
+    """Return the command that starts this many processes of PyTorch on this machine.
 
     Raises:
         PlanError: PyTorch is not installed.
     """
     if find_spec("torch") is None:
         raise PlanError(
-            "PyTorch is not installed in this Python: its torchrun starts the processes.",
+            "PyTorch, whose torchrun starts the processes, is not installed in this Python.",
             seen=sys.executable,
             next_step="pip install 'distributed-workbench[torch]'",
             code="WB-PLAN-258",

@@ -141,13 +141,19 @@ def _words_of(place: str) -> list[str]:
 
 
 _WRONG = {
-    "none": ("There is no such folder.", "look at the path; it is one on the host that is named"),
+    "none": (
+        "There is no such folder.",
+        "check the path; it must be one on the host that is given",
+    ),
     "closed": ("The folder cannot be read.", "follow as the user who started the job"),
-    "empty": ("The folder is empty: no run has begun there.", "name the job's own folder"),
-    "other": ("The folder holds no run and no job.", "name a folder with a run.json"),
-    "absent": ("The job has no run of that number.", "leave the number out for the newest"),
+    "empty": ("The folder is empty because no run has begun there.", "give the job's own folder"),
+    "other": ("The folder is neither a run nor a job.", "give a folder with a run.json"),
+    "absent": ("The job has no run of that number.", "remove the number to follow the newest"),
     "gone": ("The folder of the run is gone.", "follow the job again"),
-    "shrank": ("The files of the run became shorter: it was begun anew.", "follow the job again"),
+    "shrank": (
+        "The files of the run became shorter because it was started again.",
+        "follow the job again",
+    ),
 }
 
 
@@ -211,7 +217,7 @@ class _Streamed:
         self.folder = folders.new_run_dir(name)
         if not self.folder.is_dir():
             raise RunError(
-                "There is no room for a mirror of the run.",
+                "There is not enough room for a mirror of the run.",
                 seen=str(self.folder.parent),
                 next_step=f"make room there, or set {folders.HOME_VARIABLE} to another folder",
                 code="WB-RUN-113",
@@ -249,7 +255,7 @@ class _Streamed:
             except OSError as error:
                 self._give_up(f"The mirror of the run cannot be written: {error.strerror}.")
             if self._mirror.full:
-                self._give_up("The mirror of the run is full: no more is taken.")
+                self._give_up("The mirror of the run is full and takes no more data.")
             if process.ended and not self._waiting and not self.over:
                 words = process.close()
                 self._process = None
@@ -356,7 +362,7 @@ class SshPlace(_Streamed):
         if not self._met:
             words = self._lost or "it did not answer"
             raise RunError(
-                "The host cannot be followed over ssh.",
+                "The run cannot be followed over ssh.",
                 seen=words,
                 next_step=f"try: {shlex.join(self._ssh)} python3 --version",
                 code="WB-RUN-114",
@@ -396,9 +402,9 @@ class SshPlace(_Streamed):
                 raise self._unsent(self.problem or "the run is over")
             if not self._key:
                 raise RunError(
-                    "The run takes no orders from here: it has no key that this user can read.",
+                    "The run takes no orders from here because this user cannot read its key.",
                     seen=self.where,
-                    next_step="follow as the user who started the job, when its run has begun",
+                    next_step="follow as the user who started the job, after its run has begun",
                     code="WB-RUN-116",
                 )
             order = orders.later(order, self._newest)
@@ -420,7 +426,7 @@ class SshPlace(_Streamed):
         return RunError(
             f"The order may not have reached the run: {why}.",
             seen=self.where,
-            next_step="try again when the connection is back: it is made again by itself",
+            next_step="try again when the connection is back; it reconnects automatically",
             code="WB-RUN-115",
         )
 
@@ -437,10 +443,10 @@ def _address(place: str) -> tuple[list[str], str]:
     match = _ADDRESS.fullmatch(place)
     if match is None or not 0 < int(match[3] or 22) < 1 << 16 or "\0" in unquote(match[4]):
         raise PlanError(
-            "The address is none that ssh can follow.",
+            "That is not an address that can be followed over ssh.",
             seen=place,
-            allowed="ssh://[user@]host[:port]/folder, the folder from the root on",
-            next_step="other settings of a host stand in ~/.ssh/config, under a name of its own",
+            allowed="ssh://[user@]host[:port]/folder with an absolute path",
+            next_step="put other settings of the host into ~/.ssh/config, under a host name",
             code="WB-PLAN-240",
         )
     user, host, port, folder = match.groups()
@@ -469,10 +475,9 @@ class LinesPlace(_Streamed):
         except (OSError, ValueError) as error:
             self.close()
             raise RunError(
-                "The command whose output is to be followed cannot be started: "
-                f"{getattr(error, 'strerror', error)}.",
+                f"The command to follow cannot be started: {getattr(error, 'strerror', error)}.",
                 seen=self.where,
-                next_step="try it in a shell",
+                next_step="try the command in a shell",
                 code="WB-RUN-117",
             ) from error
 
@@ -486,7 +491,7 @@ class LinesPlace(_Streamed):
         if not isinstance(header, dict):
             return
         if self._about and header.get("id") != self._about.get("id"):
-            return self._give_up("The job began another run: follow it again.")
+            return self._give_up("The job began another run. Follow the job again.")
         self._about = header
 
     def _other(self, line: bytes) -> None:
@@ -516,25 +521,25 @@ class LinesPlace(_Streamed):
     def _ended(self, words: str, code: int) -> None:
         words += "" if self._tells else "; it has printed no marked line"
         if code == 0 and self._tries >= FRUITLESS:
-            return self._give_up(f"{self.where} ended, and tells nothing new: {words}")
+            return self._give_up(f"{self.where} ended without anything new: {words}")
         self._wait_to_start(words)
 
     def send(self, order: Order) -> None:
         """Have another command take an order where the run is."""
         if not self._control:
             raise RunError(
-                "Orders cannot be given to a run by what it prints.",
+                "A run that is followed by its output takes no orders.",
                 seen=self.where,
-                allowed="kubectl logs -f POD, which kubectl exec goes with",
-                next_step="name the command that takes them: wb.follow(..., control=[...])",
+                allowed="kubectl logs -f POD, where orders go by kubectl exec",
+                next_step="give a command that takes them: wb.follow(..., control=[...])",
                 code="WB-RUN-118",
             )
         folder = self._about.get("dir")
         if not (isinstance(folder, str) and folder.startswith("/") and folder.isprintable()):
             raise RunError(
-                "The run has not said yet where it is.",
+                "The run has not reported its place yet.",
                 seen=self.where,
-                next_step="try again when its first step is drawn",
+                next_step="try again after its first step",
                 code="WB-RUN-119",
             )
         command = [folder if word == "{dir}" else word for word in self._control]
@@ -548,9 +553,9 @@ class LinesPlace(_Streamed):
             done, why = None, str(error)
         if done is None or done.returncode:
             raise RunError(
-                "The command that takes orders failed.",
+                "The command for orders failed.",
                 seen=f"{shlex.join(command)}\n{why}",
-                next_step="try it in a shell",
+                next_step="try the command in a shell",
                 code="WB-RUN-120",
             )
 

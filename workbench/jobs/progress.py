@@ -1,4 +1,4 @@
-"""Tells Kubeflow Trainer how far a job is, as KEP-2779 says: `kubectl get trainjob` shows it.
+"""Reports a job's progress to Kubeflow Trainer, as in KEP-2779: `kubectl get trainjob` shows it.
 
 https://github.com/kubeflow/trainer/tree/master/docs/proposals/2779-trainjob-progress. Trainer sets
 three variables in a TrainJob's pods where its feature gate TrainJobStatus is on: where to report,
@@ -190,7 +190,9 @@ class KubeflowProgress:
 
     def _post(self, status: dict[str, Any]) -> None:
         if urlsplit(self._url).scheme != "https":
-            raise RunError(f"{URL} is no https address: the token stays here.", code="WB-RUN-123")
+            raise RunError(
+                f"{URL} is not an https address, so the token is not sent.", code="WB-RUN-123"
+            )
         request = urllib.request.Request(
             self._url,
             data=json.dumps(status, separators=(",", ":")).encode(),
@@ -220,9 +222,7 @@ class KubeflowProgress:
             return self._token
         token = Path(self._token).read_text().strip()
         if not token or not token.isprintable():
-            raise RunError(
-                "The file with the token holds none.", seen=self._token, code="WB-RUN-125"
-            )
+            raise RunError("The token file is empty.", seen=self._token, code="WB-RUN-125")
         return token
 
     def _note(self, run: Followed, error: Exception) -> None:
@@ -232,7 +232,9 @@ class KubeflowProgress:
         self._noted = True
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         said = error.what if isinstance(error, WorkbenchError) else str(reason)
-        words = f"Kubeflow is not told of this run's progress: {said[:300] or type(error).__name__}"
+        words = (
+            f"This run's progress is not reported to Kubeflow: {said[:300] or type(error).__name__}"
+        )
         try:
             run.note(words)
         except Exception:  # a full disk is no reason to end either

@@ -100,7 +100,7 @@ class Submitted:
         return self.look().reason
 
     def look(self) -> JobState:
-        """Ask the platform, at most once a second; of a job that is over nothing is asked.
+        """Ask the platform, at most once a second; not for a job that is over.
 
         A platform that does not answer makes a job `unknown`; its `reason` says so.
         """
@@ -155,7 +155,7 @@ class Submitted:
         follow = self._follow()
         if follow is None:
             raise PlanError(
-                "A run cannot be followed from here.",
+                "This run cannot be followed from here.",
                 seen=self.name,
                 next_step="import workbench as wb; wb.follow(job.place)",
                 code="WB-PLAN-244",
@@ -200,7 +200,7 @@ class Submitted:
             early = {False: " before its first step", True: " after its first step"}
             return "failed" + early.get(now.stepped, "")  # type: ignore[arg-type]
         if now.gone:
-            return "is not known there any more"
+            return "is no longer known there"
         return {"pending": "waits", "running": "runs", "cancelled": "was cancelled",
                 "finished": "has finished"}.get(now.state, "is in an unknown state")  # fmt: skip
 
@@ -318,7 +318,7 @@ class Jobs(Mapping[str, Submitted]):
         return job
 
     def remove(self, name: str | int) -> None:
-        """Forget a job; it goes on where it is."""
+        """Forget a job; it continues on its platform."""
         job = self[name]
         with self._lock:
             for file in [one for one, held in self._all().items() if held is job]:
@@ -329,7 +329,7 @@ class Jobs(Mapping[str, Submitted]):
 
     @property
     def latest(self) -> Submitted | None:
-        """The newest job, None when there is none."""
+        """The newest job; None if there is none."""
         return next(reversed(self._named().values()), None)
 
     @property
@@ -383,7 +383,7 @@ class Jobs(Mapping[str, Submitted]):
             if fresh is not None:
                 with contextlib.suppress(OSError):
                     fresh.unlink()
-            self._trouble.append(f"Job {job.name} ({job.id}) could not be kept: {error}.")
+            self._trouble.append(f"Job {job.name} ({job.id}) could not be saved: {error}.")
             return False
 
     def _prune(self) -> None:
@@ -417,7 +417,7 @@ class Jobs(Mapping[str, Submitted]):
             last = JobState(**data["last"]) if data["last"] else None
             name, cancelled = str(data["name"]), bool(data["cancelled"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            return f"{path} is damaged and left out: {type(error).__name__} {str(error)[:100]}."
+            return f"{path} is damaged and ignored: {type(error).__name__} {str(error)[:100]}."
         return self._made(file, ticket, name, last=last, cancelled=cancelled)
 
     def _named(self) -> dict[str, Submitted]:
@@ -477,7 +477,7 @@ class MissingJobError(KeyError, PlanError):
             told = PlanError(
                 "There is no such job." if names else "There is no job yet.",
                 seen=name,
-                allowed=f"a name: {', '.join(names)}; an id; or a place, -1 is the newest"
+                allowed=f"a name: {', '.join(names)}; an id; or a position, -1 is the newest"
                 if names
                 else None,
                 next_step="wb.jobs shows all" if names else 'wb.submit(plan, on="slurm")',

@@ -1,4 +1,4 @@
-"""How a run is told to programs: as figures, line by line, and held against another one.
+"""A run's output for programs: figures, progress lines, comparison with another run.
 
 `ABOUT`, `METRICS`, `PROGRESS` and `END` are the keys of the JSON that `workbench run`, `compare`
 and `follow` print, `JOB` those of `workbench jobs`; `docs/programs.md` has them as tables.
@@ -41,21 +41,21 @@ ABOUT = {
     "folder": "the run folder that was read",
     "strategy": "name of the strategy",
     "framework": "`torch` or `tensorflow`",
-    "state": "`finished`, `stopped` or `failed`; `running` and others while it goes on",
+    "state": "`finished`, `stopped` or `failed`; `running` and others before its end",
     "error": "what a failed run failed with",
     "seed": "its seed, where one was given",
-    "diverged": "whether its loss became no number",
+    "diverged": "whether its loss became NaN or infinite",
 }
 """What a run is, by key of the JSON; none of it is a number that can be held against another."""
 
 METRICS = {
     "workers": "number of workers",
     "steps": "steps that all workers completed",
-    "warm_up_steps": "steps at the beginning that rates and shares leave out",
+    "warm_up_steps": "first steps that rates and shares exclude",
     "samples_per_s": "samples per second of all workers, after warm-up",
     "samples_per_s_low": "lower end of its 95 % interval",
     "samples_per_s_high": "upper end of its 95 % interval",
-    "all_samples_per_s": "samples per second of all workers, every step counted",
+    "all_samples_per_s": "samples per second of all workers, over all steps",
     "step_s": "mean seconds of a worker's step, after warm-up",
     "step_median_s": "median seconds of a worker's step, after warm-up",
     "wall_s": "seconds from the first step to the end of the last one, without pauses",
@@ -64,7 +64,7 @@ METRICS = {
     "sync_wait_share": "share that it waits for other workers",
     "bubble_share": "share that a pipeline leaves it idle",
     "transfer_share": "share that it communicates",
-    "other_share": "share of all the rest",
+    "other_share": "share of everything else",
     "sent_bytes_per_step": "bytes that all workers send in a step",
     "sent_bytes": "bytes that all workers have sent",
     "memory_bytes_per_worker": "bytes of model, gradients and optimizer, of the largest worker",
@@ -78,23 +78,23 @@ PROGRESS = {
     "t": "time of the line, seconds since 1970",
     "state": "`pending`, `starting`, `running`, `paused`, `stopping`, ...",
     "step": "steps that all workers completed",
-    "total_steps": "of so many, null while unknown",
+    "total_steps": "number of steps in total, null while unknown",
     "loss": "loss of the latest step",
     "samples_per_s": "samples per second of all workers, over the latest seconds",
     "compute_share": "share of the workers' time spent in compute, 0 to 1",
-    "sync_wait_share": "share that they waited for each other",
-    "slow_rank": "the worker that the others wait for; null where none stands out",
+    "sync_wait_share": "share of the workers' time spent waiting for each other, 0 to 1",
+    "slow_rank": "the worker that the others wait for; null where there is no straggler",
 }
 
 JOB = {
     "name": "its name in `wb.jobs`, which the commands take",
     "platform": "`slurm`, `ray`, ...",
-    "id": "the platform's own name or number of it",
+    "id": "the platform's own name or number of the job",
     "state": "`pending`, `running`, `finished`, `failed`, `cancelled`, or `unknown`",
     "reason": "why, in the platform's own words",
-    "over": "whether nothing will change any more",
+    "over": "whether the job is over",
     "folder": "its job folder on this machine",
-    "submitted_s": "when, seconds since 1970",
+    "submitted_s": "when it was submitted, seconds since 1970",
     "began_s": "when it began to run, seconds since 1970; null: not yet, or not known",
 }
 """A submitted job."""
@@ -105,7 +105,7 @@ END = {
     "state": "`finished`, `stopped` or `failed`",
     "error": "what it failed with, else null",
     "folder": "its run folder; null where nothing was recorded",
-    "figures": "the run as `workbench compare --json` has it; null where nothing was recorded",
+    "figures": "the run as in `workbench compare --json`; null where nothing was recorded",
     "exit_code": "of the command",
 }
 
@@ -269,7 +269,7 @@ _CONDITION = re.compile(r"\s*(\S.*?)\s*(<=|>=|<|>)\s*(\S+?)(\s+abs)?\s*")
 
 @dataclass(frozen=True)
 class Condition:
-    """What a later run must not come to.
+    """A condition that makes a comparison fail if it holds.
 
     Attributes:
         metric: A key of `METRICS`, or `eval_NAME`.
@@ -284,18 +284,18 @@ class Condition:
     absolute: bool
 
     def check(self, first: Mapping[str, Any], later: Mapping[str, Any]) -> Checked:
-        """Hold a run against the first one."""
+        """Compare a run with the first one."""
         who = _called(later, first)
         value, base = later.get(self.metric), first.get(self.metric)
         if later["state"] not in OVER:
             return self._told(later, None, None, f"{who} has not ended")
         if self.metric == "loss" and value is None and later["diverged"]:
-            return self._told(later, None, True, f"the loss of {who} became no number")
+            return self._told(later, None, True, f"the loss of {who} became NaN or infinite")
         if value is None:
             return self._told(later, None, None, f"{self.metric} of {who} was not measured")
         if not self.absolute:
             if first is not later and first["state"] not in ("finished", "stopped"):
-                words = f"{first['place']}, which it is held against, is {first['state']}"
+                words = f"{first['place']}, which it is compared with, is {first['state']}"
                 return self._told(later, None, None, words)
             if not base:
                 words = "was not measured" if base is None else "is 0, so there is no ratio"
@@ -373,14 +373,14 @@ def check_all(conditions: Sequence[Condition], runs: Sequence[Mapping[str, Any]]
     if conditions:  # what has failed is no success, however fast it was
         found += [
             Checked("state is failed", run["run"], run["place"], "value", None, True,
-                    run["error"] or "it has no end on record")
+                    run["error"] or "its end was not recorded")
             for run in later if run["state"] == "failed"
         ]  # fmt: skip
     return found
 
 
 def status_of(checks: Sequence[Checked]) -> int:
-    """Return the exit status that checks come to."""
+    """Return the exit status of the checks."""
     if any(one.held is None for one in checks):
         return NOT_CHECKED
     return FAILED if any(one.held for one in checks) else WELL
@@ -513,7 +513,7 @@ def follow_place(words: Sequence[str], wait_s: float | None = 60.0) -> Run:
 
 
 def end_of(job: Submitted) -> str:
-    """Return why a submitted job goes on no longer; empty while it does."""
+    """Return why a submitted job has ended; empty while it runs."""
     now = job.look()
     return (now.reason or now.state) if now.is_over else ""
 
@@ -528,7 +528,7 @@ def watch(run: Run, teller: Teller) -> int:
 
 
 def let_go(run: Run) -> None:
-    """End what follows a run; the run goes on."""
+    """Stop following a run; the run continues."""
     close = getattr(run, "close", None)
     if close is not None:
         close()

@@ -56,7 +56,7 @@ PATIENCE = 3
 
 
 class WarmParent:
-    """One warm parent process and what is asked of it.
+    """One warm parent process and the requests to it.
 
     Args:
         framework: `torch` or `tensorflow`: what it imports.
@@ -151,7 +151,7 @@ class WarmParent:
             raise ClusterError(
                 "The cluster's warm parent cannot be reached.",
                 seen=str(error),
-                next_step="workbench ps lists the clusters there are",
+                next_step="workbench ps lists the running clusters",
                 code="WB-CLUSTER-021",
             ) from error
         if "error" in answer:
@@ -160,7 +160,7 @@ class WarmParent:
             raise ClusterError(
                 "The cluster belongs to another notebook.",
                 seen=f"its kernel has pid {owner}",
-                next_step="%cluster attach ID --take takes it from there",
+                next_step="take it over: %cluster attach ID --take",
                 code="WB-CLUSTER-022",
             )
         self._sock, self._kept = sock, True
@@ -275,7 +275,7 @@ class WarmParent:
         return int(answer["pid"]), str(answer["host"]), int(answer["port"])
 
     def signal(self, pid: int, sig: int) -> bool:
-        """Signal a process that was forked here; False when it is gone already.
+        """Signal a process that was forked here; False if it is already gone.
 
         Directly where that is safe: the parent may be in the middle of an import that takes
         seconds. Else it is asked to.
@@ -286,7 +286,7 @@ class WarmParent:
         return bool(self.ask("signal", pid=pid, sig=int(sig))["sent"])
 
     def stop_pids(self, pids: Sequence[int], grace_s: float = 2.0) -> None:
-        """SIGTERM forked processes and SIGKILL what is left after `grace_s`; returns at once."""
+        """SIGTERM forked processes and SIGKILL the rest after `grace_s`; returns at once."""
         self.ask("stop", pids=list(pids), grace_s=grace_s)
 
     def guard(self, pid: int) -> None:
@@ -312,7 +312,7 @@ class WarmParent:
         self._kept = True
 
     def release(self) -> None:
-        """Let go of a kept cluster's parent, which goes on without us."""
+        """Release a kept cluster's parent, which continues without this kernel."""
         with self._lock:
             self._stopped = self._released = True
             sock = self._sock

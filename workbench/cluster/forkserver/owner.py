@@ -1,4 +1,4 @@
-"""Whose the warm parent is, how the next owner knocks, and what becomes of its processes.
+"""Who owns the warm parent, how the next owner connects, and what happens to its processes.
 
 It belongs to the kernel that started it, to another one that took it over, or to nobody. It reaps
 and stops what it forked, and leaves nothing behind. Its door is a Unix socket in a kept cluster's
@@ -33,7 +33,7 @@ MAX_EXITS = 1000
 
 
 class Owner:
-    """Knows who owns this warm parent, and whether it is needed while nobody does.
+    """Knows who owns this warm parent, and whether it is needed without an owner.
 
     Attributes:
         alone: Whether the owner is gone.
@@ -74,7 +74,7 @@ class Owner:
             self.alone, self._alone_since = True, time.monotonic()
 
     def keep(self, folder: Path, idle_timeout_s: float) -> None:
-        """Outlive the owner from now on, until nothing has run for so long (0: for ever)."""
+        """Outlive the owner from now on, until nothing has run for this long (0: forever)."""
         self._folder, self._idle_timeout_s = folder, idle_timeout_s
         self.kept = True
         if self.door is None:
@@ -105,7 +105,7 @@ class Owner:
         return "engine" in self._nanny.children.values() or bool(found.engines)
 
     def successor(self) -> int:
-        """Return the cluster's other warm parent, if it goes on with engines; else 0.
+        """Return the cluster's other warm parent if it continues with engines; else 0.
 
         It then has the folder and all that was guarded.
         """
@@ -117,14 +117,14 @@ class Owner:
         return next((pid for pid in living if pid != os.getpid()), 0)
 
     def admit(self) -> tuple[socket.socket, dict[str, Any], str] | None:
-        """Let somebody in who knocks: their connection, what they said, why they are refused."""
+        """Accept a connection: return it, its message, and the reason if it is refused."""
         knocked = self.door.answer() if self.door is not None else None
         if knocked is None:
             return None
         sock, message = knocked
         refused = ""
         if not folders.alive(message):
-            refused = "the one who asks is not there"
+            refused = "the process that asks is not running"
         elif not self.alone and not message.get("take"):
             refused = "it has an owner"
         if not refused:
@@ -138,7 +138,7 @@ class Owner:
         return dict(self._who) if self._who is not None else folders.identity(self._parent)
 
     def tell_later(self, message: dict[str, Any]) -> None:
-        """Keep what the next owner must know."""
+        """Store what the next owner must know."""
         if self.alone and message.get("event") == "exit":
             self.exits = [*self.exits, message][-MAX_EXITS:]
 
@@ -152,7 +152,7 @@ SECOND_LOOK_S = 0.3
 
 
 class Nanny:
-    """Knows the children and what else is to be gone when the kernel is."""
+    """Knows the children and everything else that must end with the kernel."""
 
     def __init__(self) -> None:
         self.children: dict[int, str] = {}
@@ -193,7 +193,7 @@ class Nanny:
         return True
 
     def stop(self, pids: Sequence[int], grace_s: float) -> None:
-        """SIGTERM children, and SIGKILL what is left after `grace_s` (TensorFlow swallows TERM)."""
+        """SIGTERM children, and SIGKILL the rest after `grace_s` (TensorFlow ignores TERM)."""
         due = time.monotonic() + grace_s
         for pid in pids:
             if self.signal(pid, signal.SIGTERM):
@@ -201,7 +201,7 @@ class Nanny:
         self.escalate()
 
     def escalate(self) -> None:
-        """SIGKILL those whose time is up."""
+        """SIGKILL the children whose grace period is over."""
         now = time.monotonic()
         for pid in [pid for pid, due in self._doomed.items() if due <= now]:
             del self._doomed[pid]
@@ -230,7 +230,7 @@ class Nanny:
             kill_group(child)
 
     def end(self) -> None:
-        """Kill children, guarded processes and all that belongs to guarded folders; remove these.
+        """Kill children, guarded processes and those of guarded folders; remove the folders.
 
         The second look is for a controller that the kernel was starting when it died, before it was
         a program of its own and carried the folder in its environment.
@@ -291,7 +291,7 @@ class Door:
         return self._socket.fileno()
 
     def answer(self) -> tuple[socket.socket, dict[str, Any]] | None:
-        """Return who knocks and what they say; None for strangers and those who say nothing."""
+        """Return a connection and its message; None for other users and silent connections."""
         try:
             caller, _ = self._socket.accept()
         except OSError:
@@ -309,7 +309,7 @@ class Door:
         return None
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._socket.close()
         with contextlib.suppress(OSError):
             self.path.unlink()

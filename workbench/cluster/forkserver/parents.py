@@ -1,4 +1,4 @@
-"""The warm parents of one cluster: one for each framework that engines were asked to have.
+"""The warm parents of one cluster: one for each framework that engines should have.
 
 The default framework's is started ahead of need. A second one is started when the first run of the
 other framework asks for it, beside the first and under the same guards: nothing outlives the
@@ -53,7 +53,7 @@ class Parents:
     def why_not(self, framework: str) -> str:
         """Return why engines with this framework cannot be forked; empty when they can."""
         if self._launcher != "local":
-            return f"launcher {self._launcher} was named"
+            return f"--launcher {self._launcher} was given"
         return can_fork(framework)[1]
 
     def find(self, framework: str) -> WarmParent | None:
@@ -129,7 +129,7 @@ class Parents:
     # -- kept clusters -----------------------------------------------------------------------------
 
     def keep(self, folder: Path, idle_timeout_s: float) -> None:
-        """Let the engines outlive this kernel, those of parents to come too."""
+        """Let the engines outlive this kernel, also those of later parents."""
         with self._lock:
             self._keep = idle_timeout_s
             # The others are told when they are ready.
@@ -158,7 +158,7 @@ class Parents:
         self._parents[framework] = parent
 
     def release(self) -> None:
-        """Let go of all of them; they go on without us."""
+        """Release all of them; they continue without this kernel."""
         with self._lock:
             self._stopped = True
             parents = list(self._parents.values())
@@ -269,14 +269,14 @@ class Store:
         self.stop()
         if not gone.wait(END_S):
             raise ClusterError(
-                "The store that workers meet at does not end.",
+                "The workers' rendezvous store does not end.",
                 seen=f"pid {pid}, for {END_S:g} s",
                 next_step="%cluster stop, then start again",
                 code="WB-CLUSTER-019",
             )
 
     def about(self) -> dict[str, Any]:
-        """Return what another kernel must know of it, for `recall`."""
+        """Return what another kernel must know about it, for `recall`."""
         with self._lock:
             return {"store": self._address, "store_pid": self.pid}
 

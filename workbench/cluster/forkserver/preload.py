@@ -81,7 +81,7 @@ SECOND_STAGE: dict[str, tuple[str, ...]] = {
 
 
 def first_stage(framework: str) -> dict[str, Any]:
-    """Import what every engine needs; return what the kernel is told about it.
+    """Import what every engine needs; return what is reported to the kernel.
 
     Returns:
         `framework`, `seconds`, `missing` (modules that do not exist or would not import) and, if
@@ -109,7 +109,7 @@ def first_stage(framework: str) -> dict[str, Any]:
 
 
 class SecondStage:
-    """What is imported once nobody wants anything, a module at a time.
+    """Imports while there is nothing else to do, one module at a time.
 
     Args:
         extra: Further modules, after the framework's.
@@ -173,7 +173,7 @@ def _harmless_in_child(name: str) -> bool:
     if pid == 0:
         import_module(name)
         if trouble := fork_hazard():
-            sys.stderr.write(f"{name} is not imported ahead of the engines: {trouble}\n")
+            sys.stderr.write(f"{name} is not imported before the engines start: {trouble}\n")
             sys.stderr.flush()
         os._exit(1 if trouble else 0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -67,7 +67,7 @@ Job = Callable[[], None]
 
 
 class WarmServer:
-    """Answers the kernel's commands; one thread, no waiting but in `select`.
+    """Answers the kernel's commands in one thread, which waits only in `select`.
 
     Args:
         sock: Our end of the socket pair.
@@ -348,7 +348,7 @@ def _wake_up(_number: int, _frame: FrameType | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the warm parent on an inherited socket; in a fresh child, run what it is for."""
+    """Run the warm parent on an inherited socket; in a new child, run the child's task."""
     parser = argparse.ArgumentParser(prog="workbench.cluster.forkserver.server")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--framework", default="torch", choices=sorted(preload.FRAMEWORK_MODULES))
@@ -372,7 +372,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 class OwnerLine:
-    """Sends to the owner and splits what comes from it into messages.
+    """Sends to the owner and splits the received data into messages.
 
     Args:
         sock: Our end of the socket pair.
@@ -406,7 +406,7 @@ class OwnerLine:
         return [json.loads(line) for line in lines]
 
     def rest(self) -> list[Message]:
-        """Return what was said before the owner was gone; what is no message is left out."""
+        """Return the messages received before the owner was gone; invalid ones are left out."""
         self.sock.setblocking(False)
         with contextlib.suppress(OSError):
             while chunk := self.sock.recv(_CHUNK_BYTES):
@@ -522,7 +522,9 @@ def _enter_folder(path: str) -> None:
     try:
         os.chdir(path)
     except OSError as error:
-        sys.stderr.write(f"The working directory {path} is out of reach ({error}); staying in /\n")
+        sys.stderr.write(
+            f"The working directory {path} cannot be entered ({error}); using / instead\n"
+        )
         os.chdir("/")
 
 

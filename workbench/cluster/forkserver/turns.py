@@ -69,7 +69,7 @@ _taken: list[Path] = []
 
 
 def leave() -> None:
-    """Leave no file behind: for who is about to end in the midst of its turn."""
+    """Leave no file behind when the process is about to end during its turn."""
     for path in _taken:
         _clear(path)
 

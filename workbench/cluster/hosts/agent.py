@@ -1,4 +1,4 @@
-"""The process on a host that starts engines there, and without which none of them stays.
+"""The process on a host that starts engines there; they end with it.
 
 It connects to the kernel that had it started, tells what the host is like, forks engines from a
 warm parent of its own, and tells how they end and what they log. When the kernel is gone (its

@@ -1,4 +1,4 @@
-"""The kernel's end of the agents: which hosts are there, what they are asked, what they tell.
+"""The kernel's side of the agents: which hosts exist, requests to them, their reports.
 
 One thread reads and writes the socket. A host that has said nothing for `SILENT_S` counts as gone
 with all its engines, and what waits for its answers is told so.
@@ -78,7 +78,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Ears:
-    """Who is told what, each on the socket's thread."""
+    """Callbacks for events, each called on the socket's thread."""
 
     left: Callable[[int, int, Ending], None]
     """Engine (-1: the keeper), pid and how its process ended."""
@@ -130,7 +130,7 @@ class Agents:
 
     @property
     def living(self) -> list[Host]:
-        """Hosts whose agent is there, in the order of their places."""
+        """Hosts with a living agent, in the order of their places."""
         with self._lock:
             return sorted((one for one in self.hosts if not one.gone), key=lambda one: one.place)
 
@@ -193,20 +193,20 @@ class Agents:
                 host.waiting = {n: one for n, one in host.waiting.items() if one is not future}
             raise ClusterError(
                 f"{host.name} does not answer.",
-                seen=f"nothing for {timeout_s:g} s",
+                seen=f"no answer for {timeout_s:g} s",
                 next_step="%cluster stop, then start again",
                 code="WB-CLUSTER-057",
             ) from None
         if found.error:
             raise ClusterError(
-                f"{host.name} could not do what it was asked for.",
+                f"{host.name} could not do what the notebook asked.",
                 seen=found.error,
                 code="WB-CLUSTER-058",
             )
         return found
 
     def tell(self, host: Host, message: wire.Down) -> None:
-        """Send what has no answer."""
+        """Send a message that has no answer."""
         with self._lock:
             self._outbox.append((host, message))
         self._wakeup.set()
@@ -350,7 +350,7 @@ class Agents:
         """Return why no agent is taken in at a place, in words; empty: one is."""
         there = self.living
         if self.expected and len(there) >= self.expected:
-            return f"all {self.expected} that were started are there"
+            return f"all {self.expected} hosts that were started have answered already"
         if (holder := next((one for one in there if one.place == place), None)) is not None:
             return f"place {place} is taken by {holder.name}"
         return ""
@@ -360,7 +360,7 @@ class Agents:
         for host in self.living:
             silent_s = now - host.heard_at
             if silent_s > SILENT_S and not self._closed:
-                self.lose([host], f"nothing was heard of {host.name} for {silent_s:.0f} s")
+                self.lose([host], f"nothing was received from {host.name} for {silent_s:.0f} s")
 
     def _send_waiting(self) -> None:
         while self._outbox:
@@ -398,7 +398,7 @@ class HostFiles:
         self._lock = threading.Lock()
 
     def look(self, host: Host, path: str, *, deep: bool = False) -> wire.Seen | None:
-        """Return what is at a path of a host; None where nothing is.
+        """Return what is at a path of a host; None if nothing is.
 
         Raises:
             ClusterError: The host is gone.
@@ -409,7 +409,7 @@ class HostFiles:
             return wire.Seen.told(found)
         except BadMessageError as error:
             raise RunError(
-                f"{host.name} has told of files what makes no sense.",
+                f"{host.name} sent an invalid description of files.",
                 seen=str(found)[:200],
                 next_step="%cluster stop, then start again",
                 code="WB-RUN-099",
@@ -478,7 +478,7 @@ class HostFiles:
         return names
 
     def remove(self, host: Host, path: str, *, wait: bool = False) -> None:
-        """Remove what is at a path in the agent's folder; of a host that is gone nothing is left.
+        """Remove what is at a path in the agent's folder; a host that is gone has nothing left.
 
         Args:
             wait: Until it is done.
@@ -490,10 +490,10 @@ class HostFiles:
 
 
 def gone_error(host: Host) -> ClusterError:
-    """Return the error of what cannot be asked of a host any more."""
+    """Return the error for a request to a host that is gone."""
     return ClusterError(
         f"{host.name} is gone: {host.gone}.",
-        next_step="%cluster shows which engines live",
+        next_step="%cluster shows which engines are alive",
         code="WB-CLUSTER-059",
     )
 
@@ -517,7 +517,7 @@ def unlike(hosts: Iterable[Host], here: Mapping[str, str]) -> dict[str, dict[str
 
 @dataclass(frozen=True)
 class HostReading:
-    """How a host's engines are, as its agent has read it.
+    """The state of a host's engines, as its agent has read it.
 
     Attributes:
         engines: What each uses; those that have just ended are missing.
@@ -531,7 +531,7 @@ class HostReading:
 
     @staticmethod
     def from_wire(value: Mapping[str, Any]) -> HostReading:
-        """Rebuild what an agent has answered."""
+        """Rebuild an agent's answer."""
         engines, uptimes_s = {}, {}
         for engine, about in value["engines"].items():
             known = dict(about)
@@ -548,7 +548,7 @@ class HostReading:
 def readings(
     agents: Agents, hosts: Sequence[Host], *, all_memory: bool = False, within_s: float = READ_S
 ) -> dict[int, HostReading]:
-    """Return how the engines of hosts are, by the hosts' places; all are asked at once.
+    """Return the state of the hosts' engines by place; all hosts are asked at the same time.
 
     Those that do not answer within the time are left out.
     """

@@ -1,4 +1,4 @@
-"""What was asked of a launcher, by a line, an argument or a file, checked before anything starts.
+"""Requests to a launcher (by a line, an argument or a file), checked before anything starts.
 
 Two files say what need not be typed each time, with a table per launcher and the names of the
 flags (`partition = "gpu"`). The line wins over the user's file, and that one over the site's:
@@ -94,14 +94,14 @@ _NAMES = {"launcher_options": "options", "hosts": "listen"}
 
 @dataclass(frozen=True)
 class Given:
-    """A value, and how the place where it stands is shown in a message."""
+    """A value, and how a message shows where it was given."""
 
     value: Any
     shown: str
 
 
 def launch_settings(engines: int, **asked: Unpack[LaunchArguments]) -> LaunchSettings:
-    """Return what was asked for, checked; what was not said is the files'.
+    """Return the checked settings; missing ones come from the files.
 
     Args:
         engines: How many are to be started; there must be room for them.
@@ -196,7 +196,7 @@ def check_keep(launcher: str) -> None:
             "Only engines of this machine can outlive the notebook.",
             seen=f"--keep --launcher {launcher}",
             allowed="--keep without --launcher",
-            next_step="leave --keep out; --checkpoint keeps what was trained",
+            next_step="remove --keep; --checkpoint saves what was trained",
             code="WB-PLAN-176",
         )
 
@@ -211,7 +211,7 @@ def known_launchers() -> list[str]:
 
 
 def installed() -> list[str]:
-    """Return those of our launchers whose programs are found here; `local` always."""
+    """Return Workbench's launchers whose programs are installed here; `local` always is."""
     return [LOCAL, *(name for name in OURS if not _missing(name))]
 
 
@@ -230,7 +230,7 @@ def _launcher(given: Given | None) -> str:
         return name
     module, _, kind = name.rpartition(".")
     if not module:
-        raise unknown("launcher", name, known_launchers(), "or name a class: package.module.Class")
+        raise unknown("launcher", name, known_launchers(), "or give a class: package.module.Class")
     try:
         found = getattr(importlib.import_module(module), kind, None)
     except ImportError as error:
@@ -245,7 +245,7 @@ def _no_class(name: str, why: str) -> PlanError:
         "The launcher's class cannot be imported.",
         seen=f"{name}: {why}",
         allowed=f"package.module.Class, or one of {', '.join(known_launchers())}",
-        next_step="see that the notebook can import it, then start again",
+        next_step="make it importable in the notebook, then start again",
         code="WB-PLAN-184",
     )
 
@@ -261,7 +261,7 @@ def _refuse_stray(given: Mapping[str, Given], launcher: str) -> None:
             f"The launcher {launcher} does not take {one.shown.split()[0]}.",
             seen=one.shown,
             allowed=flags.replace("--options", "--launcher-option"),
-            next_step=f"leave it out, or say --launcher {' or '.join(owners)}",
+            next_step=f"remove it, or use --launcher {' or '.join(owners)}",
             code="WB-PLAN-165",
         )
 
@@ -269,7 +269,7 @@ def _refuse_stray(given: Mapping[str, Given], launcher: str) -> None:
 def _check_programs(launcher: str) -> None:
     if missing := _missing(launcher):
         raise PlanError(
-            f"The launcher {launcher} needs {' and '.join(missing)}, and this machine has none.",
+            f"The launcher {launcher} needs {' and '.join(missing)}, which is not installed here.",
             seen=f"PATH={os.environ.get('PATH', '')}",
             allowed=f"launchers that can be used here: {', '.join(installed())}",
             next_step=f"install Debian's package {PROGRAMS[launcher][1]}, or start Jupyter where"
@@ -281,25 +281,25 @@ def _check_programs(launcher: str) -> None:
 def _check_hosts(settings: LaunchSettings, engines: int) -> None:
     if settings.launcher == SSH and not settings.on:
         raise PlanError(
-            "ssh needs to know the hosts.",
+            "--launcher ssh needs the names of the hosts.",
             seen="--launcher ssh",
-            allowed="--on node1:4,user@node2:4 (engines per host behind the colon)",
+            allowed="--on node1:4,user@node2:4 (after the colon: engines on that host)",
             next_step=f"%cluster start {engines} --launcher ssh --on node1,node2",
             code="WB-PLAN-166",
         )
     slots = [host.slots for host in settings.on]
     if slots and all(slots) and sum(slots) < engines:
         raise PlanError(
-            "There are fewer slots on the hosts than engines.",
+            "The hosts have fewer slots than engines are asked for.",
             seen=f"{sum(slots)} slots for {engines} engines",
-            allowed=f"slots that add up to {engines}, or a host without a number",
+            allowed=f"slots that add up to at least {engines}, or a host without a number",
             next_step=f"%cluster start {sum(slots)}, or more slots: --on {settings.on[0].name}:"
             f"{settings.on[0].slots + engines - sum(slots)}",
             code="WB-PLAN-169",
         )
     if settings.nodes > engines:
         raise PlanError(
-            "There are more nodes than engines: some would have none.",
+            "There are more nodes than engines, so some nodes would have no engine.",
             seen=f"--nodes {settings.nodes} for {engines} engines",
             allowed=f"--nodes 1 to {engines}",
             next_step=f"%cluster start {settings.nodes}",
@@ -342,10 +342,10 @@ def _of_file(path: Path, launcher: str) -> dict[str, Given]:
         tables = limits.read_toml(path)
     except (OSError, ValueError) as error:
         raise PlanError(
-            "The launchers' file cannot be read, so nothing is started.",
+            "The launchers' file cannot be read, so no engine is started.",
             seen=f"{path}: {error}",
             allowed="a TOML file with the tables [ssh], [slurm] and [mpi]",
-            next_step=f"correct it, or remove it; {VARIABLE} names another one",
+            next_step=f"correct or remove it, or set {VARIABLE} to another file",
             code="WB-PLAN-178",
         ) from error
     for name, table in tables.items():
@@ -354,7 +354,7 @@ def _of_file(path: Path, launcher: str) -> dict[str, Given]:
                 f"{path}: there is no table of that name.",
                 seen=f"[{name}]" if isinstance(table, dict) else f"{name} = {table!r}",
                 allowed="[ssh], [slurm], [mpi], and in them the names of the flags",
-                next_step="correct it there",
+                next_step="correct it in that file",
                 code="WB-PLAN-179",
             )
     return _of_table(tables.get(launcher, {}), launcher, str(path))
@@ -374,7 +374,7 @@ def _of_table(table: Mapping[str, Any], launcher: str, path: str) -> dict[str, G
                 f"{where}: there is no such setting.",
                 seen=key,
                 allowed=", ".join((*TAKES[launcher], "python")),
-                next_step="correct it there",
+                next_step="correct it in that file",
                 code="WB-PLAN-180",
             )
         found[name] = Given(value, f"{key} = {value!r} ({where})")
@@ -406,9 +406,9 @@ def _read(name: str, one: Given, launcher: str) -> tuple[str, Any]:
 def _text(one: Given) -> str:
     if isinstance(one.value, bool) or not isinstance(one.value, (str, int)):
         raise PlanError(
-            "That must be a text.",
+            "The value must be a string.",
             seen=one.shown,
-            allowed="a text in quotation marks",
+            allowed="a string in quotation marks",
             next_step="put it in quotation marks",
             code="WB-PLAN-185",
         )
@@ -430,9 +430,9 @@ def _word(one: Given) -> str:
     text = _text(one)
     if not _WORD.fullmatch(text):
         raise PlanError(
-            "That is no name that a scheduler knows.",
+            "That is not a name that a scheduler accepts.",
             seen=one.shown,
-            allowed="letters, digits, and - _ . , between them",
+            allowed="letters and digits, with - _ . , between them",
             next_step="sinfo lists the partitions, sacctmgr show user $USER the accounts",
             code="WB-PLAN-181",
         )
@@ -443,7 +443,7 @@ def _count(one: Given, least: int) -> int:
     text = _text(one)
     if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
         raise PlanError(
-            "That must be a number that counts something.",
+            "The value must be a whole number.",
             seen=one.shown,
             allowed=f"a whole number, at least {least}",
             next_step=f"{one.shown.split()[0]} {max(1, least)}",
@@ -458,10 +458,10 @@ def _hosts(one: Given) -> tuple[HostSlots, ...]:
         match = _HOST.fullmatch(text)
         if not match or match[2] == "0":
             raise PlanError(
-                "The list of hosts was not understood.",
+                "The list of hosts is invalid.",
                 seen=f"{text or 'nothing between two commas'!s} in {one.shown}",
                 allowed="names or addresses with commas between them, each as host, host:4 (four"
-                " engines) or user@host:4; a port or a key belongs into ~/.ssh/config",
+                " engines) or user@host:4; put a port or a key into ~/.ssh/config",
                 next_step="--on node1:4,user@node2:4",
                 code="WB-PLAN-167",
             )
@@ -491,7 +491,7 @@ def _time(one: Given) -> str:
             minutes = max(1, math.ceil(seconds / 60))
             guess = f"--time {minutes // 60}:{minutes % 60:02d}:00"
         raise PlanError(
-            "Slurm does not know a time like that.",
+            "That is not a time limit that Slurm accepts.",
             seen=one.shown,
             allowed="minutes, minutes:seconds, hours:minutes:seconds, days-hours,"
             " days-hours:minutes, days-hours:minutes:seconds",
@@ -508,7 +508,7 @@ def _ports(one: Given) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]{1,5})\s*-\s*([0-9]{1,5})", text)
     if not match or not 1024 <= int(match[1]) <= int(match[2]) < 1 << 16:
         raise PlanError(
-            "That is no range of ports.",
+            "That is not a range of ports.",
             seen=one.shown,
             allowed="first-last, from 1024 to 65535",
             next_step="--ports 20000-20100",
@@ -517,7 +517,7 @@ def _ports(one: Given) -> tuple[int, int]:
     first, last = int(match[1]), int(match[2])
     if last - first + 1 < LEAST_PORTS:
         raise PlanError(
-            "Those are too few ports for one notebook.",
+            "The range has too few ports for one notebook.",
             seen=f"{last - first + 1} in {one.shown}",
             allowed=f"at least {LEAST_PORTS}; more where several notebooks share them",
             next_step=f"--ports {first}-{min(first + 99, (1 << 16) - 1)}",
@@ -533,7 +533,7 @@ def _timeout(one: Given) -> float:
         seconds = math.inf
     if not math.isfinite(seconds):
         raise PlanError(
-            "How long a start may take was not understood.",
+            "The start timeout is invalid.",
             seen=one.shown,
             allowed="90s, 10m, 2h, 1d, or seconds",
             next_step="--start-timeout 10m",
@@ -555,7 +555,7 @@ def _options(one: Given) -> dict[str, str]:
         key = key.removeprefix("--")
         if not _OPTION.fullmatch(key) or "\n" in text:
             raise PlanError(
-                "An option of the launcher was not understood.",
+                "An option of the launcher is invalid.",
                 seen=one.shown,
                 allowed="its long name without --, an equals sign and a value, or the name alone",
                 next_step="--launcher-option qos=high",
@@ -572,10 +572,10 @@ def _checked_options(one: Given, launcher: str) -> dict[str, str]:
         if name in TAKES.get(launcher, ()) or (launcher == SSH and not value):
             own = launcher != SSH or name in TAKES[SSH]
             raise PlanError(
-                f"The option {key} has a flag of its own." if own else f"{key} needs a value.",
+                f"The option {key} has its own flag." if own else f"{key} needs a value.",
                 seen=one.shown,
                 allowed=f"--{key} {value}".strip() if own else f"{key}=value, as ssh -o takes it",
-                next_step=f"leave {key} out of the launcher's options" if own else "man ssh_config",
+                next_step=f"remove {key} from the launcher's options" if own else "man ssh_config",
                 code="WB-PLAN-182",
             )
     return found

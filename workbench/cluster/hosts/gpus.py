@@ -1,4 +1,4 @@
-"""Which GPU does an engine on another host get: that host's, by what its agent has told."""
+"""Which GPU an engine on another host gets: one of that host's, as its agent reports."""
 
 from __future__ import annotations
 
@@ -190,19 +190,19 @@ class HostDevices:
                 for room in lacking
             ]
             step = " --devices cuda shares them." if some else ""
-            return f"{'; '.join(words)}: so all compute on the CPU.{step}"
+            return f"{'; '.join(words)}, so all compute on the CPU.{step}"
         if len(kinds) > 1 and not auto:
             raise PlanError(
                 "The hosts' GPUs are of different kinds, so their workers cannot form a group.",
                 seen="; ".join(f"{names[room]}: {one.kind}" for room, one in each.items()),
                 allowed="GPUs of one kind",
-                next_step="--devices cpu, or hosts that are alike",
+                next_step="use --devices cpu, or hosts with GPUs of one kind",
                 code="WB-PLAN-186",
             )
         if len(kinds) > 1:
-            return f"GPUs of {' and '.join(kinds)} cannot form a group: so all compute on the CPU."
+            return f"GPUs of {' and '.join(kinds)} cannot form a group, so all compute on the CPU."
         if auto and len(rooms) > 1 and any(one.parts for one in each.values()):
-            return "MIG instances cannot form an NCCL group: so all compute on the CPU."
+            return "MIG instances cannot form an NCCL group, so all compute on the CPU."
         return None
 
     def told(self, engines: Mapping[str, Mapping[int, int]]) -> None:
@@ -211,13 +211,13 @@ class HostDevices:
             self._pool(room).told(mine)
 
     def free(self) -> None:
-        """Let the next run choose anew: variables are gone."""
+        """Let the next run choose again: variables are gone."""
         for _, pool in self._pools.values():
             pool.free()
         self._on_cpu.clear()
 
     def words(self, rooms: Sequence[str]) -> list[str]:
-        """Return what to say below a table of these workers."""
+        """Return the notes below a table of these workers."""
         given = self.lease(rooms)
         warning = [given.warning] if given.warning and not given.on_gpus else []
         return [*self._notes(rooms), *warning]
@@ -239,18 +239,18 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
     """Return an error about devices as one about a host's."""
     if isinstance(error, ClusterError):
         return ClusterError(
-            f"GPUs were asked for, but {host.name} has none that can be used.",
+            f"--devices asks for GPUs, but {host.name} has none that can be used.",
             seen=error.seen,
             allowed="hosts with GPUs that their drivers report, within CUDA_VISIBLE_DEVICES",
             next_step=error.next_step,
             code="WB-CLUSTER-076",
         )
     return PlanError(
-        f"{host.name} has no such GPU, or it was named twice: each host uses those with the "
-        "numbers that were given.",
+        f"{host.name} has no such GPU, or the list names one twice: each host uses the GPUs with "
+        "the given numbers.",
         seen=error.seen,
         allowed=error.allowed,
-        next_step="numbers count on each host, within CUDA_VISIBLE_DEVICES; leave --devices out "
+        next_step="use numbers within each host's CUDA_VISIBLE_DEVICES, or remove --devices "
         "for auto",
         code="WB-PLAN-187",
     )

@@ -75,10 +75,10 @@ class Launcher(Protocol):
 
     @property
     def asks(self) -> str:
-        """What it does first, in words: `asking Slurm for a job`."""
+        """Its first action, in words: `asking Slurm for a job`."""
 
     def start(self, join: wire.Join, engines: int) -> None:
-        """Begin to start agents for so many engines; returns at once.
+        """Begin to start agents for this many engines; returns at once.
 
         Raises:
             ClusterError: The launcher's program refused.
@@ -89,7 +89,7 @@ class Launcher(Protocol):
         """How many agents will come; 0 while that is not known."""
 
     def look(self) -> Queued | None:
-        """Return how the job waits; None: it runs, or there is no queue.
+        """Return the job's place in the queue; None: it runs, or there is no queue.
 
         Raises:
             ClusterError: What was started has ended before its agents came.
@@ -116,17 +116,17 @@ def address_of(name: str) -> str:
         return socket.gethostbyname(name)
     except OSError as error:
         raise ClusterError(
-            "That host is not known here.",
+            "This machine cannot resolve that host.",
             seen=f"{name}: {error}",
-            allowed="a name that this machine resolves, an address, or a host of ~/.ssh/config",
-            next_step=f"try  ssh {name}  in a terminal; behind a jump host name the notebook's "
-            "side by --listen",
+            allowed="a name that this machine resolves, an address, or a host in ~/.ssh/config",
+            next_step=f"try  ssh {name}  in a terminal; behind a jump host, give the notebook's "
+            "address with --listen",
             code="WB-CLUSTER-060",
         ) from error
 
 
 def ask_program(command: Sequence[str]) -> str:
-    """Return what a program says; empty where it cannot be asked."""
+    """Return a program's output; empty if it cannot be run."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(
             list(command), capture_output=True, text=True, timeout=ASK_S, check=False,
@@ -136,7 +136,7 @@ def ask_program(command: Sequence[str]) -> str:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return this process's environment without what belongs to its own cluster."""
+    """Return this process's environment without the variables of its own cluster."""
     ours = {cluster_env.MARK, "IPP_PROFILE_DIR", wire.JOIN}
     return {**{name: value for name, value in os.environ.items() if name not in ours}, **more}
 
@@ -262,33 +262,33 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
     last = said or "nothing"
     if code == wire.CANNOT_IMPORT:
         return ClusterError(
-            f"{what}: Workbench cannot be used there.",
+            f"{what}: Workbench cannot be used on that host.",
             seen=last.splitlines()[-1],
-            next_step="install it there in the same version (pip install 'distributed-workbench"
-            "[torch]'), or name the interpreter: --launcher-option python=/path/to/python",
+            next_step="install the same version there (pip install 'distributed-workbench"
+            "[torch]'), or give the interpreter: --launcher-option python=/path/to/python",
             code="WB-CLUSTER-061",
         )
     if code == wire.NO_ROUTE:
         return ClusterError(
-            f"{what}: the notebook cannot be reached from there.",
+            f"{what}: that host cannot connect to the notebook.",
             seen=last.splitlines()[-1],
             allowed="an address of this machine that the hosts can connect to, and open ports",
-            next_step="another --listen, or none; --ports for a firewall; "
-            "workbench doctor --on HOST tries it",
+            next_step="change or remove --listen; set --ports for a firewall; "
+            "workbench doctor --on HOST checks it",
             code="WB-CLUSTER-062",
         )
     program, _, host = what.partition(" ")
     if program == "ssh" and code == SSH_FAILED:
         return ClusterError(
-            f"There is no connection to {host} by ssh.",
+            f"There is no ssh connection to {host}.",
             seen=last.splitlines()[-1],
-            next_step=f"`ssh {host} true` in a terminal must work without a password",
+            next_step=f"make `ssh {host} true` work in a terminal without a password",
             code="WB-CLUSTER-079",
         )
     return ClusterError(
-        f"{what} has ended before an engine could be started.",
+        f"{what} ended before an engine could be started.",
         seen=f"exit code {code}: {last}" if code is not None else last,
-        next_step="try the same in a terminal; docs/clusters-of-machines.md has examples",
+        next_step="try the same command in a terminal; docs/clusters-of-machines.md has examples",
         code="WB-CLUSTER-063",
     )
 
@@ -323,7 +323,7 @@ class Ssh:
 
     @property
     def asks(self) -> str:
-        """What it does first."""
+        """Its first action."""
         names = [one.name for one in self._settings.on]
         return f"connecting to {names[0] if len(names) == 1 else f'{len(names)} hosts'}"
 
@@ -403,7 +403,7 @@ class Mpi:
 
     @property
     def asks(self) -> str:
-        """What it does first."""
+        """Its first action."""
         return "starting mpiexec"
 
     def start(self, join: wire.Join, engines: int) -> None:

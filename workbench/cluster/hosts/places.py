@@ -92,7 +92,7 @@ class HostedEngines:
     # -- hosts -------------------------------------------------------------------------------------
 
     def begin(self, engines: int, framework: str, report: progress.Report) -> None:
-        """Have the agents started, if they are not yet; returns at once.
+        """Start the agents unless they have been started; returns at once.
 
         Args:
             framework: What they import while they connect.
@@ -153,14 +153,14 @@ class HostedEngines:
             return ClusterError(
                 f"The job did not begin within {waited_s:.0f} s; it was cancelled.",
                 seen=f"{waits.state} ({waits.reason})" if waits.reason else waits.state,
-                next_step="--start-timeout 2h waits longer; squeue shows who is before you",
+                next_step="wait longer: --start-timeout 2h; squeue shows the jobs before yours",
                 code="WB-CLUSTER-066",
             )
         names = ", ".join(one.name for one in self.agents.living) or "none"
         return ClusterError(
-            f"Only {found} of {wanted or 'all'} hosts came within {waited_s:.0f} s.",
+            f"Only {found} of {wanted or 'all'} hosts answered within {waited_s:.0f} s.",
             seen=names,
-            next_step="a firewall may drop what hosts send back: --ports and --listen; "
+            next_step="check for a firewall between the hosts and here (--ports, --listen); "
             "workbench doctor --on HOST tries it",
             code="WB-CLUSTER-067",
         )
@@ -175,9 +175,9 @@ class HostedEngines:
         bad = [name for name in MUST_AGREE if _keeps_apart(name, differ.get(name, {}))]
         if bad:
             raise ClusterError(
-                "The hosts do not have the notebook's versions, so cells could not travel.",
+                "The hosts have other versions than the notebook, so they cannot run cells.",
                 seen="; ".join(_words(name, differ[name]) for name in bad),
-                next_step="install the same there, or name another interpreter: "
+                next_step="install the same versions there, or give another interpreter: "
                 "--launcher-option python=/path/to/python",
                 code="WB-CLUSTER-068",
             )
@@ -228,10 +228,12 @@ class HostedEngines:
             return ""
         if found is not None:
             return (
-                f"{cwd} is another folder there than the notebook's; what lies beside the "
-                "notebook is not there"
+                f"{cwd} is not the notebook's folder there, so files in the notebook's folder "
+                "are missing"
             )
-        return f"the notebook's folder {cwd} is not there; engines begin in {host.facts.home}"
+        return (
+            f"the notebook's folder {cwd} does not exist there; engines start in {host.facts.home}"
+        )
 
     def differences(self, engines: Sequence[int], framework: str) -> list[str]:
         """Return what a run of these engines is to be told of their hosts, a sentence each."""
@@ -319,8 +321,8 @@ class HostedEngines:
         living = self.agents.living
         if not living:
             raise ClusterError(
-                "No host of this cluster is there any more.",
-                seen="; ".join(one.gone for one in self.agents.hosts) or "none has come",
+                "This cluster has no host left.",
+                seen="; ".join(one.gone for one in self.agents.hosts) or "no host has answered",
                 next_step="%cluster stop, then start again",
                 code="WB-CLUSTER-069",
             )
@@ -333,7 +335,7 @@ class HostedEngines:
         )
 
     def next_hosts(self, count: int) -> list[Host]:
-        """Return where so many more engines would be; nothing where no host is there."""
+        """Return where this many more engines would be; empty if no host is left."""
         living, load = self.agents.living, self._load()
         return [_where(None, living, load) for _ in range(count)] if living else []
 
@@ -430,7 +432,7 @@ class HostedEngines:
             self._on_left(engine, how)
 
     def look(self) -> None:
-        """Take hosts as gone whose launcher has ended."""
+        """Mark hosts as gone whose launcher has ended."""
         for host in self.agents.living:
             if why := self.launcher.ended(host.place):
                 self.agents.lose([host], why)
@@ -438,7 +440,7 @@ class HostedEngines:
     # -- the end -----------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End all agents, with their engines, and what started them."""
+        """End all agents, their engines, and the processes that started them."""
         self.agents.close()
         self.launcher.stop()
 
@@ -487,7 +489,7 @@ def _where(before: Host | None, living: Sequence[Host], load: Counter[int]) -> H
 
 
 def here() -> Mapping[str, str]:
-    """Return this kernel's versions of what agents tell of."""
+    """Return this kernel's versions of the packages that agents report."""
     found = {"python": platform.python_version()}
     for package in wire.PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""What a user may ask of engines on other machines: where, how many, for how long, set up how."""
+"""Settings for engines on other machines: where, how many, for how long, with what setup."""
 
 from __future__ import annotations
 

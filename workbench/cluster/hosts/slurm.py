@@ -52,7 +52,7 @@ class Sbatch:
 
     @property
     def asks(self) -> str:
-        """What it does first."""
+        """Its first action."""
         return "asking Slurm for a job"
 
     def start(self, join: wire.Join, engines: int) -> None:
@@ -69,15 +69,15 @@ class Sbatch:
         except subprocess.TimeoutExpired as error:
             raise ClusterError(
                 "Slurm does not answer.",
-                seen=f"sbatch said nothing for {SUBMIT_S:g} s",
-                next_step="squeue shows whether Slurm is there, and a job of yours to cancel",
+                seen=f"sbatch printed nothing for {SUBMIT_S:g} s",
+                next_step="run squeue to see whether Slurm answers; cancel a job of yours there",
                 code="WB-CLUSTER-077",
             ) from error
         if done.returncode:
             raise ClusterError(
                 "Slurm refused the job.",
                 seen=done.stderr.strip() or f"exit code {done.returncode}",
-                next_step="sinfo shows partitions and their limits",
+                next_step="run sinfo for the partitions and their limits",
                 code="WB-CLUSTER-065",
             )
         self.job = done.stdout.strip().partition(";")[0]
@@ -183,7 +183,7 @@ class Sbatch:
 
 
 def job_facts(job: str) -> dict[str, str]:
-    """Return what Slurm knows of a job, by the names that `scontrol show job` uses."""
+    """Return what Slurm knows about a job, by the names of `scontrol show job`."""
     found = ask_program(["scontrol", "show", "job", job, "--oneliner"])
     # Names may be AllocNode:Sid, Req/Alloc; values may hold spaces, a comment's for one.
     return dict(re.findall(r"([\w:/]+)=(.*?)(?=\s+[\w:/]+=|\s*$)", found.strip()))
@@ -201,7 +201,7 @@ class Srun:
 
     @property
     def asks(self) -> str:
-        """What it does first."""
+        """Its first action."""
         return f"starting a step in allocation {os.environ[ALLOCATION]}"
 
     def start(self, join: wire.Join, engines: int) -> None:

@@ -1,4 +1,4 @@
-"""What the kernel and the agents on other hosts say to each other, and how that is kept secret.
+"""Messages between the kernel and the agents on other hosts, and their encryption.
 
 One ZeroMQ connection each, encrypted by CURVE: an agent knows the kernel by its public key, and the
 kernel an agent by the pass that stands before each message

@@ -129,7 +129,7 @@ def _uri(where: str) -> str:
     uri = where or os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri:
         raise PlanError(
-            "Which store of MLflow's?",
+            "No MLflow store is given.",
             seen="mlflow: without a URI, and MLFLOW_TRACKING_URI is not set",
             allowed="mlflow:sqlite:///mlflow.db, mlflow:http://HOST:5000",
             code="WB-PLAN-122",
@@ -155,7 +155,7 @@ def _check_reachable(uri: str) -> None:
             raise PlanError(
                 f"MLflow's server does not answer: {error}.",
                 seen=f"{parts.scheme}://{parts.hostname}:{port}",
-                next_step="start it (mlflow server), or name another one",
+                next_step="start it (mlflow server), or use another one",
                 code="WB-PLAN-124",
             ) from error
 

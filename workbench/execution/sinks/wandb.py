@@ -57,7 +57,7 @@ def check(where: str) -> None:
     mode = os.environ.get("WANDB_MODE") or MODES[0]
     if mode not in MODES:
         raise PlanError(
-            "WANDB_MODE names no mode of W&B's.",
+            "WANDB_MODE is not a mode of W&B.",
             seen=mode,
             allowed=", ".join(MODES[:4]),
             code="WB-PLAN-247",
@@ -212,7 +212,7 @@ class _Writer:
         except (self._wandb.errors.Error, TimeoutError) as error:
             # No key, a wrong one, no network: what is written can be sent later.
             self._run = self._wandb.init(**asked, mode="offline")
-            remark = f"W&B cannot be used now ({_first_line(error)}), so the run is kept offline."
+            remark = f"W&B cannot be used now ({_first_line(error)}), so the run is saved offline."
         self._run.define_metric("step", hidden=True)
         found = self._run.settings
         if self._run.disabled:

@@ -1,4 +1,4 @@
-"""The workers of a run that goes on: who takes part, and who holds it up.
+"""The workers of a run while it trains: which take part, and which delay it.
 
 In reading order:
 

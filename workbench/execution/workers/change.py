@@ -1,4 +1,4 @@
-"""One change of a run's workers: what it is to bring, and what is said of it."""
+"""One change of a run's workers: its goal, and the notes about it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Execution(Protocol):
         """Have more engines be of the run; return which."""
 
     def equip(self, engine: int) -> None:
-        """Let a fresh engine have what the cell needs."""
+        """Give a new engine what the cell needs."""
 
     def request_to_join(self, engine: int) -> dict[str, Any]:
         """Return what an engine is asked that comes while the run goes on."""
@@ -136,32 +136,32 @@ def announcement(
 
 
 def healed_words(done: Recovery, dies_with: str = "", *, joined: bool = True) -> str:
-    """Tell the user what happened and what it cost.
+    """Return the note on what happened and what it cost.
 
     Args:
         dies_with: What is lost with a worker, at most.
         joined: Whether workers take each step together.
     """
     one = done.workers == 1
-    goes = f"{done.how}. {done.workers} worker{' goes' if one else 's go'} on"
+    goes = f"{done.how}. {done.workers} worker{' continues' if one else 's continue'}"
     if not joined:
-        return f"{goes}, and what is left of its share waits for a fresh engine."
-    lost = f"lost at most: {dies_with}" if dies_with else "no step is lost"
+        return f"{goes}, and the rest of its share waits for a new engine."
+    lost = f"maximum loss: {dies_with}" if dies_with else "no step is lost"
     return f"{goes} from step {done.step}, after {1e3 * done.seconds:.0f} ms; {lost}."
 
 
 def left_words(who: Sequence[str], why: str, step: int, seconds: float, workers: int) -> str:
-    """Tell the user who takes part no more."""
+    """Return the note on workers that left."""
     return (
         f"{' and '.join(who)} left ({why}). {workers} worker"
-        f"{' goes' if workers == 1 else 's go'} on from step {step}, after "
+        f"{' continues' if workers == 1 else 's continue'} from step {step}, after "
         f"{1e3 * seconds:.0f} ms; no step is lost."
     )
 
 
 def joined_words(who: Sequence[str], step: int, seconds: float) -> str:
-    """Tell the user who has come to take part."""
+    """Return the note on workers that joined."""
     return (
         f"{' and '.join(who)} {'takes' if len(who) == 1 else 'take'} part from step {step} on; "
-        f"the others stood still for {1e3 * seconds:.0f} ms."
+        f"the others paused for {1e3 * seconds:.0f} ms."
     )

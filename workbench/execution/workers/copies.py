@@ -1,4 +1,4 @@
-"""Workers that hold a copy of the model together: whole copies go on, what else is left waits.
+"""Workers that hold a copy of the model together: whole copies continue, the others wait.
 
     parts      0  1        a worker dies        0  1
     copy 0     w0 w1  ──>  w3 dies         ──>  w0 w1     go on
@@ -118,7 +118,7 @@ class Copies:
                 change.fresh.remove(engine)
             else:
                 self.recent.append(engine)
-                change.left[engine] = "its pipeline waits for a fresh engine"
+                change.left[engine] = "its pipeline waits for a new engine"
         return kept
 
     def recall(self, members: list[int], coming: Collection[int]) -> list[int]:
@@ -149,10 +149,10 @@ class Copies:
         """
         self.drop(engine)
         self._run.recoveries.append(Recovery((engine,), how, step, 0, workers, 0.0, again=False))
-        self._run.note(f"{how}; it took no part.", [engine])
+        self._run.note(f"{how}; it took no part in training.", [engine])
 
     def drop(self, engine: int) -> None:
-        """Have an engine wait no more."""
+        """Remove an engine from those that wait."""
         for waiting in (self.away, self.recent):
             if engine in waiting:
                 waiting.remove(engine)

@@ -1,4 +1,4 @@
-"""A run whose engines are told to end by the system: they leave first, and it goes on as it can.
+"""A run whose engines are told to end by the system: they leave first, the others continue.
 
     an engine ── `ToldToEnd` ──> how it leaves
         regroup    the others go on without it, from the step under way (`healing.py`)
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Way = Literal["regroup", "alone", "at once", "together"]
 HOW: dict[Way, Purpose] = {"alone": "leave_alone", "at once": "leave_now"}
 LOOK_S = 0.05
-NO_ROOM = "No fresh engine takes its place: its host goes."
+NO_ROOM = "No new engine replaces it, because its host shuts down."
 
 
 class Execution(Protocol):
@@ -44,7 +44,7 @@ class Execution(Protocol):
     healer: Healer | None
 
     def spares(self, engine: int) -> bool:
-        """Whether the others go on without a pause when this engine is gone."""
+        """Whether the others continue without a pause when this engine is gone."""
 
 
 class Departures:
@@ -169,7 +169,7 @@ def reason_of(event: ToldToEnd) -> str:
 
 def told_words(who: str, event: ToldToEnd) -> str:
     """Tell the user that an engine is about to leave."""
-    what = "its host goes" if event.host else "it was told to end"
+    what = "its host shuts down" if event.host else "it was told to end"
     return f"{who} leaves: {what} ({reason_of(event)})."
 
 
@@ -179,8 +179,8 @@ def stopped_error(who: Sequence[str], event: ToldToEnd, step: int, folder: str) 
     return RunError(
         f"{', '.join(who)} had to leave ({reason_of(event)}), so the run stopped after "
         f"{step} steps.{saved}",
-        next_step=f"wb.resume({folder!r}) goes on from there"
+        next_step=f"continue from there: wb.resume({folder!r})"
         if folder
-        else "--checkpoint DIR keeps what is trained, and --on-failure replace or heal goes on",
+        else "--checkpoint DIR saves what is trained; --on-failure replace or heal continues",
         code="WB-RUN-149",
     )

@@ -1,4 +1,4 @@
-"""Names a hang while it lasts: who has waited for how long in what, and where the others are.
+"""Describes a hang while it lasts: which ranks wait where and how long, and the others.
 
 Engines are asked only after nothing has come from any of them for a while. A rank that its user
 has paused is no hang, nor are ranks that all compute: nobody waits for anybody then.
@@ -121,7 +121,7 @@ def diagnose(
     if len({_waits_in(workers[i]) for i in waiting}) > 1:
         return f"{waits}: they wait for each other"
     if max(waited_s[i] for i in waiting) >= ALIKE * limit_s:
-        return f"{waits}, and nobody is elsewhere: a large message, or tensors that do not match"
+        return f"{waits}, and all are in it: a large message, or tensors that do not match"
     return ""
 
 
@@ -156,7 +156,7 @@ def _elsewhere(
     for engine in others:
         groups.setdefault(place_words(places[engine]), []).append(engine)
     if ended := [i for i in ended if members[i].role == "worker"]:
-        groups.setdefault("through with the cell", []).extend(ended)
+        groups.setdefault("finished with the cell", []).extend(ended)
     parts = []
     for what, engines in groups.items():
         verb = "are" if len(engines) > 1 else "is"
@@ -167,7 +167,7 @@ def _elsewhere(
 def place_words(place: Whereabouts | None) -> str:
     """Return where an engine is: `at train.py:41 in load_batch`, `waiting in all_reduce`."""
     if place is None:
-        return f"silent: no answer in {ANSWER_S:g} s (a call into C that does not return?)"
+        return f"silent: no answer in {ANSWER_S:g} s (perhaps in a C call that does not return)"
     if place.state == "idle":
         return "idle"
     if not place.at:

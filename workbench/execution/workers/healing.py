@@ -1,4 +1,4 @@
-"""A run whose workers change while it trains: who dies or leaves is done without, others come.
+"""A run whose workers change while it trains: it continues without lost ones, others join.
 
     a worker dies ──> announce g: the others ──> they regroup, and go on          `healed`
           └── in the background: a fresh engine runs the cell up to `wb.fit` ──> ready
@@ -299,8 +299,8 @@ class Healer:
             why = why if halted_s is None else f"it {silence.halted_words(halted_s)}"
             self.failed.append(f"{self._run.called(engine)}: {why}")
             self._run.note(
-                f"A fresh engine in the place of {self._run.called(engine)} did not come to take "
-                f"part: {why}"
+                f"A new engine that should replace {self._run.called(engine)} could not join "
+                f"the run: {why}"
             )
         if outcome.status == "died" and not self._over:
             self.begin_replacing(engine)
@@ -309,7 +309,7 @@ class Healer:
     # -- who is to leave, and to come --------------------------------------------------------------
 
     def dismiss(self, engines: Sequence[int], why: str) -> None:
-        """Have members leave on purpose; returns at once.
+        """Let members leave on purpose; returns at once.
 
         They leave between two steps, as soon as all train: the others go on with the step under
         way, whose samples are divided among fewer, and an event `left` tells from which step on.
@@ -349,7 +349,7 @@ class Healer:
                 self.begin_replacing(engine)
 
     def scale(self, workers: int) -> None:
-        """Go on with so many workers; returns when it is begun, before it is done.
+        """Continue with this many workers; returns when the change has begun, before it is done.
 
         Raises:
             PlanError: More engines than the administrator allows.
@@ -559,7 +559,9 @@ class Healer:
         self._unwanted.discard(engine)
         self._tries[engine] = self._tries.get(engine, 0) + 1
         if self._tries[engine] > TRIES:
-            self._run.note(f"{TRIES} fresh engines died in one place; the others go on without.")
+            self._run.note(
+                f"{TRIES} new engines died one after another at the same rank; the rest continues."
+            )
             return
         self._awaited.add(engine)
         threading.Thread(
@@ -576,7 +578,7 @@ class Healer:
                 log.exception("No engine could take the place of engine %d", engine)
             self._failed(engine, str(error))
             if not self._over:
-                self._run.note(f"No fresh engine took the place of a dead one: {error}")
+                self._run.note(f"No new engine could replace a dead one: {error}")
 
     def _failed(self, engine: int, why: str) -> None:
         with self._lock:

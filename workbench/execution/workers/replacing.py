@@ -67,9 +67,9 @@ class Replacing(Watching):
         who = self._called(pace)
         slow = f"{pace.ratio[pace.slowest]:.1f} times as long as the others for its share"
         if engine in self._replaced or len(self._replaced) >= MOST:
-            why = "a fresh engine" if engine in self._replaced else f"the {MOST} that were replaced"
+            why = "a new engine" if engine in self._replaced else f"{MOST} replacements"
             self._over = True
-            self._run.note(f"{who} takes {slow}, also after {why}; none is replaced any more.")
+            self._run.note(f"{who} takes {slow}, even after {why}; no more workers are replaced.")
             return
         self._replaced.append(engine)
         rank = self._run.engines.index(engine)
@@ -127,10 +127,10 @@ class Replacing(Watching):
 
 
 def replaced_words(event: Replaced, who: str) -> str:
-    """Tell the user who was replaced, and why."""
+    """Return the note on the replaced worker, and why."""
     return (
         f"{who} had taken {event.ratio:.1f} times as long as the others for its share, for "
-        f"{event.slow_s:.0f} s: a fresh engine has its place from step {event.step} on."
+        f"{event.slow_s:.0f} s. A new engine replaces it from step {event.step} on."
     )
 
 

@@ -1,4 +1,4 @@
-"""More or fewer workers in a run that goes on: begun, and waited for.
+"""More or fewer workers in a running run: begin the change, and wait for it.
 
     scale(n)   fewer: those of the highest ranks leave
                more: those who had left come again, then free engines, then ones started for it
@@ -42,7 +42,7 @@ class Scaled(Protocol):
 
 
 def scale(run: Scaled, workers: int, *, wait: bool = True) -> None:
-    """Have a run go on with so many workers.
+    """Let a run continue with this many workers.
 
     Raises:
         PlanError: Its plan does not allow that.
@@ -57,7 +57,7 @@ def scale(run: Scaled, workers: int, *, wait: bool = True) -> None:
         task.over.wait(LOOK_S)
     if mender.failed or mender.target is not None:
         raise RunError(
-            f"The run has {len(mender.members)} workers, and not {workers}.",
+            f"The run has {len(mender.members)} workers instead of {workers}.",
             seen="; ".join(mender.failed) or "the run ended before",
             code="WB-RUN-147",
         )
@@ -117,7 +117,7 @@ def _batch(run: Scaled) -> int | None:
 
 
 def check_memory(workers: Sequence[EngineInfo], more: int) -> None:
-    """Raise RunError where this machine's memory does not suffice for so many more workers.
+    """Raise RunError if this machine has too little memory for this many more workers.
 
     A further one is taken to need what the largest has that no other process shares.
     """
@@ -134,7 +134,7 @@ def check_memory(workers: Sequence[EngineInfo], more: int) -> None:
             "There is too little memory for more workers.",
             seen=f"{more} more, {each / 1e6:.0f} MB each; {free / 1e6:.0f} MB are free",
             allowed=f"at most {free // each} more",
-            next_step="a smaller run.scale(n), or free some memory",
+            next_step="use a smaller run.scale(n), or free some memory",
             code="WB-RUN-151",
         )
 
@@ -143,8 +143,8 @@ def _mender(task: Task | None) -> tuple[Task, Mender]:
     """Return who decides about the workers of a run."""
     if task is None or task.mender is None:
         raise RunError(
-            "Nobody here decides about the workers of the run.",
-            seen="it is over, has not begun, or belongs to another notebook",
+            "The workers of this run cannot be changed from here.",
+            seen="it has ended, has not begun, or belongs to another notebook",
             code="WB-RUN-148",
         )
     return task, task.mender
@@ -153,9 +153,9 @@ def _mender(task: Task | None) -> tuple[Task, Mender]:
 def nobody_left(engines: Sequence[int], members: Sequence[int]) -> RunError:
     """Return what to raise where all are to leave."""
     return RunError(
-        "Workers can leave a run while others stay in it.",
+        "At least one worker must stay in the run.",
         seen=f"engines {list(engines)} of {list(members)}",
-        allowed="some of its workers, and not all",
+        allowed="some of its workers, but not all",
         next_step="run.stop() ends the run",
         code="WB-RUN-141",
     )
@@ -164,8 +164,8 @@ def nobody_left(engines: Sequence[int], members: Sequence[int]) -> RunError:
 def not_away(engine: int, members: Sequence[int]) -> RunError:
     """Return what to raise where one is to come that is there, or is none of the run's."""
     return RunError(
-        "An engine cannot be let in.",
-        seen=f"engine {engine}, of {list(members)} who take part",
+        "The engine cannot join the run.",
+        seen=f"engine {engine}; engines {list(members)} take part",
         allowed="an engine of the run that takes no part in it",
         code="WB-RUN-142",
     )
@@ -174,22 +174,22 @@ def not_away(engine: int, members: Sequence[int]) -> RunError:
 def busy(target: int | None) -> RunError:
     """Return what to raise where another number of workers is under way."""
     return RunError(
-        "The run's workers are being changed already.",
-        seen=f"{target} are on their way",
-        next_step="wait until they have come or left: run.events tells",
+        "The run's workers are already changing.",
+        seen=f"changing to {target} workers",
+        next_step="wait until they have joined or left; run.events shows it",
         code="WB-RUN-145",
     )
 
 
 def kept(why: str) -> RunError:
     """Return what to raise where training cannot go on with other workers."""
-    return RunError("This training keeps its workers.", seen=why, code="WB-RUN-146")
+    return RunError("The workers of this training cannot change.", seen=why, code="WB-RUN-146")
 
 
 def not_training(state: str) -> RunError:
     """Return what to raise where nobody trains."""
     return RunError(
-        "The workers of a run can change while it trains.",
+        "The workers of a run can change only while it trains.",
         seen=f"the run is {state}",
         code="WB-RUN-143",
     )

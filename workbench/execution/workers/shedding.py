@@ -224,7 +224,7 @@ class Shedding(Watching):
         pace = question.pace
         self._run.note(
             f"{self._called(pace)} takes {pace.ratio[pace.slowest]:.1f} times as long as the "
-            "others, but the shares of this training cannot be changed: that takes wb.fit, and "
+            "others, but the shares of this training cannot be changed: that needs wb.fit and "
             "data with a length."
         )
 
@@ -242,7 +242,7 @@ def shed_words(event: Shed, who: str, before: int) -> str:
         return f"No worker is slow any more: from step {event.step} on all shares are equal again."
     return (
         f"{who} has taken {event.ratio:.1f} times as long as the others for its {before} samples, "
-        f"for {event.slow_s:.0f} s: from step {event.step} on the batch is shared as {batch}."
+        f"for {event.slow_s:.0f} s. From step {event.step} on the batch is divided as {batch}."
     )
 
 

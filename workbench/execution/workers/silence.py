@@ -83,7 +83,7 @@ class Halted:
         return {engine: now_s - since_s for (engine, _), since_s in self._since_s.items()}
 
     def forget(self) -> None:
-        """Begin to count anew."""
+        """Start counting again."""
         self._since_s = {}
 
 
@@ -173,4 +173,4 @@ def watch(
 
 def halted_words(seconds: float) -> str:
     """Tell the user why a worker was ended."""
-    return f"was halted (SIGSTOP) for {seconds:.1f} s, and was ended"
+    return f"was halted (SIGSTOP) for {seconds:.1f} s, so it was killed"

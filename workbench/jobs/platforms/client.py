@@ -1,4 +1,4 @@
-"""What a platform of jobs is, and how its client is asked.
+"""The interface of a job platform, and how its client is called.
 
 Nothing here talks to a platform's network interface: the client that the user has installed does
 (sbatch, kubectl, ray, sky, ssh), with the user's own configuration and credentials. A call is a
@@ -122,7 +122,7 @@ class Platform(Protocol):
     envelope: str
 
     def check(self, folder: Path, resources: Resources) -> None:
-        """Look before anything is submitted.
+        """Check before anything is submitted.
 
         Raises:
             ClusterError: There is no client, or the platform has not what is asked for.
@@ -130,14 +130,14 @@ class Platform(Protocol):
         """
 
     def submit(self, folder: Path, resources: Resources) -> Ticket:
-        """Hand the job in; returns at once.
+        """Submit the job; returns at once.
 
         Raises:
             ClusterError: The platform refused it; says its words.
         """
 
     def state(self, ticket: Ticket) -> JobState:
-        """Ask how the job is.
+        """Return the job's state.
 
         Raises:
             ClusterError: The platform does not answer.
@@ -147,7 +147,7 @@ class Platform(Protocol):
         """Return the last lines of what the job printed; empty where there is nothing yet."""
 
     def cancel(self, ticket: Ticket) -> None:
-        """End the job; one that is over stays as it is."""
+        """Cancel the job; one that is over stays as it is."""
 
     def place(self, ticket: Ticket) -> str | list[str]:
         """Return what `wb.follow` takes: a folder, an address, or a command's words."""
@@ -158,11 +158,11 @@ class Platform(Protocol):
 _INSTALL = {
     "sbatch": "install Slurm's client (Debian: apt-get install slurm-client), or load its module "
     "before Jupyter is started; or copy the folder to the login node: sbatch job.sbatch",
-    "ssh": "install it (Debian: apt-get install openssh-client); or copy the folder there by hand, "
-    "and start it there: bash start.sh",
-    "ray": 'pip install "ray[default]"; or by hand where it is: ray job submit --working-dir . '
+    "ssh": "install it (Debian: apt-get install openssh-client); or copy the folder there by hand "
+    "and run  bash start.sh  there",
+    "ray": 'pip install "ray[default]"; or by hand on its machine: ray job submit --working-dir . '
     "--runtime-env ray-env.yaml -- python run_ray.py",
-    "kubectl": "install it (https://kubernetes.io/docs/tasks/tools), or by hand where it is: "
+    "kubectl": "install it (https://kubernetes.io/docs/tasks/tools), or by hand: "
     "kubectl create -f trainjob.yaml",
     "sky": 'pip install "skypilot[...]" for your cloud; or by hand where it is: '
     "sky launch sky.yaml",
@@ -224,7 +224,7 @@ def say(
                 raise
             raise ClusterError(
                 f"{program} does not answer.",
-                seen=f"{shlex.join(command[:3])} said nothing for {limit_s:g} s",
+                seen=f"{shlex.join(command[:3])} printed nothing for {limit_s:g} s",
                 next_step=f"try it in a terminal: {shlex.join(command)[:200]}; a job that was "
                 "being submitted may be there",
                 code="WB-CLUSTER-083",
@@ -282,7 +282,7 @@ def checked_id(job: str, said: str) -> str:
     if JOB_ID.fullmatch(job):
         return job
     raise ClusterError(
-        "The platform took the job, but did not say how it is called.",
+        "The platform accepted the job but did not report its name.",
         seen=said.strip() or "nothing",
         next_step="look for the job in the platform's own list",
         code="WB-CLUSTER-090",
@@ -300,10 +300,10 @@ def needed(folder: Path, name: str, on: str) -> Path:
     """
     if not (folder / name).is_file():
         raise PlanError(
-            f"The job folder has no {name}, which {on} needs.",
+            f"The job folder lacks {name}, which {on} needs.",
             seen=str(folder),
             allowed=", ".join(sorted(one.name for one in folder.glob("*") if one.is_file())),
-            next_step=f"wb.submit(plan, on={on!r}) writes a folder that has it",
+            next_step=f"write a folder that has it: wb.submit(plan, on={on!r})",
             code="WB-PLAN-241",
         )
     return folder / name

@@ -51,16 +51,16 @@ class Ray:
         needed(folder, "run_ray.py", self.name)
         needed(folder, "ray-env.yaml", self.name)
         must(self._words(self.address, "list"), "Ray's cluster does not answer.",
-             "address='http://HEAD:8265', or RAY_ADDRESS; `ray start --head` is one")  # fmt: skip
+             "set address='http://HEAD:8265' or RAY_ADDRESS (`ray start --head`)")  # fmt: skip
 
     def submit(self, folder: Path, resources: Resources) -> Ticket:
-        """Hand it in under a name of ours."""
+        """Submit it under a name of Workbench's."""
         folder = folder.resolve()
         job = f"wb-{legal_name(read_job(folder).name)}-{secrets.token_hex(3)}"
         options = ["--no-wait", "--submission-id", job, "--working-dir", str(folder),
                    "--runtime-env", str(folder / "ray-env.yaml")]  # fmt: skip
         must([*self._words(self.address, "submit"), *options, "--", "python", "run_ray.py"],
-             "Ray refused the job.", "ray job list shows what is there", cwd=folder,
+             "Ray refused the job.", "run `ray job list` to see the jobs", cwd=folder,
              timeout_s=COPY_S)  # fmt: skip
         return Ticket(self.name, job, str(folder), time.time(), {"address": self.address})
 
@@ -113,7 +113,7 @@ def _lost(platform: str, said: Said, *, gone: bool = False) -> JobState:
     if gone:
         return JobState("unknown", said.words.splitlines()[-1], gone=True)
     raise ClusterError(
-        f"{platform} does not say how the job is.",
+        f"{platform} does not report the job's state.",
         seen=said.words,
         next_step="try its client in a terminal",
         code="WB-CLUSTER-093",
@@ -135,7 +135,7 @@ class Kubernetes:
     context: str = ""
 
     def check(self, folder: Path, resources: Resources) -> None:
-        """Have the cluster look at the objects without making them."""
+        """Let the cluster validate the objects without creating them."""
         read_job(folder)
         needed(folder, "trainjob.yaml", self.name)
         self._create(folder, resources.namespace, "--dry-run=server")
@@ -145,8 +145,8 @@ class Kubernetes:
             [*_kubectl(self.context, namespace), "create", "-f", "trainjob.yaml", "-o", "name",
              *more],
             "Kubernetes refused the job.",
-            "where one of that name is there already: kubectl delete -f trainjob.yaml ends it, or "
-            "name=... gives this one another; no TrainJob: Kubeflow Trainer is not installed there",
+            "if a job of that name exists: kubectl delete -f trainjob.yaml ends it, or "
+            "name=... renames this one; if TrainJob is unknown: install Kubeflow Trainer there",
             cwd=folder,
         )  # fmt: skip
 
@@ -256,7 +256,11 @@ class SkyPilot:
         """Whether its client is there; what a cloud has, it looks up itself."""
         read_job(folder)
         needed(folder, "sky.yaml", self.name)
-        must(["sky", "--version"], "SkyPilot's client does not work.", "sky check in a terminal")
+        must(
+            ["sky", "--version"],
+            "SkyPilot's client does not work.",
+            "run `sky check` in a terminal",
+        )
 
     def submit(self, folder: Path, resources: Resources) -> Ticket:
         """Ask for it; machines come later."""
@@ -264,7 +268,7 @@ class SkyPilot:
         job = f"wb-{legal_name(read_job(folder).name)[:20]}-{secrets.token_hex(3)}"
         secret = [word for name in resources.secrets for word in ("--secret", name)]
         must(["sky", "launch", "-y", "-d", "--async", "-c", job, *secret, "sky.yaml"],
-             "SkyPilot refused the job.", "sky check shows which clouds work", cwd=folder,
+             "SkyPilot refused the job.", "run `sky check` to see which clouds work", cwd=folder,
              timeout_s=COPY_S)  # fmt: skip
         return Ticket(self.name, job, str(folder), time.time())
 
@@ -301,9 +305,9 @@ class SkyPilot:
         return last_lines(self._log(ticket, max(2000, 10 * last)), last)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Take its cluster down, so that nothing is paid for."""
-        must(["sky", "down", "-y", "--async", ticket.id], "SkyPilot did not take it down.",
-             f"sky down {ticket.id} in a terminal: it may cost money")  # fmt: skip
+        """Stop its cluster, so that it costs no more."""
+        must(["sky", "down", "-y", "--async", ticket.id], "SkyPilot did not stop the cluster.",
+             f"run `sky down {ticket.id}` in a terminal: it may cost money")  # fmt: skip
 
     def place(self, ticket: Ticket) -> list[str]:
         """Its log, line by line."""

@@ -101,10 +101,10 @@ class Local:
             )
         if resources.gpus_per_node > (found := len(discover())):
             raise ClusterError(
-                "This machine has not so many GPUs.",
+                "This machine does not have that many GPUs.",
                 seen=f"gpus_per_node={resources.gpus_per_node}",
                 allowed=f"up to {found}",
-                next_step="another platform, or gpus_per_node=0",
+                next_step="use another platform, or gpus_per_node=0",
                 code="WB-CLUSTER-095",
             )
 
@@ -116,7 +116,7 @@ class Local:
         keeper = [sys.executable, "-I", "-S", "-c", _KEEPER, str(folder / "job.log"),
                   str(folder / "job.exit"), *command]  # fmt: skip
         before = runs_before(folder)
-        pid = must(keeper, "The job could not be started.", "look at the folder", cwd=folder)
+        pid = must(keeper, "The job could not be started.", "check the folder", cwd=folder)
         began = time.time()
         with contextlib.suppress(psutil.Error):  # it may be over
             began = psutil.Process(int(pid)).create_time()
@@ -262,7 +262,7 @@ class Slurm:
         if kinds and sum(one.nodes for one in fit) < resources.nodes:
             time_words = f", {resources.time_s:g} s" if resources.time_s else ""
             raise ClusterError(
-                f"Partition {wanted} does not have that.",
+                f"Partition {wanted} cannot provide that.",
                 seen=f"{resources.nodes} nodes with {cpus or 1} CPUs and "
                 f"{resources.gpus_per_node} GPUs each{time_words}",
                 allowed="; ".join(one.words for one in kinds),
@@ -272,7 +272,7 @@ class Slurm:
             )
         must(
             ["sbatch", "--test-only", "job.sbatch"], "Slurm would refuse the job.",
-            "sinfo shows partitions and their limits", cwd=folder,
+            "run sinfo for the partitions and their limits", cwd=folder,
         )  # fmt: skip
 
     def _partitions(self) -> tuple[dict[str, list[_Nodes]], str]:
@@ -281,7 +281,7 @@ class Slurm:
         default = ""
         said = must(
             ["sinfo", "--noheader", "--format=%P|%D|%c|%G|%l"], "Slurm does not answer.",
-            "sinfo in a terminal must work",
+            "make sinfo work in a terminal",
         )  # fmt: skip
         for line in said.splitlines():
             name, nodes, cpus, gres, limit = ([*line.split("|"), "", "", "", ""])[:5]
@@ -299,7 +299,7 @@ class Slurm:
         venv = ["--venv", self.venv] if self.venv else []
         said = must(
             ["sbatch", "--parsable", "job.sbatch", *venv], "Slurm refused the job.",
-            "sinfo shows partitions and their limits", cwd=folder,
+            "run sinfo for the partitions and their limits", cwd=folder,
         )  # fmt: skip
         job = said.strip().splitlines()[-1].partition(";")[0] if said.strip() else ""
         return Ticket(
@@ -315,7 +315,7 @@ class Slurm:
             raise ClusterError(
                 "Slurm does not answer.",
                 seen=said.words,
-                next_step="squeue in a terminal must work",
+                next_step="make squeue work in a terminal",
                 code="WB-CLUSTER-088",
             )
         if not word:
@@ -370,7 +370,7 @@ class Slurm:
             raise ClusterError(
                 "Slurm did not cancel the job.",
                 seen=said.words,
-                next_step=f"scancel {ticket.id} in a terminal",
+                next_step=f"run  scancel {ticket.id}  in a terminal",
                 code="WB-CLUSTER-089",
             )
 
@@ -484,9 +484,9 @@ def _far(host: str, script: str, **options: Any) -> Said:
     said = say(["ssh", *SSH_OPTIONS, "--", host, command], **options)
     if said.code == 255:  # by which ssh says that it was itself what failed
         raise ClusterError(
-            f"There is no connection to {host} by ssh.",
+            f"There is no ssh connection to {host}.",
             seen=said.words,
-            next_step=f"`ssh {host} true` in a terminal must work without a password",
+            next_step=f"make `ssh {host} true` work in a terminal without a password",
             code="WB-CLUSTER-091",
         )
     return said
@@ -521,7 +521,7 @@ class Ssh:
         needed(folder, "start.sh", self.name)
         if not resources.hosts:
             raise PlanError(
-                "ssh must be told where to.",
+                "on='ssh' needs the host.",
                 seen="no host",
                 next_step='hosts=["user@node1"]',
                 code="WB-PLAN-242",
