@@ -65,7 +65,7 @@ def test_two_strategies_over_three_seeds_become_two_cells(notebook, tmp_path):
         "() => { window.jupyterapp.shell.currentWidget.context.model.sharedModel.insertCell = 0; }"
     )
     press(book, "To a cell")
-    text = book.page.get_by_label("The cells that ask for what is picked")
+    text = book.page.get_by_label("Cells for the selection")
     text.wait_for()
     assert "%%distributed local_sgd -n 2 --seeds 3" in text.input_value()
     book.page.get_by_text("into a new cell").wait_for()
