@@ -148,7 +148,7 @@ def test_one_of_several_that_cannot_be_is_said_before_anything_begins(panel):
     do(panel, "strategies.common", name="batch_size", value="")
     do(panel, "strategies.common", name="workers", value=",".join(map(str, range(1, 14))))
     do(panel, "strategies.common", name="seeds", value="10")
-    assert "may not ask for so many runs" in cards(panel)["mirrored"]["problem"]
+    assert "cannot start this many runs" in cards(panel)["mirrored"]["problem"]
     with pytest.raises(PlanError, match="WB-PLAN-273"):
         panel.choice.plans(panel.session)
 
@@ -161,7 +161,7 @@ def test_many_strategies_together_ask_for_no_more_runs_than_a_line(panel, starte
     do(panel, "strategies.common", name="seeds", value="10")
     assert said(panel)["ready"]
     do(panel, "strategies.toggle", strategy="gossip")
-    assert "may not ask for so many runs" in said(panel)["problem"]
+    assert "cannot start this many runs" in said(panel)["problem"]
     panel.session.cluster = cluster
     with pytest.raises(PlanError, match="WB-PLAN-273"):
         panel.choice.plans(panel.session)
