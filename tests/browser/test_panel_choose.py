@@ -88,7 +88,7 @@ def test_what_is_wrong_is_said_where_it_was_typed(notebook, tmp_path):
     book.page.get_by_label("Faults to begin with").fill("")
     card(book, "mirrored").get_by_text("smaller than the number of workers").wait_for()
     book.page.get_by_label("Batch size").fill("")
-    summary(book, "No engine runs yet")
+    summary(book, "No engine is running yet")
 
 
 def test_a_function_brings_its_parameters_and_greys_what_it_cannot_use(notebook, tmp_path):

@@ -110,7 +110,9 @@ def test_several_numbers_of_workers_are_a_plan_each_and_one_device_is_one(panel)
     do(panel, "strategies.common", name="workers", value="1, 2,4")
     assert said(panel)["ready"], said(panel)["problem"]
     assert said(panel)["common"]["workers"]["value"] == "1,2,4"
-    assert said(panel)["common"]["workers"]["hint"] == "starts 2 more than the 2 there are"
+    assert (
+        said(panel)["common"]["workers"]["hint"] == "starts 2 more engines, besides the 2 running"
+    )
     assert said(panel)["summary"] == (
         "4 runs of digits_mlp: mirrored, then one_device, on 1, 2, 4 workers"
     )
@@ -349,4 +351,4 @@ def test_without_a_cluster_the_engines_field_says_how_many_workers_there_will_be
     panel.session.cluster = None
     panel.choice.engines = 4
     assert "on 4 workers" in panel.wire()["strategies"]["summary"]
-    assert panel.wire()["strategies"]["note"] == "No engine runs yet: Run starts 4."
+    assert panel.wire()["strategies"]["note"] == "No engine is running yet. Run starts 4."

@@ -106,10 +106,10 @@ def job_line(folder: Path) -> str:
     nodes = 2 if processes % 2 == 0 else 1
     return (
         f"Written to {name}. Start it there:\n    {start}\n"
-        f"or hand it to a platform from here:\n    "
+        f"or submit it to a platform from here:\n    "
         f"wb.submit({name!r}, on='slurm', nodes={nodes})\n"
-        + ("Nobody records it: it does without Workbench." if known.plain else
-           f"Wherever it runs, see it here:\n    wb.follow({name!r})")
+        + ("It is not recorded because it runs without Workbench." if known.plain else
+           f"Follow it from here, wherever it runs:\n    wb.follow({name!r})")
     )  # fmt: skip
 
 
@@ -155,10 +155,10 @@ def submit(
     elif rest or folder:
         rest |= {"folder": folder} if folder else {}
         raise PlanError(
-            "The folder says what is trained; these arguments would change nothing.",
+            "These arguments have no effect because the folder already defines the job.",
             seen=", ".join(rest),
             allowed="resources: " + ", ".join(sorted(_RESOURCES)),
-            next_step="write the folder anew with them: wb.job(...)",
+            next_step="write the folder again with them: wb.job(...)",
             code="WB-PLAN-198",
         )
     named = read_job(path).plan.name or (path.resolve().name if folder or path == given else "")
@@ -171,14 +171,14 @@ def submit(
     handed = jobs.submit(path, on, resources, name=named, **given_options)
     if follow and read_job(path).plain:
         sys.stdout.write(
-            "Nobody records it, so there is nothing to follow: "
+            "The job is not recorded, so it cannot be followed: "
             f"wb.jobs[{handed.name!r}] has its state and its logs.\n"
         )
     elif follow:
         try:
             _show_when_begun(handed, plot)
         except KeyboardInterrupt:
-            sys.stdout.write(f"The job goes on: wb.jobs[{handed.name!r}].follow() shows it.\n")
+            sys.stdout.write(f"The job continues: wb.jobs[{handed.name!r}].follow() shows it.\n")
     return handed
 
 
@@ -331,7 +331,7 @@ def _show_when_begun(handed: Submitted, plot: str = "auto") -> FollowedJob:
             f"Job {handed.name} failed before its run began.",
             seen=str(handed.look().reason or error.seen),
             allowed=f"its output ends:\n{handed.logs(20)}",
-            next_step="mend it and submit it again",
+            next_step="fix it and submit it again",
             code="WB-RUN-107",
         ) from error
     _show(run, plot)
@@ -370,7 +370,7 @@ def _planned(
     if isinstance(what, (Plan, Run)):
         if asked or strategy:
             raise PlanError(
-                "A run or a plan says itself how it is trained.",
+                "A run or a plan already defines how it is trained.",
                 seen=", ".join([*(["strategy"] if strategy else []), *asked]),
                 allowed="resources: " + ", ".join(sorted(_RESOURCES)),
                 next_step="give the source of the cell, or a function, with strategy=...",
@@ -381,7 +381,7 @@ def _planned(
         return _planned(registry.runs[what], strategy, args, asked)
     if not strategy:
         raise PlanError(
-            "Which strategy is the job to train under?",
+            "The job has no strategy.",
             seen=what if isinstance(what, str) else getattr(what, "__name__", type(what).__name__),
             allowed="a run, a plan, or a source with strategy='mirrored'",
             next_step="wb.job(source, folder, strategy='mirrored', workers=2)",

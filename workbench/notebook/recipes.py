@@ -40,7 +40,7 @@ class Recipes(Mapping[str, Recipe]):
         known = self._functions.get(made.name)
         if known is not None and known[1] != owner:
             raise PlanError(
-                "Another function is registered under that name.",
+                "Another function is already registered under this name.",
                 seen=made.name,
                 allowed=f"a name that {known[0].function}() does not have",
                 next_step=f"@wb.recipe(name=...), or wb.recipes.forget({made.name!r}) first",

@@ -154,8 +154,7 @@ class RunView:
             log.exception("The view of run %r failed", self.run.name)
             self._view = NoView()
             self.run.note(
-                f"The run's view failed, and the run goes on without: {type(error).__name__}: "
-                f"{error}"
+                f"The run's view failed, but the run continues: {type(error).__name__}: {error}"
             )
             return False
         return True
@@ -193,7 +192,7 @@ class RunView:
             raise RunError(
                 f"Interrupted: run {self.run.name!r} was stopped after "
                 f"{self.run.history.totals.steps} steps.",
-                next_step="its history is kept in wb.runs",
+                next_step="see its history in wb.runs",
                 code="WB-RUN-088",
             ) from None
         except RunError as error:
@@ -287,10 +286,8 @@ def show_attached(cluster: ClusterAccess) -> Run | None:
 def kept_words(keeping: Keeping) -> str:
     """Say how a kept cluster is found again, and when it ends."""
     name, idle_s = keeping.id, keeping.idle_timeout_s
-    end = (
-        f"when nothing ran for {idle_words(idle_s)}" if math.isfinite(idle_s) else "never by itself"
-    )
+    end = f"when idle for {idle_words(idle_s)}" if math.isfinite(idle_s) else "never by itself"
     return (
-        f"kept as {name}: %cluster attach {name} finds it again, also in another notebook;\n"
+        f"kept as {name}: %cluster attach {name} opens it again, also in another notebook;\n"
         f"it ends with %cluster stop, with workbench stop {name}, or {end}"
     )

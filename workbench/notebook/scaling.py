@@ -220,7 +220,7 @@ def _predicted(curve: Curve, counts: Iterable[int], runs: Mapping[str, RunData])
     several = [point for point in curve.known if point.workers > 1]
     base = next((found for point in several[:1] for found in _runs_of(point, runs)), None)
     if base is None:
-        return Predicted("", 0, why_not="No run with two or more workers is at hand.")
+        return Predicted("", 0, why_not="There is no run with two or more workers.")
     point = several[0]
     wanted = [count for count in counts if count > point.workers and _fits(curve, point, count)]
     if not wanted:

@@ -156,7 +156,7 @@ class Choice:
         """Raise PlanError where nothing is picked, or a field that matters is wrong."""
         if not self.picks[framework]:
             raise PlanError(
-                "No strategy is picked.", next_step="pick one of the cards", code="WB-PLAN-063"
+                "No strategy is selected.", next_step="select one of the cards", code="WB-PLAN-063"
             )
         for name, wrong in self.wrong.items():
             owner, _, rest = name.partition(".")

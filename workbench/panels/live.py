@@ -118,7 +118,9 @@ class LivePart(Part):
     def _going_on(self) -> Run:
         run = self.run()
         if run is None or run.is_over:
-            raise RunError("No run is going on.", next_step="start one: Run", code="WB-RUN-056")
+            raise RunError(
+                "No run is active.", next_step="press Run to start one", code="WB-RUN-056"
+            )
         return run
 
 
@@ -183,7 +185,9 @@ class TeachingPart(Part):
         run = self._live().run()
         if run is None:
             raise RunError(
-                "There is no run to look at yet.", next_step="start one: Run", code="WB-RUN-057"
+                "There is no run to show yet.",
+                next_step="press Run to start one",
+                code="WB-RUN-057",
             )
         return run
 
@@ -288,7 +292,7 @@ class FaultsPart(Part):
         run = self._live().run()
         if run is None or run.is_over:
             raise RunError(
-                "Faults are for a run that goes on.", next_step="start one: Run", code="WB-RUN-054"
+                "Faults need an active run.", next_step="press Run to start one", code="WB-RUN-054"
             )
         return run
 

@@ -105,11 +105,14 @@ class ScalingPart(Part):
         """Return scaling as a file: its name, type and bytes in base64."""
         if kind not in KINDS:
             raise PlanError(
-                "There is no such form.", seen=kind, allowed=", ".join(KINDS), code="WB-PLAN-283"
+                "This export format does not exist.",
+                seen=kind,
+                allowed=", ".join(KINDS),
+                code="WB-PLAN-283",
             )
         if self._scaled is None:
             raise RunError(
-                "There is no scaling to save yet.",
+                "There are no scaling results to save yet.",
                 next_step="run one recipe with several numbers of workers",
                 code="WB-RUN-130",
             )

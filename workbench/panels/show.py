@@ -80,7 +80,7 @@ class PanelView:
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         bundle = self.widget._repr_mimebundle_()
         found = dict(bundle[0] if isinstance(bundle, tuple) else bundle or {})
-        found["text/plain"] = "The panel of Workbench. Run wb.panel() again to use it."
+        found["text/plain"] = "This is the Workbench panel. Run wb.panel() again to use it."
         return found
 
     def __repr__(self) -> str:
@@ -113,7 +113,7 @@ def panel() -> PanelView:
         raise PlanError(
             "The panel needs a notebook.",
             seen="no Jupyter kernel",
-            next_step="jupyter lab, or wb.Cluster(...).run(...) and wb.compare(...) in scripts",
+            next_step="use jupyter lab, or in scripts wb.Cluster(...).run(...) and wb.compare(...)",
             code="WB-PLAN-076",
         )
     pump = shared()

@@ -307,7 +307,9 @@ class Cluster:
         except KeyboardInterrupt:
             # Once it is under way, its engines are told to end by who hears of this.
             if run.task is None:
-                run.finish(RunError("Interrupted before it began.", code="WB-RUN-063"))
+                run.finish(
+                    RunError("The run was interrupted before it started.", code="WB-RUN-063")
+                )
             raise
         except BaseException as error:
             run.finish(
@@ -574,7 +576,7 @@ class Cluster:
             return
         what = f"run {busy.name!r}" if isinstance(busy, Run) else "a cell"
         raise BusyError(
-            f"Another one is going on: {what}.",
+            f"The cluster is busy with {what}.",
             next_step="wait for it (run.wait()), or stop it (run.stop())"
             if isinstance(busy, Run)
             else "wait for it, or interrupt it",

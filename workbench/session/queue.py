@@ -75,7 +75,7 @@ class Queue:
         with self._lock:
             if self._closed:
                 raise ClusterError(
-                    f"The queue takes no plans: {CLOSED}.",
+                    f"The queue accepts no more plans because {CLOSED}.",
                     next_step="start another",
                     code="WB-CLUSTER-041",
                 )
@@ -163,7 +163,7 @@ class Queue:
         end = None if timeout is None else time.monotonic() + timeout
         while not self._idle.wait(0.1):  # short, so that an interrupt is noticed
             if end is not None and time.monotonic() > end:
-                raise TimeoutError(f"the queue is still at work after {timeout} s: {self!r}")
+                raise TimeoutError(f"the queue is still running after {timeout} s: {self!r}")
         return self
 
     def listen(self, listener: Callable[[Queue], object]) -> Callable[[], None]:
@@ -265,7 +265,7 @@ class Queue:
             if mine and all(item.state == "failed" for item in mine) and mine[0].error is not None:
                 raise mine[0].error
         except BaseException:
-            self._give_up("one before it failed", mine)
+            self._give_up("an earlier run failed", mine)
             raise
         finally:
             if self._worker is threading.current_thread():
@@ -278,7 +278,7 @@ class Queue:
         with self._lock:
             if self._worker is not None:
                 raise RunError(
-                    "The cluster's queue is at work.",
+                    "The cluster's queue is running.",
                     seen=f"{len(self._line.waiting)} plans wait",
                     next_step="queue.wait(), or queue.stop_all()",
                     code="WB-RUN-081",

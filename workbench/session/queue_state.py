@@ -150,7 +150,7 @@ def _scale(seen: Units, wanted: Units) -> float | None:
 
 State: TypeAlias = Literal["waiting", "running", "finished", "stopped", "failed"]
 Outcome: TypeAlias = Literal["finished", "stopped", "failed"]
-TAKEN_OUT = "it was taken out"
+TAKEN_OUT = "it was removed from the queue"
 
 
 @dataclass
@@ -250,10 +250,10 @@ class QueueState:
         item = self.item(number)
         if item.state != "waiting":
             raise PlanError(
-                f"{item.name} does not wait any more.",
+                f"{item.name} is not waiting any more.",
                 seen=item.state,
                 allowed="a plan that waits",
-                next_step="queue.stop() ends the one that runs"
+                next_step="call queue.stop() to end the current run"
                 if item.state == "running"
                 else None,
                 code="WB-PLAN-109",
@@ -271,7 +271,7 @@ class QueueState:
                 return item
         known = ", ".join(str(item.number) for item in self.items) or "the queue is empty"
         raise PlanError(
-            "There is no such plan in the queue.", seen=number, allowed=known, code="WB-PLAN-110"
+            "This plan is not in the queue.", seen=number, allowed=known, code="WB-PLAN-110"
         )
 
     # -- what happens ------------------------------------------------------------------------------

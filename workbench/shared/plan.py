@@ -445,8 +445,8 @@ def _check_on_failure(
         if settings[name] == value:
             raise PlanError(
                 f"{entry.name} cannot continue without a restart when a worker dies and its "
-                f"servers keep to one order of pushes ({name}={value}): one of them may have counted "
-                "a push that the others never get.",
+                f"servers keep to one order of pushes ({name}={value}): one of them may have "
+                "counted a push that the others never get.",
                 seen=f"--on-failure heal, {name}={value}",
                 allowed=f"heal without {name}={value}; stop, or replace with --checkpoint DIR",
                 next_step=f"leave out -o {name}={value}",

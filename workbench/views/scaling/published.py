@@ -68,7 +68,7 @@ def chosen(asked: bool | str | Sequence[str]) -> tuple[Published, ...]:
     for key in wanted:
         if not isinstance(key, str):
             raise PlanError(
-                "Published curves are named by their keys.",
+                "This is not the key of a published curve.",
                 seen=key,
                 allowed=", ".join(known),
                 code="WB-PLAN-280",
@@ -94,5 +94,5 @@ def published_table(shown: Sequence[Published]) -> Table:
         for one in shown
     ]
     return Table(columns, rows, "Published scaling", [
-        "Other models on other machines: what is usual, not what is right here."
+        "These are other models on other machines. They show what is usual elsewhere."
     ])  # fmt: skip
