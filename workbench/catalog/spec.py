@@ -61,14 +61,14 @@ class Option:
             value = self._convert(text)
         except (ValueError, KeyError):
             raise PlanError(
-                f"Option {self.name} was not understood.",
+                f"Option {self.name} is not valid.",
                 seen=text,
                 allowed=self.allowed,
                 code="WB-PLAN-002",
             ) from None
         if self.pattern and not re.fullmatch(self.pattern, str(value)):
             raise PlanError(
-                f"Option {self.name} was not understood.",
+                f"Option {self.name} is not valid.",
                 seen=text,
                 allowed=self.allowed,
                 code="WB-PLAN-003",
@@ -82,7 +82,7 @@ class Option:
             nearest = low if low is not None and value < low else high
             raise PlanError(
                 f"Option {self.name} is out of range.", seen=value, allowed=self.allowed,
-                next_step=f"-o {self.name}={nearest:g}, or leave it out",
+                next_step=f"-o {self.name}={nearest:g}, or remove it",
                 code="WB-PLAN-004",
             )  # fmt: skip
         return value
@@ -297,7 +297,7 @@ class Strategy:
         elsewhere = [e.name for e in others if any(o.name == name for o in e.options)]
         if elsewhere:
             raise PlanError(
-                f"Strategy {self.name} has no option {name}: that is one of "
+                f"Strategy {self.name} has no option {name}. It is an option of "
                 f"{', '.join(dict.fromkeys(elsewhere))}.",
                 seen=name,
                 allowed=", ".join(option.name for option in self.options) or "no options",
@@ -325,9 +325,9 @@ class Strategy:
         for pair in self.excludes:
             if all(values[name] != self.option(name).default for name in pair):
                 raise PlanError(
-                    f"Options {pair[0]} and {pair[1]} of {self.name} exclude each other.",
+                    f"Options {pair[0]} and {pair[1]} of {self.name} cannot be combined.",
                     seen=", ".join(f"{name}={values[name]}" for name in pair),
-                    next_step="leave one of them out",
+                    next_step="remove one of them",
                     code="WB-PLAN-007",
                 )
         for option in self.options:
@@ -336,10 +336,10 @@ class Strategy:
             other, needed = option.only_with
             if values[other] != needed:
                 raise PlanError(
-                    f"Option {option.name} of {self.name} has a meaning only with "
+                    f"Option {option.name} of {self.name} has an effect only with "
                     f"{other}={needed}.",
                     seen=f"{option.name}={values[option.name]}, {other}={values[other]}",
-                    next_step=f"-o {other}={needed}, or leave {option.name} out",
+                    next_step=f"-o {other}={needed}, or remove {option.name}",
                     code="WB-PLAN-318",
                 )
         return values

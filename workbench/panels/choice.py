@@ -223,7 +223,10 @@ class Choice:
                 _whole(text, least=1, most=None)
             elif text and name == "on_failure" and text not in ON_FAILURE:
                 raise PlanError(
-                    "Not possible.", seen=text, allowed=", ".join(ON_FAILURE), code="WB-PLAN-065"
+                    "This value is not valid.",
+                    seen=text,
+                    allowed=", ".join(ON_FAILURE),
+                    code="WB-PLAN-065",
                 )
             elif name == "log":
                 parse_targets(text.split())
@@ -324,5 +327,8 @@ def _whole(text: str, *, least: int, most: int | None, several: bool = False) ->
     limits = f"from {least} to {most}" if most is not None else f"{least} or more"
     more = "; or several: 1,2,4" if several else ""
     raise PlanError(
-        "Not possible.", seen=text, allowed=f"a whole number, {limits}{more}", code="WB-PLAN-067"
+        "This value is not valid.",
+        seen=text,
+        allowed=f"a whole number, {limits}{more}",
+        code="WB-PLAN-067",
     )

@@ -109,7 +109,7 @@ def blame(history: Stored, first: int | None = None, last: int | None = None) ->
         return Blame(_masked(totals.blame_s, known), totals.rows.copy(), worst=worst)
     if first is not None and last is not None and last < first:
         raise PlanError(
-            "The last step is before the first.", seen=f"first={first}, last={last}",
+            "last must not be before first.", seen=f"first={first}, last={last}",
             allowed="last at least as large as first, both included",
             code="WB-PLAN-041",
         )  # fmt: skip

@@ -134,7 +134,7 @@ def _rows(
     if not len(rows):
         every = f", every {history.stride}th" if history.stride > 1 else ""
         raise RunError(
-            "That step is not in the history.", seen=f"step={step}",
+            "This step is not in the history.", seen=f"step={step}",
             allowed=f"{steps[0]} to {steps[-1]}{every}",
             code="WB-RUN-044",
         )  # fmt: skip
