@@ -161,12 +161,12 @@ class Strategy:
         copies_option: Name of the option that says how many servers hold each part.
         sync_option: Name of the option that makes an asynchronous strategy synchronous.
         excludes: Pairs of options of which only one may differ from its default.
-        links: Whether it has links of its own, on which bandwidth and latency can be simulated.
+        links: Whether it has its own links, on which bandwidth and latency can be simulated.
         one_engine: Whether one engine runs the cell, whatever the number of replicas.
-        remote_workers: Whether that engine only hands out work: each worker is a further engine.
+        remote_workers: Whether that engine only gives out work, and each worker is another engine.
         replicated: Whether each worker holds all of the model and of the optimizer's state between
             steps, so that a run goes on from what a survivor has.
-        heals: Whether a training of `wb.fit` goes on without a restart when a worker dies, with
+        heals: Whether a training of `wb.fit` continues without a restart when a worker dies, with
             nothing done again and nothing lost but what `dies_with` says, and with a fresh worker
             as soon as there is one.
         sheds: Whether a worker that is slow for long can have a smaller share of each batch: shares
@@ -185,7 +185,7 @@ class Strategy:
             `weights` and gradients, while servers hold the state; or its `part` of everything.
         fills: Whether it gives a model without memory (device `meta`) its weights, each worker its
             part of them; one given as a function is built for real by rank 0 alone.
-        loses: What is lost at most when a run goes on from its last checkpoint.
+        loses: The maximum loss when a run continues from its last checkpoint.
         rules: `package.module:function` of (options, workers, batch size or None), pure: raises
             PlanError where options do not fit each other, before an engine is touched.
         messages: `package.module:function` of a `messages.Layout`, pure: what a step sends to whom.

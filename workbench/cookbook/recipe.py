@@ -255,7 +255,7 @@ def recipe_of(function: Callable[..., Any], name: str = "", summary: str = "") -
         summary: By default the first line of its docstring.
 
     Raises:
-        PlanError: It is no function, its source cannot be read or uses names of an enclosing
+        PlanError: It is not a function, its source cannot be read or uses names of an enclosing
             function, or an argument has no default.
     """
     if not inspect.isfunction(function):

@@ -24,7 +24,7 @@ def check_counts(recipe: str, parameters: Mapping[str, Any], names: Iterable[str
 
 
 def check_rate(recipe: str, value: Any) -> None:
-    """Raise PlanError where a learning rate is no positive number."""
+    """Raise PlanError if a learning rate is not a positive number."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
         raise PlanError(

@@ -277,7 +277,7 @@ def synthetic(
         Pairs of x, float32 of shape `shape`, and y, int64 in 0..classes-1.
 
     Raises:
-        DataError: A size is no whole number of at least 1.
+        DataError: A size is not a whole number of at least 1.
     """
     sizes = tuple(_count("shape", size) for size in shape)
     made = Synthetic(_count("samples", samples), sizes, _count("classes", classes), seed)
@@ -306,7 +306,7 @@ def ratings(
         split: `train` or `test`: other ratings, of the same users and items.
         rows: How many users there are, and how many items.
         samples: Ratings to train with; to test there are a tenth as many, at least 1.
-        noise: Standard deviation of what nobody can know.
+        noise: Standard deviation of the random part.
         seed: Another seed gives other users and items.
         arrays: Return `(x, y)` as NumPy arrays, all in memory.
 

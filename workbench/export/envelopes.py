@@ -84,7 +84,7 @@ class Resources:
         gpus_per_node: GPUs of each; 0: none.
         cpus_per_worker: CPUs for each process; 0: what the platform gives.
         memory: Of each node: `16G`, `16Gi`, `512M`; empty: what the platform gives.
-        time_s: After so long the job is ended; None: as the platform permits.
+        time_s: Time limit of the job in seconds; None: the platform's limit.
         partition, account, qos: Slurm's.
         image: Container image.
         installed: Whether the image has all packages, so that nothing is installed there.

@@ -3,7 +3,7 @@
     train.py           the cell as a file
     run.json           the plan, and what makes the run equal to the notebook's: seed, pins
     requirements.txt   exact versions, and Workbench itself, which travels as a wheel in the folder
-    README.md          how to start, watch, stop and go on
+    README.md          how to start, watch, stop and continue
     runs/<n>/          made when it runs
 
 A folder says nothing of the machine and the user that it was written by: paths in it are relative,
@@ -190,11 +190,11 @@ def write_job(
 ) -> Path:
     """Write a job folder, the whole of it or nothing; return its path.
 
-    A job folder that is there is written anew. What is not ours stays: its runs, its checkpoints,
+    An existing job folder is written again. Other files stay: its runs, its checkpoints,
     files that were put there, and envelopes that do not hold the cell themselves.
 
     Args:
-        plain: Write a script that does without Workbench; nobody records it.
+        plain: Write a script that does not use Workbench; it is not recorded.
         files: What the cell reads, by paths from the present folder; they are put beside train.py
             under the same relative paths, others under their names alone.
         initial: The folder of the run that the plan starts from.
@@ -542,7 +542,7 @@ def read_job(folder: Path) -> JobFolder:
     """Return what a job folder describes; nothing in it is run.
 
     Raises:
-        PlanError: It is no job folder, its run.json is damaged, or of a newer version.
+        PlanError: It is not a job folder, its run.json is damaged, or of a newer version.
     """
     path = folder.expanduser().absolute()
     try:

@@ -33,7 +33,7 @@ def train_py(plan: Plan) -> str:
     """Return the file that trains a plan as the notebook would.
 
     Raises:
-        PlanError: The cell holds what only a notebook understands, or is no Python.
+        PlanError: The cell contains code for notebooks only, or is not valid Python.
     """
     cell = read_cell(plan.recipe.cell)
     processes = process_count(plan)
@@ -87,10 +87,10 @@ _MEMBERS = {"fit", "prepare", "watch", "log", "RunStopped", "data"}
 
 
 def plain_py(plan: Plan) -> str:
-    """Return a file that trains the same without Workbench: nobody records, stops or resumes it.
+    """Return a file that trains the same without Workbench: no records, no stop, no resume.
 
     Raises:
-        PlanError: It cannot be done faithfully; what can is said.
+        PlanError: It cannot be done exactly; the message says what can.
     """
     cell = read_cell(plan.recipe.cell)
     used = _used_of_wb(cell.tree)

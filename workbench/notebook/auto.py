@@ -44,7 +44,7 @@ def chooses(request: RunRequest) -> bool:
     """Whether a line has short runs choose the strategy.
 
     Raises:
-        PlanError: Strategies are named beside it, or what belongs to it stands without it.
+        PlanError: Other strategies are named as well, or its flags are given without it.
     """
     chosen = AUTO in request.strategies
     mine = [FLAGS[name].long for name in _OWN if getattr(request, name) != UNSAID[name]]

@@ -73,14 +73,14 @@ class Compared:
             descending: Largest first.
 
         Raises:
-            PlanError: There is no such column.
+            PlanError: The column does not exist.
         """
         from ..views.tables import comparison_table
 
         return comparison_table(self.comparison, sort=sort, descending=descending)
 
     def scaling(self, *, price: float | None = None) -> Scaled:
-        """Return speed-up and efficiency over the numbers of workers, with a figure of its own.
+        """Return speed-up and efficiency over the numbers of workers, with a figure.
 
         Args:
             price: Of a worker-hour, in any currency: what an epoch costs is shown too.
@@ -126,7 +126,7 @@ class Compared:
         """Write it to a file by its suffix: .csv .md .html .png .svg .json; return the path.
 
         Raises:
-            PlanError: There is no form for that suffix.
+            PlanError: No format has this suffix.
         """
         from ..views.comparison.exports import save
 

@@ -1,7 +1,7 @@
 """`wb.job`, `wb.submit`, `wb.follow`, `wb.jobs`: from the notebook to a job, and back.
 
 A run, a plan or a cell becomes a folder (`job`), which torchrun starts anywhere. A platform is
-handed the folder (`submit`), and the run is shown while it goes on there (`follow`).
+given the folder (`submit`), and the run is shown while it trains there (`follow`).
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def job(
     Args:
         what: A run (the same again), a plan, or what `cluster.run` takes: the source of a cell, or
             a function whose arguments are `args`.
-        folder: Where to write it. A job that is there is written anew, its runs stay.
+        folder: Where to write it. An existing job is overwritten; its runs stay.
         on: Platforms to write a file for as well: `slurm`, `trainjob`, `ray`, `skypilot`, ...
-        plain: Write a script that does without Workbench; nobody records it.
-        files: What the cell reads; copied beside the script.
+        plain: Write a script that does not use Workbench; it is not recorded.
+        files: Files that the cell reads; copied next to the script.
         replace: Whether a train.py that was changed by hand is written over.
         strategy: Of a source or a function.
         asked: Resources of the platforms (`nodes=2, partition="gpu"`), and what `cluster.run`
@@ -130,7 +130,7 @@ def submit(
     Args:
         what: What `wb.job` takes, or the folder of a job.
         on: `slurm`, `ssh`, `ray`, `kubernetes`, `skypilot` or `local`.
-        folder: Of the job; by default a new one beside the runs. Nodes must see it under Slurm.
+        folder: the folder; by default a new one next to the runs. Nodes must see it under Slurm.
         follow: Whether to wait for its beginning and show it; an interrupt ends the wait alone. A
             plain job, which nobody records, is not waited for.
         plot: How it is shown, as `--plot`.
@@ -189,7 +189,7 @@ def follow(
     wait_s: float | None = BEGIN_S,
     control: Sequence[str] | None = None,
 ) -> FollowedJob:
-    """Show a run that goes on elsewhere, with all that a run of this notebook has.
+    """Show a run that trains elsewhere, with everything that a run of this notebook has.
 
     It is read at most a second late, from its beginning, so a notebook that was closed misses
     nothing. Stop, Pause, one step and faults go back there.

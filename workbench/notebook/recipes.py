@@ -174,7 +174,7 @@ def recipe(function: Any = None, *, name: str = "", summary: str = "") -> Any:
         The function as it is, so that it can still be called.
 
     Raises:
-        PlanError: It is no function, its source cannot be read, it uses names of an enclosing
+        PlanError: It is not a function, its source cannot be read, it uses names of an enclosing
             function, an argument has no default, or another function has the name.
 
     Example:

@@ -1,4 +1,4 @@
-"""Shows cells and runs while they go on: asks for snapshots, draws them, <= 5 times a second."""
+"""Shows active cells and runs: asks for snapshots and draws them at most 5 times a second."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def check_view(plot: str) -> None:
 
 
 def tell(task: Task | None, error: RunError | None) -> None:
-    """Say with the output what nobody raises: a cell in the background has failed.
+    """Report in the output that a cell in the background has failed.
 
     Where a rank's own traceback says why, that is enough.
     """
@@ -136,7 +136,7 @@ class RunView:
             actions[name]()
 
     def _scale(self, workers: Any) -> None:
-        """Have the run go on with so many workers; in the background, as engines may be started."""
+        """Change the run's number of workers, in the background: engines may have to start."""
 
         def scale() -> None:
             try:
@@ -204,7 +204,7 @@ class RunView:
         return self.run
 
     def follow(self) -> None:
-        """Return at once; the view goes on in the background."""
+        """Return at once; the view continues in the background."""
         threading.Thread(target=self._follow, name="workbench-follow", daemon=True).start()
 
     def _follow(self) -> None:
@@ -256,7 +256,7 @@ class CellView:
             attend(self._draw)
 
     def follow(self) -> None:
-        """Return at once; outputs go on appearing below the cell."""
+        """Return at once; outputs keep appearing below the cell."""
         threading.Thread(target=self._follow, name="workbench-follow", daemon=True).start()
 
     def _follow(self) -> None:
@@ -273,7 +273,7 @@ class CellView:
 
 
 def show_attached(cluster: ClusterAccess) -> Run | None:
-    """Show what goes on on a cluster that was taken over; return its run, if it is one."""
+    """Show the work of a cluster that was taken over; return its run, if it is one."""
     busy = cluster.busy
     if isinstance(busy, Run):
         RunView(busy, "auto").follow()

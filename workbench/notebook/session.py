@@ -331,7 +331,7 @@ def check_ahead(cluster: Cluster, plans: Iterable[Plan]) -> None:
 
 
 def _passes(line: RunRequest, error: RunError) -> bool:
-    """Whether the other runs of a line go on after one that ended in this error."""
+    """Whether the other runs of a line continue after one failed with this error."""
     if line.several:
         return error.code not in INTERRUPTED
     return len(line.strategies) > 1 and is_refusal(error)
@@ -386,7 +386,7 @@ def resume(
 ) -> Run:
     """Run the cell (or function) again that a checkpoint belongs to, from where it stood.
 
-    Its code is beside the checkpoints and is run on the engines: resume only from folders whose
+    Its code is stored with the checkpoints and runs on the engines: resume only from folders whose
     content you would run yourself. Injected faults do not come back.
 
     Args:

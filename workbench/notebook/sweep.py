@@ -100,7 +100,7 @@ def recipe_of(source: str | Callable[..., Any] | Recipe, framework: str | None) 
 
 
 class _Progress:
-    """Says below the cell which run of how many goes on."""
+    """Says below the cell which run of how many is active."""
 
     def __init__(self) -> None:
         self.line = ProgressLine()

@@ -30,7 +30,7 @@ MOST = 24
 
 
 class ComparisonPart(Part):
-    """The picked runs that are over, compared anew when they are others."""
+    """The picked finished runs, compared again when the selection changes."""
 
     name = "comparison"
 

@@ -99,7 +99,7 @@ class Panel:
         self.changed.set()
 
     def keep(self, name: str, thing: Any) -> None:
-        """Let something with a picture stay in the notebook, for when there is no kernel."""
+        """Keep a picture in the notebook, for when there is no kernel."""
         for keeper in list(self.keepers):
             keeper(name, thing)
 

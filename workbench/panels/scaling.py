@@ -55,7 +55,7 @@ class ScalingPart(Part):
         self._predicted = bool(on)
 
     def _busy(self) -> bool:
-        """Whether a run goes on or is about to: its workers need the cores."""
+        """Whether a run is active or about to start: its workers need the cores."""
         cluster = self.panel.session.cluster
         return cluster is not None and (cluster.is_busy or cluster.queue().busy)
 

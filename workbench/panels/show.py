@@ -107,7 +107,7 @@ def panel() -> PanelView:
     Every panel of a notebook shows the same cluster, choice and runs as the magics do.
 
     Raises:
-        PlanError: This is no notebook.
+        PlanError: This is not a notebook.
     """
     if not in_notebook():
         raise PlanError(
@@ -198,7 +198,7 @@ class Pump:
             return bool(self._widgets)
 
     def draw(self, widgets: tuple[PanelWidget, ...]) -> bool:
-        """Send what changed; return whether a run goes on."""
+        """Send what changed; return whether a run is active."""
         parts = self.panel.wire()
         run, snapshot = self._seen()
         for widget in widgets:

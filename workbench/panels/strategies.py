@@ -44,7 +44,7 @@ class StrategiesPart(Part):
         self._known: tuple[object, Wire] | None = None
 
     def wire(self) -> Wire:
-        """Cards, fields and what it all comes to; worked out anew when something has changed."""
+        """Cards, fields and their summary; computed again when something has changed."""
         session, choice = self.panel.session, self.panel.choice
         cluster, recipe = session.cluster, self._recipe()
         workers = () if cluster is None else tuple(cluster.worker_ids)

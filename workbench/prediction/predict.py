@@ -303,7 +303,7 @@ class Knows:
 
     Attributes:
         fitted: None where no run had messages.
-        gradient_bytes: Of the model, not compressed; NaN where nobody knows.
+        gradient_bytes: Bytes of the model's gradients, not compressed; NaN if unknown.
     """
 
     base: Probe
@@ -546,7 +546,7 @@ def _measured(runs: Sequence[RunData], probes: Sequence[Probe]) -> list[Measured
 
 
 def beside(found: Prediction, runs: Sequence[RunData]) -> Prediction:
-    """Return a prediction with more runs that were measured, to be shown beside it.
+    """Return a prediction with more measured runs, to be shown next to it.
 
     Raises:
         PlanError: A run is of another strategy, so it says nothing about the prediction.

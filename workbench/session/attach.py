@@ -1,8 +1,8 @@
 """`wb.attach`, `%cluster attach`: take over a kept cluster, with what runs on it.
 
 A cell or a run that another notebook began is followed through what its engines write. Rows, events
-and outputs are read from disk from the beginning, so none is lost and none comes twice, whoever was
-there to hear them meanwhile.
+and outputs are read from disk from the beginning. None is lost and none comes twice, even if nobody
+received them in the meantime.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 def attach(cluster: str, *, take: bool = False) -> Cluster:
     """Take over a kept cluster whose notebook is gone.
 
-    Its engines keep their variables; a run that goes on is restored whole, as `wb.runs` and
+    Its engines keep their variables. An active run is restored completely, in `wb.runs` and
     `cluster.current`.
 
     Args:
         cluster: Its id, as `workbench ps` lists it.
-        take: Also when another notebook has it, which then no longer does.
+        take: Take it even if another notebook has it, which then loses it.
 
     Raises:
-        ClusterError: There is no such cluster, it was not kept, or it has an owner.
+        ClusterError: The cluster does not exist, was not kept, or has an owner.
     """
     found = _find(cluster)
     about = found.about

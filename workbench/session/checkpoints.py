@@ -60,10 +60,10 @@ def claim(plan: Plan, resume_from: str = "") -> None:
     """Refuse a folder that holds checkpoints which this run would mix with its own.
 
     Args:
-        resume_from: The checkpoint that the run goes on from.
+        resume_from: The checkpoint that the run continues from.
 
     Raises:
-        PlanError: Saying whose they are, and how to go on or begin anew.
+        PlanError: Says whose they are, and how to continue or start again.
     """
     if not plan.checkpoint:
         return
@@ -90,7 +90,7 @@ def claim(plan: Plan, resume_from: str = "") -> None:
 
 
 def describe(run: RunData) -> None:
-    """Write what `wb.resume` starts again beside the run's checkpoints.
+    """Write what `wb.resume` needs next to the run's checkpoints.
 
     Raises:
         PlanError: The folder cannot be made or written to.

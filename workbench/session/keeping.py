@@ -1,6 +1,6 @@
 """What a cluster's folder says about it, how long it may do nothing, and whose it is.
 
-`cluster.json` is written anew whenever something in it changes, `task.jsonl` gets a line with every
+`cluster.json` is written again at each change, `task.jsonl` gets a line with every
 cell and run; `cluster/folders.py` reads them.
 """
 
@@ -43,7 +43,7 @@ class Keeping:
         on_end: Told why when the cluster has ended, or is no longer ours, without being asked to.
 
     Raises:
-        PlanError: The idle timeout was not understood.
+        PlanError: The idle timeout is not valid.
     """
 
     def __init__(

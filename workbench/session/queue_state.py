@@ -10,7 +10,7 @@ How long a row of runs will take yet follows from how fast the present one is an
 A run takes its beginning (engines, data, the model) and then so much for each step. The one that
 runs is extrapolated by its own steps. One that waits is expected to take what runs of its kind
 took, by the mean, its steps scaled to its own number of steps or epochs. Where no run of its kind
-was seen, the mean of all stands in, and the estimate is rough: strategies differ in speed.
+was seen, the mean of all is used. The estimate is then rough because strategies differ in speed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Pace:
         steps, total: Steps done, of how many; total is None while unknown.
         stepping_s: Seconds that these steps took.
         elapsed_s: Seconds since it was started, without pauses.
-        reached: The largest share seen: a run that goes on from a checkpoint does steps again.
+        reached: The largest share seen; a run that continues from a checkpoint repeats steps.
     """
 
     steps: int = 0

@@ -102,7 +102,7 @@ Doing = tuple[State, str]
 
 @dataclass(frozen=True)
 class Scene:
-    """What goes on on the cluster.
+    """The current work of the cluster.
 
     Attributes:
         unfinished: Engines that are at the cell, and which part they take; empty when nothing goes
@@ -337,7 +337,7 @@ class Vitals:
 
 
 def look(cluster: ClusterAccess) -> Scene:
-    """Return what goes on; engines of a cell that has been quiet are asked where they are."""
+    """Return the current work; engines of a quiet cell are asked where they are."""
     task, busy = cluster.last_task, cluster.busy
     if task is None or task.is_over:
         return Scene({}, "", {})

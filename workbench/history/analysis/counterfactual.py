@@ -1,4 +1,4 @@
-"""What if one worker were as fast as the others: the same steps, their critical path anew.
+"""What if one worker were as fast as the others: the same steps with a new critical path.
 
 Together (`synchronous`): a step is over when the last worker is ready, plus what follows. With R_r
 the time at which worker r was ready and G the latest, r waited `G - R_r`. Let worker k be ready
@@ -52,7 +52,7 @@ class WhatIf:
         step: (steps,) numbers of the steps that were recomputed.
         step_s, without_s: (steps,) seconds of each step as it was and as it would have been.
         samples_per_s, without_per_s: Global throughput over these steps.
-        saved_s: Seconds that these steps would have been shorter in all.
+        saved_s: Seconds that these steps would have been shorter in total.
         real, ghost: The latest steps of every worker, for pictures.
         stride: Every how many-th step was stored and recomputed.
     """
@@ -97,7 +97,7 @@ def what_if(
         first, last: Steps to recompute, both included; all that are stored by default.
 
     Raises:
-        PlanError: There is no such worker, or nobody else to compare it with.
+        PlanError: The worker does not exist, or there is no other one to compare it with.
         RunError: No step is complete, or waits were not measured.
     """
     k = _rank(history, without, first, last)

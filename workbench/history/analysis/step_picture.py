@@ -34,9 +34,9 @@ class WorkerStep:
         step: Its own number where workers go alone.
         start_s: Seconds after the first worker began.
         parts_s: Seconds in each of `record.PARTS`; NaN where not measured.
-        sent_bytes: What it sent in all; NaN where not measured.
+        sent_bytes: Its bytes sent in total; NaN where not measured.
         staleness: Of asynchronous strategies; NaN elsewhere.
-        blamed: Whom it waited for; None for nobody.
+        blamed: The worker it waited for; None if it waited for none.
     """
 
     rank: int

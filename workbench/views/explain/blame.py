@@ -1,4 +1,4 @@
-"""Who waited for whom, as a matrix, and a run beside its ghost: tables, figures, and text.
+"""Who waited for whom, as a matrix, and a run next to its ghost: tables, figures, and text.
 
 The ghost is the same steps without the straggler. Workers' time is drawn as rows of boxes: one row
 per worker, one box per part of a step.

@@ -111,7 +111,7 @@ class PredictionPicture(Picture, Prediction):
         plot = _Plot(self, top)
         body += [*plot.shade(), *plot.grid(), *plot.band(), *plot.line(), *plot.dots()]
         y = top + PLOT + 46
-        legend = "Rings: predicted; 90 % of runs lie in the band. Dots: measured."
+        legend = "Rings: predicted, band: 90 % of runs. Dots: measured."
         if not all(_alike(self, m) for m in self.measured):
             legend += " Faint: with another batch."
         if any(p.far for p in self.points):

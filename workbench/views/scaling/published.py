@@ -1,4 +1,4 @@
-"""What others have published on scaling, with its sources, and how it stands beside one's own.
+"""Published scaling curves, with their sources, and how they compare with your own.
 
 The curves are in `published.json`: each with the numbers as they were published (`from`), the
 efficiencies made of them, the hardware and the place. They say what other machines did with other
