@@ -145,7 +145,7 @@ def test_workers_batches_and_seeds_are_multiplied_and_named(panel):
 def test_one_of_several_that_cannot_be_is_said_before_anything_begins(panel):
     do(panel, "strategies.common", name="workers", value="1,2,4")
     do(panel, "strategies.common", name="batch_size", value="2")
-    assert "batch_size=2 over 4 workers" in cards(panel)["mirrored"]["problem"]
+    assert "batch_size=2 on 4 workers" in cards(panel)["mirrored"]["problem"]
     assert not said(panel)["ready"]
     do(panel, "strategies.common", name="batch_size", value="")
     do(panel, "strategies.common", name="workers", value=",".join(map(str, range(1, 14))))

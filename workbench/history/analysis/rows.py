@@ -500,7 +500,7 @@ def _undivided(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
     if share_cores(one, plan):
         return (
             f"A larger batch would hardly help {plan.name} here: its {plan.workers} workers share "
-            f"the cores that {one.name} has to itself, so {measured}."
+            f"the cores that {one.name} has alone, so {measured}."
         )
     return f"These runs do not show when {plan.name} would begin to pay: {measured}."
 
