@@ -105,10 +105,10 @@ def test_a_hand_that_has_only_keys_starts_picks_runs_and_stops(notebook):
     page.locator(".wbp-engine summary").first.click()
     for ends in ("Stop cluster", "Restart: Replace engine 0"):
         page.get_by_role("button", name=ends).press("Enter")
-        page.get_by_role("alertdialog").filter(has_text="goes on").wait_for()
+        page.get_by_role("alertdialog").filter(has_text="is running").wait_for()
         assert page.evaluate(NAME).startswith("Cancel")
         keys.press("Enter")
-    go_to("Stop: End the run")
+    go_to("Stop: Stop the run")
     keys.press("Enter")
     page.locator(".wbp-live .wb-state", has_text="stopped").wait_for()
     go_to("Run")

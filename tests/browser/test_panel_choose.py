@@ -65,7 +65,7 @@ def test_two_strategies_over_three_seeds_become_two_cells(notebook, tmp_path):
         "() => { window.jupyterapp.shell.currentWidget.context.model.sharedModel.insertCell = 0; }"
     )
     press(book, "To a cell")
-    text = book.page.get_by_label("The cells that ask for what is picked")
+    text = book.page.get_by_label("Cells for the selection")
     text.wait_for()
     assert "%%distributed local_sgd -n 2 --seeds 3" in text.input_value()
     book.page.get_by_text("into a new cell").wait_for()
@@ -88,7 +88,7 @@ def test_what_is_wrong_is_said_where_it_was_typed(notebook, tmp_path):
     book.page.get_by_label("Faults to begin with").fill("")
     card(book, "mirrored").get_by_text("smaller than the number of workers").wait_for()
     book.page.get_by_label("Batch size").fill("")
-    summary(book, "No engine runs yet")
+    summary(book, "No engine is running yet")
 
 
 def test_a_function_brings_its_parameters_and_greys_what_it_cannot_use(notebook, tmp_path):

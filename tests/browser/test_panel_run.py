@@ -48,7 +48,7 @@ def test_a_worker_is_slowed_in_mid_run_and_the_others_wait_for_it(notebook, tmp_
     book.dark()
     book.page.wait_for_timeout(1000)
     book.screenshot(tmp_path / "faults-dark.png", ".wbp")
-    press(book, "Take all back")
+    press(book, "Remove all")
     book.page.wait_for_function("() => document.querySelector('.wbp-same').hidden")
     buttons = book.page.locator(".wbp").get_by_role("button")
     for name in ("Pause", "Stop: "):  # one of each, on every tab

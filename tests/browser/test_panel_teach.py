@@ -41,7 +41,7 @@ def test_one_step_at_a_time_who_waited_what_if_and_can_it_be_believed(notebook, 
         step.click()
         page.wait_for_function(f"(step) => ({STEP})() === step + 1", arg=before)
     blame = page.get_by_role("figure", name="Who waited for whom")
-    blame.filter(has_text=re.compile("waited .* in all for worker 1")).wait_for()
+    blame.filter(has_text=re.compile("waited .* in total for worker 1")).wait_for()
     ghost = page.get_by_role("figure", name="What if one worker")
     ghost.filter(has_text="What if: without worker 1").wait_for()
     ghost.get_by_role("combobox").select_option("0")

@@ -37,7 +37,7 @@ def test_scaling_is_seen_below_the_cell_and_in_the_panel(notebook, tmp_path):
     page.wait_for_selector(".wbp-dashkey")
     page.get_by_label("Price of a worker-hour").fill("nothing")
     page.get_by_label("Price of a worker-hour").blur()
-    page.get_by_text("A price of a worker-hour is a number above 0.").wait_for()
+    page.get_by_text("price must be a number above 0.").wait_for()
     page.get_by_label("Price of a worker-hour").fill("2.5")
     page.get_by_label("Price of a worker-hour").blur()
     page.get_by_role("columnheader", name="cost").wait_for()

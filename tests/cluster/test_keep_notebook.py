@@ -57,7 +57,7 @@ def test_in_a_notebook_the_magics_keep_and_attach(stage):
     assert "it ends with %cluster stop" in said
     name = said.partition("kept as ")[2].partition(":")[0]
     refused, shown, state, ended = notebook(second)
-    assert "no such kept cluster" in refused
+    assert "kept cluster does not exist" in refused
     assert name in refused, "it says which there are"
     assert "engine" in shown
     assert "base" in shown, "the run's dashboard"

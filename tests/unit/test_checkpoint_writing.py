@@ -304,7 +304,7 @@ def test_a_damaged_manifest_is_not_called_another_version(tmp_path, content):
         manifest.write_bytes(content)
     with pytest.raises(RunError, match=r"(?s)10.*WB-RUN-003.*checkpoint\.json") as refused:
         checkpoints.at(tmp_path)
-    assert "version" not in str(refused.value).replace("does not say: version", "")
+    assert "version" not in str(refused.value).replace("lacks: version", "")
     assert f"wb.resume('{tmp_path}/step-5')" in str(refused.value)
     manifest.unlink()
     with pytest.raises(RunError, match=r"WB-RUN-003[\s\S]*checkpoint\.json[\s\S]*missing"):

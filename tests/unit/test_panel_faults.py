@@ -86,5 +86,5 @@ def test_without_a_run_there_is_nothing_to_break(lab):
     lab.run.is_over = True
     assert lab.panel.wire()["faults"]["live"] is False
     lab.do("faults.kill", {"rank": 0})
-    assert "for a run that goes on" in lab.panel.notices[-1].text
+    assert "need an active run" in lab.panel.notices[-1].text
     assert lab.run.faults == ()

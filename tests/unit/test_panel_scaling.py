@@ -85,7 +85,7 @@ def test_a_price_is_taken_and_a_wrong_one_is_told(panel: Any) -> None:
     found = shown(panel)
     assert (found["price"], found["wrong"]) == (
         "a lot",
-        "A price of a worker-hour is a number above 0.",
+        "price must be a number above 0.",
     )
     panel.do("scaling.price", {"value": ""})
     assert shown(panel)["wrong"] == ""

@@ -96,7 +96,7 @@ def test_workers_that_share_the_cores_of_one_device_are_named() -> None:
     assert found.kind == "undivided"
     assert math.isnan(found.factor)
     said = sentence_of(found, one, plan)
-    assert "share the cores that one_device has to itself" in said
+    assert "share the cores that one_device has alone" in said
     assert "computes 4.1 ms a step for 1/2 of the batch, one_device 4.0 ms for all of it" in said
 
 

@@ -142,7 +142,7 @@ def test_a_slow_worker_can_be_given_less_where_shares_are_weighted(strategy: str
     ("strategy", "how", "why"),
     [
         ("local_sgd", {}, "its shares are equal"),
-        ("parameter_server", {}, "its workers wait for nobody"),
+        ("parameter_server", {}, "its workers do not wait"),
         ("mirrored", {"framework": "tensorflow"}, "its shares are equal"),
         ("one_device", {}, "its shares are equal"),
     ],

@@ -110,8 +110,8 @@ def test_two_batches_settle_how_own_work_grows_with_the_samples() -> None:
     truth = own_s + 6 * (A + B * GRADIENTS_BYTES / 4)
     assert point(both, 4)[0] == pytest.approx(truth, rel=0.06)
     assert np.ptp(point(both, 4)) < 0.5 * np.ptp(point(one, 4))
-    assert any("One size was seen" in note for note in one.notes)
-    assert not any("One size was seen" in note for note in both.notes)
+    assert any("One size was measured" in note for note in one.notes)
+    assert not any("One size was measured" in note for note in both.notes)
 
 
 def test_what_all_workers_have_in_common_is_not_drawn_for_each() -> None:
@@ -183,7 +183,7 @@ def test_a_prediction_shows_itself(tmp_path: Any) -> None:
     assert "With 64 workers" in found.sentence()
     for shown in (found.svg(), found.html()):
         assert "<svg" in shown
-    assert "beyond what was seen" in found.text()
+    assert "outside the measured range" in found.text()
     assert any("extrapolated" in note for note in found.notes)
     lines = found.to_csv(tmp_path / "found.csv").splitlines()
     assert [line.split(",")[:2] for line in lines] == [
@@ -272,7 +272,7 @@ def test_one_device_with_a_link_and_a_size_is_enough() -> None:
                     gradient_bytes=1e6, link="80Mbit 1ms", scaling="weak")  # fmt: skip
     truth = draw_own(rng, 4000, 4).max(axis=1).mean() + 6 * (1e-3 + 0.25e6 * 1e-7)
     assert point(found, 4)[0] == pytest.approx(truth, rel=0.05)
-    assert any("One worker was seen" in note for note in found.notes)
+    assert any("One worker was measured" in note for note in found.notes)
 
 
 @given(
@@ -315,7 +315,7 @@ def test_runs_that_were_measured_since_stand_beside_the_prediction() -> None:
     assert "measured: divided, with another batch" in found.beside(divided).text()
     drawn = found.beside(four, divided).canvas().svg()
     assert drawn.count('fill-opacity=".45"') == 1
-    assert "Faint: with another batch." in drawn
+    assert "Faint:" in drawn
     other = made_run(draw_own(rng, 60, 4), np.full(60, 0.3), "gossip", name="other")
     with pytest.raises(PlanError, match="WB-PLAN-311"):
         found.beside(other)

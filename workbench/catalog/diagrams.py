@@ -82,7 +82,7 @@ def scatter_ring(members: Ids, kind: Kind, unit: str, title: str, text: str) -> 
 
 def ring(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
     """Return a ring all-reduce: each sends 2 (N-1)/N of the tensor."""
-    add = "Round after round each adds the chunk that arrives and hands on the next one: each then "
+    add = "In each round, every worker adds the arriving chunk and sends on the next. Each then "
     return (
         *scatter_ring(members, kind, unit, "Reduce-scatter", f"{add}holds one chunk of the sum."),
         *scatter_ring(
@@ -121,9 +121,9 @@ def reduce_to_one(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
         return ()
     size = whole(unit)
     return (
-        Phase("Reduce", "One adds up what all others send.",
+        Phase("Reduce", "One worker adds up what all others send.",
               arrows=tuple(Arrow(one, root, kind, size) for one in others), formula=unit),
-        Phase("Broadcast", "It hands the sum out.",
+        Phase("Broadcast", "It sends the sum to all.",
               arrows=tuple(Arrow(root, one, kind, size) for one in others),
               formula=f"{unit} to each"),
     )  # fmt: skip
@@ -137,7 +137,7 @@ def recursive_doubling(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]
     phases = []
     if beyond:
         arrows = tuple(Arrow(a, b, kind, size) for a, b in beyond)
-        text = "Who is beyond the largest power of two hands its tensor to a partner."
+        text = "Workers beyond the largest power of two send their tensors to a partner."
         phases.append(Phase("Fold", text, arrows=arrows, formula=unit))
     for k in range(p.bit_length() - 1):
         arrows = tuple(
@@ -148,7 +148,7 @@ def recursive_doubling(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]
     if beyond:
         arrows = tuple(Arrow(b, a, kind, size) for a, b in beyond)
         phases.append(
-            Phase("Unfold", "The partners hand the sum back.", arrows=arrows, formula=unit)
+            Phase("Unfold", "The partners send the sum back.", arrows=arrows, formula=unit)
         )
     return tuple(phases)
 
@@ -163,12 +163,12 @@ def hierarchical(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
     up = tuple(Arrow(one, g[0], kind, size) for g in groups for one in g[1:])
     down = tuple(Arrow(g[0], one, kind, size) for g in groups for one in g[1:])
     leaders = [group[0] for group in groups]
-    within = "Within a group (a host, or a block of workers) everything is added up at the leader."
-    text = "The leaders add up in a ring: 2(L-1) rounds of the L-th part."
+    within = "In each group (a host or a block of workers) the leader adds up everything."
+    text = "The leaders add up in a ring: 2(L-1) rounds with 1/L of the bytes."
     return (
         Phase("Reduce in groups", within, arrows=up, formula=unit),
         *ring_at_once(leaders, kind, unit, "Between leaders", text, by="L"),
-        Phase("Broadcast in groups", "Each leader hands the sum out.", arrows=down,
+        Phase("Broadcast in groups", "Each leader sends the sum to its group.", arrows=down,
               formula=f"{unit} to each"),
     )  # fmt: skip
 
@@ -222,7 +222,7 @@ def copies(
     if not arrows:
         return ()
     what = "the sum of all gradients" if together else "each push"
-    text = f"Before it answers, a server sends {what} on to the one that holds its copy."
+    text = f"Before it answers, a server sends {what} to the server that holds its copy."
     return (Phase("Copy", text, arrows=arrows, formula=unit if one else f"{unit}/S each"),)
 
 
@@ -260,7 +260,7 @@ def chain(
 def handed_units(stages: int) -> dict[str, str]:
     """Return what the unknowns of a chain mean."""
     return {
-        f"A{s}": f"bytes that stage {s} hands on for the whole batch" for s in range(stages - 1)
+        f"A{s}": f"bytes that stage {s} sends on for the whole batch" for s in range(stages - 1)
     }
 
 
@@ -483,12 +483,15 @@ def messages(
     entry = lookup(strategy, framework)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise PlanError(
-            "workers is a whole number.", seen=workers, allowed="1 or more", code="WB-PLAN-008"
+            "workers must be a whole number of at least 1.",
+            seen=workers,
+            allowed="1 or more",
+            code="WB-PLAN-008",
         )
     if workers > MOST_WORKERS:
         raise PlanError(
-            "A picture of so many workers cannot be read.", seen=f"workers={workers}",
-            allowed=f"1 to {MOST_WORKERS}", next_step="the pattern is the same with 8",
+            "A diagram of this many workers is not readable.", seen=f"workers={workers}",
+            allowed=f"1 to {MOST_WORKERS}", next_step="draw 8 workers: the pattern is the same",
             code="WB-PLAN-009",
         )  # fmt: skip
     settings = entry.settings(dict(options or {}))

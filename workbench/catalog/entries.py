@@ -16,7 +16,7 @@ _PIPELINE_OPTIONS = (
     ),
     Option(
         "microbatches", "int", None, minimum=1, maximum=4096, optional=True,
-        help="parts a batch is cut into; none: two per worker (one for naive)",
+        help="microbatches per batch; none: two per worker (one for naive)",
     ),
     Option(
         "stages_per_worker", "int", None, minimum=1, maximum=64, optional=True,
@@ -34,7 +34,7 @@ TORCH: tuple[Strategy, ...] = (
         name="one_device",
         framework="torch",
         term="single-device training",
-        summary="One worker does all the work; the yardstick every other strategy is held against.",
+        summary="One worker does all the work; the baseline for every other strategy.",
         module="workbench.strategies.torch.one_device:OneDevice",
         messages="workbench.catalog.step_messages:one_device",
         suits="models that fit one device, and as the baseline of every comparison",
@@ -95,7 +95,7 @@ TORCH: tuple[Strategy, ...] = (
         module="workbench.strategies.torch.central_storage:CentralStorage",
         keeps="weights",
         messages="workbench.catalog.step_messages:central_storage",
-        suits="few devices beside a host with memory to spare: optimizer state stays off them",
+        suits="few devices on a host with spare memory: optimizer state stays off the devices",
         shares_gpu=True,
         sheds=True,
         source="Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
@@ -189,7 +189,7 @@ TORCH: tuple[Strategy, ...] = (
         keeps="part",
         messages="workbench.catalog.step_messages:sharded",
         suits="models whose parameters and optimizer state do not fit one device",
-        unhealed="each worker holds a part of the parameters that nobody else has",
+        unhealed="each worker holds parameters that no other worker has",
         sheds=True,
         source="Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023",
         aliases=("fsdp", "fsdp2", "fully_sharded_data_parallel", "zero", "zero2", "zero3"),
@@ -209,7 +209,7 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "gather", "choice", "all", choices=("all", "first"),
-                help="who gets the whole trained model at the end: all workers, or rank 0 alone",
+                help="which workers get the whole trained model at the end: all, or only rank 0",
             ),
         ),
     ),
@@ -222,7 +222,7 @@ TORCH: tuple[Strategy, ...] = (
         keeps="part",
         messages="workbench.catalog.step_messages:model_split",
         suits="models that do not fit one device, cut into layers of similar cost",
-        unhealed="each worker holds a stage that nobody else has",
+        unhealed="each worker holds a stage that no other worker has",
         source="Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019",
         aliases=("pipeline", "gpipe"),
         links=True,
@@ -243,7 +243,7 @@ TORCH: tuple[Strategy, ...] = (
         module="workbench.strategies.torch.hybrid:Hybrid",
         keeps="part",
         messages="workbench.catalog.step_messages:hybrid",
-        suits="models that do not fit one device, on more workers than stages are worth",
+        suits="models that do not fit one device, on more workers than useful stages",
         heals=True,
         copy_rule="workbench.catalog.schedules:pipeline_workers",
         source="Narayanan et al., PipeDream, SOSP 2019; Megatron-LM, SC 2021, section 3",
@@ -266,13 +266,13 @@ TORCH: tuple[Strategy, ...] = (
         name="tensor_parallel",
         framework="torch",
         term="tensor (intra-layer model) parallelism",
-        summary="The weight matrices of a layer are divided over the workers, who compute it "
+        summary="The weight matrices of a layer are divided among the workers, which compute it "
         "together.",
         module="workbench.strategies.torch.tensor_parallel:TensorParallel",
         keeps="part",
         messages="workbench.catalog.step_messages:tensor_parallel",
         suits="wide layers, on workers with fast links between them",
-        unhealed="each worker holds a part of each layer that nobody else has",
+        unhealed="each worker holds a part of each layer that no other worker has",
         source="Shoeybi et al., Megatron-LM, 2019, section 3",
         aliases=("tp", "megatron"),
         links=True,
@@ -286,7 +286,7 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "gather", "choice", "all", choices=("all", "first"),
-                help="who gets the whole trained model at the end: all workers, or rank 0 alone",
+                help="which workers get the whole trained model at the end: all, or only rank 0",
             ),
         ),
     ),
@@ -294,8 +294,8 @@ TORCH: tuple[Strategy, ...] = (
         name="local_sgd",
         framework="torch",
         term="local SGD (federated averaging, DiLoCo)",
-        summary="Workers train on their own for some steps, then average their parameters, or "
-        "step on from there (DiLoCo).",
+        summary="Workers train alone for some steps, then average their parameters, or "
+        "take an outer step (DiLoCo).",
         module="workbench.strategies.torch.local_sgd:LocalSGD",
         messages="workbench.catalog.step_messages:local_sgd",
         suits="slow links, and data that stays where it was collected",
@@ -306,9 +306,9 @@ TORCH: tuple[Strategy, ...] = (
         supports=FIT_FEATURES - {"clip_norm"},
         exact_with=(("every", 1),),
         heals=True,
-        dies_with="its own steps since the last average, and its optimizer's state",
-        loses="the steps since the last checkpoint; with another number of workers also how the "
-        "replicas differed: all begin with their mean",
+        dies_with="its steps since the last average, and its optimizer's state",
+        loses="the steps since the last checkpoint; with another number of workers also the "
+        "differences between replicas: all start from their mean",
         linear_only=True,
         links=True,
         excludes=(("fragments", "fraction"),),
@@ -320,7 +320,7 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "outer", "choice", "average", choices=("average", "nesterov"),
-                help="what a round ends with: the mean, or a step with momentum along the way to "
+                help="how a round ends: with the mean, or with a momentum step towards "
                 "it (DiLoCo)",
             ),
             Option(
@@ -335,16 +335,17 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "fragments", "int", 1, minimum=1, maximum=64,
-                help="parts of the parameters that meet in turn, spread over `every` steps, so "
+                help="fragments of the parameters, averaged in turn over `every` steps, so "
                 "that less is sent at once",
             ),
             Option(
                 "fraction", "float", 1.0, minimum=0.001, maximum=1,
-                help="part of the workers that is drawn for each round; the others sit it out",
+                help="fraction of the workers drawn for each round; the others skip it",
             ),
             Option(
                 "skew", "float", None, minimum=0.001, optional=True,
-                help="deal samples out by class: Dirichlet's alpha, 0.1 is very uneven; none: even",
+                help="distribute samples by class: Dirichlet's alpha, 0.1 is very uneven; none: "
+                     "even",
             ),
         ),
     ),
@@ -352,7 +353,7 @@ TORCH: tuple[Strategy, ...] = (
         name="gossip",
         framework="torch",
         term="decentralised SGD (gossip)",
-        summary="No centre: after each step a worker mixes its parameters with its neighbours'.",
+        summary="No server: after each step a worker mixes its parameters with its neighbours'.",
         module="workbench.strategies.torch.gossip:Gossip",
         messages="workbench.catalog.step_messages:gossip",
         suits="many workers on links where an all-reduce is slow, and to see replicas drift",
@@ -362,17 +363,18 @@ TORCH: tuple[Strategy, ...] = (
         exact_with=None,
         heals=True,
         dies_with="what it had not passed on to its neighbours, and its optimizer's state",
-        loses="the steps since the last checkpoint; with another number of workers also how the "
-        "replicas differed: all begin with their mean",
+        loses="the steps since the last checkpoint; with another number of workers also the "
+        "differences between replicas: all start from their mean",
         links=True,
         options=(
             Option(
                 "graph", "choice", "ring", choices=("ring", "exponential"),
-                help="who meets whom: both neighbours on a ring, or one peer 1, 2, 4, .. hops away",
+                help="which workers mix: both neighbours on a ring, or one peer 1, 2, 4, .. hops "
+                     "away",
             ),
             Option(
                 "spread_every", "int", 10, minimum=1,
-                help="steps between two measurements of how far the replicas are apart",
+                help="steps between two measurements of the distance between replicas",
             ),
         ),
     ),
@@ -388,8 +390,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="one_device",
         framework="tensorflow",
         term="single-device training",
-        summary="One replica does all the work; the yardstick every other strategy is held "
-        "against.",
+        summary="One replica does all the work; the baseline for every other "
+        "strategy.",
         module="workbench.strategies.tensorflow.one_device:OneDevice",
         messages="workbench.catalog.step_messages:tensorflow_one_device",
         suits="models that fit one device, and as the baseline of every comparison",
@@ -454,7 +456,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="central_storage",
         framework="tensorflow",
         term="synchronous data parallelism, parameters on one device",
-        summary="Parameters and optimizer lie on one device of the engine; all its devices compute "
+        summary="Parameters and optimizer are on one device of the engine; all its devices compute "
         "gradients, which are added up and applied there once.",
         module="workbench.strategies.tensorflow.central_storage:CentralStorage",
         keeps="weights",
@@ -468,7 +470,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         options=(
             Option(
                 "parameter_device", "choice", "auto", choices=("auto", "cpu"),
-                help="where parameters lie; auto: the first device, cpu: the host's memory",
+                help="where parameters are; auto: the first device, cpu: the host's memory",
             ),
         ),
     ),
@@ -476,7 +478,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="model_split",
         framework="tensorflow",
         term="model parallelism, one stage after the other",
-        summary="The layers of one model lie on several devices; the batch goes through them in "
+        summary="The layers of one model are on several devices; the batch goes through them in "
         "turn, so memory is saved and time is not.",
         module="workbench.strategies.tensorflow.model_split:ModelSplit",
         keeps="part",
@@ -503,7 +505,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="A replica on each core of a TPU; gradients are added up over its own links.",
         module="workbench.strategies.tensorflow.tpu:Tpu",
         messages="workbench.catalog.step_messages:tpu",
-        suits="a TPU, though it was never run on one: only its refusals are tested",
+        suits="a TPU; it was never run on one, only its refusals are tested",
         source="tf.distribute.TPUStrategy; Jouppi et al., In-Datacenter Performance Analysis of a "
         "Tensor Processing Unit, ISCA 2017",
         ways=_TENSORFLOW_WAYS,
@@ -516,7 +518,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="parameter_server",
         framework="tensorflow",
         term="asynchronous data parallelism (parameter server)",
-        summary="Servers hold the variables; a coordinator hands steps to whichever worker is "
+        summary="Servers hold the variables; a coordinator gives the next step to a worker that is "
         "free.",
         module="workbench.strategies.tensorflow.parameter_server:ParameterServer",
         keeps="weights",

@@ -107,7 +107,7 @@ def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | Non
             count = least
     if schedule.most is not None and count > schedule.most:
         raise PlanError(
-            f"The {name} schedule passes the whole batch along: it has one microbatch.",
+            f"The {name} schedule passes on the whole batch, so it has one microbatch.",
             seen=f"microbatches={count}",
             next_step=f"-o schedule=gpipe -o microbatches={count}",
             code="WB-PLAN-079",
@@ -123,7 +123,8 @@ def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | Non
     rounds = max(1, count // workers)
     if schedule.rounds and count % rounds:
         raise PlanError(
-            f"Schedule {name} works in rounds, and the microbatches do not divide into them.",
+            f"Schedule {name} works in rounds, but the microbatches cannot be divided into equal "
+            f"rounds.",
             seen=f"microbatches={count} in {rounds} rounds on {workers} workers",
             allowed=f"a multiple of {workers}",
             next_step=f"-o microbatches={workers * rounds}",
@@ -187,7 +188,7 @@ def check_turns(options: Mapping[str, Any], workers: int, batch_size: int | None
     every, fragments = options["every"], options["fragments"]
     if fragments > every:
         raise PlanError(
-            "A round has fewer steps than there are fragments, and each needs a step of its own.",
+            "A round has fewer steps than fragments, but each fragment needs its own step.",
             seen=f"every={every}, fragments={fragments}",
             allowed=f"fragments from 1 to {every}",
             next_step=f"-o fragments={every}, or -o every={fragments}",

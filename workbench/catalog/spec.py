@@ -61,14 +61,14 @@ class Option:
             value = self._convert(text)
         except (ValueError, KeyError):
             raise PlanError(
-                f"Option {self.name} was not understood.",
+                f"Option {self.name} is not valid.",
                 seen=text,
                 allowed=self.allowed,
                 code="WB-PLAN-002",
             ) from None
         if self.pattern and not re.fullmatch(self.pattern, str(value)):
             raise PlanError(
-                f"Option {self.name} was not understood.",
+                f"Option {self.name} is not valid.",
                 seen=text,
                 allowed=self.allowed,
                 code="WB-PLAN-003",
@@ -82,7 +82,7 @@ class Option:
             nearest = low if low is not None and value < low else high
             raise PlanError(
                 f"Option {self.name} is out of range.", seen=value, allowed=self.allowed,
-                next_step=f"-o {self.name}={nearest:g}, or leave it out",
+                next_step=f"-o {self.name}={nearest:g}, or remove it",
                 code="WB-PLAN-004",
             )  # fmt: skip
         return value
@@ -161,12 +161,12 @@ class Strategy:
         copies_option: Name of the option that says how many servers hold each part.
         sync_option: Name of the option that makes an asynchronous strategy synchronous.
         excludes: Pairs of options of which only one may differ from its default.
-        links: Whether it has links of its own, on which bandwidth and latency can be simulated.
+        links: Whether it has its own links, on which bandwidth and latency can be simulated.
         one_engine: Whether one engine runs the cell, whatever the number of replicas.
-        remote_workers: Whether that engine only hands out work: each worker is a further engine.
+        remote_workers: Whether that engine only gives out work, and each worker is another engine.
         replicated: Whether each worker holds all of the model and of the optimizer's state between
             steps, so that a run goes on from what a survivor has.
-        heals: Whether a training of `wb.fit` goes on without a restart when a worker dies, with
+        heals: Whether a training of `wb.fit` continues without a restart when a worker dies, with
             nothing done again and nothing lost but what `dies_with` says, and with a fresh worker
             as soon as there is one.
         sheds: Whether a worker that is slow for long can have a smaller share of each batch: shares
@@ -185,7 +185,7 @@ class Strategy:
             `weights` and gradients, while servers hold the state; or its `part` of everything.
         fills: Whether it gives a model without memory (device `meta`) its weights, each worker its
             part of them; one given as a function is built for real by rank 0 alone.
-        loses: What is lost at most when a run goes on from its last checkpoint.
+        loses: The maximum loss when a run continues from its last checkpoint.
         rules: `package.module:function` of (options, workers, batch size or None), pure: raises
             PlanError where options do not fit each other, before an engine is touched.
         messages: `package.module:function` of a `messages.Layout`, pure: what a step sends to whom.
@@ -297,7 +297,7 @@ class Strategy:
         elsewhere = [e.name for e in others if any(o.name == name for o in e.options)]
         if elsewhere:
             raise PlanError(
-                f"Strategy {self.name} has no option {name}: that is one of "
+                f"Strategy {self.name} has no option {name}. It is an option of "
                 f"{', '.join(dict.fromkeys(elsewhere))}.",
                 seen=name,
                 allowed=", ".join(option.name for option in self.options) or "no options",
@@ -325,9 +325,9 @@ class Strategy:
         for pair in self.excludes:
             if all(values[name] != self.option(name).default for name in pair):
                 raise PlanError(
-                    f"Options {pair[0]} and {pair[1]} of {self.name} exclude each other.",
+                    f"Options {pair[0]} and {pair[1]} of {self.name} cannot be combined.",
                     seen=", ".join(f"{name}={values[name]}" for name in pair),
-                    next_step="leave one of them out",
+                    next_step="remove one of them",
                     code="WB-PLAN-007",
                 )
         for option in self.options:
@@ -336,10 +336,10 @@ class Strategy:
             other, needed = option.only_with
             if values[other] != needed:
                 raise PlanError(
-                    f"Option {option.name} of {self.name} has a meaning only with "
+                    f"Option {option.name} of {self.name} has an effect only with "
                     f"{other}={needed}.",
                     seen=f"{option.name}={values[option.name]}, {other}={values[other]}",
-                    next_step=f"-o {other}={needed}, or leave {option.name} out",
+                    next_step=f"-o {other}={needed}, or remove {option.name}",
                     code="WB-PLAN-318",
                 )
         return values

@@ -17,7 +17,7 @@ N = {"N": "number of workers"}
 L = {"L": "number of leaders"}
 _WHOLE = "all parameters and the optimizer's state"
 FORWARD_BACKWARD = "Each worker computes the gradient of its share of the batch."
-OPTIMIZER = "Equal gradients, equal steps: the copies stay equal."
+OPTIMIZER = "All workers take the same step, so the copies stay equal."
 
 
 def _work(layout: Layout, text: str = FORWARD_BACKWARD) -> Phase:
@@ -43,7 +43,7 @@ def mirrored(layout: Layout) -> Parts:
     units, notes = {**M, **many}, []
     if asked == "auto":
         notes.append(
-            "allreduce=auto measures and takes the fastest here; drawn is what the backend does."
+            "allreduce=auto measures and takes the fastest. The diagram shows the backend's way."
         )
     unit = "M" if compress == "none" else "C"
     if unit == "C":
@@ -72,7 +72,7 @@ def _gathered(layout: Layout) -> tuple[Phase, ...]:
         Arrow(a, b, "gradients", size, n - 1)
         for a, b in zip(layout.ids, following, strict=True)
     )  # fmt: skip
-    text = "Everybody's largest numbers, with their places, travel around the ring."
+    text = "The largest values of all workers, with their positions, travel around the ring."
     return (Phase("All-gather", text, arrows=arrows, formula="C, N-1 rounds"),)
 
 
@@ -127,7 +127,7 @@ def parameter_server(layout: Layout) -> Parts:
     together = bool(layout.options["sync"])
     push = diagrams.exchange_with_server(
         layout, ids, "M", "gradients", "Push",
-        "Each server is sent the gradient of the part it holds.", up=True,
+        "Each server receives the gradient of its part.", up=True,
     )  # fmt: skip
     pulled = diagrams.exchange_with_server(
         layout, ids, "M", "weights", "Pull", "The newest parameters come back.", up=False
@@ -137,7 +137,9 @@ def parameter_server(layout: Layout) -> Parts:
     step = Phase(
         "Optimizer", "One step with all workers' gradients." if together else alone, ids
     )  # fmt: skip
-    notes = [] if together else ["Nobody waits: each worker goes through this at its own pace."]
+    notes = (
+        [] if together else ["No worker waits for another: each takes its steps at its own pace."]
+    )
     if bound is not None:
         notes = [f"A worker more than {bound} steps ahead of the slowest is held back."]
     copy = diagrams.copies(layout, _chains(layout), "M", together=together)
@@ -149,14 +151,14 @@ def parameter_server(layout: Layout) -> Parts:
 
 def sharded(layout: Layout) -> Parts:
     """Layers are gathered to compute, gradients scattered to their owners."""
-    gather = "Layer by layer, everybody's shards are gathered, used and freed."
+    gather = "Layer by layer, all shards are gathered, used and freed."
     forward = diagrams.scatter_ring(layout.ids, "weights", "M", "All-gather, forward", gather)
     again: tuple[Phase, ...] = ()
     units = {**M, **N}
     if layout.options["reshard"]:
         again = diagrams.scatter_ring(
             layout.ids, "weights", "U", "All-gather, backward",
-            "What was freed after forward is gathered once more.",
+            "Layers that were freed after forward are gathered again.",
         )  # fmt: skip
         units["U"] = "bytes of the layers of their own (unit_mb), which are freed in between"
     scatter = diagrams.scatter_ring(
@@ -231,7 +233,7 @@ def _flow(layout: Layout, chains: list[list[str]], batches: int) -> tuple[Phase,
     forward = tuple(a for one in chains for a in diagrams.chain(one, batches, backward=False))
     backward = tuple(a for one in chains for a in diagrams.chain(one, batches, backward=True))
     size = "A/m, m microbatches" if batches > 1 else "A"
-    text = "Each stage computes what arrives and hands its activations on."
+    text = "Each stage computes its input and sends its activations on."
     back = "The gradients of the activations come back, stage by stage."
     return (
         Phase("Forward", text, layout.ids, forward, formula=size if forward else ""),
@@ -285,19 +287,19 @@ def local_sgd(layout: Layout) -> Parts:
     outer, fragments = options["outer"] == "nesterov", int(options["fragments"])
     holds, source = _WHOLE, "Stich, Local SGD, ICLR 2019"
     if options["fraction"] < 1:
-        notes.append("In each round some workers sit out: they send zeros to the sum.")
+        notes.append("In each round some workers are not drawn. They send zeros to the sum.")
     if outer:
         holds = f"{_WHOLE}; where the round began and the outer momentum"
         source = "Douillard et al., DiLoCo, 2023, algorithm 1"
         notes.append(
-            "The outer step: from where the round began, along the mean of what the workers went, "
+            "The outer step starts where the round began and follows the workers' mean change: "
             f"learning rate {options['outer_lr']:g}, Nesterov momentum "
             f"{options['outer_momentum']:g}. Nothing else is sent for it."
         )
     if fragments > 1:
         source = f"{source}; Douillard et al., Streaming DiLoCo, 2025"
     phases = (
-        _work(layout), _update(layout, "Each worker takes a step of its own: copies drift."),
+        _work(layout), _update(layout, "Each worker takes its own step, so copies drift."),
         *_meetings(layout, "take an outer step from their mean" if outer else "become their mean"),
     )  # fmt: skip
     units = {"P": "bytes of parameters and floating-point buffers", **N}
@@ -315,8 +317,8 @@ def _meetings(layout: Layout, what: str) -> tuple[Phase, ...]:
         return ring("Average", f"{often} parameters {what}.", every=every)
     turns = schedules.turns(layout.options)
     if every % fragments == 0:  # the turns are equally far from each other: one phase tells of all
-        text = f"The parameters of one fragment {what}; each of the {fragments} has its turn every "
-        return ring("Average in turn", f"{text}{every} steps.", every=turns[0])
+        text = f"The parameters of one fragment {what}; each of the {fragments} has its turn "
+        return ring("Average in turn", f"{text}every {every} steps.", every=turns[0])
     return tuple(
         phase
         for place, turn in enumerate(turns, 1)
@@ -334,7 +336,7 @@ def gossip(layout: Layout) -> Parts:
     meet = tuple(
         Phase(
             "Mix" if len(rounds) == 1 else f"Mix, hop {hops[0]}",
-            "Each worker mixes its parameters with those it is sent.",
+            "Each worker mixes its parameters with those it receives.",
             (),
             tuple(
                 Arrow(layout.ids[r], layout.ids[(r + hop) % n], "average", size)
@@ -345,7 +347,7 @@ def gossip(layout: Layout) -> Parts:
         for index, hops in enumerate(rounds)
     )  # fmt: skip
     phases = (
-        _work(layout), _update(layout, "Each worker takes a step of its own: copies drift."), *meet
+        _work(layout), _update(layout, "Each worker takes its own step, so copies drift."), *meet
     )  # fmt: skip
     units = {"P": "bytes of parameters and floating-point buffers"} if n > 1 else {}
     source = "Lian et al., D-PSGD, NIPS 2017; Ying et al., exponential graphs, NeurIPS 2021"
@@ -363,7 +365,7 @@ def _graph(graph: str, n: int) -> list[list[int]]:
 
 _TENSORFLOW_WHOLE = "all variables and the optimizer's state"
 _SHARE = "Each replica computes the gradient of its share of the batch."
-_EQUAL = "Each replica applies the same sum: the copies stay equal."
+_EQUAL = "Each replica applies the same sum, so the copies stay equal."
 GUIDE = "https://www.tensorflow.org/guide/distributed_training"
 
 
@@ -410,7 +412,7 @@ def multi_worker_mirrored(layout: Layout) -> Parts:
 
 def tpu(layout: Layout) -> Parts:
     """All-reduce over the TPU's own links, compiled into the step."""
-    text = "XLA compiles the sum into the step; the way it takes over the torus is its own."
+    text = "XLA compiles the sum into the step and chooses the route over the torus."
     phases = diagrams.ring_at_once(layout.ids, "gradients", "M", "All-reduce", text)
     nodes = tuple(
         Node(name, "device", f"core {rank}", _TENSORFLOW_WHOLE, rank)
@@ -440,8 +442,8 @@ def tensorflow_central_storage(layout: Layout) -> Parts:
     if others:
         phases.insert(0, Phase("Read", "Every device reads the variables.", arrows=read,
                                formula="M to each"))  # fmt: skip
-        phases.insert(2, Phase("Send", "Every device sends its gradients to where the variables "
-                               "lie.", arrows=push, formula="M"))  # fmt: skip
+        phases.insert(2, Phase("Send", "Every device sends its gradients to the "
+                               "variables' device.", arrows=push, formula="M"))  # fmt: skip
     return Parts(nodes, tuple(phases), M, f"tf.distribute.CentralStorageStrategy, {GUIDE}")
 
 
@@ -462,7 +464,7 @@ def tensorflow_model_split(layout: Layout) -> Parts:
     )  # fmt: skip
     units = diagrams.handed_units(len(ids))
     source = "Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, section 3"
-    notes = ("While one stage computes, the others stand idle.",) if len(ids) > 1 else ()
+    notes = ("While one stage computes, the others are idle.",) if len(ids) > 1 else ()
     return Parts(nodes, phases, units, source, notes)
 
 
@@ -477,7 +479,7 @@ def tensorflow_parameter_server(layout: Layout) -> Parts:
     size = diagrams.whole("T")
     work = tuple(Arrow("c", worker, "work", size) for worker in layout.ids)
     phases = (
-        Phase("Schedule", "Whichever worker is free is handed the next step.", ("c",), work,
+        Phase("Schedule", "A free worker gets the next step.", ("c",), work,
               formula="T each"),
         diagrams.exchange_with_server(layout, servers, "M", "weights", "Pull",
                                       "The worker reads the variables.", up=False),
@@ -492,5 +494,5 @@ def tensorflow_parameter_server(layout: Layout) -> Parts:
     }  # fmt: skip
     nodes = diagrams.around(diagrams.workers(layout, "nothing between steps"), inner)
     source = "tf.distribute.ParameterServerStrategy; Li et al., Parameter Server, OSDI 2014"
-    notes = ("Nobody waits: each worker goes through this at its own pace.",)
+    notes = ("No worker waits for another: each takes its steps at its own pace.",)
     return Parts(nodes, phases, units, source, notes)

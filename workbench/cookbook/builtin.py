@@ -42,7 +42,7 @@ _RECIPES = {
         transformer.check,
     ),
     "recommender": _Written(
-        "Who rates what how, by two embedding tables of any size; by default seconds.",
+        "Ratings of items by users, with two embedding tables of any size; by default seconds.",
         {"torch": recommender.TORCH, "tensorflow": recommender.TENSORFLOW},
         recommender.check,
     ),

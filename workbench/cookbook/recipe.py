@@ -96,10 +96,10 @@ class Recipe:
         for index, value in enumerate(self.args):
             if not is_plain(value):
                 raise PlanError(
-                    f"{self.function} was given an argument that cannot be written into a cell.",
+                    f"{self.function} got an argument that cannot be written into a cell.",
                     seen=f"argument {index}: {type(value).__name__}",
                     allowed="numbers, text, true or false, None, and lists and dicts of them",
-                    next_step="make it inside the function",
+                    next_step="create it inside the function",
                     code="WB-PLAN-032",
                 )
         return f"{self.source.rstrip()}\n\n\n{self.call(*map(repr, self.args))}\n"
@@ -123,7 +123,7 @@ class Recipe:
                     f"The value of {name} cannot be written down.",
                     seen=type(value).__name__,
                     allowed="numbers, text, true or false, None, and lists and dicts of them",
-                    next_step="make it inside the function",
+                    next_step="create it inside the function",
                     code="WB-PLAN-033",
                 )
         return replace(self, parameters={**self.parameters, **values})
@@ -139,12 +139,12 @@ class Recipe:
                 f"{self.name or 'This cell'} has no parameters.",
                 seen=", ".join(f"-p {name}" for name in given),
                 allowed="a recipe that is a function: its arguments are its parameters",
-                next_step="@wb.recipe on top of def name(lr=0.1): ..., or leave -p out",
+                next_step="put @wb.recipe above def name(lr=0.1): ..., or remove -p",
                 code="WB-PLAN-269",
             )
         values = {
             name: read_like(
-                self.parameters[name], value, f"The value of {name} is of another kind."
+                self.parameters[name], value, f"The value of {name} has the wrong type."
             )
             if isinstance(value, str) and name in self.parameters
             else value
@@ -171,12 +171,14 @@ class Recipe:
         name = function.__name__
         if name == "<lambda>":
             raise PlanError(
-                "A lambda is no recipe.", next_step="give it a name with def", code="WB-PLAN-035"
+                "A lambda cannot be a recipe.",
+                next_step="give it a name with def",
+                code="WB-PLAN-035",
             )
         free = inspect.getclosurevars(function).nonlocals
         if free:
             raise PlanError(
-                "The function uses names of an enclosing function, which engines do not have.",
+                "The function uses variables of an enclosing function, which engines do not have.",
                 seen=", ".join(sorted(free)),
                 next_step="pass them as args=(...)",
                 code="WB-PLAN-036",
@@ -242,7 +244,7 @@ def framework_of(source: str) -> str:
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-NEXT = "@wb.recipe goes on top of: def name(lr=0.1): ..."
+NEXT = "put @wb.recipe above def name(lr=0.1): ..."
 
 
 def recipe_of(function: Callable[..., Any], name: str = "", summary: str = "") -> Recipe:
@@ -253,19 +255,19 @@ def recipe_of(function: Callable[..., Any], name: str = "", summary: str = "") -
         summary: By default the first line of its docstring.
 
     Raises:
-        PlanError: It is no function, its source cannot be read or uses names of an enclosing
+        PlanError: It is not a function, its source cannot be read or uses names of an enclosing
             function, or an argument has no default.
     """
     if not inspect.isfunction(function):
         raise PlanError(
-            "A recipe is a function.",
+            "A recipe must be a function.",
             seen=type(function).__name__,
             next_step=NEXT,
             code="WB-PLAN-028",
         )
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise PlanError(
-            "A recipe is a plain function: it trains when it is called.",
+            "A recipe must be a plain function that trains when it is called.",
             seen=f"{function.__name__}, which is async or yields",
             next_step=NEXT,
             code="WB-PLAN-029",
@@ -288,9 +290,9 @@ def check_name(name: object) -> str:
     text = name if isinstance(name, str) else ""
     if not text.strip() or text != text.strip() or not text.isprintable() or text[0] in "-#%":
         raise PlanError(
-            "That is no name for a recipe.",
+            "This name is not valid for a recipe.",
             seen=name,
-            allowed="text of one line that does not begin with -, # or %",
+            allowed="one line of text that does not start with -, # or %",
             code="WB-PLAN-030",
         )
     return text
@@ -307,7 +309,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
             found[parameter.name] = parameter.default
     if bare:
         raise PlanError(
-            "A recipe is run by its name alone, so every argument needs a default.",
+            "A recipe is run by name only, so every argument needs a default.",
             seen=", ".join(bare),
             allowed=f"def {function.__name__}({bare[0]}=...)",
             next_step="give it a default, or cluster.run(function, args=(...), strategy=...)",
@@ -320,7 +322,7 @@ WORDS: dict[Way, str] = {
     "fit": "wb.fit",
     "prepare": "wb.prepare",
     "keras": "model.fit",
-    "loop": "a loop of its own",
+    "loop": "its own loop",
 }
 
 

@@ -123,7 +123,7 @@ def check(parameters: Mapping[str, Any]) -> None:
     sparse = parameters.get("sparse", False)
     if not isinstance(sparse, bool):
         raise PlanError(
-            "sparse of recommender is true or false.",
+            "sparse of recommender must be true or false.",
             seen=sparse,
             allowed="true: gradients hold the rows that were used; false: whole tables",
             next_step="-p sparse=true",

@@ -15,7 +15,7 @@ def check_counts(recipe: str, parameters: Mapping[str, Any], names: Iterable[str
         value = parameters[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise PlanError(
-                f"{name} of {recipe} must count something.",
+                f"{name} of {recipe} must be a whole number of at least 1.",
                 seen=value,
                 allowed="a whole number, at least 1",
                 next_step=f"-p {name}=N",
@@ -24,13 +24,13 @@ def check_counts(recipe: str, parameters: Mapping[str, Any], names: Iterable[str
 
 
 def check_rate(recipe: str, value: Any) -> None:
-    """Raise PlanError where a learning rate is no positive number."""
+    """Raise PlanError if a learning rate is not a positive number."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
         raise PlanError(
-            f"The learning rate of {recipe} is a number above 0.",
+            f"lr of {recipe} must be a number above 0.",
             seen=value,
             allowed="above 0, and finite",
-            next_step="-p lr=0.001, say",
+            next_step="for example -p lr=0.001",
             code="WB-PLAN-265",
         )

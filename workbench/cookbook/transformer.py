@@ -153,8 +153,7 @@ def check(parameters: Mapping[str, Any]) -> None:
     if width % heads:
         fitting = [n for n in range(1, min(width, 64) + 1) if width % n == 0]
         raise PlanError(
-            "Every head of a transformer has the same part of the width, so the heads must divide "
-            "it.",
+            "All heads of a transformer have equal parts of the width, so heads must divide it.",
             seen=f"width={width}, heads={heads}",
             allowed=f"heads={', '.join(map(str, fitting))} for this width",
             next_step=f"-p heads={max(n for n in fitting if n <= heads)}, or -p width="
@@ -163,9 +162,9 @@ def check(parameters: Mapping[str, Any]) -> None:
         )
     if context >= TEST_CHARACTERS:
         raise PlanError(
-            "The context is longer than the text that the recipe is tested with.",
+            "context is longer than the recipe's test text.",
             seen=f"context={context}",
             allowed=f"1 to {TEST_CHARACTERS - 1} characters",
-            next_step="-p context=256, say: attention's time grows with its square",
+            next_step="for example -p context=256: attention's time grows with its square",
             code="WB-PLAN-268",
         )

@@ -64,7 +64,7 @@ def _digits_table() -> NDArray[np.float64]:
         if path.is_file():
             return np.loadtxt(path, delimiter=",")
     raise DataError(
-        "The digits come with scikit-learn, which was not found.",
+        "The digits data set needs scikit-learn, which is not installed.",
         next_step="pip install scikit-learn",
         code="WB-DATA-004",
     )
@@ -100,7 +100,7 @@ def _corpus() -> NDArray[np.int64]:
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     if not paths:
         raise DataError(
-            "The corpus is made of Python's own source files, which this Python lacks.",
+            "The corpus needs Python's own source files, which this Python lacks.",
             seen=sysconfig.get_path("stdlib"),
             code="WB-DATA-006",
         )
@@ -277,7 +277,7 @@ def synthetic(
         Pairs of x, float32 of shape `shape`, and y, int64 in 0..classes-1.
 
     Raises:
-        DataError: A size is no whole number of at least 1.
+        DataError: A size is not a whole number of at least 1.
     """
     sizes = tuple(_count("shape", size) for size in shape)
     made = Synthetic(_count("samples", samples), sizes, _count("classes", classes), seed)
@@ -306,7 +306,7 @@ def ratings(
         split: `train` or `test`: other ratings, of the same users and items.
         rows: How many users there are, and how many items.
         samples: Ratings to train with; to test there are a tenth as many, at least 1.
-        noise: Standard deviation of what nobody can know.
+        noise: Standard deviation of the random part.
         seed: Another seed gives other users and items.
         arrays: Return `(x, y)` as NumPy arrays, all in memory.
 
@@ -320,7 +320,7 @@ def ratings(
     count, least = _count("samples", samples), isinstance(noise, (int, float)) and noise >= 0
     if not least or not math.isfinite(noise):
         raise DataError(
-            "The noise is a standard deviation.",
+            "noise must be a standard deviation of at least 0.",
             seen=noise,
             allowed="0 or more, and finite",
             code="WB-DATA-007",
@@ -362,7 +362,7 @@ def _split(name: object) -> str:
         return str(name)
     guess = nearest(str(name), SPLITS)
     raise DataError(
-        "There is no split of that name.",
+        "This split does not exist.",
         seen=name,
         allowed=" or ".join(map(repr, SPLITS)),
         next_step=f"did you mean {guess!r}?" if guess else None,
@@ -373,7 +373,7 @@ def _split(name: object) -> str:
 def _count(what: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 1:
         raise DataError(
-            f"{what} must count something.",
+            f"{what} must be a whole number of at least 1.",
             seen=value,
             allowed="a whole number, at least 1",
             code="WB-DATA-003",

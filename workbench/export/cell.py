@@ -29,13 +29,14 @@ _MAGIC = re.compile(r"^\s*(?:[\w.,\s\[\]()*]+=\s*)?(%{1,2}|!{1,2}|\?{1,2})\s*(\w
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 """As Python counts lines; str.splitlines cuts at form feeds and others too."""
 _INSTEAD = {
-    "%matplotlib": "leave the line out: a script has no page to draw on; plt.savefig(...) writes",
-    "%pip": "leave the line out, and add the package to requirements.txt",
-    "%time": "leave the line out: every step is timed; or use time.perf_counter()",
+    "%matplotlib": "remove the line: a script has no page to draw on; plt.savefig(...) writes a "
+    "file",
+    "%pip": "remove the line, and add the package to requirements.txt",
+    "%time": "remove the line: every step is timed; or use time.perf_counter()",
     "%env": "os.environ[...] = ...",
-    "%run": "import what the file defines, and let the file travel: files=[...]",
+    "%run": "import what the file defines, and send the file along: files=[...]",
     "!": "subprocess.run([...], check=True)",
-    "?": "leave the line out: help(...) prints it in the notebook",
+    "?": "remove the line: help(...) prints it in the notebook",
 }
 
 
@@ -71,9 +72,9 @@ def read_cell(source: str) -> Cell:
         raise _no_python(source, SyntaxError(str(error))) from None
     if found := next(_awaits(tree.body), None):
         raise PlanError(
-            "The cell awaits outside of a function, which only a notebook can do.",
+            "The cell uses await outside a function, which only a notebook allows.",
             seen=f"line {found.lineno}: {_line(source, found.lineno)}",
-            allowed="await inside of async def",
+            allowed="await inside async def",
             next_step="put it into `async def main(): ...`, and call asyncio.run(main())",
             code="WB-PLAN-203",
         )
@@ -95,9 +96,9 @@ def _no_python(source: str, error: SyntaxError) -> PlanError:
         number = source[: source.index(first)].count("\n") + 1
     if magic is None:
         return PlanError(
-            "The cell is no Python.",
+            "The cell is not valid Python.",
             seen=f"line {number}: {line.strip()} ({error.msg})",
-            next_step="run the cell once: the notebook shows the place",
+            next_step="run the cell once; the notebook shows the place",
             code="WB-PLAN-204",
         )
     mark, word = (magic[1] or "?")[0], magic[2] or ""
@@ -106,10 +107,10 @@ def _no_python(source: str, error: SyntaxError) -> PlanError:
     kinds = {"timeit": "time", "conda": "pip", "set_env": "env", "load": "run"}
     key = f"%{kinds.get(word, word)}" if mark == "%" else mark
     return PlanError(
-        "The cell holds a line that only a notebook understands; a script cannot.",
+        "The cell contains a line that works only in a notebook, not in a script.",
         seen=f"line {number}: {line.strip()}",
         allowed="Python",
-        next_step=_INSTEAD.get(key, "leave the line out, or write it in Python"),
+        next_step=_INSTEAD.get(key, "remove the line, or write it in Python"),
         code="WB-PLAN-202",
     )
 
@@ -174,7 +175,7 @@ def check_cell(
     missing = _missing_names(source, tree)
     if missing:
         raise PlanError(
-            "The cell uses names that it does not define; where it is to run, nobody has them.",
+            "The cell uses names that it does not define and that do not exist in the job.",
             seen=", ".join(f"{name} (line {line})" for name, line in sorted(missing.items())),
             allowed="what the cell defines or imports, and "
             f"{', '.join(sorted(ENGINE_NAMES))}; %push is of no use to a job",
@@ -186,8 +187,8 @@ def check_cell(
     stay, lost = [], []
     for path, line in _paths(tree):
         if not (here / path).exists():
-            lost.append(f"line {line} reads {path}, which is not beside the notebook: it has to "
-                        "be there where the job runs")  # fmt: skip
+            lost.append(f"line {line} reads {path}, which is not next to the notebook: it must "
+                        "exist where the job runs")  # fmt: skip
         elif not {(here / path).resolve(), *(here / path).resolve().parents} & travel:
             stay.append((path, line))
     for module, line in _modules(tree):
@@ -199,10 +200,10 @@ def check_cell(
     if stay:
         given = [str(file) for file in files] + list(dict.fromkeys(path for path, _ in stay))
         raise PlanError(
-            "The cell reads files of the notebook's folder, which stay here.",
+            "The cell reads files of the notebook's folder that the job will not have.",
             seen=", ".join(f"{path} (line {line})" for path, line in stay),
-            allowed="files that travel with it: a job runs in its own folder, with these beside it",
-            next_step=f"files={given!r}, or an absolute path that is there too",
+            allowed="files sent with the job: it runs in its own folder, next to them",
+            next_step=f"files={given!r}, or an absolute path that exists there too",
             code="WB-PLAN-206",
         )
     return lost
@@ -210,7 +211,7 @@ def check_cell(
 
 def _advice(name: str, names: Mapping[str, object] | None) -> str:
     if name in NOTEBOOKS_OWN:
-        return f"leave {name} out: a script has none" + (
+        return f"remove {name}: a script does not have it" + (
             " (print shows values)" if name == "display" else ""
         )
     if names is None or name not in names:
@@ -227,7 +228,7 @@ def _advice(name: str, names: Mapping[str, object] | None) -> str:
     if isinstance(module, str) and module not in ("__main__", "builtins") and called:
         return f"from {module} import {called}{'' if called == name else f' as {name}'}"
     if callable(value) and called:
-        return f"write {name} out in the cell: it is defined in another one"
+        return f"define {name} in this cell: it is defined in another cell"
     return f"write {name} = ... in the cell ({type(value).__name__} in the notebook)"
 
 

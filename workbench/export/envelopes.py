@@ -84,7 +84,7 @@ class Resources:
         gpus_per_node: GPUs of each; 0: none.
         cpus_per_worker: CPUs for each process; 0: what the platform gives.
         memory: Of each node: `16G`, `16Gi`, `512M`; empty: what the platform gives.
-        time_s: After so long the job is ended; None: as the platform permits.
+        time_s: Time limit of the job in seconds; None: the platform's limit.
         partition, account, qos: Slurm's.
         image: Container image.
         installed: Whether the image has all packages, so that nothing is installed there.
@@ -184,7 +184,7 @@ def memory_bytes(text: str) -> int:
     size = int(float(found[1]) * (1 << _UNITS[found[2].upper()])) if found else 0
     if size < 1 << 20:
         raise PlanError(
-            "That is no amount of memory for a node.",
+            "memory is not a valid amount of memory for a node.",
             seen=text,
             allowed="a number and K, M, G or T: 16G, 512M, 1.5T; at least 1M",
             code="WB-PLAN-221",
@@ -229,7 +229,7 @@ def checked(envelope: Envelope, folder: Path, job: JobFacts, resources: Resource
     """Raise PlanError where the job cannot run there with these resources."""
     if not (folder / "train.py").is_file():
         raise PlanError(
-            "That is not a job folder: it has no train.py.",
+            "This is not a job folder: it has no train.py.",
             seen=str(folder),
             allowed="a folder that wb.job(plan, DIR) or run.to_job(DIR) wrote",
             code="WB-PLAN-222",
@@ -242,12 +242,12 @@ def checked(envelope: Envelope, folder: Path, job: JobFacts, resources: Resource
             f"The envelope of {envelope.name} cannot start {job.framework}.",
             seen=f"{job.framework}, {job.processes} processes",
             allowed=f"on {envelope.name}: " + ", ".join(envelope.frameworks),
-            next_step=f"for {job.framework} take one of: " + ", ".join(others),
+            next_step=f"for {job.framework} use one of: " + ", ".join(others),
             code="WB-PLAN-223",
         )
     if envelope.limit and resources.nodes > envelope.limit:
         raise PlanError(
-            f"{envelope.name} is started on one machine only.",
+            f"{envelope.name} runs on one machine only.",
             seen=f"nodes={resources.nodes}",
             next_step="nodes=1, or another platform: slurm, ray, skypilot",
             code="WB-PLAN-224",
@@ -258,7 +258,7 @@ def checked(envelope: Envelope, folder: Path, job: JobFacts, resources: Resource
         needs.append("accelerator")
     if missing := [need for need in needs if not getattr(resources, need)]:
         raise PlanError(
-            f"{envelope.name} must be told more: {', '.join(missing)}.",
+            f"{envelope.name} needs more arguments: {', '.join(missing)}.",
             seen="nothing",
             next_step=", ".join(f"{need}=..." for need in missing),
             code="WB-PLAN-225",
@@ -284,7 +284,7 @@ def _check_numbers(resources: Resources) -> None:
         fits = whole and least.get(one.name, 0) <= number <= most
         if isinstance(number, bool) or not fits:
             raise PlanError(
-                f"{one.name} of the resources cannot be that.",
+                f"{one.name} is out of range.",
                 seen=number,
                 allowed=f"a number from {least.get(one.name, 0)} "
                 + (f"to {most}" if one.name == "port" else "on"),
@@ -299,13 +299,16 @@ def _check_names(resources: Resources) -> None:
     for host in resources.hosts:
         if not _HOST.fullmatch(host):
             raise PlanError(
-                "That is no host for ssh.", seen=host, allowed="[user@]host", code="WB-PLAN-228"
+                "This is not a valid host for ssh.",
+                seen=host,
+                allowed="[user@]host",
+                code="WB-PLAN-228",
             )
     for name in ("namespace", "service_account", "volume_claim"):
         value = getattr(resources, name)
         if value and "@" not in value and not all(map(_DNS.fullmatch, value.split("."))):
             raise PlanError(
-                f"Kubernetes has no {name.replace('_', ' ')} of that name.",
+                f"This {name.replace('_', ' ')} is not valid in Kubernetes.",
                 seen=value,
                 allowed="small letters, digits and '-', at most 63 (RFC 1123)",
                 code="WB-PLAN-229",
@@ -314,7 +317,7 @@ def _check_names(resources: Resources) -> None:
         value = getattr(resources, name)
         if value and not _SLURM_WORD.fullmatch(value):
             raise PlanError(
-                f"Slurm has no {name} of that name.",
+                f"This {name} is not valid in Slurm.",
                 seen=value,
                 allowed="letters, digits, and any of _ . , : + @ / -",
                 code="WB-PLAN-230",
@@ -398,10 +401,12 @@ def _header(envelope: Envelope, job: JobFacts, values: Values) -> str:
     lines = [
         f"Made by Workbench: {envelope.summary}.", f"What was done to check it: {envelope.note}.",
         f"Start: {envelope.start}",
-        f"Records: {'none: the script does without Workbench' if job.plain else envelope.records}",
+        f"Records: {'none: the script does not use Workbench' if job.plain else envelope.records}",
     ]  # fmt: skip
     if name != job.name:
-        lines.append(f"The job's name {json.dumps(job.name)} is not one there: it is {name}.")
+        lines.append(
+            f"The job's name {json.dumps(job.name)} is not allowed there. The name used is {name}."
+        )
     return "\n".join(f"# {line}" for line in lines)
 
 
@@ -502,7 +507,7 @@ def _of_kubernetes(
             or (kind == "trainjob" and not key)
         ):
             raise PlanError(
-                f"{kind} takes no such secret.",
+                f"{kind} does not accept this secret.",
                 seen=secret,
                 allowed="SECRET:KEY, which becomes the variable KEY"
                 + ("" if kind == "trainjob" else "; or SECRET, all of whose keys become variables"),
@@ -610,9 +615,9 @@ def _config_maps(envelope: Envelope, values: Values, texts: Mapping[str, str]) -
     if sum(sizes.values()) > MAP_BYTES or all_bytes > MOST_MAP_BYTES:
         largest = {**sizes, **{name: len(data) for name, data in parts}}
         raise PlanError(
-            "The job's files are too large for ConfigMaps, which is how they reach the pods.",
+            "The job's files are too large for ConfigMaps, which bring them to the pods.",
             seen=", ".join(f"{name}: {size / 1024:.0f} KiB" for name, size in largest.items()),
-            allowed=f"texts of {MAP_BYTES // 1000} kB, and {MOST_MAP_BYTES >> 20} MiB in all",
+            allowed=f"texts of {MAP_BYTES // 1000} kB, and {MOST_MAP_BYTES >> 20} MiB in total",
             next_step="copy the job's folder to a PersistentVolumeClaim and name it: "
             "volume_claim='NAME'; or build an image with Workbench: image=..., installed=True",
             code="WB-PLAN-233",

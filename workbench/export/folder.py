@@ -3,7 +3,7 @@
     train.py           the cell as a file
     run.json           the plan, and what makes the run equal to the notebook's: seed, pins
     requirements.txt   exact versions, and Workbench itself, which travels as a wheel in the folder
-    README.md          how to start, watch, stop and go on
+    README.md          how to start, watch, stop and continue
     runs/<n>/          made when it runs
 
 A folder says nothing of the machine and the user that it was written by: paths in it are relative,
@@ -190,11 +190,11 @@ def write_job(
 ) -> Path:
     """Write a job folder, the whole of it or nothing; return its path.
 
-    A job folder that is there is written anew. What is not ours stays: its runs, its checkpoints,
+    An existing job folder is written again. Other files stay: its runs, its checkpoints,
     files that were put there, and envelopes that do not hold the cell themselves.
 
     Args:
-        plain: Write a script that does without Workbench; nobody records it.
+        plain: Write a script that does not use Workbench; it is not recorded.
         files: What the cell reads, by paths from the present folder; they are put beside train.py
             under the same relative paths, others under their names alone.
         initial: The folder of the run that the plan starts from.
@@ -239,8 +239,8 @@ def write_job(
         raise PlanError(
             f"The job folder cannot be written: {error.strerror or error}.",
             seen=str(goal),
-            allowed="a folder that this user may write to, on a disk with room",
-            next_step="make room there, or name another folder",
+            allowed="a folder that this user may write to, on a disk with free space",
+            next_step="free disk space there, or name another folder",
             code="WB-PLAN-208",
         ) from error
     finally:
@@ -272,11 +272,10 @@ def _portable(plan: Plan, initial: Path | None) -> Plan:
     """Return the plan without anything of this machine: its paths are those within the folder."""
     if plan.init_from and initial is None:
         raise PlanError(
-            "The weights to start from have to travel with the job, and where they are was not "
-            "said.",
+            "The initial weights must be sent with the job, but their folder is not known.",
             seen=f"--init-from {plan.init_from}",
-            allowed="a run of which the folder is known",
-            next_step="write_job(..., initial=run.folder), or leave --init-from out",
+            allowed="a run whose folder is known",
+            next_step="write_job(..., initial=run.folder), or remove --init-from",
             code="WB-PLAN-209",
         )
     recipe = plan.recipe
@@ -310,7 +309,8 @@ def _portable_target(target: str) -> str:
     if bad or (where.startswith("/") and kind == "mlflow"):
         shown = where.partition("://")[0] + "://***" if "://" in where else "***"
         raise PlanError(
-            "The place to log to holds a user's name or a secret, which would stand in the folder.",
+            "The log target contains a user name or a secret, which would be written to the "
+            "folder.",
             seen=f"--log {kind}:{shown}",
             allowed="an address without user, password and query",
             next_step="give them in the environment where the job runs (MLFLOW_TRACKING_USERNAME, "
@@ -332,15 +332,16 @@ def _placed(files: Sequence[Path], here: Path) -> dict[str, Path]:
         place = path.relative_to(here).as_posix() if inside else path.name
         if not path.exists() or not place:
             raise PlanError(
-                "A file that is to travel with the job is not there.",
+                "A file to send with the job does not exist.",
                 seen=str(file),
                 allowed="paths of files and folders, from the notebook's folder",
                 code="WB-PLAN-210",
             )
         if place.split("/")[0] in _OURS or place in found or place.endswith(".whl"):
             raise PlanError(
-                "A file that is to travel has a name that the job folder uses itself, or that of "
-                "another one.",
+                "A file to send with the job has a name that the job folder uses itself, or that "
+                "of "
+                "another file.",
                 seen=place,
                 allowed=f"other names than {', '.join(_OURS)}",
                 next_step="rename it, here and in the cell",
@@ -382,10 +383,10 @@ def _copy_weights(run: Path, goal: Path) -> None:
         files = []
     if not files:
         raise PlanError(
-            "The run to start from left no weights that could travel.",
+            "The run to start from has no weights that can be sent with the job.",
             seen=run.name,
             allowed="the folder of a finished run, with weights.npz",
-            next_step="start from another run, or leave --init-from out",
+            next_step="start from another run, or remove --init-from",
             code="WB-PLAN-212",
         )
     goal.mkdir()
@@ -404,7 +405,7 @@ def _check_goal(goal: Path, *, force: bool) -> list[str]:
     about = _about(goal) if goal.is_dir() else None
     if about is None:
         raise PlanError(
-            "The target holds something that is no job folder; nothing was written.",
+            "The target is not a job folder and not empty, so nothing was written.",
             seen=str(goal),
             allowed="a new path, an empty folder, or a job folder written before",
             next_step="name another folder",
@@ -414,9 +415,9 @@ def _check_goal(goal: Path, *, force: bool) -> list[str]:
         with contextlib.suppress(OSError):
             if time.time() - alive.stat().st_mtime < _ALIVE_S and not _is_over(alive.parent):
                 raise PlanError(
-                    "A run of this job folder goes on; its script cannot be exchanged under it.",
+                    "A run of this job folder is active, so its script cannot be replaced.",
                     seen=str(alive.parent),
-                    allowed="a job folder of which no run goes on",
+                    allowed="a job folder without an active run",
                     next_step="stop the run, wait for its end, or name another folder",
                     code="WB-PLAN-215",
                 )
@@ -426,8 +427,8 @@ def _check_goal(goal: Path, *, force: bool) -> list[str]:
         raise PlanError(
             "The script in this job folder was changed by hand since it was written.",
             seen=str(path),
-            allowed="a new folder, or replace=True, which writes over it",
-            next_step="take the changes into the cell, or name another folder",
+            allowed="a new folder, or replace=True to overwrite it",
+            next_step="copy the changes into the cell, or name another folder",
             code="WB-PLAN-216",
         )
     gone = {META, *written, *_HOLDING}
@@ -498,7 +499,7 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
     else:
         lines += ["    python train.py", ""]
     if not torch and processes > 1:
-        lines += [f"Start it once for each of the {processes} processes; each finds its place and "
+        lines += [f"Start it once for each of the {processes} processes; each finds its rank and "
                   "the others in `TF_CONFIG`.", ""]  # fmt: skip
     if wheel:
         lines += [
@@ -509,7 +510,7 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
         ]
         lines += _recorded(plan)
     else:
-        lines += ["The script does without Workbench: nothing is recorded."]
+        lines += ["The script does not use Workbench, so nothing is recorded."]
         lines += ["What `wb.fit` or `wb.prepare` trained is left in `weights.pt`."] if torch else []
         lines += [""]
     if notes:
@@ -519,17 +520,17 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
 
 def _recorded(plan: Plan) -> list[str]:
     lines = ["## Watch", "", "Each start makes a folder: `runs/1`, `runs/2`, ... It holds what the"]
-    lines += ["notebook would know: rows, events, logs, final weights. In a notebook:", ""]
+    lines += ["same data as in a notebook: rows, events, logs, final weights. In a notebook:", ""]
     lines += ["    import workbench as wb", '    wb.follow("PATH/OF/THIS/FOLDER")', ""]
     lines += ["shows the live dashboard, also later and from another machine "
               '(`"ssh://host/path"`).', ""]  # fmt: skip
-    lines += ["## Stop, and go on", "", "    workbench control . stop", ""]
+    lines += ["## Stop and continue", "", "    workbench control . stop", ""]
     lines += ["stops it at the end of a step, as Stop of the dashboard does.", ""]
     if plan.checkpoint:
         lines += [f"Checkpoints are in `{CHECKPOINTS}/`, one every {plan.checkpoint_every} steps. "]
-        lines += ["Where a run was cut off, the next start goes on from the last of them.", ""]
+        lines += ["If a run was cut off, the next start continues from the last checkpoint.", ""]
     else:
-        lines += ["It writes no checkpoints, so each start begins anew. `--checkpoint DIR` on the"]
+        lines += ["It writes no checkpoints, so each start begins again. `--checkpoint DIR` on the"]
         lines += ["notebook's line makes it write some.", ""]
     return lines
 
@@ -541,7 +542,7 @@ def read_job(folder: Path) -> JobFolder:
     """Return what a job folder describes; nothing in it is run.
 
     Raises:
-        PlanError: It is no job folder, its run.json is damaged, or of a newer version.
+        PlanError: It is not a job folder, its run.json is damaged, or of a newer version.
     """
     path = folder.expanduser().absolute()
     try:
@@ -559,7 +560,7 @@ def read_job(folder: Path) -> JobFolder:
     kind = str(about.get("format", "")) if isinstance(about, dict) else ""
     if not kind.startswith("workbench-job/"):
         raise PlanError(
-            "This is no job folder.",
+            "This is not a job folder.",
             seen=str(path),
             allowed="a folder that run.to_job(...) wrote, with train.py and run.json",
             next_step="name the folder above its runs/" if kind or about else None,

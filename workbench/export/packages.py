@@ -169,7 +169,7 @@ def packed_files(folder: Path) -> bytes:
     size_bytes = sum(path.stat().st_size for path in files.values())
     if size_bytes > MOST_UNPACKED_BYTES:
         raise PlanError(
-            "The files that the cell reads are too large for ConfigMaps, which is how they reach "
+            "The files that the cell reads are too large for ConfigMaps, which bring them to "
             "the pods.",
             seen=f"{', '.join(names)}: {size_bytes >> 20} MiB",
             allowed=f"{MOST_UNPACKED_BYTES >> 20} MiB, and less when it is packed",

@@ -210,10 +210,10 @@ def check_document(envelope: Envelope, document: Any, name: str, definition: str
         first = min(inner, key=lambda one: one.validator != "additionalProperties")
         where = "/".join(map(str, errors[0].absolute_path)) or "the document"
         raise PlanError(
-            f"The schema of {envelope.name} refuses what would be written.",
+            f"The files do not match the schema of {envelope.name}.",
             seen=f"{where}: {first.message[:300]}",
             allowed=envelope.note,
-            next_step="correct that resource; if it is none of yours, the platform may have "
+            next_step="correct this resource; if you did not set it, the platform may have "
             "changed: report it with this message",
             code="WB-PLAN-234",
         )
@@ -236,7 +236,7 @@ def check_options(envelope: Envelope, script: str) -> None:
                 option = word[2:].partition("=")[0]
                 if option not in known[command]:
                     raise PlanError(
-                        f"{command} has no option of that name.",
+                        f"{command} does not have this option.",
                         seen=f"--{option}",
                         allowed=", ".join(known[command]),
                         next_step=f"report it: the envelope of {envelope.name} is wrong",
@@ -273,7 +273,7 @@ def check_calls(envelope: Envelope, script: str) -> None:
         wrong = [one for one in given if parameters is not None and one not in parameters]
         if parameters is None or wrong or len(node.args) + len(given) > len(parameters):
             raise PlanError(
-                f"{envelope.name} publishes no such call.",
+                f"{envelope.name} does not publish this call.",
                 seen=f"{called}({', '.join(wrong or given)})",
                 allowed="nothing of that name" if parameters is None else ", ".join(parameters),
                 next_step=f"report it: the envelope of {envelope.name} is wrong",

@@ -33,7 +33,7 @@ def train_py(plan: Plan) -> str:
     """Return the file that trains a plan as the notebook would.
 
     Raises:
-        PlanError: The cell holds what only a notebook understands, or is no Python.
+        PlanError: The cell contains code for notebooks only, or is not valid Python.
     """
     cell = read_cell(plan.recipe.cell)
     processes = process_count(plan)
@@ -87,10 +87,10 @@ _MEMBERS = {"fit", "prepare", "watch", "log", "RunStopped", "data"}
 
 
 def plain_py(plan: Plan) -> str:
-    """Return a file that trains the same without Workbench: nobody records, stops or resumes it.
+    """Return a file that trains the same without Workbench: no records, no stop, no resume.
 
     Raises:
-        PlanError: It cannot be done faithfully; what can is said.
+        PlanError: It cannot be done exactly; the message says what can.
     """
     cell = read_cell(plan.recipe.cell)
     used = _used_of_wb(cell.tree)
@@ -125,7 +125,7 @@ def plain_py(plan: Plan) -> str:
     _check_collisions(cell, script)
     read = {node.id for node in ast.walk(cell.tree) if isinstance(node, ast.Name)}
     if lost := sorted(read & ENGINE_NAMES - bound_on_top(ast.parse(script))):
-        raise _refused(", ".join(lost), "leave it out")
+        raise _refused(", ".join(lost), "remove it")
     return script
 
 
@@ -187,12 +187,14 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
     source, entry = plan.recipe.cell, plan.entry
     way = use_of(source).way
     if plan.strategy not in _PLAIN[plan.framework]:
-        raise _refused(f"strategy {plan.strategy}", "leave --plain out: that export has them all")
+        raise _refused(
+            f"strategy {plan.strategy}", "remove --plain: that export has all strategies"
+        )
     if "import workbench" in used:
-        raise _refused("import workbench in the cell", "leave the import out: wb is there")
+        raise _refused("import workbench in the cell", "remove the import: wb is already defined")
     known = _MEMBERS | {f"data.{name}" for name in (*_DATA, "VOCABULARY")}
     if strange := sorted(used - known):
-        raise _refused(", ".join(f"wb.{name}".rstrip(".") for name in strange), "leave it out")
+        raise _refused(", ".join(f"wb.{name}".rstrip(".") for name in strange), "remove it")
     if plan.framework == "tensorflow" and way in ("fit", "prepare"):
         raise _refused("wb.fit in a cell of TensorFlow", "train with model.fit(...)")
     if way is not None and way not in entry.ways:
@@ -200,15 +202,15 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
     if plan.strategy == "multi_worker_mirrored" and way == "keras":
         raise _refused(
             "model.fit under multi_worker_mirrored, for which Keras 3 needs Workbench's repairs",
-            "write the loop with strategy.run, or leave --plain out",
+            "write the loop with strategy.run, or remove --plain",
         )
     features = set(use_of(source).features) & _LEFT_OUT
     if features:
-        raise _refused(f"wb.fit(..., {', '.join(sorted(features))}=...)", "leave it out")
+        raise _refused(f"wb.fit(..., {', '.join(sorted(features))}=...)", "remove it")
     odd = {"compress": "none", "sync_batchnorm": False, "cross_device_ops": "auto"}
     for name, usual in odd.items():
         if plan.options.get(name, usual) != usual:
-            raise _refused(f"-o {name}={plan.options[name]}", "leave the option out")
+            raise _refused(f"-o {name}={plan.options[name]}", "remove the option")
     lost = set(plan.overrides) - {"seed"}
     if lost and way != "fit":
         flags = ", ".join("--" + name.replace("_", "-") for name in sorted(lost))
@@ -218,14 +220,14 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
             flag = {"faults": "--inject", "values": "--set"}.get(
                 name, "--" + name.replace("_", "-")
             )
-            raise _refused(flag, "leave it out, or leave --plain out")
+            raise _refused(flag, "remove it, or remove --plain")
     if plan.framework != (framework_of(source) or plan.framework):
         raise _refused("a cell of the other framework", f"--framework {framework_of(source)}")
 
 
 def _refused(seen: str, next_step: str) -> PlanError:
     return PlanError(
-        "A script without Workbench cannot do this faithfully.",
+        "A script without Workbench cannot do exactly the same.",
         seen=seen,
         allowed=_PLAIN_ABLE,
         next_step=f"{next_step}; the export without --plain has all strategies",

@@ -203,9 +203,10 @@ def unwritten(
     """Return the note of a run that cannot be written: the same one, whoever fails, and of what."""
     reason = reason_of(error)
     text = (
-        f"Not all of this run could be written to disk: {reason} ({run_dir}). The run goes on, and "
-        "its history is kept in memory; its final weights may be missing. Make room there, or set "
-        "WORKBENCH_HOME to another folder: the next run is written again."
+        f"Not all of this run could be written to disk: {reason} ({run_dir}). The run continues, "
+        f"and "
+        "its history is kept in memory; its final weights may be missing. Free space there, or set "
+        "WORKBENCH_HOME to another folder; the next run will be written there."
     )
     return Noted(rank=rank, text=text, topic=Topic.NOT_ON_DISK.value, value=reason)
 
@@ -245,7 +246,7 @@ def read_meta(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         if any(folder.glob("records-rank*.bin")) or any(folder.glob("events-rank*.jsonl")):
             return {}
         raise RunError(
-            "There is no saved run here.",
+            "The folder contains no saved run.",
             seen=str(folder),
             allowed=f"a folder with {META}, as run.save(path) writes it",
             code="WB-RUN-036",
@@ -253,9 +254,7 @@ def read_meta(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RunError(f"{META} cannot be read.", seen=str(folder), code="WB-RUN-037") from error
     if not isinstance(meta, dict):
-        raise RunError(
-            f"{META} holds no description of a run.", seen=str(folder), code="WB-RUN-038"
-        )
+        raise RunError(f"{META} does not describe a run.", seen=str(folder), code="WB-RUN-038")
     return meta
 
 
@@ -307,10 +306,10 @@ def read_weights(path: Path, written: Sequence[int] = ()) -> dict[str, np.ndarra
     raise RunError(
         "The weights of the run are damaged.",
         seen=f"{path}: {what}",
-        allowed="the file as the run left it",
+        allowed="the file as the run wrote it",
         next_step=f"torch.load({str(plain)!r}, weights_only=True) has the same weights"
         if plain.is_file() and plain.stat().st_size
-        else "take the folder from a copy, or train again: run.to_cell() gives the cell",
+        else "restore the folder from a copy, or train again: run.to_cell() gives the cell",
         code="WB-RUN-040",
     )
 
@@ -368,7 +367,7 @@ def save(
         read_meta(source)
     if goal.exists() and not (goal / META).is_file() and not _is_empty_folder(goal):
         raise RunError(
-            "The target holds something that is not a run; nothing was saved.",
+            "The target contains something that is not a run, so nothing was saved.",
             seen=str(goal),
             allowed="a new path, an empty folder, or a run saved before",
             code="WB-RUN-041",
@@ -382,7 +381,7 @@ def save(
             f"The run cannot be saved there: {reason_of(error)}.",
             seen=str(goal),
             allowed="a folder that this user may write to, on a disk with room",
-            next_step="make room there, or name another folder",
+            next_step="free disk space there, or name another folder",
             code="WB-RUN-042",
         ) from error
     return goal
@@ -587,7 +586,7 @@ def final_weights(
         raise RunError(
             f"Run {name} has no weights: they could not be written to disk.",
             seen=why,
-            next_step="make room there, and train again",
+            next_step="free disk space there, and train again",
             code="WB-RUN-086",
         )
     if not files:

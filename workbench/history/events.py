@@ -216,7 +216,7 @@ class Story:
         size = f"{kib:.1f} KiB" if kib < 1024 else f"{kib / 1024:.1f} MiB"
         text = (
             f"Checkpoint at step {event.step}: {size}, on "
-            f"the disk after {seconds:.2g} s; training stood still for {stall_ms:.2g} ms "
+            f"disk after {seconds:.2g} s; training paused for {stall_ms:.2g} ms "
             f"({event.path})."
         )
         self.notes = [note for note in self.notes if note != self._last_checkpoint]

@@ -44,7 +44,7 @@ def moved() -> str:
         return ""
     return (
         f"Runs are kept in {root}, because {wanted} cannot be written. Temporary folders are "
-        f"emptied sooner or later: set {HOME_VARIABLE} to a folder of yours that stays, and "
+        f"emptied sooner or later: set {HOME_VARIABLE} to a permanent folder of yours, and "
         "restart the kernel."
     )
 

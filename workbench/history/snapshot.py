@@ -64,7 +64,7 @@ class Worker:
             left out; NaN outside pipelines.
         memory_bytes: What it holds of model, gradients and optimizer; NaN where not measured.
         host: Its host's name; empty on the notebook's machine.
-        away: Whether it takes no part: it died or left, and nobody has its place yet.
+        away: Whether it does not take part: it died or left and has not been replaced yet.
     """
 
     rank: int
@@ -89,7 +89,7 @@ class Stage:
         layers: The first and the last of its layers.
         parameters: How many numbers it learns.
         microbatch_s: Forward and backward of a microbatch, as measured before the cut.
-        handed_bytes: What it hands on for a microbatch.
+        handed_bytes: The bytes it sends on for a microbatch.
     """
 
     number: int
@@ -166,7 +166,7 @@ class Snapshot:
         samples_per_s: Global throughput over the latest seconds (over the run when it is over).
         compute_share: Share of the workers' time spent in compute, 0..1.
         color: Number of the run's colour (`views.theme.run_color`).
-        slow_rank: The worker that the others wait for, None when nobody stands out.
+        slow_rank: The worker that the others wait for; None if no worker stands out.
         slow_ms: Median wait it causes, milliseconds.
         slow_steps: In how many of the latest steps; of a run that is over, in all of them.
         dropped: Records lost on the way.
@@ -182,7 +182,7 @@ class Snapshot:
         banner: What holds the run up at the moment; empty when nothing does, and when it is over.
             Of a followed run that failed: why.
         staffing: How many workers there are and may be; None where that is fixed or it is over.
-        place: Where it goes on, of a run that is followed: `job @ node-1`; empty for others.
+        place: Where a followed run trains: `job @ node-1`; empty for others.
         unmeasured: Names of `record.PARTS` that no row measured; they count 0 in shares and
             timelines and are to be shown as not measured.
     """

@@ -225,8 +225,9 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             events += _logged_events(self._logged, rows)
             if self.stride > 1:
                 text = (
-                    f"This copy has every {self.stride}th step: the run could not be written to "
-                    "disk while it went on, and memory holds no more of it."
+                    f"This copy has only every {self.stride}th step because the run could not be "
+                    f"written to "
+                    "disk, and memory holds no more steps."
                 )
                 events.append(("note", {"text": text}))
         for rank in range(len(self.engines)):
@@ -471,7 +472,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
     def _awake(self) -> Reducer:
         if not self._rests_in.is_dir():
             raise RunError(
-                "The rows of this run were on disk, and they are gone.",
+                "The rows of this run were on disk and have been deleted.",
                 seen=str(self._rests_in),
                 next_step="run.save(path) keeps a copy elsewhere",
                 code="WB-RUN-045",
@@ -544,7 +545,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         step, rank = int(event.step), int(event.rank)
         for name, value in dict(event.values or {}).items():
             if name in COLUMNS:
-                self.story.fold(Noted(text=f"wb.log: {name} is a column already"), t_s)
+                self.story.fold(Noted(text=f"wb.log: {name} is already a column"), t_s)
                 continue
             if name == "memory_bytes":
                 self.story.memory_bytes[rank] = float(value)
@@ -584,7 +585,7 @@ def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], RunHistory]:
     row_bytes = meta.pop(disk.ROW_BYTES, None)
     if meta and row_bytes != RECORD.itemsize:
         raise RunError(
-            "Another version of Workbench saved this run; its rows have another form.",
+            "The run was saved by another version of Workbench, whose rows have another format.",
             seen=f"rows of {row_bytes or 'unknown'} bytes",
             allowed=f"{RECORD.itemsize} bytes",
             next_step="load it with the version that saved it",

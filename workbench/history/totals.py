@@ -321,14 +321,15 @@ class LossWatch:
             return ""
         if self._never:
             return (
-                f"The loss is no number from the first step on (step {self.step}), so nothing is "
+                f"The loss is not a number (NaN) from the first step on (step {self.step}), so "
+                f"nothing is "
                 "learned: look for NaN in the data, and for a loss that does not fit the model's "
-                "output; training goes on."
+                "output. Training continues."
             )
         return (
-            f"The loss is no number since step {self.step}, so nothing is learned any more: "
+            f"The loss is not a number (NaN) since step {self.step}, so nothing more is learned: "
             "look for NaN in the data; else lower the learning rate, or wb.fit(..., "
-            "clip_norm=1.0); training goes on."
+            "clip_norm=1.0). Training continues."
         )
 
 

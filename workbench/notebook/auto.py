@@ -44,13 +44,13 @@ def chooses(request: RunRequest) -> bool:
     """Whether a line has short runs choose the strategy.
 
     Raises:
-        PlanError: Strategies are named beside it, or what belongs to it stands without it.
+        PlanError: Other strategies are named as well, or its flags are given without it.
     """
     chosen = AUTO in request.strategies
     mine = [FLAGS[name].long for name in _OWN if getattr(request, name) != UNSAID[name]]
     if mine and not chosen:
         raise PlanError(
-            "This belongs to the choice of a strategy.",
+            "These flags only work with strategy auto.",
             seen=", ".join(mine),
             next_step="%%distributed auto ...",
             code="WB-PLAN-314",
@@ -61,7 +61,7 @@ def chooses(request: RunRequest) -> bool:
         raise PlanError(
             "auto chooses one strategy and trains one run under it.",
             seen=", ".join([*request.strategies, *besides]),
-            next_step="%%distributed auto first, then these with the strategy it has chosen",
+            next_step="run %%distributed auto first, then use these with the chosen strategy",
             code="WB-PLAN-315",
         )
     return chosen
@@ -159,12 +159,12 @@ class Chooser:
         found = race.choose()
         if found.winner is None:
             raise PlanError(
-                "No strategy is left to train under.",
+                "No strategy is left to train with.",
                 seen="; ".join(f"{row.candidate.name}: {row.why}" for row in found.rows)[:600],
                 next_step=_way_out(self._request),
                 code="WB-PLAN-316",
             )
-        late = ("The time for short runs was spent: --probe-seconds gives more.",)
+        late = ("The time for short runs is used up. --probe-seconds sets a longer time.",)
         notes = found.notes if time.monotonic() < ends else (*found.notes, *late)
         found = replace(found, seconds=time.monotonic() - began, workers=self._workers, notes=notes)
         return ChoicePicture(**vars(found))

@@ -73,14 +73,14 @@ class Compared:
             descending: Largest first.
 
         Raises:
-            PlanError: There is no such column.
+            PlanError: The column does not exist.
         """
         from ..views.tables import comparison_table
 
         return comparison_table(self.comparison, sort=sort, descending=descending)
 
     def scaling(self, *, price: float | None = None) -> Scaled:
-        """Return speed-up and efficiency over the numbers of workers, with a figure of its own.
+        """Return speed-up and efficiency over the numbers of workers, with a figure.
 
         Args:
             price: Of a worker-hour, in any currency: what an epoch costs is shown too.
@@ -126,7 +126,7 @@ class Compared:
         """Write it to a file by its suffix: .csv .md .html .png .svg .json; return the path.
 
         Raises:
-            PlanError: There is no form for that suffix.
+            PlanError: No format has this suffix.
         """
         from ..views.comparison.exports import save
 
@@ -163,7 +163,11 @@ def compare(*runs: Run | str) -> Compared:
         PlanError: No run was given, something that is none, or a name that no run has.
     """
     if not runs:
-        raise PlanError("Nothing to compare.", next_step='wb.compare("a", "b")', code="WB-PLAN-103")
+        raise PlanError(
+            "There is nothing to compare.",
+            next_step='name runs: wb.compare("a", "b")',
+            code="WB-PLAN-103",
+        )
     found = [_run(one) for one in runs]
     summaries = [run.summarise() for run in found]
     return Compared(comparison.compare(summaries), summaries, found)
@@ -175,7 +179,7 @@ def _run(one: object) -> Run:
     if isinstance(one, str):
         return known[one]
     raise PlanError(
-        "wb.compare takes runs, or their names.",
+        "wb.compare needs runs or their names.",
         seen=type(one).__name__,
         allowed='a run, or its name in wb.runs ("a")',
         next_step='wb.compare("a", "b")',
@@ -283,8 +287,8 @@ class Calibration:
         workers = len(self.run.engines)
         return (
             f"Trained a small network under mirrored on {workers} workers and delayed worker 1 by "
-            f"{self.injected_ms:.0f} ms in each step; read the {self.steps} steps after the first "
-            f"{SETTLE}.",
+            f"{self.injected_ms:.0f} ms in each step, then read the {self.steps} steps after the "
+            f"first {SETTLE}.",
             "Read: median and half the distance between the quartiles (±). The error is the median "
             f"less what was injected: {self.error_ms:+.1f} ms.",
         )
@@ -309,7 +313,7 @@ class Calibration:
 
     def table(self) -> Table:
         """Return the readings as a table."""
-        verdict = "the instrument can be believed" if self.passed else "do NOT trust the waits here"
+        verdict = "the measurement can be trusted" if self.passed else "do NOT trust the waits here"
         title = f"Calibration: injected {self.injected_ms:.0f} ms: {verdict}"
         return calibration_table(title, self.readings, self.did)
 
@@ -368,7 +372,7 @@ def read_back(run: Run, frames: int = 0) -> Calibration:
     own = late & (history["rank"] == 1)
     if not others.any():
         raise RunError(
-            "The run has too few steps to read anything back.", seen=len(history), code="WB-RUN-059"
+            "The run has too few steps for a calibration.", seen=len(history), code="WB-RUN-059"
         )
     waits_ms = history["sync_wait_s"][others] * 1e3
     low_ms, middle_ms, high_ms = np.percentile(waits_ms, (25, 50, 75))

@@ -1,7 +1,7 @@
 """`wb.job`, `wb.submit`, `wb.follow`, `wb.jobs`: from the notebook to a job, and back.
 
 A run, a plan or a cell becomes a folder (`job`), which torchrun starts anywhere. A platform is
-handed the folder (`submit`), and the run is shown while it goes on there (`follow`).
+given the folder (`submit`), and the run is shown while it trains there (`follow`).
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def job(
     Args:
         what: A run (the same again), a plan, or what `cluster.run` takes: the source of a cell, or
             a function whose arguments are `args`.
-        folder: Where to write it. A job that is there is written anew, its runs stay.
+        folder: Where to write it. An existing job is overwritten; its runs stay.
         on: Platforms to write a file for as well: `slurm`, `trainjob`, `ray`, `skypilot`, ...
-        plain: Write a script that does without Workbench; nobody records it.
-        files: What the cell reads; copied beside the script.
+        plain: Write a script that does not use Workbench; it is not recorded.
+        files: Files that the cell reads; copied next to the script.
         replace: Whether a train.py that was changed by hand is written over.
         strategy: Of a source or a function.
         asked: Resources of the platforms (`nodes=2, partition="gpu"`), and what `cluster.run`
@@ -106,10 +106,10 @@ def job_line(folder: Path) -> str:
     nodes = 2 if processes % 2 == 0 else 1
     return (
         f"Written to {name}. Start it there:\n    {start}\n"
-        f"or hand it to a platform from here:\n    "
+        f"or submit it to a platform from here:\n    "
         f"wb.submit({name!r}, on='slurm', nodes={nodes})\n"
-        + ("Nobody records it: it does without Workbench." if known.plain else
-           f"Wherever it runs, see it here:\n    wb.follow({name!r})")
+        + ("It is not recorded because it runs without Workbench." if known.plain else
+           f"Follow it from here, wherever it runs:\n    wb.follow({name!r})")
     )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def submit(
     Args:
         what: What `wb.job` takes, or the folder of a job.
         on: `slurm`, `ssh`, `ray`, `kubernetes`, `skypilot` or `local`.
-        folder: Of the job; by default a new one beside the runs. Nodes must see it under Slurm.
+        folder: the folder; by default a new one next to the runs. Nodes must see it under Slurm.
         follow: Whether to wait for its beginning and show it; an interrupt ends the wait alone. A
             plain job, which nobody records, is not waited for.
         plot: How it is shown, as `--plot`.
@@ -155,10 +155,10 @@ def submit(
     elif rest or folder:
         rest |= {"folder": folder} if folder else {}
         raise PlanError(
-            "The folder says what is trained; these arguments would change nothing.",
+            "These arguments have no effect because the folder already defines the job.",
             seen=", ".join(rest),
             allowed="resources: " + ", ".join(sorted(_RESOURCES)),
-            next_step="write the folder anew with them: wb.job(...)",
+            next_step="write the folder again with them: wb.job(...)",
             code="WB-PLAN-198",
         )
     named = read_job(path).plan.name or (path.resolve().name if folder or path == given else "")
@@ -171,14 +171,14 @@ def submit(
     handed = jobs.submit(path, on, resources, name=named, **given_options)
     if follow and read_job(path).plain:
         sys.stdout.write(
-            "Nobody records it, so there is nothing to follow: "
+            "The job is not recorded, so it cannot be followed: "
             f"wb.jobs[{handed.name!r}] has its state and its logs.\n"
         )
     elif follow:
         try:
             _show_when_begun(handed, plot)
         except KeyboardInterrupt:
-            sys.stdout.write(f"The job goes on: wb.jobs[{handed.name!r}].follow() shows it.\n")
+            sys.stdout.write(f"The job continues: wb.jobs[{handed.name!r}].follow() shows it.\n")
     return handed
 
 
@@ -189,7 +189,7 @@ def follow(
     wait_s: float | None = BEGIN_S,
     control: Sequence[str] | None = None,
 ) -> FollowedJob:
-    """Show a run that goes on elsewhere, with all that a run of this notebook has.
+    """Show a run that trains elsewhere, with everything that a run of this notebook has.
 
     It is read at most a second late, from its beginning, so a notebook that was closed misses
     nothing. Stop, Pause, one step and faults go back there.
@@ -331,7 +331,7 @@ def _show_when_begun(handed: Submitted, plot: str = "auto") -> FollowedJob:
             f"Job {handed.name} failed before its run began.",
             seen=str(handed.look().reason or error.seen),
             allowed=f"its output ends:\n{handed.logs(20)}",
-            next_step="mend it and submit it again",
+            next_step="fix it and submit it again",
             code="WB-RUN-107",
         ) from error
     _show(run, plot)
@@ -370,7 +370,7 @@ def _planned(
     if isinstance(what, (Plan, Run)):
         if asked or strategy:
             raise PlanError(
-                "A run or a plan says itself how it is trained.",
+                "A run or a plan already defines how it is trained.",
                 seen=", ".join([*(["strategy"] if strategy else []), *asked]),
                 allowed="resources: " + ", ".join(sorted(_RESOURCES)),
                 next_step="give the source of the cell, or a function, with strategy=...",
@@ -381,7 +381,7 @@ def _planned(
         return _planned(registry.runs[what], strategy, args, asked)
     if not strategy:
         raise PlanError(
-            "Which strategy is the job to train under?",
+            "The job has no strategy.",
             seen=what if isinstance(what, str) else getattr(what, "__name__", type(what).__name__),
             allowed="a run, a plan, or a source with strategy='mirrored'",
             next_step="wb.job(source, folder, strategy='mirrored', workers=2)",

@@ -40,7 +40,7 @@ class Recipes(Mapping[str, Recipe]):
         known = self._functions.get(made.name)
         if known is not None and known[1] != owner:
             raise PlanError(
-                "Another function is registered under that name.",
+                "Another function is already registered under this name.",
                 seen=made.name,
                 allowed=f"a name that {known[0].function}() does not have",
                 next_step=f"@wb.recipe(name=...), or wb.recipes.forget({made.name!r}) first",
@@ -174,7 +174,7 @@ def recipe(function: Any = None, *, name: str = "", summary: str = "") -> Any:
         The function as it is, so that it can still be called.
 
     Raises:
-        PlanError: It is no function, its source cannot be read, it uses names of an enclosing
+        PlanError: It is not a function, its source cannot be read, it uses names of an enclosing
             function, an argument has no default, or another function has the name.
 
     Example:

@@ -1,4 +1,4 @@
-"""Shows cells and runs while they go on: asks for snapshots, draws them, <= 5 times a second."""
+"""Shows active cells and runs: asks for snapshots and draws them at most 5 times a second."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def check_view(plot: str) -> None:
 
 
 def tell(task: Task | None, error: RunError | None) -> None:
-    """Say with the output what nobody raises: a cell in the background has failed.
+    """Report in the output that a cell in the background has failed.
 
     Where a rank's own traceback says why, that is enough.
     """
@@ -136,7 +136,7 @@ class RunView:
             actions[name]()
 
     def _scale(self, workers: Any) -> None:
-        """Have the run go on with so many workers; in the background, as engines may be started."""
+        """Change the run's number of workers, in the background: engines may have to start."""
 
         def scale() -> None:
             try:
@@ -154,8 +154,7 @@ class RunView:
             log.exception("The view of run %r failed", self.run.name)
             self._view = NoView()
             self.run.note(
-                f"The run's view failed, and the run goes on without: {type(error).__name__}: "
-                f"{error}"
+                f"The run's view failed, but the run continues: {type(error).__name__}: {error}"
             )
             return False
         return True
@@ -193,7 +192,7 @@ class RunView:
             raise RunError(
                 f"Interrupted: run {self.run.name!r} was stopped after "
                 f"{self.run.history.totals.steps} steps.",
-                next_step="its history is kept in wb.runs",
+                next_step="see its history in wb.runs",
                 code="WB-RUN-088",
             ) from None
         except RunError as error:
@@ -205,7 +204,7 @@ class RunView:
         return self.run
 
     def follow(self) -> None:
-        """Return at once; the view goes on in the background."""
+        """Return at once; the view continues in the background."""
         threading.Thread(target=self._follow, name="workbench-follow", daemon=True).start()
 
     def _follow(self) -> None:
@@ -257,7 +256,7 @@ class CellView:
             attend(self._draw)
 
     def follow(self) -> None:
-        """Return at once; outputs go on appearing below the cell."""
+        """Return at once; outputs keep appearing below the cell."""
         threading.Thread(target=self._follow, name="workbench-follow", daemon=True).start()
 
     def _follow(self) -> None:
@@ -274,7 +273,7 @@ class CellView:
 
 
 def show_attached(cluster: ClusterAccess) -> Run | None:
-    """Show what goes on on a cluster that was taken over; return its run, if it is one."""
+    """Show the work of a cluster that was taken over; return its run, if it is one."""
     busy = cluster.busy
     if isinstance(busy, Run):
         RunView(busy, "auto").follow()
@@ -287,10 +286,8 @@ def show_attached(cluster: ClusterAccess) -> Run | None:
 def kept_words(keeping: Keeping) -> str:
     """Say how a kept cluster is found again, and when it ends."""
     name, idle_s = keeping.id, keeping.idle_timeout_s
-    end = (
-        f"when nothing ran for {idle_words(idle_s)}" if math.isfinite(idle_s) else "never by itself"
-    )
+    end = f"when idle for {idle_words(idle_s)}" if math.isfinite(idle_s) else "never by itself"
     return (
-        f"kept as {name}: %cluster attach {name} finds it again, also in another notebook;\n"
+        f"kept as {name}: %cluster attach {name} opens it again, also in another notebook;\n"
         f"it ends with %cluster stop, with workbench stop {name}, or {end}"
     )

@@ -102,12 +102,12 @@ class Scaled:
         """Return the picture: speed-up, efficiency, a step's time, and costs where priced.
 
         Args:
-            published: Draw published curves beside one's own: True for all, or their keys
+            published: Draw published curves next to your own: True for all, or their keys
                 (`wb.published()` lists them).
             predicted: Draw, dashed, what each plan's run with the fewest workers let expect.
 
         Raises:
-            PlanError: There is no such curve.
+            PlanError: The curve does not exist.
         """
         from ..views.scaling.published import chosen
 
@@ -159,7 +159,7 @@ class Scaled:
             published, predicted: As `figure` takes them.
 
         Raises:
-            PlanError: There is no form for that suffix.
+            PlanError: No format has this suffix.
         """
         from ..views.scaling.exports import save
         from ..views.scaling.published import chosen
@@ -188,7 +188,7 @@ def scaled(
         runs: Those of the summaries, in their order, to predict from.
 
     Raises:
-        PlanError: They have one number of workers, or the price is no number above 0.
+        PlanError: They have one number of workers, or the price is not a number above 0.
     """
     asked = None if price is None else price_of(price)
     found = scaling_of(summaries, price=asked)
@@ -220,7 +220,7 @@ def _predicted(curve: Curve, counts: Iterable[int], runs: Mapping[str, RunData])
     several = [point for point in curve.known if point.workers > 1]
     base = next((found for point in several[:1] for found in _runs_of(point, runs)), None)
     if base is None:
-        return Predicted("", 0, why_not="No run with two or more workers is at hand.")
+        return Predicted("", 0, why_not="There is no run with two or more workers.")
     point = several[0]
     wanted = [count for count in counts if count > point.workers and _fits(curve, point, count)]
     if not wanted:

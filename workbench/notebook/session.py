@@ -110,9 +110,9 @@ class Session:
 
         if self.cluster is not None:
             raise ClusterError(
-                "This notebook has a cluster.",
+                "This notebook already has a cluster.",
                 seen=self.cluster.keeping.id,
-                next_step="%cluster stop ends it; or attach in another notebook",
+                next_step="%cluster stop to end it, or attach in another notebook",
                 code="WB-CLUSTER-043",
             )
         found = attach(cluster, take=take)
@@ -138,9 +138,9 @@ class Session:
             others["devices"] = (f"--devices {settings['devices']}", now)
         for wanted, now in others.values():
             raise PlanError(
-                "The notebook's cluster was started otherwise.",
+                "The notebook's cluster was started with other settings.",
                 seen=wanted,
-                allowed=now or "what it was started with: nothing of that kind was said",
+                allowed=now or "the settings it was started with: none of these",
                 next_step="%cluster stop, then start again",
                 code="WB-PLAN-127",
             )
@@ -218,7 +218,7 @@ class Session:
     def _refuse_training_flags(line: RunRequest) -> None:
         if given := line.training_flags:
             raise PlanError(
-                "These flags belong to a training run, and the line names no strategy.",
+                "These flags need a strategy, but the line names none.",
                 seen=", ".join(given),
                 next_step="name a strategy: %%distributed mirrored ...",
                 code="WB-PLAN-129",
@@ -248,7 +248,7 @@ class Session:
         )
         if line.price is not None and len({plan.workers for plan in found}) < 2:
             raise PlanError(
-                "What an epoch costs is shown beside several numbers of workers.",
+                "price needs runs with several numbers of workers.",
                 seen=f"--price {line.price:g}, and {found[0].workers} workers",
                 next_step="-n 1,2,4, or wb.compare(...).scaling(price=...) for earlier runs",
                 code="WB-PLAN-284",
@@ -271,9 +271,9 @@ class Session:
         self.recipe = replace(plans[0].recipe, framework=plans[0].framework)
         if line.background and len(plans) > 1:
             raise PlanError(
-                "Only one run at a time can go on in the background.",
+                "Only one run at a time can be in the background.",
                 seen=f"{len(plans)} runs",
-                next_step="cluster.queue() runs several, one after the other",
+                next_step="use cluster.queue() for several runs, one after the other",
                 code="WB-PLAN-131",
             )
 
@@ -306,7 +306,7 @@ class Session:
             return recipes.find(name, framework or "")
         if self.recipe is None:
             raise PlanError(
-                "No cell was trained yet, so there is nothing to run again.",
+                "No cell has been trained yet, so there is nothing to run again.",
                 next_step="train a cell with %%distributed STRATEGY first",
                 code="WB-PLAN-132",
             )
@@ -331,7 +331,7 @@ def check_ahead(cluster: Cluster, plans: Iterable[Plan]) -> None:
 
 
 def _passes(line: RunRequest, error: RunError) -> bool:
-    """Whether the other runs of a line go on after one that ended in this error."""
+    """Whether the other runs of a line continue after one failed with this error."""
     if line.several:
         return error.code not in INTERRUPTED
     return len(line.strategies) > 1 and is_refusal(error)
@@ -386,7 +386,7 @@ def resume(
 ) -> Run:
     """Run the cell (or function) again that a checkpoint belongs to, from where it stood.
 
-    Its code is beside the checkpoints and is run on the engines: resume only from folders whose
+    Its code is stored with the checkpoints and runs on the engines: resume only from folders whose
     content you would run yourself. Injected faults do not come back.
 
     Args:
@@ -415,7 +415,7 @@ def resume(
     recipe = before.recipe
     if args is None and about.get("arguments"):
         raise PlanError(
-            "The function was given arguments, which are not kept with its checkpoints.",
+            "The function was given arguments, which checkpoints do not store.",
             seen=recipe.origin,
             allowed=f"args=({about['arguments']} values)",
             next_step="wb.resume(path, args=(...))",

@@ -81,7 +81,7 @@ def sweep(
     made = [item.run for item in items if item.run is not None]
     if not any(run.error is None for run in made):
         raise next((item.error for item in items if item.error is not None), None) or PlanError(
-            "No run of the sweep began.", seen=f"{len(plans)} plans", code="WB-PLAN-282"
+            "No run of the sweep has started.", seen=f"{len(plans)} plans", code="WB-PLAN-282"
         )
     return concluded(made, price=price)
 
@@ -100,7 +100,7 @@ def recipe_of(source: str | Callable[..., Any] | Recipe, framework: str | None) 
 
 
 class _Progress:
-    """Says below the cell which run of how many goes on."""
+    """Says below the cell which run of how many is active."""
 
     def __init__(self) -> None:
         self.line = ProgressLine()

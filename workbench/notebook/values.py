@@ -25,7 +25,9 @@ def push_values(cluster: Cluster, line: str, namespace: dict[str, Any]) -> None:
     missing = [name for name in names if name not in namespace]
     if missing:
         raise PlanError(
-            "The notebook has no such name.", seen=", ".join(missing), code="WB-PLAN-134"
+            "The notebook has no variable of this name.",
+            seen=", ".join(missing),
+            code="WB-PLAN-134",
         )
     ids = _ids(cluster, flags)
     cluster.push({name: namespace[name] for name in names}, ids)
@@ -41,7 +43,7 @@ def pull_values(cluster: Cluster, line: str, namespace: dict[str, Any]) -> None:
     targets = flags.get("--as", "").split(",") if "--as" in flags else names
     if len(targets) != len(names):
         raise PlanError(
-            "--as needs as many names as are pulled.",
+            "--as needs one name for each pulled variable.",
             seen=flags["--as"],
             allowed=", ".join(names),
             code="WB-PLAN-135",
@@ -53,7 +55,7 @@ def pull_values(cluster: Cluster, line: str, namespace: dict[str, Any]) -> None:
         if lacking:
             raise PlanError(
                 f"Engines {lacking} have no {name!r}.",
-                next_step="--rank ID pulls from one that has it",
+                next_step="use --rank ID to pull from an engine that has it",
                 code="WB-PLAN-136",
             )
         values = [found[i][name] for i in found]
@@ -67,9 +69,7 @@ def _split(line: str, known: tuple[str, ...], usage: str) -> tuple[list[str], di
         if word in known and words:
             flags[word] = words.pop(0)
         elif word.startswith("-"):
-            raise PlanError(
-                "The flag was not understood.", seen=word, allowed=usage, code="WB-PLAN-137"
-            )
+            raise PlanError("The flag is not valid.", seen=word, allowed=usage, code="WB-PLAN-137")
         else:
             names.append(word)
     if not names:
@@ -82,7 +82,10 @@ def _ids(cluster: Cluster, flags: dict[str, str]) -> list[int]:
     unknown = [i for i in ids if i not in cluster.ids]
     if unknown:
         raise PlanError(
-            "There is no such engine.", seen=unknown, allowed=f"{cluster.ids}", code="WB-PLAN-139"
+            "This engine does not exist.",
+            seen=unknown,
+            allowed=f"{cluster.ids}",
+            code="WB-PLAN-139",
         )
     return ids
 

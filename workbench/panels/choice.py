@@ -156,7 +156,7 @@ class Choice:
         """Raise PlanError where nothing is picked, or a field that matters is wrong."""
         if not self.picks[framework]:
             raise PlanError(
-                "No strategy is picked.", next_step="pick one of the cards", code="WB-PLAN-063"
+                "No strategy is selected.", next_step="select one of the cards", code="WB-PLAN-063"
             )
         for name, wrong in self.wrong.items():
             owner, _, rest = name.partition(".")
@@ -223,7 +223,10 @@ class Choice:
                 _whole(text, least=1, most=None)
             elif text and name == "on_failure" and text not in ON_FAILURE:
                 raise PlanError(
-                    "Not possible.", seen=text, allowed=", ".join(ON_FAILURE), code="WB-PLAN-065"
+                    "This value is not valid.",
+                    seen=text,
+                    allowed=", ".join(ON_FAILURE),
+                    code="WB-PLAN-065",
                 )
             elif name == "log":
                 parse_targets(text.split())
@@ -324,5 +327,8 @@ def _whole(text: str, *, least: int, most: int | None, several: bool = False) ->
     limits = f"from {least} to {most}" if most is not None else f"{least} or more"
     more = "; or several: 1,2,4" if several else ""
     raise PlanError(
-        "Not possible.", seen=text, allowed=f"a whole number, {limits}{more}", code="WB-PLAN-067"
+        "This value is not valid.",
+        seen=text,
+        allowed=f"a whole number, {limits}{more}",
+        code="WB-PLAN-067",
     )

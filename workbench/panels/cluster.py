@@ -77,7 +77,7 @@ class ClusterPart(Part):
         busy = cluster.busy
         what = f"Run {busy.name}" if isinstance(busy, Run) and not busy.is_over else "A cell"
         waiting = sum(item.state == "waiting" for item in cluster.queue().items)
-        return f"{what} goes on" + (f", and {waiting} more wait" if waiting else "")
+        return f"{what} is running" + (f", {waiting} more in the queue" if waiting else "")
 
     def close(self) -> None:
         """Sample no more: nobody looks."""
@@ -143,7 +143,7 @@ class ClusterPart(Part):
         except KeyboardInterrupt:
             raise ClusterError(
                 "The start was cancelled.",
-                next_step="Start begins again",
+                next_step="press Start to try again",
                 code="WB-CLUSTER-075",
             ) from None
         finally:

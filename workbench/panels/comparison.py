@@ -30,7 +30,7 @@ MOST = 24
 
 
 class ComparisonPart(Part):
-    """The picked runs that are over, compared anew when they are others."""
+    """The picked finished runs, compared again when the selection changes."""
 
     name = "comparison"
 
@@ -71,7 +71,7 @@ class ComparisonPart(Part):
         names = [one.name for one in self.runs()]
         if run not in runs:
             raise PlanError(
-                "There is no such run.", seen=run, allowed=", ".join(runs), code="WB-PLAN-070"
+                "This run does not exist.", seen=run, allowed=", ".join(runs), code="WB-PLAN-070"
             )
         self._picked = [*names, run] if on else [name for name in names if name != run]
 
@@ -119,11 +119,14 @@ class ComparisonPart(Part):
         """Return the comparison as a file: its name, type and bytes in base64."""
         if kind not in KINDS:
             raise PlanError(
-                "There is no such form.", seen=kind, allowed=", ".join(KINDS), code="WB-PLAN-071"
+                "This export format does not exist.",
+                seen=kind,
+                allowed=", ".join(KINDS),
+                code="WB-PLAN-071",
             )
         if self._compared is None:
             raise RunError(
-                "Nothing is compared yet.", next_step="pick runs that are over", code="WB-RUN-053"
+                "Nothing is compared yet.", next_step="select finished runs", code="WB-RUN-053"
             )
         data = as_bytes(self._compared.comparison, f".{kind}")
         return {

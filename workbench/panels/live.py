@@ -26,7 +26,7 @@ MOST_CHARACTERS = 20_000
 
 
 class LivePart(Part):
-    """What goes on, or went on last, or the run that somebody picked from the list."""
+    """The current or last run, or the run that was picked from the list."""
 
     name = "live"
 
@@ -36,7 +36,7 @@ class LivePart(Part):
         self._failed: tuple[Path | None, str] = (None, "")
 
     def run(self) -> Run | None:
-        """The run on show: what goes on; else the one picked, else the latest."""
+        """The run to show: the active one, else the one picked, else the latest."""
         cluster = self.panel.session.cluster
         busy = None if cluster is None else cluster.busy
         if isinstance(busy, Run) and not busy.is_over:
@@ -69,7 +69,7 @@ class LivePart(Part):
 
     @action()
     def pick(self, run: str) -> None:
-        """Show an earlier run; one that goes on comes first."""
+        """Show an earlier run; an active run comes first."""
         self._picked = run if run in runs else ""
 
     @action()
@@ -107,7 +107,7 @@ class LivePart(Part):
 
     @action()
     def step(self, steps: int = 1) -> None:
-        """While paused: do so many steps."""
+        """While paused: do this many steps."""
         self._going_on().step(int(steps))
 
     @action(slow=True)
@@ -118,7 +118,9 @@ class LivePart(Part):
     def _going_on(self) -> Run:
         run = self.run()
         if run is None or run.is_over:
-            raise RunError("No run is going on.", next_step="start one: Run", code="WB-RUN-056")
+            raise RunError(
+                "No run is active.", next_step="press Run to start one", code="WB-RUN-056"
+            )
         return run
 
 
@@ -149,7 +151,7 @@ class TeachingPart(Part):
 
     @action(slow=True)
     def blame(self) -> dict[str, Any]:
-        """Who waited for whom: while the run goes on in the steps that its headline speaks of."""
+        """Who waited for whom; during the run in the steps that its headline covers."""
         return _drawn(lambda: self._run().blame(self._first()))
 
     @action(slow=True)
@@ -183,7 +185,9 @@ class TeachingPart(Part):
         run = self._live().run()
         if run is None:
             raise RunError(
-                "There is no run to look at yet.", next_step="start one: Run", code="WB-RUN-057"
+                "There is no run to show yet.",
+                next_step="press Run to start one",
+                code="WB-RUN-057",
             )
         return run
 
@@ -288,7 +292,7 @@ class FaultsPart(Part):
         run = self._live().run()
         if run is None or run.is_over:
             raise RunError(
-                "Faults are for a run that goes on.", next_step="start one: Run", code="WB-RUN-054"
+                "Faults need an active run.", next_step="press Run to start one", code="WB-RUN-054"
             )
         return run
 

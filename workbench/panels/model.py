@@ -99,7 +99,7 @@ class Panel:
         self.changed.set()
 
     def keep(self, name: str, thing: Any) -> None:
-        """Let something with a picture stay in the notebook, for when there is no kernel."""
+        """Keep a picture in the notebook, for when there is no kernel."""
         for keeper in list(self.keepers):
             keeper(name, thing)
 
@@ -119,7 +119,9 @@ class Panel:
                 reply(None)
                 return
             if part not in self.parts:
-                raise PlanError("The panel has no such section.", seen=part, code="WB-PLAN-073")
+                raise PlanError(
+                    "The panel does not have this section.", seen=part, code="WB-PLAN-073"
+                )
             found = self.parts[part].find(verb, fields)
         except WorkbenchError as error:
             self._failed(part, error)
@@ -245,7 +247,7 @@ class Part(ABC):
         found = self._actions.get(name)
         if found is None:
             raise PlanError(
-                f"The panel's {self.name} has no such control.",
+                f"The panel's {self.name} does not have this control.",
                 seen=name,
                 allowed=", ".join(self._actions),
                 code="WB-PLAN-074",
@@ -254,7 +256,7 @@ class Part(ABC):
             inspect.signature(found.call).bind(**fields)
         except TypeError as error:
             raise PlanError(
-                f"{self.name}.{name} was asked wrongly.", seen=str(error), code="WB-PLAN-075"
+                f"{self.name}.{name}: invalid arguments.", seen=str(error), code="WB-PLAN-075"
             ) from None
         return found
 

@@ -55,7 +55,7 @@ class ScalingPart(Part):
         self._predicted = bool(on)
 
     def _busy(self) -> bool:
-        """Whether a run goes on or is about to: its workers need the cores."""
+        """Whether a run is active or about to start: its workers need the cores."""
         cluster = self.panel.session.cluster
         return cluster is not None and (cluster.is_busy or cluster.queue().busy)
 
@@ -105,11 +105,14 @@ class ScalingPart(Part):
         """Return scaling as a file: its name, type and bytes in base64."""
         if kind not in KINDS:
             raise PlanError(
-                "There is no such form.", seen=kind, allowed=", ".join(KINDS), code="WB-PLAN-283"
+                "This export format does not exist.",
+                seen=kind,
+                allowed=", ".join(KINDS),
+                code="WB-PLAN-283",
             )
         if self._scaled is None:
             raise RunError(
-                "There is no scaling to save yet.",
+                "There are no scaling results to save yet.",
                 next_step="run one recipe with several numbers of workers",
                 code="WB-RUN-130",
             )

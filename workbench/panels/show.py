@@ -80,7 +80,7 @@ class PanelView:
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         bundle = self.widget._repr_mimebundle_()
         found = dict(bundle[0] if isinstance(bundle, tuple) else bundle or {})
-        found["text/plain"] = "The panel of Workbench. Run wb.panel() again to use it."
+        found["text/plain"] = "This is the Workbench panel. Run wb.panel() again to use it."
         return found
 
     def __repr__(self) -> str:
@@ -107,13 +107,13 @@ def panel() -> PanelView:
     Every panel of a notebook shows the same cluster, choice and runs as the magics do.
 
     Raises:
-        PlanError: This is no notebook.
+        PlanError: This is not a notebook.
     """
     if not in_notebook():
         raise PlanError(
             "The panel needs a notebook.",
             seen="no Jupyter kernel",
-            next_step="jupyter lab, or wb.Cluster(...).run(...) and wb.compare(...) in scripts",
+            next_step="use jupyter lab, or in scripts wb.Cluster(...).run(...) and wb.compare(...)",
             code="WB-PLAN-076",
         )
     pump = shared()
@@ -198,7 +198,7 @@ class Pump:
             return bool(self._widgets)
 
     def draw(self, widgets: tuple[PanelWidget, ...]) -> bool:
-        """Send what changed; return whether a run goes on."""
+        """Send what changed; return whether a run is active."""
         parts = self.panel.wire()
         run, snapshot = self._seen()
         for widget in widgets:

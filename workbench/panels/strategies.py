@@ -44,7 +44,7 @@ class StrategiesPart(Part):
         self._known: tuple[object, Wire] | None = None
 
     def wire(self) -> Wire:
-        """Cards, fields and what it all comes to; worked out anew when something has changed."""
+        """Cards, fields and their summary; computed again when something has changed."""
         session, choice = self.panel.session, self.panel.choice
         cluster, recipe = session.cluster, self._recipe()
         workers = () if cluster is None else tuple(cluster.worker_ids)
@@ -82,7 +82,7 @@ class StrategiesPart(Part):
         found["ready"] = not found["problem"]
         none = self.panel.session.cluster is None
         starts = max(choice.workers or 1, choice.engines)
-        found["note"] = f"No engine runs yet: Run starts {starts}." if none else ""
+        found["note"] = f"No engine is running yet. Run starts {starts}." if none else ""
         return found
 
     def _problem(
@@ -116,7 +116,7 @@ class StrategiesPart(Part):
         """Switch the framework; each has picks of its own."""
         if name not in catalog.FRAMEWORKS:
             raise PlanError(
-                "There is no such framework.",
+                "This framework does not exist.",
                 seen=name,
                 allowed=", ".join(catalog.FRAMEWORKS),
                 code="WB-PLAN-077",
@@ -167,7 +167,7 @@ def summary(choice: Choice, place: Place, recipe: Recipe | None) -> str:
     """Return what will be run: `2 strategies × 3 seeds = 6 runs on 2 workers`."""
     picked = choice.picks[place.framework]
     if not picked:
-        return "Nothing is picked"
+        return "Nothing is selected"
     named = "" if recipe is None else f" of {recipe.name or recipe.origin}"
     if choice.several:
         return _swept(choice, place, recipe, named)
@@ -304,7 +304,7 @@ def _workers_hint(workers: int | None, engines: int, place: Place) -> str:
     if workers is None:
         return f"all {engines} engines" if engines > 1 else "the one engine"
     if workers > engines:
-        return f"starts {workers - engines} more than the {engines} there are"
+        return f"starts {workers - engines} more engines, besides the {engines} running"
     return f"of {engines} engines" if workers < engines else ""
 
 

@@ -175,7 +175,7 @@ def candidates(
     for name in options:
         if not any(option.name == name for entry in entries for option in entry.options):
             raise PlanError(
-                "No strategy has such an option.", seen=name,
+                "No strategy has this option.", seen=name,
                 allowed=", ".join(sorted({o.name for e in entries for o in e.options})),
                 code="WB-PLAN-312",
             )  # fmt: skip
@@ -225,7 +225,7 @@ def _unfit(one: Candidate, workers: int, given: set[str], *, allow_stale: bool) 
         differs = [name for name, value in entry.exact_with if settings.get(name) != value]
         if given.issuperset(differs):
             return ""
-    return "trains other weights than one device does: --allow-stale lets it compete"
+    return "trains other weights than one device does; --allow-stale includes it"
 
 
 @dataclass
@@ -301,7 +301,7 @@ class Race:
     def _measured(self, one: Candidate, run: RunData) -> Row:
         rate, held = rate_of(run.history), memory_of(run)
         if rate is None:
-            return Row(one, "out", memory_bytes=held, why="took no step in the time it had")
+            return Row(one, "out", memory_bytes=held, why="took no step in its time")
         parts = dict(zip(PARTS, rate.parts_s, strict=True))
         lost = (parts["sync_wait_s"] + parts["transfer_s"]) / rate.step_s
         why = f"measured, {rate.steps} steps"
@@ -315,7 +315,7 @@ class Race:
         """Return what a candidate would do, from the runs that were measured."""
         held = self._held(one)
         runs = self._predictable()
-        why = "nothing was measured that it could be predicted from"
+        why = "no measurement to predict it from"
         if runs and runs[0].plan.workers > 1:
             try:
                 found = predict(runs, one.workers, strategy=one.entry.name,
@@ -340,7 +340,7 @@ class Race:
         own_s = rate.step_s / (one.workers * one.most_efficient)
         likely_s, least_s = (own_s + one.least_rounds * each_s for each_s in self._message_s())
         return Row(one, "bounded", (samples / likely_s, 0.0, samples / least_s), NAN, held,
-                   f"at best so fast; {why}")  # fmt: skip
+                   f"upper bound; {why}")  # fmt: skip
 
     def _message_s(self) -> tuple[float, float]:
         """Return what a message costs besides its bytes: what is likeliest, and at the least."""
@@ -408,7 +408,7 @@ def _reason(winner: Row | None, rows: Sequence[Row]) -> str:
         return "No strategy is left."
     name, rate = winner.candidate.name, winner.samples_per_s[0]
     if winner.known == "bounded":
-        return f"{name} is the only one left; nothing is known of its speed."
+        return f"{name} is the only one left. Its speed is not known."
     words = f"{name} on {winner.candidate.workers} worker" + "s" * (winner.candidate.workers > 1)
     words += f": {_rate(rate)} samples/s, {winner.known}"
     alone = next((r for r in rows if r.candidate.entry.name == BASELINE), None)
@@ -434,7 +434,7 @@ def _notes(rows: Sequence[Row], best: Row | None) -> tuple[str, ...]:
                     ", but was not measured."
                 )
     if any(row.known == "bounded" for row in rows):
-        found.append("Of some only an upper bound is known: all workers busy all the time.")
+        found.append("For some only an upper bound is known: all workers busy all the time.")
     return tuple(found)
 
 

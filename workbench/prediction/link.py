@@ -59,7 +59,7 @@ def parse_link(text: object, latency: object = None) -> Link:
     matched = _RATE.match(words[0]) if words and len(words) <= 2 else None
     if matched is None:
         raise PlanError(
-            "The link was not understood.",
+            "link is not valid.",
             seen=text,
             allowed=f"{FORMS}: bits as `bit`, bytes as `B/s`",
             code="WB-PLAN-285",
@@ -67,10 +67,10 @@ def parse_link(text: object, latency: object = None) -> Link:
     rate = float(matched[1]) * _UNIT[matched[2]] / (1.0 if matched[3] == "B/s" else 8.0)
     if not rate > 0:
         raise PlanError(
-            "A link without bandwidth carries nothing, so no step would ever end.",
+            "link must have a bandwidth above 0, or no step would ever end.",
             seen=text,
             allowed="more than 0",
-            next_step="link='1Gbit', for one",
+            next_step="for example link='1Gbit'",
             code="WB-PLAN-286",
         )
     if wait is None:
@@ -79,7 +79,7 @@ def parse_link(text: object, latency: object = None) -> Link:
         return Link(rate, parse_duration(wait))
     except ValueError:
         raise PlanError(
-            "The link's latency was not understood.",
+            "latency is not valid.",
             seen=wait,
             allowed="50us, 2ms, 0.1s",
             code="WB-PLAN-287",

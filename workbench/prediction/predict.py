@@ -163,19 +163,19 @@ def predict(
             check_count(name, value)
     if gradient_bytes is not None and not gradient_bytes > 0:
         raise PlanError(
-            "Gradients have a size.", seen=f"gradient_bytes={gradient_bytes}",
+            "gradient_bytes must be above 0.", seen=f"gradient_bytes={gradient_bytes}",
             allowed="more than 0", code="WB-PLAN-310",
         )  # fmt: skip
     base, probes = read(runs)
     target = parse_link(link, latency) if link is not None else None
     if latency is not None and link is None:
         raise PlanError(
-            "A latency alone is no link.", seen=f"latency={latency}",
+            "latency needs a link as well.", seen=f"latency={latency}",
             next_step="link='1Gbit', latency=... as well", code="WB-PLAN-289",
         )  # fmt: skip
     if scaling not in ("strong", "weak"):
         raise PlanError(
-            "How the batch grows with the workers was not understood.", seen=scaling,
+            "scaling is not valid.", seen=scaling,
             allowed="strong (the batch stays), weak (each worker's samples stay)",
             code="WB-PLAN-290",
         )  # fmt: skip
@@ -210,7 +210,7 @@ def read(runs: Sequence[RunData]) -> tuple[Probe, list[Probe]]:
     links = {probe.link for probe in probes if probe.workers > 1}
     if len(links) > 1:
         raise PlanError(
-            "The runs had different links, so they cannot be taken together.",
+            "The runs had different links, so they cannot be combined.",
             seen=", ".join("none simulated" if one is None else one.text for one in links),
             next_step="predict from runs with the same --inject bandwidth= and latency=",
             code="WB-PLAN-292",
@@ -223,12 +223,12 @@ def _counts(workers: int | Sequence[int]) -> list[int]:
     for one in given:
         if isinstance(one, bool) or not isinstance(one, int) or not 1 <= one <= MOST_WORKERS:
             raise PlanError(
-                "workers is one number or several.", seen=workers,
+                "workers must be one number or several.", seen=workers,
                 allowed=f"1 to {MOST_WORKERS}: predict([8, 64])", code="WB-PLAN-293",
             )  # fmt: skip
     if not given:
         raise PlanError(
-            "For how many workers?", seen=workers, next_step="run.predict([8, 64])",
+            "workers is missing.", seen=workers, next_step="run.predict([8, 64])",
             code="WB-PLAN-294",
         )  # fmt: skip
     return sorted(set(given))
@@ -253,7 +253,7 @@ def target_setting(
     same = entry.name == base.setting.entry.name
     if entry.name == "model_split" and not same:
         raise PlanError(
-            "How a model would be split is known from a run of model_split alone.",
+            "Only a run of model_split shows how a model would be split.",
             seen=base.setting.entry.name, next_step="%%distributed model_split -n 2 --steps 100",
             code="WB-PLAN-296",
         )  # fmt: skip
@@ -303,7 +303,7 @@ class Knows:
 
     Attributes:
         fitted: None where no run had messages.
-        gradient_bytes: Of the model, not compressed; NaN where nobody knows.
+        gradient_bytes: Bytes of the model's gradients, not compressed; NaN if unknown.
     """
 
     base: Probe
@@ -330,7 +330,7 @@ class Knows:
             size = base.message_bytes / packed_share(str(base.setting.options.get("compress")))
         if needed and not size > 0 and not base.setting.piped:
             raise RunError(
-                "The run sent nothing, so how large its messages would be is not known.",
+                "The run sent nothing, so the size of its messages is not known.",
                 seen=f"{base.workers} worker" + ("s" if base.workers > 1 else ""),
                 allowed="a run of 2 or more workers, or gradient_bytes= and link=",
                 next_step="%%distributed mirrored -n 2 --steps 100",
@@ -338,7 +338,7 @@ class Knows:
             )
         if needed and fitted is None and link is None:
             raise RunError(
-                "No run had messages, and no link was given: nothing says what they would cost.",
+                "No run had messages and no link was given, so the cost of messages is not known.",
                 seen=", ".join(p.name for p in probes),
                 allowed="a run of 2 or more workers, or a link",
                 next_step="run.predict(8, link='10Gbit')",
@@ -441,38 +441,41 @@ class Knows:
         found = []
         if most > FAR * seen:
             found.append(
-                f"{most} workers are {most / seen:.0f} times the {seen} that were seen: switches, "
-                "hosts and what they share were not, so the interval holds for links like this one."
+                f"{most} workers are {most / seen:.0f} times the {seen} measured: switches, "
+                "hosts and shared links were not measured, so the interval holds for links like "
+                "this one."
             )
         values = self.work().seen
         if most > values / 10 and not base.setting.piped:
             found.append(
-                f"The slowest of {most} workers is rarer than most of the {values} values seen: "
-                "the tail is extrapolated. More steps tell more."
+                f"The slowest of {most} workers is rarer than most of the {values} measured "
+                f"values: "
+                "the tail is extrapolated. More steps improve it."
             )
         if any(abs(s - base.samples) > 1e-9 for s in samples) and not self.two_sizes:
             found.append(
-                f"One size was seen, {base.samples:g} samples per worker: between none and "
+                f"One size was measured, {base.samples:g} samples per worker: between none and "
                 f"{MOST_FIXED:.0%} of own work is assumed not to depend on it. A run with another "
                 "--batch-size settles it: wb.predict([run, other], ...)."
             )
         if base.workers == 1:
-            found.append("One worker was seen, so nothing is known of how workers differ.")
+            found.append("One worker was measured, so differences between workers are not known.")
         if self.fitted is not None and not self.fitted.settled and most > 1:
             known = self.fitted.link is not None or (
                 link is not None and link.latency_s is not None
             )
             if not known:
                 found.append(
-                    "One kind of message was seen, so what a message costs cannot be told from "
-                    "what its bytes cost: the interval holds all that is possible. Give link= and "
+                    "One kind of message was measured, so its fixed cost cannot be separated from "
+                    "the cost of its bytes: the interval covers all possibilities. Give link= and "
                     "latency=, or a second run with other messages (-o compress=fp16)."
                 )
         if self.fitted is None and link is not None and most > 1:
-            found.append("Nothing was sent in the runs: messages cost what the link alone takes.")
+            found.append("Nothing was sent in the runs, so messages cost only the link's time.")
         if any(s.overlapped for s in settings) and most > 1:
             found.append(
-                "Two thirds of own work are assumed to be backward, which buckets overlap."
+                "Two thirds of own work are assumed to be backward, which overlaps with the "
+                "buckets."
             )
         if any(s.piped and s.workers != base.workers for s in settings):
             found.append("The model's work is assumed to be divided equally among the stages.")
@@ -510,8 +513,9 @@ def packed_share(compress: str) -> float:
         return 2 * float(amount)
     if kind == "powersgd":
         raise PlanError(
-            "How much PowerSGD sends depends on the shapes of the model's matrices, which rows do "
-            "not tell.",
+            "The bytes that PowerSGD sends depend on the shapes of the model's matrices, which "
+            "rows do "
+            "not show.",
             seen=f"compress={compress}",
             allowed="none, fp16, bf16, topk:FRACTION",
             next_step="measure it: -o compress=powersgd:2",
@@ -542,7 +546,7 @@ def _measured(runs: Sequence[RunData], probes: Sequence[Probe]) -> list[Measured
 
 
 def beside(found: Prediction, runs: Sequence[RunData]) -> Prediction:
-    """Return a prediction with more runs that were measured, to be shown beside it.
+    """Return a prediction with more measured runs, to be shown next to it.
 
     Raises:
         PlanError: A run is of another strategy, so it says nothing about the prediction.
@@ -551,7 +555,7 @@ def beside(found: Prediction, runs: Sequence[RunData]) -> Prediction:
     for run in runs:
         if run.plan.strategy != found.strategy:
             raise PlanError(
-                "A run of another strategy cannot be held against the prediction.",
+                "A run of another strategy cannot be compared with the prediction.",
                 seen=f"{run.name}: {run.plan.strategy}", allowed=found.strategy,
                 code="WB-PLAN-311",
             )  # fmt: skip

@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 LEAST_STEPS = 20
 """Of fewer steps after warm-up no tail, and so no straggler, can be told."""
 NOT_PREDICTED = {
-    "hybrid": "pipelines side by side: how a further worker changes the stages is not known",
+    "hybrid": "pipelines side by side: the effect of one more worker on the stages is not known",
     "tensor_parallel": "how a layer's work divides over more workers is not known",
     "tpu": "what the compiler makes of a step on more cores is not known",
 }
@@ -177,7 +177,7 @@ class Probe:
             raise RunError(
                 "The run has too few steps to predict from.",
                 seen=f"{len(table.step)} steps after the warm-up, in {run.name}",
-                allowed=f"{LEAST_STEPS} or more; 100 tell of stragglers",
+                allowed=f"{LEAST_STEPS} or more; 100 show stragglers",
                 next_step="train it again with --steps 100",
                 code="WB-RUN-131",
             )
@@ -188,8 +188,9 @@ class Probe:
         parts = table.parts_s
         if len(history.engines) > 1 and np.isnan(parts[:, :, [WAIT, TRANSFER]]).any():
             raise RunError(
-                "The workers' waits or transfers were not measured, so own work cannot be told "
-                "from what others cost.",
+                "The workers' waits or transfers were not measured, so own work cannot be "
+                "separated "
+                "from waiting.",
                 seen=f"{run.name}: {', '.join(sorted(history.unmeasured)) or 'some steps'}",
                 next_step="run.history.unmeasured says why",
                 code="WB-RUN-132",
@@ -211,7 +212,7 @@ def check_predicted(entry: Strategy) -> None:
     """Raise PlanError where a strategy is not one that can be computed anew."""
     why = NOT_PREDICTED.get(entry.name)
     if entry.framework != "torch":
-        why = why or "TensorFlow's own collectives tell no bytes"
+        why = why or "TensorFlow's own collectives do not report bytes"
     if why:
         raise PlanError(
             f"Strategy {entry.name} cannot be predicted: {why}.",
@@ -229,9 +230,9 @@ def _check_whole(run: RunData) -> None:
     changed = texts is not None and tuple(texts) != lasting(run.plan.faults)
     if changed or run.history.phases:
         raise RunError(
-            "The run changed while it went on, so its steps are not of one kind.",
+            "The run changed while it trained, so its steps cannot be combined.",
             seen="faults injected in mid-run" if changed else "workers lost in mid-run",
-            next_step="predict from a run that is alike throughout",
+            next_step="predict from a run without such changes",
             code="WB-RUN-133",
         )
 

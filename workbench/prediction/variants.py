@@ -91,7 +91,7 @@ def rank(
     """
     if not every or not all(every):
         raise PlanError(
-            "What is to be changed?", seen=list(every), allowed=_allowed(None),
+            "No change was given.", seen=list(every), allowed=_allowed(None),
             next_step="run.what_if(link='1GB/s')", code="WB-PLAN-300",
         )  # fmt: skip
     base, probes = read([run, *beside])
@@ -124,7 +124,10 @@ def _computed(
     workers = change.get("workers", base.workers)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise PlanError(
-            "workers is a number.", seen=workers, allowed="1 or more", code="WB-PLAN-301"
+            "workers must be a whole number of at least 1.",
+            seen=workers,
+            allowed="1 or more",
+            code="WB-PLAN-301",
         )
     options = {k: v for k, v in change.items() if k not in CHANGES or k == "overlap"}
     link = _link(change)
@@ -132,7 +135,7 @@ def _computed(
     strange = [key for key in change if key not in known and "strategy" not in change]
     if strange:
         raise PlanError(
-            "There is no such change.", seen=strange[0], allowed=_allowed(base),
+            "This change is not known.", seen=strange[0], allowed=_allowed(base),
             next_step="run.what_if(link='1GB/s')", code="WB-PLAN-302",
         )  # fmt: skip
     if "overlap" in change and base.setting.entry.name != "mirrored":
@@ -149,7 +152,10 @@ def _computed(
     batch = change.get("batch_size")
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
         raise PlanError(
-            "A batch is a number of samples.", seen=batch, allowed="1 or more", code="WB-PLAN-304"
+            "batch_size must be a number of samples.",
+            seen=batch,
+            allowed="1 or more",
+            code="WB-PLAN-304",
         )
     shares = setting.entry.data_parallel
     total = float(batch or base.samples * (base.workers if shares else 1))
@@ -172,7 +178,7 @@ def _link(change: Mapping[str, Any]) -> Link | None:
     link, latency = change.get("link"), change.get("latency")
     if link is None and latency is not None:
         raise PlanError(
-            "A latency alone is no link.", seen=f"latency={latency}",
+            "latency needs a link as well.", seen=f"latency={latency}",
             next_step="what_if(link='1Gbit', latency='1ms')", code="WB-PLAN-306",
         )  # fmt: skip
     return None if link is None else parse_link(link, latency)
@@ -184,12 +190,12 @@ def _without(
     """Return the run with its slow worker as fast as the others."""
     if straggler is not None:
         raise PlanError(
-            "straggler=None leaves the slow worker out; no other value is known.", seen=straggler,
-            next_step="run.what_if(1) for worker 1 in place of the slow one", code="WB-PLAN-307",
+            "straggler only accepts None, which removes the slow worker.", seen=straggler,
+            next_step="run.what_if(1) for worker 1 instead of the slow one", code="WB-PLAN-307",
         )  # fmt: skip
     if base.setting.piped:
         raise PlanError(
-            "In a pipeline each stage has work of its own, so none can be as the others are.",
+            "In a pipeline each stage has different work, so none can be as fast as the others.",
             seen="straggler=None", next_step="run.what_if() without changes", code="WB-PLAN-308",
         )  # fmt: skip
     if base.slow:
@@ -197,7 +203,7 @@ def _without(
     worst = blame(run.history).worst
     if worst is None:
         raise PlanError(
-            "No worker stands out as slow, so there is no straggler to leave out.",
+            "No worker stands out as slow, so there is no straggler to remove.",
             seen=f"run {run.name}", next_step="run.what_if(0) for a worker of your choice",
             code="WB-PLAN-309",
         )  # fmt: skip

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Sampled(Protocol):
-    """How the engines are; `vitals.Vitals` is one."""
+    """The state of the engines; `vitals.Vitals` is one."""
 
     @property
     def latest(self) -> list[EngineVitals]:
@@ -36,7 +36,7 @@ class Heard(Protocol):
 
     @property
     def folders(self) -> Mapping[int, Path]:
-        """Of all runs that the cluster has had, by number."""
+        """Folders of all runs that the cluster has had, by number."""
 
 
 class ClusterAccess(Protocol):
@@ -76,7 +76,7 @@ class ClusterAccess(Protocol):
 
     @property
     def busy(self) -> Run | Task | None:
-        """The run or the cell that goes on, or went on last."""
+        """The current run or cell, or the last one."""
 
     @property
     def is_busy(self) -> bool:
@@ -87,13 +87,13 @@ class ClusterAccess(Protocol):
         """The cell that runs, or ran last, be it a run's or not."""
 
     def lease(self, workers: int) -> Leases:
-        """Return which device each of so many workers gets."""
+        """Return the device of each of this many workers."""
 
     def start(self, plan: Plan) -> Run:
         """Start a validated plan; returns at once."""
 
     def claim(self) -> None:
-        """Raise BusyError where something goes on; see to it that dead engines are replaced."""
+        """Raise BusyError if the cluster is busy; have dead engines replaced."""
 
     def stop(self) -> None:
         """End every process of the cluster."""

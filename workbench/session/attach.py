@@ -1,8 +1,8 @@
 """`wb.attach`, `%cluster attach`: take over a kept cluster, with what runs on it.
 
 A cell or a run that another notebook began is followed through what its engines write. Rows, events
-and outputs are read from disk from the beginning, so none is lost and none comes twice, whoever was
-there to hear them meanwhile.
+and outputs are read from disk from the beginning. None is lost and none comes twice, even if nobody
+received them in the meantime.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 def attach(cluster: str, *, take: bool = False) -> Cluster:
     """Take over a kept cluster whose notebook is gone.
 
-    Its engines keep their variables; a run that goes on is restored whole, as `wb.runs` and
+    Its engines keep their variables. An active run is restored completely, in `wb.runs` and
     `cluster.current`.
 
     Args:
         cluster: Its id, as `workbench ps` lists it.
-        take: Also when another notebook has it, which then no longer does.
+        take: Take it even if another notebook has it, which then loses it.
 
     Raises:
-        ClusterError: There is no such cluster, it was not kept, or it has an owner.
+        ClusterError: The cluster does not exist, was not kept, or has an owner.
     """
     found = _find(cluster)
     about = found.about
@@ -65,7 +65,7 @@ def attach(cluster: str, *, take: bool = False) -> Cluster:
         engines.take_over(about, take=take)
         return _restore(found, engines)
     except BaseException:
-        engines.release("It could not be taken over.")
+        engines.release("The cluster could not be taken over.")
         raise
 
 
@@ -74,9 +74,9 @@ def _find(cluster: str) -> folders.Found:
     if found is None or not found.kept:
         ids = [one.id for one in folders.clusters() if one.kept]
         raise ClusterError(
-            "There is no such kept cluster."
+            "This kept cluster does not exist."
             if found is None
-            else "That cluster ends with its notebook: it was started without --keep.",
+            else "This cluster ends with its notebook because it was started without --keep.",
             seen=cluster,
             allowed=", ".join(ids) or "no cluster is kept here; %cluster start 4 --keep starts one",
             next_step="workbench ps lists all clusters",
@@ -84,7 +84,7 @@ def _find(cluster: str) -> folders.Found:
         )
     if found.owner is not None and found.owner["pid"] == os.getpid():
         raise ClusterError(
-            "This notebook has that cluster already.", seen=cluster, code="WB-CLUSTER-035"
+            "This notebook already has this cluster.", seen=cluster, code="WB-CLUSTER-035"
         )
     return found
 
@@ -225,7 +225,7 @@ class FollowedRun(Run):
         try:
             self.catch_up()
         except Exception as trouble:  # it is over, whatever cannot be read of it
-            self.note(f"Not all of this run could be read: {type(trouble).__name__}: {trouble}")
+            self.note(f"This run could only be read in part: {type(trouble).__name__}: {trouble}")
         finally:
             super().finish(error)
 
@@ -305,7 +305,7 @@ class Follower:
                 if not page.get("busy") and isinstance(page.get("outcome"), dict):
                     yield engine, _written(page["outcome"])
             elif time.monotonic() - self._began > BEGIN_S:
-                why = "its notebook was gone before this engine was asked to begin"
+                why = "its notebook was gone before this engine was asked to start"
                 yield engine, CellOutcome(status="error", ename="RunError", evalue=why)
 
 
@@ -333,7 +333,7 @@ class _Outputs:
                 continue
             if number > self._segment:
                 if number > self._segment + 1:
-                    text = "[... output that nobody read was left out ...]\n"
+                    text = "[... unread output was left out ...]\n"
                     yield "stream", {"name": "stderr", "text": text}
                 self._segment, self._at = number, 0
             with contextlib.suppress(OSError), path.open("rb") as file:

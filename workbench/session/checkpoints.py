@@ -60,10 +60,10 @@ def claim(plan: Plan, resume_from: str = "") -> None:
     """Refuse a folder that holds checkpoints which this run would mix with its own.
 
     Args:
-        resume_from: The checkpoint that the run goes on from.
+        resume_from: The checkpoint that the run continues from.
 
     Raises:
-        PlanError: Saying whose they are, and how to go on or begin anew.
+        PlanError: Says whose they are, and how to continue or start again.
     """
     if not plan.checkpoint:
         return
@@ -74,23 +74,23 @@ def claim(plan: Plan, resume_from: str = "") -> None:
     name = _name(plan.checkpoint)
     if resume_from:
         raise PlanError(
-            "The folder holds later checkpoints than the one to go on from.",
+            "The folder contains later checkpoints than the one to continue from.",
             seen=f"{plan.checkpoint}: run {name} at step {last.step}",
-            next_step=f"wb.resume({plan.checkpoint!r}) goes on from there; checkpoint='another "
+            next_step=f"wb.resume({plan.checkpoint!r}) continues from there; checkpoint='another "
             "folder' keeps both",
             code="WB-PLAN-096",
         )
     raise PlanError(
-        "The folder holds checkpoints already.",
+        "The folder already contains checkpoints.",
         seen=f"{plan.checkpoint}: run {name} at step {last.step}",
-        next_step=f"wb.resume({plan.checkpoint!r}) goes on with it; another --checkpoint DIR "
-        "begins anew",
+        next_step=f"wb.resume({plan.checkpoint!r}) continues it; another --checkpoint DIR "
+        "starts again",
         code="WB-PLAN-097",
     )
 
 
 def describe(run: RunData) -> None:
-    """Write what `wb.resume` starts again beside the run's checkpoints.
+    """Write what `wb.resume` needs next to the run's checkpoints.
 
     Raises:
         PlanError: The folder cannot be made or written to.
@@ -111,7 +111,7 @@ def describe(run: RunData) -> None:
         cluster_env.replace(folder / RUN, json.dumps(checkpoints.sealed(about), indent=1))
     except OSError as error:
         raise PlanError(
-            "Checkpoints cannot be written there.",
+            "Checkpoints cannot be written to this folder.",
             seen=f"{type(error).__name__}: {error}",
             next_step="name another folder",
             code="WB-PLAN-098",
@@ -133,18 +133,18 @@ def described(folder: str | os.PathLike[str]) -> dict[str, Any]:
         Plan.from_wire(about["plan"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            "The run that these checkpoints belong to is not on record here.",
+            "The record of the run that wrote these checkpoints is missing or unreadable.",
             seen=f"{Path(folder) / RUN}: {type(error).__name__}: {error}",
             next_step="run its cell again with %%distributed, in another --checkpoint DIR",
             code="WB-RUN-060",
         ) from error
     if not whole:
         raise RunError(
-            "What is kept of the run is not what was written (its checksum differs).",
+            "The record of the run was changed or damaged (its checksum differs).",
             seen=str(Path(folder) / RUN),
             allowed="the file as the run left it",
-            next_step="restore it from a copy; if you changed it yourself, take its last line "
-            '("checksum") out',
+            next_step="restore it from a copy; if you changed it yourself, remove its last line "
+            '("checksum")',
             code="WB-RUN-061",
         )
     assert isinstance(about, dict)

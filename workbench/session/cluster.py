@@ -82,12 +82,12 @@ class Cluster:
         devices: `auto` (a GPU for each worker, the least used that no other notebook holds; CPUs
             where there are fewer), `cpu`, `cuda`, or GPU numbers as `0,1`; these may be shared.
         framework: What engines have imported when they start; by default torch, where installed.
-        keep: Whether it outlives this kernel; `wb.attach` takes it over then.
-        idle_timeout: `30m`, `never`, or seconds, after which a cluster in which nothing runs ends;
+        keep: Whether the cluster outlives this kernel; `wb.attach` can then take it over.
+        idle_timeout: `30m`, `never`, or seconds, after which an idle cluster ends;
             by default never, or after a day for a kept one.
         progress: Called with a `Progress` (stage, done, total, fraction, text) while engines start;
             as text it is one line.
-        launch: Where engines are started, checked; by default made of the arguments below.
+        launch: Checked settings of the launcher; by default made from the arguments below.
         launcher: `local`, `ssh`, `slurm`, `mpi`, or the name of one of ipyparallel's launchers.
         on: Hosts for ssh, with their engines: `node1:4,user@node2:4`, or a list.
         nodes, gpus_per_node, time, partition, account: Of the job, for Slurm.
@@ -96,11 +96,11 @@ class Cluster:
         launcher_options: Further options of sbatch, ssh or mpiexec: `{"qos": "high"}`.
         listen: Where the notebook listens: an address, an interface, a network, a name; `hosts` is
             the same. ports: First and last port, `20000-20100`.
-        start_timeout: `10m`, or seconds: how long a start may take, with the queue.
+        start_timeout: `10m`, or seconds: how long a start may take, including the queue.
 
     Raises:
-        PlanError: The number of engines, the devices or the launcher's arguments make no sense.
-        ClusterError: The engines did not come up.
+        PlanError: The number of engines, the devices or the launcher's arguments are invalid.
+        ClusterError: The engines did not start.
 
     Example:
         >>> with wb.Cluster(2) as cluster:
@@ -195,7 +195,7 @@ class Cluster:
         return None
 
     def _wind_up(self) -> None:
-        """End what goes on, and be no cluster of this process any more."""
+        """End the current work; the cluster no longer belongs to this process."""
         self._queue.close()
         busy = self._busy
         if isinstance(busy, Run) and not busy.is_over:
@@ -205,7 +205,7 @@ class Cluster:
         self.vitals.close()
 
     def release(self, reason: str = "This kernel ended.") -> None:
-        """Let go of a kept cluster, which goes on without this kernel; any other one is stopped."""
+        """Release a kept cluster, which continues without this kernel; stop any other one."""
         if not self.keeping.kept:
             self.stop()
             return
@@ -252,8 +252,8 @@ class Cluster:
             asked: What the flags of `%%distributed` give.
 
         Raises:
-            PlanError: What was asked for cannot be run; no engine was touched.
-            RunError: Another run is going on.
+            PlanError: The plan cannot be run; no engine was touched.
+            RunError: Another run is active.
         """
         plan = plan_of(
             from_arguments(strategy, asked),
@@ -307,7 +307,9 @@ class Cluster:
         except KeyboardInterrupt:
             # Once it is under way, its engines are told to end by who hears of this.
             if run.task is None:
-                run.finish(RunError("Interrupted before it began.", code="WB-RUN-063"))
+                run.finish(
+                    RunError("The run was interrupted before it started.", code="WB-RUN-063")
+                )
             raise
         except BaseException as error:
             run.finish(
@@ -346,9 +348,9 @@ class Cluster:
         """Run a cell on every worker (SPMD), with a process group; returns at once.
 
         Args:
-            framework: What its engines have imported; by default the cluster's.
+            framework: The framework its engines have imported; by default the cluster's.
             ids: Engines that run it; world size and process group stay those of all workers.
-            workers: Changes the world size to the first so many engines.
+            workers: Changes the world size to this many engines, the first ones.
             traceback: How errors are shown: `short`, or `full` with every frame.
             viewed: Whether a view waits for the cell and says when it lasts (`when_long`).
         """
@@ -431,7 +433,7 @@ class Cluster:
         return self.pool.devices_asked
 
     def lease(self, workers: int) -> Leases:
-        """Return which device each of so many workers gets; the same answer every time."""
+        """Return the device of each of this many workers; always the same answer."""
         return self.pool.lease(workers)
 
     @property
@@ -440,7 +442,7 @@ class Cluster:
         return self.engine_set.framework
 
     def use(self, framework: str) -> None:
-        """Let engines, cells and runs that name no framework have this one from now on.
+        """Set the default framework of engines, cells and runs.
 
         Raises:
             ClusterError: It is not installed.
@@ -454,12 +456,12 @@ class Cluster:
         return self.pool.add(count, framework)
 
     def restart(self, ids: Iterable[int] | None = None) -> list[int]:
-        """Replace engines (all, or those named) by fresh ones under the same ids.
+        """Replace engines (all, or those named) with fresh ones that keep the ids.
 
-        What they are doing ends: a run or a cell on them fails.
+        A run or a cell on them fails.
 
         Raises:
-            ClusterError: There is no engine of that id.
+            ClusterError: There is no engine with this id.
         """
         self.pool.drop_group()
         self.engine_set.seek_hosts()
@@ -468,7 +470,7 @@ class Cluster:
         )
 
     def take_up(self, busy: Run | Task, record: Mapping[str, Any]) -> None:
-        """Have what another kernel began on these engines go on as this cluster's."""
+        """Continue work that another kernel began on these engines as this cluster's."""
         self.keeping.task = dict(record)
         self._busy = busy
 
@@ -480,7 +482,7 @@ class Cluster:
         if no engine has used one yet.
 
         Raises:
-            RunError: A cell or a run is going on.
+            RunError: A cell or a run is active.
         """
         self.claim()
         dropped = self.engine_set.call(self.ids, FREE)
@@ -492,16 +494,16 @@ class Cluster:
         """The last lines of an engine's log.
 
         Raises:
-            ClusterError: There is no engine of that id.
+            ClusterError: There is no engine with this id.
         """
         self.engine_set.known(engine)
         return self.engine_set.log_tail(engine)
 
     def stacks(self, ids: Iterable[int] | None = None) -> Stacks:
-        """Return where the engines' threads are, now; also while a cell or a run goes on.
+        """Return where the engines' threads are now; also during a cell or a run.
 
         Raises:
-            ClusterError: There is no engine of that id.
+            ClusterError: There is no engine with this id.
         """
         return gather(self, ids)
 
@@ -509,7 +511,7 @@ class Cluster:
         """Return the frames of the rank whose cell failed (by default the first to fail).
 
         Raises:
-            RunError: It keeps no failure, or a cell is going on.
+            RunError: It keeps no failure, or a cell is active.
         """
         return post_mortem(self, rank)
 
@@ -527,7 +529,7 @@ class Cluster:
         """Set variables on engines (all, or those named).
 
         Raises:
-            RunError: A cell or a run is going on.
+            RunError: A cell or a run is active.
             PlanError: A value cannot be sent.
         """
         self.claim()
@@ -541,7 +543,7 @@ class Cluster:
         """Return variables of engines, by engine id.
 
         Raises:
-            RunError: A cell or a run is going on, or a value cannot be had here.
+            RunError: A cell or a run is active, or a value cannot be loaded here.
         """
         self.claim()
         found = self.engine_set.fetch(ids or self.ids, PULL, (list(names),))
@@ -552,12 +554,12 @@ class Cluster:
 
     @property
     def busy(self) -> Run | Task | None:
-        """The run or the cell that goes on, or went on last."""
+        """The current run or cell, or the last one."""
         return self._busy
 
     @property
     def is_busy(self) -> bool:
-        """Whether a cell or a run is going on."""
+        """Whether a cell or a run is active."""
         return self._busy is not None and not self._busy.is_over
 
     @property
@@ -566,7 +568,7 @@ class Cluster:
         return self._busy.task if isinstance(self._busy, Run) else self._busy
 
     def claim(self) -> None:
-        """Raise BusyError where something goes on; see to it that dead engines are replaced."""
+        """Raise BusyError if the cluster is busy; have dead engines replaced."""
         self.keeping.touch()
         busy = self._busy
         if busy is None or busy.is_over:
@@ -574,7 +576,7 @@ class Cluster:
             return
         what = f"run {busy.name!r}" if isinstance(busy, Run) else "a cell"
         raise BusyError(
-            f"Another one is going on: {what}.",
+            f"The cluster is busy with {what}.",
             next_step="wait for it (run.wait()), or stop it (run.stop())"
             if isinstance(busy, Run)
             else "wait for it, or interrupt it",
@@ -615,7 +617,7 @@ class RunDispatcher:
             self.folders[run.number] = run.folder
 
     def renumber(self, run: Run) -> int:
-        """Give a run that is begun again another number: nothing of before reaches it then."""
+        """Give a restarted run another number, so that no earlier message reaches it."""
         number = self.number()
         with self._lock:
             self._runs.pop(run.number, None)

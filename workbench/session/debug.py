@@ -67,9 +67,9 @@ def check_living(cluster: ClusterAccess, engine: int) -> None:
     info = cluster.engine_set.known(engine)
     if info.state == "dead":
         raise ClusterError(
-            f"Engine {engine} is gone ({info.exit}), and its frames with it.",
+            f"Engine {engine} is gone ({info.exit}), so its frames are lost.",
             allowed=", ".join(map(str, cluster.ids)),
-            next_step=f"%cluster logs {engine} shows its last words",
+            next_step=f"%cluster logs {engine} shows its last output",
             code="WB-CLUSTER-037",
         )
 
@@ -102,7 +102,7 @@ def serve(cluster: ClusterAccess, engine: int, port: int) -> str:
         found = Served(engine=engine, **answer)
     if found.missing is not None:
         raise ClusterError(
-            "debugpy is not installed where the engines run.",
+            "debugpy is not installed on the engines' host.",
             seen=found.missing,
             next_step="pip install 'distributed-workbench[debug]', then %cluster restart",
             code="WB-CLUSTER-038",
@@ -133,8 +133,8 @@ def attach_words(engine: int, port: int, host: str, *, before: bool) -> str:
         f"rank {engine}: debugpy {state} on 127.0.0.1:{port} of {host}, until the engine ends.\n"
         f"VS Code, launch.json:\n{json.dumps(entry, indent=2)}\n"
         f"From another machine: ssh -L {port}:127.0.0.1:{port} {host}\n"
-        "breakpoint() stops in VS Code while it is attached. debugpy asks for no password: whoever "
-        "has an account on this machine can attach."
+        "breakpoint() stops in VS Code while it is attached. debugpy asks for no password: "
+        "anyone who has an account on this machine can attach."
     )
 
 
@@ -181,9 +181,9 @@ class PostMortem:
         found = self._call("frames")
         if not found:
             raise RunError(
-                f"Rank {engine} keeps no failure to look at.",
-                allowed="a rank whose last cell raised; interrupted ones keep nothing, and the "
-                "next cell and %cluster free drop it",
+                f"Rank {engine} has no traceback to inspect.",
+                allowed="a rank whose last cell raised; interrupted ranks keep no traceback, and "
+                "the next cell and %cluster free drop it",
                 next_step="%cluster debug without a number opens the rank that failed first",
                 code="WB-RUN-076",
             )
@@ -214,7 +214,7 @@ class PostMortem:
         text = self._call("command", line)
         if text is None:
             raise RunError(
-                f"Rank {self.engine} keeps its failure no more: a cell has run since.",
+                f"Rank {self.engine}'s traceback is gone because another cell has run since.",
                 code="WB-RUN-078",
             )
         return str(text)
@@ -253,8 +253,8 @@ def failed_engine(task: Task | None) -> int:
     cause = None if task is None else task.cause
     if cause is None:
         raise RunError(
-            "Nothing to debug: the last cell has not failed, and no rank is paused.",
-            next_step="put breakpoint() into a cell, or name a rank: %cluster debug 1 --port 5678",
+            "There is nothing to debug: the last cell did not fail, and no rank is paused.",
+            next_step="add breakpoint() to a cell, or name a rank: %cluster debug 1 --port 5678",
             code="WB-RUN-080",
         )
     return cause

@@ -1,6 +1,6 @@
 """What a cluster's folder says about it, how long it may do nothing, and whose it is.
 
-`cluster.json` is written anew whenever something in it changes, `task.jsonl` gets a line with every
+`cluster.json` is written again at each change, `task.jsonl` gets a line with every
 cell and run; `cluster/folders.py` reads them.
 """
 
@@ -43,7 +43,7 @@ class Keeping:
         on_end: Told why when the cluster has ended, or is no longer ours, without being asked to.
 
     Raises:
-        PlanError: The idle timeout was not understood.
+        PlanError: The idle timeout is not valid.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class Keeping:
         if why != self._unwritten:
             self._unwritten = why
             log.warning(
-                "The cluster's folder cannot be written to: %s (%s). Cells and runs go on, but "
-                "workbench ps and %%cluster attach may not know of them: make room there.",
+                "The cluster's folder cannot be written: %s (%s). Cells and runs continue, but "
+                "workbench ps and %%cluster attach may not know of them. Free disk space there.",
                 why,
                 self._cluster.engine_set.folder(),
             )
@@ -169,9 +169,7 @@ class Keeping:
                 self.touch()
             if time.monotonic() - self._last_work > self.idle_timeout_s:
                 self._cluster.stop()
-                self.on_end(
-                    f"it had done nothing for {idle_words(self.idle_timeout_s)} (--idle-timeout)"
-                )
+                self.on_end(f"it was idle for {idle_words(self.idle_timeout_s)} (--idle-timeout)")
                 return
 
     # -- another owner -----------------------------------------------------------------------------
@@ -197,7 +195,7 @@ def _idle_s(asked: str | float | None, keep: bool) -> float:
             given = limits.duration_s(asked)
         except (ValueError, TypeError):
             raise PlanError(
-                "--idle-timeout was not understood.",
+                "idle_timeout is not a valid time.",
                 seen=asked,
                 allowed='a time: "45m", "2h", "90s", or "never"',
                 code="WB-PLAN-108",

@@ -139,7 +139,7 @@ class Stacks(tuple[Stack, ...]):
 
 
 def gather(cluster: ClusterAccess, ids: Iterable[int] | None = None) -> Stacks:
-    """Ask engines where they are; works while a cell or a run goes on.
+    """Ask engines where they are; also works during a cell or a run.
 
     Args:
         ids: Which engines; by default all that live.

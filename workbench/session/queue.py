@@ -1,8 +1,8 @@
 """Several plans, one run after the other: in the background, or in the cell that asked for them.
 
-The row itself is `queue_state.py`; here is what can be asked of it, and the thread that works it
-off and looks now and then how far and how fast the present run is. `%%distributed` with several
-strategies or seeds is made into a plan for each here as well.
+The list itself is in `queue_state.py`. This module has its public methods and the thread that works
+through it and measures the progress of the current run. `%%distributed` with several
+strategies or seeds is also split into plans here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CLOSED = "the cluster was stopped"
 class Queue:
     """Runs plans on a cluster, one after the other.
 
-    Plans that are added begin at once, on a thread of their own, when nothing else goes on on the
+    Added plans begin at once, on a separate thread, if nothing else runs on the
     cluster. All methods may be called from any thread and return at once, but `wait`.
 
     One thread works at a time: its own, which begins when there is something to do, or the one
@@ -75,7 +75,7 @@ class Queue:
         with self._lock:
             if self._closed:
                 raise ClusterError(
-                    f"The queue takes no plans: {CLOSED}.",
+                    f"The queue accepts no more plans because {CLOSED}.",
                     next_step="start another",
                     code="WB-CLUSTER-041",
                 )
@@ -106,7 +106,7 @@ class Queue:
         return self.add(sweep(self._cluster, recipes, strategies, seeds=seeds, **settings))
 
     def remove(self, number: int) -> None:
-        """Take out a plan that waits.
+        """Remove a waiting plan.
 
         Raises:
             PlanError: There is none of that number, or it does not wait.
@@ -116,7 +116,7 @@ class Queue:
         self._tell()
 
     def move(self, number: int, to: int) -> None:
-        """Have a plan that waits begin as the `to`-th of those that wait, from 0.
+        """Move a waiting plan to place `to` among the waiting ones, from 0.
 
         Raises:
             PlanError: There is none of that number, or it does not wait.
@@ -126,20 +126,20 @@ class Queue:
         self._tell()
 
     def clear(self) -> None:
-        """Take out all plans that wait; the one that runs goes on."""
+        """Remove all waiting plans; the current run continues."""
         with self._lock:
             self._line.clear()
         self._tell()
 
     def stop(self) -> None:
-        """End the present run at a step that its workers agree on; the next one begins then."""
+        """Stop the current run at a step that its workers agree on; then the next begins."""
         with self._lock:
             run = self._to_end()
         if run is not None:
             run.stop()
 
     def stop_all(self, why: str = "the queue was stopped") -> None:
-        """End the present run, and let none of those that wait begin."""
+        """Stop the current run and remove all waiting plans."""
         with self._lock:
             self._line.give_up(why)
             run = self._to_end()
@@ -163,7 +163,7 @@ class Queue:
         end = None if timeout is None else time.monotonic() + timeout
         while not self._idle.wait(0.1):  # short, so that an interrupt is noticed
             if end is not None and time.monotonic() > end:
-                raise TimeoutError(f"the queue is still at work after {timeout} s: {self!r}")
+                raise TimeoutError(f"the queue is still running after {timeout} s: {self!r}")
         return self
 
     def listen(self, listener: Callable[[Queue], object]) -> Callable[[], None]:
@@ -209,7 +209,7 @@ class Queue:
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds that are left, None where that cannot be told yet."""
+        """Seconds that are left; None while not known."""
         with self._lock:
             return self._line.remaining.seconds
 
@@ -241,11 +241,11 @@ class Queue:
         A run that is stopped ends the rest. One that fails ends it too, and its error is raised.
 
         Args:
-            passes: Whether the rest goes on after a run that failed with this error; it stays with
+            passes: Whether the rest continues after a run failed with this error; it stays with
                 the run. Where all fail so, the first error is raised.
 
         Raises:
-            RunError: A plan failed, or the queue is at work.
+            RunError: A plan failed, or the queue is running.
         """
         mine: list[Item] = []
         try:
@@ -265,7 +265,7 @@ class Queue:
             if mine and all(item.state == "failed" for item in mine) and mine[0].error is not None:
                 raise mine[0].error
         except BaseException:
-            self._give_up("one before it failed", mine)
+            self._give_up("an earlier run failed", mine)
             raise
         finally:
             if self._worker is threading.current_thread():
@@ -278,7 +278,7 @@ class Queue:
         with self._lock:
             if self._worker is not None:
                 raise RunError(
-                    "The cluster's queue is at work.",
+                    "The cluster's queue is running.",
                     seen=f"{len(self._line.waiting)} plans wait",
                     next_step="queue.wait(), or queue.stop_all()",
                     code="WB-RUN-081",
@@ -385,7 +385,7 @@ class Queue:
                 self._tell()
 
     def _conduct(self, plan: Plan, begun: Callable[[Run], None]) -> Run:
-        """Run a plan without a view, when nothing else goes on on the cluster."""
+        """Run a plan without a view when nothing else runs on the cluster."""
         run = self._start(plan)
         begun(run)
         run.over.wait()

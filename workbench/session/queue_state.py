@@ -10,7 +10,7 @@ How long a row of runs will take yet follows from how fast the present one is an
 A run takes its beginning (engines, data, the model) and then so much for each step. The one that
 runs is extrapolated by its own steps. One that waits is expected to take what runs of its kind
 took, by the mean, its steps scaled to its own number of steps or epochs. Where no run of its kind
-was seen, the mean of all stands in, and the estimate is rough: strategies differ in speed.
+was seen, the mean of all is used. The estimate is then rough because strategies differ in speed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Pace:
         steps, total: Steps done, of how many; total is None while unknown.
         stepping_s: Seconds that these steps took.
         elapsed_s: Seconds since it was started, without pauses.
-        reached: The largest share seen: a run that goes on from a checkpoint does steps again.
+        reached: The largest share seen; a run that continues from a checkpoint repeats steps.
     """
 
     steps: int = 0
@@ -150,7 +150,7 @@ def _scale(seen: Units, wanted: Units) -> float | None:
 
 State: TypeAlias = Literal["waiting", "running", "finished", "stopped", "failed"]
 Outcome: TypeAlias = Literal["finished", "stopped", "failed"]
-TAKEN_OUT = "it was taken out"
+TAKEN_OUT = "it was removed from the queue"
 
 
 @dataclass
@@ -250,10 +250,10 @@ class QueueState:
         item = self.item(number)
         if item.state != "waiting":
             raise PlanError(
-                f"{item.name} does not wait any more.",
+                f"{item.name} is not waiting any more.",
                 seen=item.state,
                 allowed="a plan that waits",
-                next_step="queue.stop() ends the one that runs"
+                next_step="call queue.stop() to end the current run"
                 if item.state == "running"
                 else None,
                 code="WB-PLAN-109",
@@ -271,7 +271,7 @@ class QueueState:
                 return item
         known = ", ".join(str(item.number) for item in self.items) or "the queue is empty"
         raise PlanError(
-            "There is no such plan in the queue.", seen=number, allowed=known, code="WB-PLAN-110"
+            "This plan is not in the queue.", seen=number, allowed=known, code="WB-PLAN-110"
         )
 
     # -- what happens ------------------------------------------------------------------------------

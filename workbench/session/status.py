@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..views.table import Table
     from .access import ClusterAccess
 
-RESIDENT = "Memory is the resident set: pages that engines share count in each of them."
+RESIDENT = "Memory is the resident set. Pages that engines share are counted in each of them."
 
 
 def rows(cluster: ClusterAccess, *, now: bool = False) -> list[dict[str, Any]]:
@@ -81,8 +81,8 @@ def notes(cluster: ClusterAccess) -> list[str]:
     count, said = rejected(cluster), []
     if count:
         said.append(
-            f"{count} messages or connections were refused: they did not know the key, or were "
-            "sent again. Somebody else on this machine or network may be trying; docs/security.md."
+            f"{count} messages or connections were refused because they had no valid key or were "
+            "sent twice. Somebody else on this machine or network may be trying: docs/security.md."
         )
     if (hosted := cluster.engine_set.hosted) is not None:
         said += hosted.agents.turned_away
@@ -102,7 +102,7 @@ Doing = tuple[State, str]
 
 @dataclass(frozen=True)
 class Scene:
-    """What goes on on the cluster.
+    """The current work of the cluster.
 
     Attributes:
         unfinished: Engines that are at the cell, and which part they take; empty when nothing goes
@@ -337,7 +337,7 @@ class Vitals:
 
 
 def look(cluster: ClusterAccess) -> Scene:
-    """Return what goes on; engines of a cell that has been quiet are asked where they are."""
+    """Return the current work; engines of a quiet cell are asked where they are."""
     task, busy = cluster.last_task, cluster.busy
     if task is None or task.is_over:
         return Scene({}, "", {})

@@ -136,7 +136,7 @@ def at(path: str | os.PathLike[str]) -> Checkpoint:
     if match is not None and whole.is_dir():
         raise refusal(Checkpoint(str(whole), int(match[1])), [f"{MANIFEST} is missing"])
     raise RunError(
-        "There is no checkpoint here.",
+        "The folder contains no checkpoint.",
         seen=str(path),
         allowed="a folder that --checkpoint DIR wrote to, or one of its step-N",
         code="WB-RUN-001",
@@ -156,7 +156,7 @@ def checked(one: Checkpoint) -> Checkpoint:
             "The checkpoint cannot be read by this version of Workbench.",
             seen=f"version {one.about['version']} at {one.path}",
             allowed=f"version {VERSION}",
-            next_step="go on with the version that wrote it",
+            next_step="use the version that wrote it",
             code="WB-RUN-002",
         )
     return one
@@ -189,7 +189,7 @@ def refusal(one: Checkpoint, found: Sequence[str]) -> RunError:
     return RunError(
         f"The checkpoint of step {one.step} is damaged.",
         seen=f"{one.path}: {', '.join(found[:_MOST_FAULTS])}{more}",
-        allowed="a checkpoint whose files are as they were written",
+        allowed="a checkpoint whose files are unchanged",
         next_step=_instead(one, found),
         code="WB-RUN-003",
     )
@@ -209,14 +209,16 @@ def _instead(one: Checkpoint, found: Sequence[str]) -> str:
     """Return what can be done without a checkpoint that is damaged."""
     ways = []
     if other := last_whole(Path(one.path).parent, but=one.path):
-        ways.append(f"wb.resume({other.path!r}) goes on from the last whole one")
+        ways.append(f"wb.resume({other.path!r}) continues from the last intact checkpoint")
     if all(name.startswith("rank-") for name in found):  # what stands for all ranks is whole
         workers = 1 if one.about["world_size"] > 1 else 2
         ways.append(
-            f"wb.resume({one.path!r}, workers={workers}) goes on without what each rank alone "
-            "had (random states)"
+            f"wb.resume({one.path!r}, workers={workers}) continues without the state that only "
+            "one rank had (random states)"
         )
-    return "; ".join(ways) or "there is no other whole one: begin anew in another --checkpoint DIR"
+    return "; ".join(ways) or (
+        "no other checkpoint is intact: start again in another --checkpoint DIR"
+    )
 
 
 def _manifest_fault(one: Checkpoint) -> str:
@@ -224,11 +226,11 @@ def _manifest_fault(one: Checkpoint) -> str:
     if not one.about:
         return f"{MANIFEST} cannot be read"
     if not is_as_sealed(one.about):
-        return f"{MANIFEST} is not what was written (its checksum differs)"
+        return f"{MANIFEST} was changed or damaged (its checksum differs)"
     if isinstance(version := one.about.get("version"), int) and version != VERSION:
         return ""  # what another version needs to say is not known
     if missing := [key for key in _NEEDED if key not in one.about]:
-        return f"{MANIFEST} does not say: {', '.join(missing)}"
+        return f"{MANIFEST} lacks: {', '.join(missing)}"
     if one.about["step"] != one.step:
         return f"{MANIFEST} is of step {one.about['step']}"
     return ""
@@ -250,21 +252,21 @@ def settings(folder: str, every: object, on_failure: str) -> tuple[str, int, str
     """
     if on_failure and on_failure not in ON_FAILURE:
         raise PlanError(
-            "--on-failure was not understood.",
+            "on_failure is not valid.",
             seen=on_failure,
             allowed=", ".join(ON_FAILURE),
             code="WB-PLAN-012",
         )
     if every and not folder:
         raise PlanError(
-            "How often to write checkpoints was said, but not where.",
+            "checkpoint_every was given without a checkpoint folder.",
             seen=f"checkpoint_every={every}",
             next_step="add --checkpoint DIR",
             code="WB-PLAN-013",
         )
     if on_failure == "replace" and not folder:
         raise PlanError(
-            "A run can go on in a fresh engine only from a checkpoint.",
+            "A dead engine can be replaced only if the run writes checkpoints.",
             seen="on_failure='replace' without a checkpoint folder",
             next_step="add --checkpoint DIR",
             code="WB-PLAN-014",
@@ -273,7 +275,7 @@ def settings(folder: str, every: object, on_failure: str) -> tuple[str, int, str
         return "", 0, on_failure or "stop"
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
         raise PlanError(
-            "checkpoint_every counts steps.",
+            "checkpoint_every must be a whole number of at least 1.",
             seen=every,
             allowed="a whole number, at least 1",
             code="WB-PLAN-015",
@@ -286,7 +288,7 @@ def _writable(folder: str) -> str:
     path = Path(os.path.expanduser(folder)).absolute()
     if path.exists() and not path.is_dir():
         raise PlanError(
-            "Checkpoints go into a folder, and this is a file.",
+            "The checkpoint folder is a file.",
             seen=str(path),
             next_step="name another folder",
             code="WB-PLAN-016",
@@ -296,7 +298,7 @@ def _writable(folder: str) -> str:
         there = there.parent
     if reason := _why_not(there):
         raise PlanError(
-            "Checkpoints cannot be written there.",
+            "Checkpoints cannot be written to this folder.",
             seen=f"{there} ({reason})",
             allowed="a folder that this user may write to",
             code="WB-PLAN-017",
@@ -359,7 +361,7 @@ def fault(path: Path, written: Sequence[int]) -> str:
         if size < written[0] or (len(written) > 1 and size != written[0]):
             return f"has {size} of {written[0]} bytes"
         if len(written) > 1 and of_file(path) != list(written):
-            return "is not what was written (its checksum differs)"
+            return "was changed or damaged (its checksum differs)"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
@@ -473,7 +475,7 @@ def _kernel(array: NDArray[Any], to_keras: bool, channels: int) -> NDArray[Any]:
 
 def _unlike(seen: str, allowed: str) -> PlanError:
     return PlanError(
-        "The model's parameters are not the run's.",
+        "The model's parameters do not match the run's.",
         seen=seen,
         allowed=allowed,
         next_step="build the model as the cell did",
@@ -496,7 +498,7 @@ def load_into(model: Any, arrays: Mapping[str, NDArray[Any]], framework: str) ->
         return _into_keras(model, arrays, framework)
     if torch is None or not hasattr(model, "load_state_dict"):
         raise PlanError(
-            "load_into takes a torch module or a Keras model.",
+            "load_into needs a torch module or a Keras model.",
             seen=type(model).__name__,
             code="WB-PLAN-106",
         )
@@ -511,7 +513,7 @@ def load_into(model: Any, arrays: Mapping[str, NDArray[Any]], framework: str) ->
 def _into_keras(model: Any, arrays: Mapping[str, NDArray[Any]], framework: str) -> Any:
     if not model.weights:
         raise PlanError(
-            "The Keras model has no weights yet: it does not know the shape of its input.",
+            "The Keras model has no weights yet because the shape of its input is unknown.",
             seen=model.name,
             next_step="call it on a batch, or give it a keras.layers.Input, then load again",
             code="WB-PLAN-107",

@@ -55,8 +55,8 @@ def export(path: Path, content: bytes) -> Path:
         raise RunError(
             f"The file cannot be written: {error.strerror}.",
             seen=str(path),
-            allowed="a file in a folder that is there, on a disk with room",
-            next_step="make room there, or name another file",
+            allowed="a file in an existing folder, on a disk with free space",
+            next_step="free disk space there, or name another file",
             code="WB-RUN-058",
         ) from error
     return path
@@ -102,9 +102,9 @@ def cannot_listen(host: str, ports: tuple[int, int] | None, reason: str) -> Clus
     """Return the error of `listening`."""
     which = "any port" if ports is None else f"each of {ports[0]} to {ports[1]}"
     return ClusterError(
-        f"No port is left to listen on at {host or 'this host'}.",
+        f"No free port is left on {host or 'this host'}.",
         seen=f"{which}: {reason}",
-        allowed="each server, the store and each worker of TensorFlow takes a port of its host",
+        allowed="each server, the store and each TensorFlow worker needs one port of its host",
         next_step="name more ports: %cluster start --ports FIRST-LAST",
         code="WB-CLUSTER-046",
     )
@@ -235,9 +235,9 @@ def own_address(towards: str) -> str:
             return str(probe.getsockname()[0])
     except (OSError, ValueError) as error:
         raise ClusterError(
-            f"This host ({platform.node()}) does not reach the others of the run.",
+            f"This host ({platform.node()}) cannot reach the other hosts of the run.",
             seen=f"{towards}: {error}",
-            allowed="hosts that reach each other by IPv4 (IPv6 alone is not enough)",
+            allowed="hosts that can reach each other over IPv4 (IPv6 alone is not enough)",
             next_step="name the network that all hosts share: %cluster start --listen ADDRESS",
             code="WB-CLUSTER-073",
         ) from error

@@ -479,7 +479,7 @@ def read(name: str, fields: Mapping[str, Any]) -> Event:
     kind = EVENTS.get(name)
     if kind is None:
         raise UnknownEventError(
-            "There is no such event.", seen=name, allowed=", ".join(EVENTS), code="WB-RUN-034"
+            "This event does not exist.", seen=name, allowed=", ".join(EVENTS), code="WB-RUN-034"
         )
     known = {one.name for one in dataclasses.fields(kind)}
     return kind(**{key: value for key, value in fields.items() if key in known})

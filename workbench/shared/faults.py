@@ -74,8 +74,8 @@ class Fault:
         """
         if self.kind in ON_LINKS and not links:
             raise PlanError(
-                "Bandwidth and latency can be simulated on a strategy's own links only; this one "
-                "has none.",
+                "Bandwidth and latency can only be simulated on a strategy's own links. "
+                "This strategy has none.",
                 seen=self.text,
                 allowed="slow, jitter and kill with every strategy",
                 next_step="choose a strategy with links: wb.strategies() says which have them",
@@ -83,7 +83,7 @@ class Fault:
             )
         if self.rank is not None and not 0 <= self.rank < workers:
             raise PlanError(
-                "The fault is for a worker that this run does not have.",
+                "The fault names a worker that this run does not have.",
                 seen=self.text,
                 allowed=f"ranks 0 to {workers - 1}",
                 code="WB-PLAN-039",
@@ -124,7 +124,7 @@ def parse_fault(text: str) -> Fault:
             return Fault("kill", int(rank), step=int(step))
     except ValueError:
         pass
-    raise PlanError("The fault was not understood.", seen=text, allowed=FORMS, code="WB-PLAN-040")
+    raise PlanError("The fault is not valid.", seen=text, allowed=FORMS, code="WB-PLAN-040")
 
 
 def _rate(bytes_per_s: float) -> str:

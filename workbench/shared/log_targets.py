@@ -22,8 +22,8 @@ PROJECT_LETTERS = 128
 STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file")
 """Schemes of MLflow's stores."""
 _URIS = (
-    "sqlite:///mlflow.db, http://HOST:5000, a database's URI, or mlflow: alone for what "
-    "MLFLOW_TRACKING_URI says"
+    "sqlite:///mlflow.db, http://HOST:5000, a database's URI, or just mlflow: to use "
+    "MLFLOW_TRACKING_URI"
 )
 
 
@@ -64,11 +64,14 @@ def parse_target(text: str) -> Target:
     kind, _, where = text.strip().partition(":")
     if kind not in KINDS:
         raise PlanError(
-            "--log knows no such kind.", seen=_short(text), allowed=ALLOWED, code="WB-PLAN-140"
+            "--log does not know this kind of target.",
+            seen=_short(text),
+            allowed=ALLOWED,
+            code="WB-PLAN-140",
         )
     if any(not char.isprintable() for char in where):
         raise PlanError(
-            "A place has a line break or worse.",
+            "The log target contains a line break or control character.",
             seen=_short(text),
             allowed=ALLOWED,
             code="WB-PLAN-141",
@@ -92,7 +95,7 @@ def parse_targets(texts: Iterable[str]) -> tuple[str, ...]:
 def _folder(where: str, text: str) -> str:
     if not where.strip() or "://" in where:
         raise PlanError(
-            "TensorBoard's files go into a folder of this machine.",
+            "A TensorBoard target must be a folder on this machine.",
             seen=_short(text),
             allowed="tensorboard:DIR",
             next_step="--log tensorboard:runs",
@@ -108,7 +111,7 @@ def _store(where: str) -> str:
     kind = scheme.partition("+")[0].lower()
     if not colon or kind not in STORES:
         raise PlanError(
-            "MLflow's store is named by a URI.",
+            "An MLflow target must be a URI.",
             seen=_short(where),
             allowed=_URIS,
             next_step="--log mlflow:sqlite:///mlflow.db",
@@ -120,7 +123,10 @@ def _store(where: str) -> str:
         path = rest.removeprefix("//")
         if not path:
             raise PlanError(
-                "The URI names no folder.", seen=where, allowed="file:mlruns", code="WB-PLAN-144"
+                "The URI does not name a folder.",
+                seen=where,
+                allowed="file:mlruns",
+                code="WB-PLAN-144",
             )
         return f"file://{_absolute(path)}"
     _check_host(where)
@@ -131,9 +137,9 @@ def _sqlite(where: str, scheme: str, rest: str) -> str:
     match = re.fullmatch(r"///([^?#]+)", rest)
     if match is None or match[1].endswith("/"):
         raise PlanError(
-            "The URI names no database file.",
+            "The URI does not name a database file.",
             seen=_short(where),
-            allowed="sqlite:///mlflow.db, or sqlite:////home/me/mlflow.db for a whole path",
+            allowed="sqlite:///mlflow.db, or sqlite:////home/me/mlflow.db for an absolute path",
             code="WB-PLAN-145",
         )
     return f"{scheme}:///{_absolute(match[1])}"
@@ -168,7 +174,7 @@ def _project(kind: str, where: str) -> str:
         good = not re.search(r"[/\\:]", where) and bool(re.search(r"\w", where))
     if not good or not all(0 < len(name.strip()) <= PROJECT_LETTERS for name in names):
         raise PlanError(
-            "This is no project's name.",
+            "This is not a valid project name.",
             seen=_short(f"{kind}:{where}"),
             allowed=allowed,
             next_step=f"--log {kind}:lessons",

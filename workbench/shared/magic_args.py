@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
         flag = re.search(r"unrecognized arguments: (.*)", message)
         if flag:
             raise PlanError(
-                f"{self.prog} does not know that.",
+                f"{self.prog} does not know this flag or value.",
                 seen=flag[1],
                 allowed=self.format_usage().replace("usage: ", "").strip(),
                 next_step=f"{self.prog}? shows the help",
@@ -43,7 +43,7 @@ def tokens(line: str) -> Sequence[str]:
         return shlex.split(strip_comment(line))
     except ValueError as error:
         raise PlanError(
-            "The line was not understood.", seen=line, allowed=str(error), code="WB-PLAN-157"
+            "The line could not be parsed.", seen=line, allowed=str(error), code="WB-PLAN-157"
         ) from None
 
 
@@ -69,7 +69,10 @@ def whole_number(what: str, text: str, least: int = 1) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < least:
         allowed = f"a whole number, at least {least}"
         raise PlanError(
-            f"{what} must count something.", seen=_short(text), allowed=allowed, code="WB-PLAN-158"
+            f"{what} must be a whole number of at least {least}.",
+            seen=_short(text),
+            allowed=allowed,
+            code="WB-PLAN-158",
         )
     return int(text)
 
@@ -85,7 +88,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
         match = re.fullmatch(r"\s*([0-9]{1,4})(?:\s*-\s*([0-9]{1,4}))?\s*", part)
         if not match:
             raise PlanError(
-                "Ranks were not understood.",
+                "ranks is not valid.",
                 seen=_short(text),
                 allowed="0,2 or 0-2 or [0,2], with numbers up to 9999",
                 code="WB-PLAN-159",
@@ -93,7 +96,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise PlanError(
-                "A range of ranks goes upwards.",
+                "A range of ranks must go upwards.",
                 seen=part.strip(),
                 allowed="0-2",
                 code="WB-PLAN-160",
@@ -140,10 +143,11 @@ def cluster_parser() -> argparse.ArgumentParser:
     add("action", nargs="?", default="status", help=", ".join(ACTIONS))
     add("values", nargs="*", help="start: number of engines; else: engine ids")
     add("--devices", help="auto, cpu, cuda, or GPU numbers 0,1")
-    add("--framework", metavar="NAME", help="framework to have ready: torch or tensorflow")
-    add("--keep", action="store_true", help="start: outlive this notebook; attach finds it again")
-    add("--idle-timeout", metavar="T", help="start: end when nothing ran for so long: 30m, never")
-    add("--take", action="store_true", help="attach: also from a notebook that has it")
+    add("--framework", metavar="NAME", help="framework to preload: torch or tensorflow")
+    keep = "start: keep the cluster when this notebook ends; attach finds it again"
+    add("--keep", action="store_true", help=keep)
+    add("--idle-timeout", metavar="T", help="start: end when idle for this long: 30m, never")
+    add("--take", action="store_true", help="attach: take it even if another notebook has it")
     _launch_flags(add)
     _debug_flags(add)
     return parser
@@ -167,7 +171,7 @@ def _launch_flags(add: Callable[..., Any]) -> None:
         action="append",
         default=[],
         metavar="LINE",
-        help="a line of shell on each host before engines; '#SBATCH ...' is an option of the job",
+        help="a shell line to run on each host first; '#SBATCH ...' is an option of the job",
     )
     add(
         "--launcher-option",
@@ -184,8 +188,8 @@ def _launch_flags(add: Callable[..., Any]) -> None:
         metavar="WHERE",
         help="where the notebook listens: an address, an interface, a network 10.0.0.0/8, a name",
     )
-    add("--ports", metavar="A-B", help="ports that may be listened on")
-    add("--start-timeout", metavar="T", help="how long a start may take, with the queue: 10m")
+    add("--ports", metavar="A-B", help="range of ports to listen on")
+    add("--start-timeout", metavar="T", help="how long a start may take, including the queue: 10m")
 
 
 def _debug_flags(add: Callable[..., Any]) -> None:
@@ -198,8 +202,8 @@ def _debug_flags(add: Callable[..., Any]) -> None:
         help="debug: a command of pdb or an expression, instead of a prompt; may be repeated",
     )
     add("--port", metavar="P", help="debug: serve debugpy on loopback; 0 takes any free port")
-    add("-f", "--follow", action="store_true", help="logs: go on showing lines until interrupted")
-    add("-n", "--lines", metavar="N", help="logs: how many lines to begin with (40)")
+    add("-f", "--follow", action="store_true", help="logs: show new lines until interrupted")
+    add("-n", "--lines", metavar="N", help="logs: how many lines to show first (40)")
 
 
 def parse_cluster_line(line: str) -> ClusterLine:
@@ -257,8 +261,10 @@ def _launch(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or not 0 <= int(text) < 1 << 16:
-        allowed = "1024 to 65535, or 0 for any that is free"
-        raise PlanError("--port is no port.", seen=text, allowed=allowed, code="WB-PLAN-027")
+        allowed = "1024 to 65535, or 0 for any free port"
+        raise PlanError(
+            "--port must be a port number.", seen=text, allowed=allowed, code="WB-PLAN-027"
+        )
     return int(text)
 
 
@@ -275,7 +281,7 @@ def parse_window(text: str) -> Window:
     match = re.fullmatch(r"\s*(\d{1,12})\s*:\s*(\d{1,12})\s*", text, re.ASCII)
     if match is None:
         raise PlanError(
-            "--profile names steps, first and end.",
+            "--profile must be a range of steps, START:STOP.",
             seen=text,
             allowed="START:STOP, steps counted from 0, STOP not included: 10:15 are five steps",
             code="WB-PLAN-152",
@@ -283,7 +289,7 @@ def parse_window(text: str) -> Window:
     start, stop = int(match[1]), int(match[2])
     if start >= stop:
         raise PlanError(
-            "--profile ends before it begins.",
+            "--profile must end after it begins.",
             seen=text,
             allowed=f"{stop}:{max(start, stop + 1)}",
             code="WB-PLAN-153",
@@ -297,7 +303,7 @@ def check_window(window: Window | None, steps: int | None) -> None:
         return
     last = max(0, steps - 5)
     raise PlanError(
-        "--profile asks for steps that the run does not have.",
+        "--profile includes steps that the run does not have.",
         seen=f"{window[0]}:{window[1]} of {steps} steps",
         allowed=f"0 to {steps}",
         next_step=f"--profile {last}:{steps}, or more --steps",

@@ -1,4 +1,4 @@
-"""Who takes part in a cell or a run, and how engines are called in outputs."""
+"""The members of a cell or a run, and the names of engines in outputs."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def fields_of(kind: Any, data: object, *, strict: bool = True) -> dict[str, Any]
         BadMessageError: A field is unknown, missing, or of another type than is declared.
     """
     if not isinstance(data, Mapping):
-        raise BadMessageError(f"{kind.__name__} is no table: {type(data).__name__}")
+        raise BadMessageError(f"{kind.__name__} is not a table: {type(data).__name__}")
     hints, needed = _declared(kind)
     if strict and (unknown := [name for name in data if name not in hints]):
         raise BadMessageError(f"{kind.__name__} has no field {unknown[0]!r}")

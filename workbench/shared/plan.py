@@ -97,18 +97,18 @@ class Plan(RunSettings):
         if not (self.entry.heals and self.entry.replicated):
             able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated)
             raise PlanError(
-                f"{self.entry.name} keeps its number of workers while it trains.",
+                f"{self.entry.name} cannot change its number of workers during a run.",
                 seen=self.entry.name,
                 allowed=f"more or fewer workers under {able}",
-                next_step="run.stop(), and the cell again with -n",
+                next_step="call run.stop(), then run the cell again with -n",
                 code="WB-PLAN-322",
             )
         if self.on_failure != "heal":
             raise PlanError(
-                "The run was begun so that it keeps its workers.",
+                "The run was started with a fixed number of workers.",
                 seen=f"--on-failure {self.on_failure}",
                 allowed="--on-failure heal",
-                next_step=f"begin it with %%distributed {self.entry.name} --on-failure heal",
+                next_step=f"start it with %%distributed {self.entry.name} --on-failure heal",
                 code="WB-PLAN-323",
             )
         if workers is None:
@@ -212,7 +212,7 @@ def make_plan(
         fault.check(count, links=entry.links)
     if not recipe.source.strip():
         raise PlanError(
-            "The cell is empty: there is nothing to train.",
+            "The cell is empty, so there is nothing to train.",
             next_step="write the training below the magic",
             code="WB-PLAN-085",
         )
@@ -226,9 +226,9 @@ def make_plan(
         on_failure = "heal"
     if asked.spares and not (entry.replicated and on_failure == "heal"):
         raise PlanError(
-            "Spare engines are of use where the others train on when one dies.",
+            "Spare engines are only useful if the run continues when a worker dies.",
             seen=f"{entry.name} --spares {asked.spares} --on-failure {on_failure}",
-            allowed="--on-failure heal, which --spares means by itself, under "
+            allowed="--on-failure heal (--spares implies it) under "
             + ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated),
             next_step="leave out --on-failure, or --spares",
             code="WB-PLAN-331",
@@ -264,17 +264,17 @@ def plan_of(
     overrides = request.overrides
     if request.several:
         raise PlanError(
-            "One run has one value of everything.",
+            "One run has exactly one value of each flag.",
             seen=", ".join(
                 f"{len(axis.values)} values of {_axis(axis)}" for axis in request.several
             ),
-            allowed="several values where several runs can be: above a cell, or wb.sweep(...)",
+            allowed="several values above a cell, or in wb.sweep(...)",
             code="WB-PLAN-274",
         )
     if request.batch_per_worker is not None:
         if request.batch_size is not None:
             raise PlanError(
-                "The batch is given twice: for all workers together, and for each of them.",
+                "The batch size is given twice: for all workers together, and per worker.",
                 seen=f"--batch-size {request.batch_size}, "
                 f"--batch-per-worker {request.batch_per_worker}",
                 next_step="--batch-size for strong scaling (the global batch stays), or "
@@ -370,7 +370,7 @@ def _check_values(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict
         if name in OVERRIDES or name in options:
             flag = f"-o {name}=..." if name in options else FLAGS[name].long
             raise PlanError(
-                f"{name} is a flag of its own, or an option of the strategy.",
+                f"{name} is a separate flag, or an option of the strategy.",
                 seen=f"--set {name}={found[name]}",
                 next_step=flag,
                 code="WB-PLAN-278",
@@ -400,7 +400,7 @@ def _check_layout(
     if batch is not None and entry.data_parallel and batch < count:
         raise PlanError(
             "The global batch is smaller than the number of workers, so some would have no sample.",
-            seen=f"batch_size={batch} over {count} workers",
+            seen=f"batch_size={batch} on {count} workers",
             allowed=f"batch_size of at least {count}",
             next_step=f"raise --batch-size, or use fewer workers with -n {batch}",
             code="WB-PLAN-087",
@@ -421,11 +421,11 @@ def _check_on_failure(
     if on_failure == "heal" and not entry.heals:
         able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.framework == "torch")
         why = entry.unhealed or (
-            "TensorFlow's workers are fixed when it begins" if entry.framework == "tensorflow"
-            else "its workers cannot be exchanged yet"
+            "TensorFlow fixes its workers at the start" if entry.framework == "tensorflow"
+            else "its workers cannot be replaced yet"
         )  # fmt: skip
         raise PlanError(
-            f"{entry.name} cannot go on without a restart when a worker dies: {why}.",
+            f"{entry.name} cannot continue without a restart when a worker dies: {why}.",
             seen="--on-failure heal",
             allowed=f"heal under {able}; stop, continue, or replace with --checkpoint DIR",
             next_step="--checkpoint DIR --on-failure replace",
@@ -434,19 +434,19 @@ def _check_on_failure(
     together = entry.copy_workers(settings, count) if on_failure == "heal" else 1
     if together == count > 1:
         raise PlanError(
-            f"{entry.name} cannot go on when a worker dies: all form one pipeline, so nobody else "
-            "holds its stage.",
+            f"{entry.name} cannot continue when a worker dies: all form one pipeline, so no "
+            "other worker holds its stage.",
             seen=f"--on-failure heal, {count} workers in one pipeline",
-            allowed="two pipelines at least; stop, or replace with --checkpoint DIR",
+            allowed="at least two pipelines; stop, or replace with --checkpoint DIR",
             next_step=f"-n {2 * count} -o stages={count}, or --checkpoint DIR --on-failure replace",
             code="WB-PLAN-332",
         )
     for name, value in entry.unhealed_with if on_failure == "heal" else ():
         if settings[name] == value:
             raise PlanError(
-                f"{entry.name} cannot go on without a restart when a worker dies while its servers "
-                f"keep to one order of pushes ({name}={value}): one of them may have counted a "
-                "push that the others never get.",
+                f"{entry.name} cannot continue without a restart when a worker dies and its "
+                f"servers keep to one order of pushes ({name}={value}): one of them may have "
+                "counted a push that the others never get.",
                 seen=f"--on-failure heal, {name}={value}",
                 allowed=f"heal without {name}={value}; stop, or replace with --checkpoint DIR",
                 next_step=f"leave out -o {name}={value}",
@@ -470,7 +470,7 @@ def check_name(name: object) -> None:
     """Raise PlanError where a run cannot be called so."""
     if not isinstance(name, str):
         raise PlanError(
-            "A run's name is text.",
+            "name must be text.",
             seen=name,
             allowed=f"text of at most {MOST_NAME} characters",
             code="WB-PLAN-089",
@@ -489,7 +489,7 @@ def check_count(what: str, value: object) -> int:
     """Return `value` as a whole number of at least 1, or raise PlanError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PlanError(
-            f"{what} must count something.",
+            f"{what} must be a whole number of at least 1.",
             seen=value,
             allowed="a whole number, at least 1",
             code="WB-PLAN-091",
@@ -501,7 +501,10 @@ def check_seed(value: object) -> int:
     """Return `value` as a seed (0 or more), or raise PlanError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise PlanError(
-            "A seed is a whole number.", seen=value, allowed="0 or more", code="WB-PLAN-092"
+            "seed must be a whole number of at least 0.",
+            seen=value,
+            allowed="0 or more",
+            code="WB-PLAN-092",
         )
     return value
 
@@ -541,7 +544,7 @@ def line_of(plan: Plan, *, framework: str = "torch") -> str:
     line = " ".join(words)
     if line.splitlines() != [line]:
         raise PlanError(
-            "The plan cannot be written as a cell: a line has no place for a line break.",
+            "The plan cannot be written as a cell because a value contains a line break.",
             seen=next((word for word in words if word.splitlines() != [word]), line),
             next_step="choose a name without one",
             code="WB-PLAN-010",
@@ -615,7 +618,7 @@ def _check_said(plan: Plan, said: RunRequest, framework: str) -> None:
         got = read.get(one.name, getattr(said, one.name, None))
         if got != value:
             raise PlanError(
-                f"The plan cannot be written as a cell: no line gives this {one.name}.",
+                f"The plan cannot be written as a cell because no flag gives this {one.name}.",
                 seen=value,
                 allowed=f"the nearest is {got!r}",
                 next_step="run it with cluster.run(...)",

@@ -122,7 +122,7 @@ class RunRequest(RunSettings):
         read=number("--epochs"),
         several=True,
         help="overrides the cell's epochs",
-        without="what `wb.fit` is passed, else 1",
+        without="what `wb.fit` is given, else 1",
         example="%%distributed mirrored --epochs 2",
     )
     steps: int | None = _said(
@@ -134,7 +134,7 @@ class RunRequest(RunSettings):
         read=number("--steps"),
         several=True,
         help="overrides the cell's optimizer steps, instead of epochs",
-        without="what `wb.fit` is passed",
+        without="what `wb.fit` is given",
         example="%%distributed mirrored --steps 200",
     )
     batch_size: int | None = _said(
@@ -146,7 +146,7 @@ class RunRequest(RunSettings):
         read=number("--batch-size"),
         several=True,
         help="overrides the cell's global batch size",
-        without="what `wb.fit` is passed",
+        without="what `wb.fit` is given",
         example="%%distributed mirrored --batch-size 256",
     )
     batch_per_worker: int | None = _said(
@@ -169,7 +169,7 @@ class RunRequest(RunSettings):
         read=number("--seed", least=0),
         several=True,
         help="overrides the cell's seed",
-        without="what `wb.fit` is passed, else 0",
+        without="what `wb.fit` is given, else 0",
         example="%%distributed mirrored --seed 7",
     )
     seeds: int | None = _said(
@@ -210,7 +210,7 @@ class RunRequest(RunSettings):
     background: bool = _said(
         "--background",
         False,
-        help="return at once",
+        help="return at once; the run continues in the background",
         without="off: the cell ends with the run",
         example="%%distributed mirrored --background",
     )
@@ -239,7 +239,7 @@ class RunRequest(RunSettings):
         trains=True,
         read=several.memory_of,
         write=lambda size_bytes: f"{size_bytes:.0f}",
-        help="with auto: what a worker may hold of weights, gradients and optimizer state",
+        help="with auto: memory limit of a worker for weights, gradients and optimizer state",
         without="any amount",
         example="%%distributed auto --memory-per-worker 4GiB",
     )
@@ -247,7 +247,7 @@ class RunRequest(RunSettings):
         "--allow-stale",
         False,
         trains=True,
-        help="with auto: also strategies whose weights are not those of one device",
+        help="with auto: also allow strategies whose weights differ from those of one device",
         without="only strategies that train what one device trains",
         example="%%distributed auto --allow-stale",
     )
@@ -256,7 +256,7 @@ class RunRequest(RunSettings):
         metavar="S",
         trains=True,
         read=number("--probe-seconds", least=5),
-        help="with auto: what its short runs may take together",
+        help="with auto: time limit for all its short runs together",
         without="60",
         example="%%distributed auto --probe-seconds 120",
     )
@@ -267,7 +267,7 @@ class RunRequest(RunSettings):
         "",
         metavar="DIR",
         trains=True,
-        help="train nothing here; write a folder that torchrun starts anywhere",
+        help="do not train here; write a folder that torchrun can start anywhere",
         without="the cell is trained here",
         example="%%distributed mirrored -n 2 --to-job job",
     )
@@ -275,7 +275,7 @@ class RunRequest(RunSettings):
         "--plain",
         False,
         trains=True,
-        help="with --to-job: a script that does without Workbench",
+        help="with --to-job: a script that does not need Workbench",
         without="Workbench records the job",
         example="%%distributed mirrored -n 2 --to-job job --plain",
     )
@@ -379,7 +379,7 @@ def from_arguments(strategy: str, asked: Mapping[str, Any]) -> RunRequest:
     for argument, value in asked.items():
         if argument not in _ARGUMENTS:
             raise PlanError(
-                "A run has no such argument.",
+                "A run does not have this argument.",
                 seen=argument,
                 allowed=", ".join(_ARGUMENTS),
                 code="WB-PLAN-095",
@@ -462,7 +462,7 @@ def check_straggler(entry: catalog.Strategy, asked: RunSettings, chosen: dict[st
     what = asked.on_straggler
     if what not in ON_STRAGGLER:
         raise PlanError(
-            "--on-straggler was not understood.",
+            "on_straggler is not valid.",
             seen=what,
             allowed=", ".join(ON_STRAGGLER),
             code="WB-PLAN-324",
@@ -473,12 +473,16 @@ def check_straggler(entry: catalog.Strategy, asked: RunSettings, chosen: dict[st
         return
     able = [one for one in catalog.CATALOG if one.sheds]
     names = [one.name if one.sync else f"{one.name} -o {one.sync_option}=true" for one in able]
-    why = "its shares are equal" if entry.is_sync(chosen) else "its workers wait for nobody"
+    why = (
+        "its shares are equal"
+        if entry.is_sync(chosen)
+        else "its workers do not wait for each other"
+    )
     raise PlanError(
-        f"{entry.name} cannot give a slow worker less to do: {why}.",
+        f"{entry.name} cannot give a slow worker a smaller share: {why}.",
         seen=f"--on-straggler {what}",
         allowed=f"wait; {what} under {', '.join(names)}, in PyTorch",
-        next_step="leave --on-straggler out, or take one of these",
+        next_step="remove --on-straggler, or use one of these",
         code="WB-PLAN-325",
     )
 
@@ -488,17 +492,17 @@ def _check_replacing(entry: catalog.Strategy, asked: RunSettings) -> None:
     if not (entry.heals and entry.replicated):
         able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated)
         raise PlanError(
-            f"{entry.name} cannot let a fresh worker in while the others train.",
+            f"{entry.name} cannot add a fresh worker while the others train.",
             seen="--on-straggler replace",
             allowed=f"replace under {able}; wait" + ("; shed" if entry.sheds else ""),
-            next_step="leave --on-straggler out, or take one of these",
+            next_step="remove --on-straggler, or use one of these",
             code="WB-PLAN-326",
         )
     if asked.on_failure not in ("", "heal"):
         raise PlanError(
-            "Who replaces slow workers lets the others train on when one dies, too.",
+            "--on-straggler replace works only with --on-failure heal.",
             seen=f"--on-straggler replace --on-failure {asked.on_failure}",
             allowed="--on-failure heal, or none",
-            next_step="leave --on-failure out",
+            next_step="remove --on-failure",
             code="WB-PLAN-327",
         )

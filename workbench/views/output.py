@@ -251,7 +251,7 @@ def _draw_stream(item: _Stream, final: bool) -> tuple[str, str]:
     if not final:
         shown = _tail(lines)
         if len(shown) < len(lines):
-            note = f"… {len(lines) - len(shown)} earlier lines, shown when the cell is over\n"
+            note = f"… {len(lines) - len(shown)} earlier lines, shown when the cell has ended\n"
         lines = shown
     html = escape(note) + terminal.to_html(lines)
     return _pre(html, stderr=item.name == "stderr"), note + terminal.to_text(lines)
@@ -273,7 +273,7 @@ def _draw_rich(item: _Rich) -> tuple[str, str]:
     kind = next((k for k in _RICH if k in bundle), None)
     if item.own:
         named = plain or next(iter(bundle), "")
-        return _pre(f"{escape(named)}\n(shown in an output of its own)"), named
+        return _pre(f"{escape(named)}\n(shown in a separate output)"), named
     if kind is None:
         lines = terminal.render(plain)
         return _pre(terminal.to_html(lines)), terminal.to_text(lines)

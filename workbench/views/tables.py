@@ -338,7 +338,7 @@ def _figures(run: RunSummary) -> list[str]:
     if run.batch_size:
         lines[0] = lines[0][:-1] + f"; global batch {run.batch_size}."
     if run.stride > 1:
-        lines.append(f"Every {run.stride}th step is stored; these figures count all of them.")
+        lines.append(f"Every {run.stride}th step is stored, but these figures count all steps.")
     lines += [_server(held) for held in run.servers]
     if run.changes:
         lines.append(f"Workers: {'; '.join(map(_change, run.changes))}.")
@@ -359,7 +359,7 @@ def _change(change: Mapping[str, Any]) -> str:
 def _warmed(run: RunSummary) -> str:
     """Return which steps a run's rate is of."""
     if not run.warm_up:
-        return "After warm-up (none was seen):"
+        return "After warm-up (there was none):"
     return f"After warm-up ({_count(run.warm_up, 'step')}):"
 
 

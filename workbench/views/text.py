@@ -205,7 +205,7 @@ def change_lines(changes: Iterable[Mapping[str, Any]]) -> list[str]:
             f"step {change['step']}",
             change_words(str(change["event"]), change["ranks"]),
             f"{change['workers']} worker{'s' if change['workers'] != 1 else ''}",
-            f"stood still for {milliseconds(1e3 * float(change['seconds']))}",
+            f"training stood still for {milliseconds(1e3 * float(change['seconds']))}",
         )
         for change in changes
     ]

@@ -31,7 +31,7 @@ class Blame:
 
     Attributes:
         total_s: (ranks, ranks) seconds over the counted steps; a row is NaN where this worker's
-            waits were not measured, and the diagonal is 0: nobody waits for itself.
+            waits were not measured; the diagonal is 0 because no worker waits for itself.
         steps: (ranks,) steps counted of each worker.
         first, last: The steps that were asked for; None: from the first, to the last.
         worst: The worker that holds the others up in these steps again and again; None where nobody
@@ -109,7 +109,7 @@ def blame(history: Stored, first: int | None = None, last: int | None = None) ->
         return Blame(_masked(totals.blame_s, known), totals.rows.copy(), worst=worst)
     if first is not None and last is not None and last < first:
         raise PlanError(
-            "The last step is before the first.", seen=f"first={first}, last={last}",
+            "last must not be before first.", seen=f"first={first}, last={last}",
             allowed="last at least as large as first, both included",
             code="WB-PLAN-041",
         )  # fmt: skip
@@ -159,7 +159,7 @@ class Waits:
         return Waits(*(values[picked] for values in vars(self).values()))
 
     def culprit(self, ranks: int) -> int | None:
-        """Return who holds the others up again and again; None where nobody stands out."""
+        """Return the worker that repeatedly holds up the others; None if no worker stands out."""
         numbers, index = np.unique(self.step, return_inverse=True)
         shape = (len(numbers), ranks)
         blamed, waited, lasted = np.full(shape, -1), np.full(shape, np.nan), np.full(shape, np.nan)

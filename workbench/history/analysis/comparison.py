@@ -123,7 +123,7 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
 def _no_verdict(runs: Sequence[RunSummary]) -> str:
     """Say why nothing is concluded from runs of which a part is missing."""
     names = ", ".join(run.name for run in runs if run.damaged)
-    return f"No verdict: {names} is damaged on disk; compare whole copies, or train again."
+    return f"No verdict: {names} is damaged on disk; compare intact copies, or train again."
 
 
 def _rates(rows: Sequence[ComparisonRow]) -> str:
@@ -131,7 +131,7 @@ def _rates(rows: Sequence[ComparisonRow]) -> str:
     if not any(row.samples_per_s.count for row in rows):
         return ""
     cut = [f"{row.name} {row.warm_up}" for row in rows if row.warm_up]
-    out = f" (left out: the first steps of {', '.join(cut)})" if cut else " (none was seen)"
+    out = f" (left out: the first steps of {', '.join(cut)})" if cut else " (there was none)"
     return (
         f'Rates and shares are those after warm-up{out}; "all steps" is samples per second with '
         "every step."
@@ -474,23 +474,25 @@ def _updates(groups: Sequence[Sequence[RunSummary]]) -> list[str]:
         return []
     which = ", ".join(alone)
     return [
-        f"In a step of {which} each worker's push is an update of its own, made from its share of "
-        "the batch: there are as many updates as workers, where the others make one."
+        f"In a step of {which} each worker's push is a separate update, made from its share of "
+        "the batch: there are as many updates as workers, while the others make one."
     ]
 
 
 def _single(run: RunSummary) -> list[str]:
     found = []
     if run.trained_before:
-        found.append(f"{run.name} began with a model that an earlier run had trained.")
+        found.append(f"{run.name} started with a model that an earlier run had trained.")
     if run.state != "finished":
         of = f" of {run.total_steps}" if run.total_steps else ""
         found.append(f"{run.name} did not finish: {run.state} after {run.steps}{of} steps.")
     if run.diverged:
-        found.append(f"{run.name} diverged: its last loss is no number, and in no mean.")
+        found.append(
+            f"{run.name} diverged: its last loss is not a number and is left out of all means."
+        )
     if run.damaged:
         found.append(
-            f"{run.name} is damaged on disk, and only what is left is compared: "
+            f"{run.name} is damaged on disk, so only the rest is compared: "
             f"{'; '.join(run.damaged)}."
         )
     if run.faults:

@@ -1,4 +1,4 @@
-"""What if one worker were as fast as the others: the same steps, their critical path anew.
+"""What if one worker were as fast as the others: the same steps with a new critical path.
 
 Together (`synchronous`): a step is over when the last worker is ready, plus what follows. With R_r
 the time at which worker r was ready and G the latest, r waited `G - R_r`. Let worker k be ready
@@ -52,7 +52,7 @@ class WhatIf:
         step: (steps,) numbers of the steps that were recomputed.
         step_s, without_s: (steps,) seconds of each step as it was and as it would have been.
         samples_per_s, without_per_s: Global throughput over these steps.
-        saved_s: Seconds that these steps would have been shorter in all.
+        saved_s: Seconds that these steps would have been shorter in total.
         real, ghost: The latest steps of every worker, for pictures.
         stride: Every how many-th step was stored and recomputed.
     """
@@ -97,7 +97,7 @@ def what_if(
         first, last: Steps to recompute, both included; all that are stored by default.
 
     Raises:
-        PlanError: There is no such worker, or nobody else to compare it with.
+        PlanError: The worker does not exist, or there is no other one to compare it with.
         RunError: No step is complete, or waits were not measured.
     """
     k = _rank(history, without, first, last)
@@ -172,7 +172,7 @@ def _rank(history: RunHistory, without: int | None, first: int | None, last: int
     ranks = len(history.engines)
     if ranks < 2:
         raise PlanError(
-            "What if needs a worker to be compared with others.", seen=f"{ranks} worker",
+            "What-if needs at least two workers.", seen=f"{ranks} worker",
             allowed="runs of 2 or more workers",
             code="WB-PLAN-042",
         )  # fmt: skip
@@ -180,14 +180,14 @@ def _rank(history: RunHistory, without: int | None, first: int | None, last: int
         worst = blame(history, first, last).worst
         if worst is None:
             raise PlanError(
-                "No worker stands out as slow, so there is no straggler to leave out.",
+                "No worker stands out as slow, so there is no straggler to remove.",
                 next_step=f"pick a worker, 0 to {ranks - 1}: run.what_if({ranks - 1})",
                 code="WB-PLAN-043",
             )
         return worst
     if not 0 <= without < ranks:
         raise PlanError(
-            "The run has no such worker.",
+            "The run does not have this worker.",
             seen=f"without={without}",
             allowed=f"0 to {ranks - 1}",
             code="WB-PLAN-044",
@@ -199,7 +199,7 @@ def _shortest_wait(table: Table, k: int) -> Floats:
     waits = np.delete(table.parts_s[:, :, WAIT], k, axis=1)
     if np.isnan(waits).any():
         raise RunError(
-            "The workers' waits were not measured, so nothing can be said without one of them.",
+            "The workers' waits were not measured, so nothing can be recomputed.",
             seen=f"{np.isnan(waits).any(axis=1).sum()} of {len(waits)} steps unmeasured",
             next_step="run.history.unmeasured says why",
             code="WB-RUN-047",
@@ -215,7 +215,7 @@ def _busier(table: Table, k: int) -> Floats:
 def _alone(history: RunHistory, table: Table, k: int) -> WhatIf:
     if not np.isfinite(table.step_s).any(axis=0).all():
         raise RunError(
-            "Some worker has done no step yet.",
+            "A worker has not done a step yet.",
             next_step="wait for its first step",
             code="WB-RUN-048",
         )

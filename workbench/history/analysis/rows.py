@@ -336,7 +336,7 @@ def verdict_of(rows: Sequence[ComparisonRow], baseline: int) -> str:
         return f"{fastest.name} and {other.name} are equally fast here (within 5 %)."
     if not told_apart(fast, slow):
         return (
-            f"No difference can be told between {fastest.name} and {other.name}: "
+            f"No difference between {fastest.name} and {other.name} is certain: "
             f"{_interval(fast)} samples/s, and {_interval(slow)}. "
             "Train longer, or with more seeds."
         )
@@ -417,8 +417,9 @@ _UNDIVIDED = 0.1
 _EQUAL = 0.05
 _SAME_BATCH = 0.02
 ASSUMED = (
-    "When distributing pays is estimated: compute and data grow with the batch, waiting and "
-    "communication take as long as here."
+    "The point where distributing pays is estimated: compute and data grow with the batch, "
+    "waiting and "
+    "communication stay the same."
 )
 
 
@@ -499,7 +500,7 @@ def _undivided(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
     if share_cores(one, plan):
         return (
             f"A larger batch would hardly help {plan.name} here: its {plan.workers} workers share "
-            f"the cores that {one.name} has to itself, so {measured}."
+            f"the cores that {one.name} has alone, so {measured}."
         )
     return f"These runs do not show when {plan.name} would begin to pay: {measured}."
 

@@ -497,7 +497,7 @@ def write(run: RunData, path: str | Path | None = None) -> Path:
         raise RunError(
             f"The trace cannot be written: {error.strerror}.",
             seen=str(goal),
-            allowed="a file in a folder that is there",
+            allowed="a file in an existing folder",
             code="WB-RUN-090",
         ) from error
     finally:

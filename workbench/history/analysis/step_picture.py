@@ -34,9 +34,9 @@ class WorkerStep:
         step: Its own number where workers go alone.
         start_s: Seconds after the first worker began.
         parts_s: Seconds in each of `record.PARTS`; NaN where not measured.
-        sent_bytes: What it sent in all; NaN where not measured.
+        sent_bytes: Its bytes sent in total; NaN where not measured.
         staleness: Of asynchronous strategies; NaN elsewhere.
-        blamed: Whom it waited for; None for nobody.
+        blamed: The worker it waited for; None if it waited for none.
     """
 
     rank: int
@@ -134,7 +134,7 @@ def _rows(
     if not len(rows):
         every = f", every {history.stride}th" if history.stride > 1 else ""
         raise RunError(
-            "That step is not in the history.", seen=f"step={step}",
+            "This step is not in the history.", seen=f"step={step}",
             allowed=f"{steps[0]} to {steps[-1]}{every}",
             code="WB-RUN-044",
         )  # fmt: skip

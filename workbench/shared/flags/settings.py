@@ -67,7 +67,7 @@ class RunSettings:
         metavar="RUN",
         trains=True,
         argument="init_from",
-        help="start from the weights a run ended with",
+        help="start from the final weights of a run",
         without="the cell's own initial weights",
         example="%%distributed mirrored --init-from base",
     )
@@ -98,8 +98,8 @@ class RunSettings:
         metavar="WHAT",
         trains=True,
         argument="on_failure",
-        help="when an engine dies: stop, continue with fewer, replace it (with --checkpoint), or "
-        "heal: the others train on, and a fresh one joins them",
+        help="when an engine dies: stop, continue with fewer, replace it (needs --checkpoint), or "
+        "heal: the others continue, and a fresh one joins them",
         without="`replace` with `--checkpoint`, else `stop`",
         example="%%distributed mirrored --on-failure continue",
     )
@@ -109,8 +109,8 @@ class RunSettings:
         choices=ON_STRAGGLER,
         trains=True,
         argument="on_straggler",
-        help="when a worker is slow for long: wait for it, shed: give it less of each batch, or "
-        "replace it by a fresh engine",
+        help="when a worker stays slow: wait for it, shed: give it less of each batch, or "
+        "replace it with a fresh engine",
         without="`wait`: each step takes as long as its slowest worker",
         example="%%distributed mirrored --on-straggler shed",
     )
@@ -121,7 +121,7 @@ class RunSettings:
         trains=True,
         argument="spares",
         read=number("--spares", 0),
-        help="engines that run the cell up to wb.fit and wait there, to take a dead one's place "
+        help="engines that run the cell up to wb.fit and wait there, to replace a dead engine "
         "at once (--on-failure heal)",
         without="a fresh engine is started when one has died",
         example="%%distributed mirrored --spares 1",
@@ -143,7 +143,7 @@ class RunSettings:
         "short",
         choices=TRACEBACKS,
         argument="traceback",
-        help="show your own lines of an error, or every frame",
+        help="tracebacks: only your own lines, or every frame",
         without="`short`: your own lines; `full`: every frame",
         example="%%distributed --traceback full",
     )

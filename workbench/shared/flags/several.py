@@ -42,7 +42,7 @@ def values(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
             and isinstance(value, (bool, int, float, str))
         ):
             raise PlanError(
-                "A value for the cell has a name, and is a number, true, false or text.",
+                "A value for the cell needs a name and a number, true, false or text.",
                 seen=f"{name}={value!r}",
                 allowed="--set lr=0.1, which the cell reads as wb.options.lr",
                 code="WB-PLAN-271",
@@ -68,7 +68,7 @@ def pairs(what: str, example: str) -> Callable[[Iterable[str]], dict[str, str]]:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise PlanError(
-                f"{what} has a name and a value.", seen=text, allowed=example, code="WB-PLAN-094"
+                f"{what} needs a name and a value.", seen=text, allowed=example, code="WB-PLAN-094"
             )
         return key.strip(), value.strip()
 
@@ -151,7 +151,7 @@ def check_runs(*counts: int) -> None:
     count = math.prod(counts)
     if count > MOST_RUNS:
         raise PlanError(
-            "One line may not ask for so many runs.",
+            "One line cannot start this many runs.",
             seen=f"{' x '.join(str(one) for one in counts if one > 1)} = {count} runs",
             allowed=f"at most {MOST_RUNS}",
             next_step="fewer values, or several lines",
@@ -195,9 +195,9 @@ def price_of(given: object) -> float:
             value = float(given)  # type: ignore[arg-type]
     if not 0 < value < math.inf:
         raise PlanError(
-            "A price of a worker-hour is a number above 0.",
+            "price must be a number above 0.",
             seen=given,
-            allowed="--price 2.5, in whatever currency",
+            allowed="--price 2.5, in any currency",
             code="WB-PLAN-272",
         )
     return value
@@ -219,7 +219,7 @@ def memory_of(given: object) -> float:
         value = float(found[1]) * (1024.0 if found[3] else 1000.0) ** power
     if not value > 0:
         raise PlanError(
-            "The memory of a worker was not understood.",
+            "memory_per_worker is not a valid size.",
             seen=given,
             allowed="--memory-per-worker 4GiB, 800MB, or bytes: more than 0",
             code="WB-PLAN-313",

@@ -130,7 +130,7 @@ def as_bytes(comparison: Comparison, suffix: str) -> bytes:
     make = _FORMS.get(suffix)
     if make is None:
         raise PlanError(
-            "A comparison cannot be saved under that suffix.",
+            "A comparison cannot be saved with this file suffix.",
             seen=suffix,
             allowed=", ".join(_FORMS),
             code="WB-PLAN-149",

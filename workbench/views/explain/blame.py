@@ -1,4 +1,4 @@
-"""Who waited for whom, as a matrix, and a run beside its ghost: tables, figures, and text.
+"""Who waited for whom, as a matrix, and a run next to its ghost: tables, figures, and text.
 
 The ghost is the same steps without the straggler. Workers' time is drawn as rows of boxes: one row
 per worker, one box per part of a step.
@@ -50,22 +50,22 @@ class BlameMatrix(Picture, Blame):
         most = self.most
         if most is None:
             unknown = any(math.isnan(v) for v in self.total_s.ravel())
-            return "Waits were not measured." if unknown else "Nobody waited for anybody."
+            return "Waits were not measured." if unknown else "No worker waited for another."
         if self.worst is None:
-            return "Nobody stands out: such waits come by chance."
+            return "No worker stands out. Waits like these are random."
         caused = np.nansum(self.total_s[:, self.worst])
-        return f"The others waited {duration(float(caused))} in all for worker {self.worst}."
+        return f"The others waited {duration(float(caused))} in total for worker {self.worst}."
 
     def notes(self) -> list[str]:
         """Return which steps were counted."""
-        return [f"{self._counted()}. A row waited, a column was waited for; means are per step."]
+        return [f"{self._counted()}. Rows waited for columns; means are per step."]
 
     def _counted(self) -> str:
         words = f"Counted: {int(self.steps.max(initial=0))} steps"
         if self.first is not None or self.last is not None:
             words += f", {self.first or 0} to {'the end' if self.last is None else self.last}"
         if self.stride > 1:
-            words += f"; every {self.stride}th step is stored, and only these are counted"
+            words += f"; only every {self.stride}th step is stored and counted"
         return words
 
     def canvas(self) -> Canvas:
@@ -133,9 +133,9 @@ def _time(seconds: float) -> str:
 
 WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
-    "synchronous": "each step ends when the last of the others was ready",
-    "pipeline": "the busiest of the other stages sets the pace; understated, as filling stays",
-    "asynchronous": "the worker is given the median rate of the others",
+    "synchronous": "each step ends when the last of the other workers is ready",
+    "pipeline": "the busiest of the other stages sets the pace; understated, because filling stays",
+    "asynchronous": "the worker gets the median rate of the others",
 }
 
 
@@ -151,7 +151,7 @@ class WhatIfPicture(Picture, WhatIf):
         was, would = np.median(self.step_s) * 1e3, np.median(self.without_s) * 1e3
         shorter = f"a step would take {milliseconds(would)} instead of {milliseconds(was)} (median)"
         return [
-            f"With worker {self.without} as fast as the median of the others {shorter}.",
+            f"With worker {self.without} as fast as the median of the others, {shorter}.",
             f"Throughput {number(self.without_per_s)} instead of {number(self.samples_per_s)} "
             f"samples/s, {self.speedup:.2f}x; {duration(self.saved_s)} saved in "
             f"{len(self.step)} steps.",
@@ -161,7 +161,7 @@ class WhatIfPicture(Picture, WhatIf):
         """Return the result and the model behind it."""
         found = [*self.sentences(), f"Model: {self.model}: {MODELS[self.model]}."]
         if self.stride > 1:
-            found.append(f"Every {self.stride}th step is stored; these were recomputed.")
+            found.append(f"Every {self.stride}th step is stored. Only these were recomputed.")
         for name, shown in (("as it was", self.real), ("the ghost", self.ghost)):
             found.append(f"{name}: the latest {len(shown.step)} steps in {_length(shown)}")
         return "\n".join(found)

@@ -74,7 +74,7 @@ class PredictionPicture(Picture, Prediction):
                 [str(p.workers), _time(steps[0]), f"{_time(steps[1])} to {_time(steps[2])}",
                  number(rates[0]), f"{number(rates[1])} to {number(rates[2])}",
                  *(percent(share) for share in p.share),
-                 "predicted, beyond what was seen" if p.far else "predicted"]
+                 "predicted, outside the measured range" if p.far else "predicted"]
             )  # fmt: skip
         notes = [f"Link: {self.link}. {_SCALING[self.scaling]} Runs of {self.steps} steps."]
         return Table(columns, rows, self.sentence(), [*notes, *self.notes])
@@ -111,11 +111,11 @@ class PredictionPicture(Picture, Prediction):
         plot = _Plot(self, top)
         body += [*plot.shade(), *plot.grid(), *plot.band(), *plot.line(), *plot.dots()]
         y = top + PLOT + 46
-        legend = "Rings: predicted, in a band that holds 90 % of runs. Dots: measured."
+        legend = "Rings: predicted, band: 90 % of runs. Dots: measured."
         if not all(_alike(self, m) for m in self.measured):
             legend += " Faint: with another batch."
         if any(p.far for p in self.points):
-            legend += " Shaded: beyond what the runs can tell of."
+            legend += " Shaded: outside the measured range."
         more, y = paragraph(MARGIN, y, legend, WIDTH - 2 * MARGIN, size=9.5)
         body += more
         for note in self.notes if notes else ():
@@ -133,7 +133,7 @@ def _alike(shown: Prediction, measured: Measured) -> bool:
 
 
 _SCALING = {
-    "strong": "The batch is that of the run, divided among the workers.",
+    "strong": "The run's batch is divided among the workers.",
     "weak": "Each worker keeps its samples, so the batch grows.",
 }
 

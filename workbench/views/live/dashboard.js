@@ -655,7 +655,7 @@ class View {
     const buttons = make("div", "wb-buttons", head);
     this.stepButton = this.button(buttons, "wb-step", "One step", "Do one more step, then pause again", () => this.command("step", { steps: 1 }));
     this.pauseButton = this.button(buttons, "wb-pause", "Pause", "Pause training", () => this.command(this.isPaused() ? "resume" : "pause"));
-    this.stopButton = this.button(buttons, "wb-stop", "Stop", "Stop training after the present step", () => this.command("stop"));
+    this.stopButton = this.button(buttons, "wb-stop", "Stop", "Stop training after the current step", () => this.command("stop"));
     const progress = make("div", "wb-progress", this.root);
     this.track = make("div", "wb-track", progress);
     this.track.setAttribute("role", "progressbar");
@@ -667,7 +667,7 @@ class View {
     this.slow.setAttribute("role", "status");
   }
 
-  /** Fewer and more workers, in a run that can go on with others. */
+  /** Fewer and more workers, in a run whose workers can change. */
   buildStaffing(head) {
     this.staffing = make("div", "wb-staffing", head);
     this.staffing.setAttribute("role", "group");
@@ -686,10 +686,10 @@ class View {
     setText(this.many, target != null && target !== workers ? `${workers} \u2192 ${target}` : String(workers));
     this.fewer.disabled = !live || Boolean(whyNot) || changing || workers <= 1;
     this.oneMore.disabled = !live || Boolean(whyNot) || changing || workers >= (most ?? Infinity);
-    const why = whyNot || (changing ? "Workers are being changed." : "");
-    const full = workers >= (most ?? Infinity) ? "There are as many workers as samples in a batch." : "";
+    const why = whyNot || (changing ? "The number of workers is changing." : "");
+    const full = workers >= (most ?? Infinity) ? "Each sample of a batch already has its own worker." : "";
     this.staffing.title = why;
-    for (const [button, label, limit] of [[this.fewer, FEWER, workers <= 1 ? "One worker is the least." : ""], [this.oneMore, MORE, full]]) {
+    for (const [button, label, limit] of [[this.fewer, FEWER, workers <= 1 ? "A run needs at least one worker." : ""], [this.oneMore, MORE, full]]) {
       button.title = why || limit || label;
       button.setAttribute("aria-label", why || limit ? `${label}: ${why || limit}` : label);
     }
@@ -750,7 +750,7 @@ class View {
     if (!this.frame) this.frame = requestAnimationFrame(() => { this.frame = 0; this.draw(); });
   }
 
-  /** Read the theme's colours anew; the page's styles may arrive a little after its attribute. */
+  /** Read the theme's colours again; the page's styles may arrive a little after its attribute. */
   restyle() {
     this.ink = readInk(this.root, this.palette);
     const { names, phases, hatched } = this.ink;

@@ -148,7 +148,7 @@ def make_view(kind: str, on_command: OnCommand, title: str, *, brief: bool = Fal
         brief: Whether a line is what stays of it, in place of a picture: it is one of many.
 
     Raises:
-        PlanError: There is no such view, or it needs a notebook and there is none.
+        PlanError: The view does not exist, or it needs a notebook and there is none.
     """
     if kind not in KINDS:
         raise unknown("view for --plot", kind, KINDS)

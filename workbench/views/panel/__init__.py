@@ -1,4 +1,4 @@
-"""The panel's widget: sends sections and frames that changed, hands on what controls ask for.
+"""The panel's widget: sends changed sections and frames, passes on what controls ask for.
 
 What the browser draws is a script per section, beside this file.
 """

@@ -10,7 +10,7 @@ SECTIONS.push((() => {
       parts.cpu.append(bar, kit.h("b", {}));
       const summary = kit.h("summary", { title: "Show its log" }, Object.values(parts));
       const log = kit.h("pre", { class: "wbp-log", tabindex: "0" }, "…");
-      const restart = kit.button("Restart", `Replace engine ${e.engine} by a fresh one`, () => ask(`Restart engine ${e.engine}?`, "cluster.restart", { engine: e.engine }));
+      const restart = kit.button("Restart", `Replace engine ${e.engine} with a fresh one`, () => ask(`Restart engine ${e.engine}?`, "cluster.restart", { engine: e.engine }));
       const again = kit.button("Reload", "Read the log again", () => load());
       const element = kit.h("details", { class: "wbp-engine" }, summary, kit.h("div", { class: "wbp-row" }, again, restart), log);
       const load = async () => { kit.text(log, (await app.do("cluster.log", { engine: e.engine })) || "The log is empty."); log.scrollTop = log.scrollHeight; };
@@ -43,7 +43,7 @@ SECTIONS.push((() => {
   function whole({ running, lost, engines }) {
     const dead = engines.filter((e) => e.state === "dead").length;
     if (!running) return lost ? `The cluster is gone: ${lost}.` : "No cluster yet. Start one, or press Run.";
-    return dead ? `${dead} of ${engines.length} engines dead: Restart brings ${dead > 1 ? "them" : "it"} back.` : "";
+    return dead ? `${dead} of ${engines.length} engines dead. Press Restart to replace ${dead > 1 ? "them" : "it"}.` : "";
   }
 
   function make(app, root) {
@@ -61,10 +61,10 @@ SECTIONS.push((() => {
     };
     for (const [name, field] of Object.entries(fields)) field.root.classList.add(`wbp-where-${name}`);
     const start = kit.button("Start", "Start this many engines", () => app.do("cluster.start", { count: Number(count.read()), devices: devices.read() }), "wbp-primary");
-    const restart = kit.button("Restart", "Replace all engines by fresh ones", () => ask("Restart all engines?", "cluster.restart"));
-    const stop = kit.button("Stop cluster", "End all engines and what runs on them", () => ask("Stop the cluster?", "cluster.stop"));
+    const restart = kit.button("Restart", "Replace all engines with fresh ones", () => ask("Restart all engines?", "cluster.restart"));
+    const stop = kit.button("Stop cluster", "End all engines and everything that runs on them", () => ask("Stop the cluster?", "cluster.stop"));
     const sure = kit.h("div", { class: "wbp-sure", role: "alertdialog", "aria-label": "Are you sure?", hidden: true });
-    const cancel = kit.button("Cancel", "Give up this start", () => { cancel.disabled = true; app.do("cluster.cancel"); });
+    const cancel = kit.button("Cancel", "Cancel this start", () => { cancel.disabled = true; app.do("cluster.cancel"); });
     const words = kit.h("span", { class: "wbp-muted", role: "status" });
     const track = kit.h("progress", { max: 1, class: "wbp-progress", hidden: true, "aria-label": "Starting the engines" });
     const engines = kit.h("div", { class: "wbp-engines", role: "group", "aria-label": "Engines" });
@@ -77,7 +77,7 @@ SECTIONS.push((() => {
       return Number.isInteger(asked) && asked >= 1 && asked <= MOST;
     }
 
-    /** Tell the kernel where Start and Run are to start engines. */
+    /** Tell the kernel where Start and Run should start engines. */
     function place() {
       const typed = Object.entries(fields).map(([name, field]) => [name, field.read()]);
       if (!latest.running) app.do("cluster.where", { launcher: launcher.read(), ...Object.fromEntries(typed) });
@@ -96,13 +96,13 @@ SECTIONS.push((() => {
       kit.show(launcher.root, names.length > 1);
     }
 
-    /** Where something goes on, ask before it is ended. */
+    /** If the cluster is busy, ask before ending the work. */
     function ask(question, name, fields = {}) {
       if (!latest.at_work) return void app.do(name, fields);
       const close = () => { kit.show(sure, false); sure.replaceChildren(); };
-      const yes = kit.button("End it", "Yes: what goes on is lost", () => { close(); app.do(name, fields); }, "wbp-danger");
-      const no = kit.button("Cancel", "Leave everything as it is", close);
-      sure.replaceChildren(kit.h("b", {}, question), kit.h("span", {}, `${latest.at_work}: that would be lost.`), yes, no);
+      const yes = kit.button("End it", "Yes: the current work is lost", () => { close(); app.do(name, fields); }, "wbp-danger");
+      const no = kit.button("Cancel", "Change nothing", close);
+      sure.replaceChildren(kit.h("b", {}, question), kit.h("span", {}, `Work that would be lost: ${latest.at_work}.`), yes, no);
       kit.show(sure, true);
       no.focus();
     }

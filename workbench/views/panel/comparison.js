@@ -14,14 +14,14 @@ SECTIONS.push((() => {
 
   /** One group of bars: caption, a bar per row with its value in words, spread over seeds. */
   const BARS = [
-    ["samples_per_s", "Throughput", "samples/s after warm-up; more is better", rate],
-    ["all_samples_per_s", "Throughput, all steps", "samples/s with the first steps", rate],
+    ["samples_per_s", "Throughput", "samples/s after warm-up, more is better", rate],
+    ["all_samples_per_s", "Throughput, all steps", "samples/s, including the first steps", rate],
     ["speedup", "Speed-up", "throughput over one device, after warm-up", times],
     ["efficiency", "Efficiency", "speed-up per worker", percent],
     ["step_s", "Time of a step", "less is better", kit.seconds],
     ["sent_bytes_per_step", "Sent per step", "by all workers", kit.bytes],
-    ["memory_bytes_per_worker", "Memory of a worker", "model, gradients, optimizer: the fullest", kit.bytes],
-    ["final_loss", "Final loss", "mean and spread over seeds; less is better", plain],
+    ["memory_bytes_per_worker", "Memory of a worker", "model, gradients and optimizer of the worker with the most", kit.bytes],
+    ["final_loss", "Final loss", "mean and spread over seeds, less is better", plain],
   ];
   /** What is shown at first; the others are told by "All columns". */
   const FEW = new Set(["run", "workers", "samples_per_s", "speedup", "efficiency", "step_s", "sync_wait_share", "staleness_mean", "final_loss", "state"]);
@@ -131,7 +131,7 @@ SECTIONS.push((() => {
   function staleness(app, compared) {
     const rows = compared.rows.filter((r) => r.staleness?.length);
     if (!rows.length) return null;
-    const figure = kit.h("figure", { class: "wbp-bars" }, kit.h("figcaption", {}, kit.h("b", {}, "Staleness of pushes"), kit.h("span", {}, "updates that came in between")));
+    const figure = kit.h("figure", { class: "wbp-bars" }, kit.h("figcaption", {}, kit.h("b", {}, "Staleness of pushes"), kit.h("span", {}, "updates by others between pull and push")));
     for (const row of rows) {
       const all = row.staleness.reduce((a, b) => a + b, 0), most = Math.max(...row.staleness), shown = row.staleness.slice(0, 24);
       const columns = kit.h("div", { class: "wbp-histogram", role: "img", "aria-label": `${row.run}: mean ${plain(row.staleness_mean)}, at most ${plain(row.staleness_max)}` });
@@ -166,8 +166,8 @@ SECTIONS.push((() => {
   function make(app, root) {
     let axis = AXES[0], sort = { key: "", down: true }, compared = null;
     const picks = kit.h("div", { class: "wbp-chips", role: "group", "aria-label": "Runs to compare" });
-    const latest = kit.button("All of the latest recipe", "Compare every run of the recipe that was run last", () => app.do("comparison.latest"));
-    const none = kit.h("p", { class: "wbp-empty" }, "Runs are compared here once they are over. Run one recipe under two strategies.");
+    const latest = kit.button("All of the latest recipe", "Compare all runs of the most recent recipe", () => app.do("comparison.latest"));
+    const none = kit.h("p", { class: "wbp-empty" }, "Finished runs are compared here. Run one recipe under two strategies.");
     const verdict = kit.h("p", { class: "wbp-verdict", role: "status" });
     const axes = kit.h("div", { class: "wbp-segments", role: "radiogroup", "aria-label": "Loss by" }, AXES.map((one) => kit.h("button", { type: "button", role: "radio", onclick: () => { axis = one; drawLoss(); } }, `by ${one[1]}`)));
     const legend = kit.h("ul", { class: "wb-legend" }), chart = kit.h("div");
@@ -215,7 +215,7 @@ SECTIONS.push((() => {
       kit.text(verdict, [compared.verdict, compared.outlook].filter(Boolean).join(" "));
       kit.show(verdict, Boolean(verdict.textContent));
       drawLoss();
-      const metrics = compared.metrics.map((m) => [`eval_${m}`, m, "last evaluation; mean and spread over seeds", plain]);
+      const metrics = compared.metrics.map((m) => [`eval_${m}`, m, "last evaluation, mean and spread over seeds", plain]);
       grid.replaceChildren(...[shares(app, compared), ...[...BARS, ...metrics].map((b) => bars(app, compared, b)), staleness(app, compared)].filter(Boolean));
       drawTable();
       notes.replaceChildren(...[...compared.notes, compared.rates].filter(Boolean).map((n) => kit.h("li", {}, n)));
@@ -230,7 +230,7 @@ SECTIONS.push((() => {
         kit.show(latest, value.runs.length > 1);
         compared = value.compared;
         kit.show(none, !compared);
-        kit.text(none, value.why || "Runs are compared here once they are over. Run one recipe under two strategies.");
+        kit.text(none, value.why || "Finished runs are compared here. Run one recipe under two strategies.");
         kit.show(whole, Boolean(compared));
         if (compared) drawAll();
       },

@@ -1,4 +1,4 @@
-// The fault lab: sliders and buttons that act on the run that goes on, as run.inject does.
+// The fault lab: sliders and buttons that act on the current run, as run.inject does.
 
 SECTIONS.push({
   name: "faults",
@@ -6,19 +6,19 @@ SECTIONS.push({
   order: 2,
   title: "Fault lab",
   make(app, root) {
-    const none = kit.h("p", { class: "wbp-empty" }, "While a run goes on, slow its workers, its links, or end one, and watch what the others do.");
+    const none = kit.h("p", { class: "wbp-empty" }, "During a run, slow down its workers or its links, or kill a worker, and watch what the others do.");
     const lab = kit.h("div", { class: "wbp-lab" });
     const workers = kit.h("div", { class: "wbp-victims" });
     const everyone = kit.h("div", { class: "wbp-everyone" });
-    const same = kit.h("code", { class: "wbp-same", title: "The same on a magic's line" });
-    const clear = kit.button("Take all back", "Remove every fault", () => app.do("faults.clear"));
+    const same = kit.h("code", { class: "wbp-same", title: "The same faults as flags of the magic" });
+    const clear = kit.button("Remove all", "Remove every fault", () => app.do("faults.clear"));
     const jitter = slider("jitter", "each step of each worker, 0 to", [0, 200, 1], (v) => `${v} ms`, (v) => app.do("faults.everyone", { jitter_ms: v }));
     const latency = slider("latency of links (simulated)", "added to each message", [0, 200, 1], (v) => `${v} ms`, (v) => app.do("faults.everyone", { latency_ms: v }));
     const rate = (v) => 10 ** (10 - v / 20), unlimited = (v) => v === 0;
-    const bandwidth = slider("bandwidth of links (simulated)", "of each worker", [0, 100, 1], (v) => (unlimited(v) ? "as it is" : `${kit.bytes(rate(v))}/s`),
+    const bandwidth = slider("bandwidth of links (simulated)", "of each worker", [0, 100, 1], (v) => (unlimited(v) ? "unlimited" : `${kit.bytes(rate(v))}/s`),
       (v) => app.do("faults.everyone", unlimited(v) ? { clear: "bandwidth" } : { bytes_per_s: rate(v) }));
     everyone.append(jitter.root, latency.root, bandwidth.root);
-    const nolinks = kit.h("small", { class: "wbp-help" }, "This strategy has no links of its own to slow down: its framework sends for it.");
+    const nolinks = kit.h("small", { class: "wbp-help" }, "This strategy's messages are sent by the framework, so its links cannot be slowed down.");
     lab.append(workers, everyone, nolinks, kit.h("div", { class: "wbp-row" }, clear, same));
     root.append(none, lab);
 

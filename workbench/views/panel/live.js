@@ -1,18 +1,18 @@
-// The run on show: the dashboard that stands below a cell, here in its place.
+// The selected run: the dashboard that a cell shows below it, here inside the panel.
 
 SECTIONS.push({
   name: "live",
   tab: "run",
   order: 3,
-  title: "Run on show",
+  title: "Selected run",
   make(app, root) {
-    const pick = kit.h("select", { class: "wbp-input wbp-pick", "aria-label": "Which run is on show", onchange: () => app.do("live.pick", { run: pick.value }) });
+    const pick = kit.h("select", { class: "wbp-input wbp-pick", "aria-label": "Run to show", onchange: () => app.do("live.pick", { run: pick.value }) });
     const none = kit.h("p", { class: "wbp-empty" }, "No run yet. Choose a recipe and strategies, then press Run.");
     const error = kit.h("details", { class: "wbp-failure", hidden: true }, kit.h("summary", {}, "Why it failed"), kit.h("pre"));
     const place = kit.h("div", { class: "wbp-live" });
-    const forget = kit.button("Remove", "Take this run off the lists; its files stay on the disk", () => app.do("live.forget", { run: pick.value }));
+    const forget = kit.button("Remove", "Remove this run from the lists. Its files stay on the disk", () => app.do("live.forget", { run: pick.value }));
     const from = kit.h("input", { type: "text", class: "wbp-input", placeholder: "folder of a saved run", "aria-label": "Folder of a saved run", spellcheck: "false" });
-    const load = kit.button("Load", "Bring back a run that run.save wrote", () => { if (from.value.trim()) app.do("live.load", { path: from.value }).then(() => { from.value = ""; }).catch(() => {}); });
+    const load = kit.button("Load", "Load a run that run.save wrote", () => { if (from.value.trim()) app.do("live.load", { path: from.value }).then(() => { from.value = ""; }).catch(() => {}); });
     root.append(kit.h("div", { class: "wbp-row" }, pick, forget, from, load), none, error, place);
     let view = null, names = "", drawn = null;
     return {

@@ -1,12 +1,12 @@
-// Run, and what stands in the row: the bar at the top, the list on the Run tab.
+// Run and the queue: the bar at the top, the list on the Run tab.
 
 SECTIONS.push((() => {
   function make(app, root) {
-    const run = kit.button("Run", "Train what is picked, one run after the other", begin, "wbp-primary wbp-run");
-    const pause = kit.button("Pause", "Hold the run after the present step", () => app.do(paused ? "live.resume" : "live.pause"));
+    const run = kit.button("Run", "Train the selected strategies, one run after the other", begin, "wbp-primary wbp-run");
+    const pause = kit.button("Pause", "Pause the run after the current step", () => app.do(paused ? "live.resume" : "live.pause"));
     const one = kit.button("One step", "Do one more step, then pause again", () => app.do("live.step", { steps: 1 }));
-    const stop = kit.button("Stop", "End the run after the present step", () => app.do("live.stop"), "wbp-danger");
-    const all = kit.button("Stop all", "End the run, and let none of the others begin", () => app.do("queue.stop_all"), "wbp-danger");
+    const stop = kit.button("Stop", "Stop the run after the current step", () => app.do("live.stop"), "wbp-danger");
+    const all = kit.button("Stop all", "Stop the run and clear the queue", () => app.do("queue.stop_all"), "wbp-danger");
     const words = kit.h("span", { class: "wbp-summary", role: "status" });
     const track = kit.h("progress", { max: 1, class: "wbp-progress", "aria-label": "Progress of all runs" });
     root.append(kit.h("div", { class: "wbp-row" }, run, pause, one, stop, all, kit.h("span", { class: "wbp-together" }, words, track)));
@@ -28,10 +28,10 @@ SECTIONS.push((() => {
         paused = live?.state === "paused";
         problem = strategies?.problem ?? "";
         run.disabled = starting;
-        if (value.busy) kit.rename(run, "Add to the queue", "Train what is picked after what waits already");
-        else kit.rename(run, "Run", "Train what is picked, one run after the other");
-        if (paused) kit.rename(pause, "Resume", "Go on with the run");
-        else kit.rename(pause, "Pause", "Hold the run after the present step");
+        if (value.busy) kit.rename(run, "Add to the queue", "Add the selection to the end of the queue");
+        else kit.rename(run, "Run", "Train the selected strategies, one run after the other");
+        if (paused) kit.rename(pause, "Resume", "Continue the run");
+        else kit.rename(pause, "Pause", "Pause the run after the current step");
         for (const button of [pause, stop]) { kit.show(button, going); button.disabled = live?.state === "stopping"; }
         pause.disabled ||= !["running", "paused"].includes(live?.state);
         kit.show(one, paused);
@@ -50,18 +50,18 @@ SECTIONS.push((() => {
 
 SECTIONS.push((() => {
   function make(app, root) {
-    const none = kit.h("p", { class: "wbp-empty" }, "Nothing waits. Choose strategies and press Run; several go one after the other.");
+    const none = kit.h("p", { class: "wbp-empty" }, "The queue is empty. Choose strategies and press Run. Several run one after the other.");
     const list = kit.h("ol", { class: "wbp-lineup" });
-    const going = kit.field({ kind: "bool", label: "Go on after a run that fails", onchange: (on) => app.do("queue.keep_going", { on }) });
-    const clear = kit.button("Clear", "Take out all that wait", () => app.do("queue.clear"));
+    const going = kit.field({ kind: "bool", label: "Continue after a run that fails", onchange: (on) => app.do("queue.keep_going", { on }) });
+    const clear = kit.button("Clear", "Clear the queue", () => app.do("queue.clear"));
     root.append(none, list, kit.h("div", { class: "wbp-row" }, going.root, clear));
 
     function item(i) {
       const name = kit.h("b", {}), about = kit.h("span", { class: "wbp-muted" }), state = kit.h("span", { class: "wb-state" });
       const bar = kit.h("progress", { max: 1, class: "wbp-progress", "aria-label": "Progress of this run" });
-      const sooner = kit.button("↑", "Begin earlier", () => app.do("queue.move", { number: i.number, to: Math.max(0, element.wbp.place - 1) }), "wbp-small");
-      const later = kit.button("↓", "Begin later", () => app.do("queue.move", { number: i.number, to: element.wbp.place + 1 }), "wbp-small");
-      const remove = kit.button("×", "Take out of the queue", () => app.do("queue.remove", { number: i.number }), "wbp-small");
+      const sooner = kit.button("↑", "Run earlier", () => app.do("queue.move", { number: i.number, to: Math.max(0, element.wbp.place - 1) }), "wbp-small");
+      const later = kit.button("↓", "Run later", () => app.do("queue.move", { number: i.number, to: element.wbp.place + 1 }), "wbp-small");
+      const remove = kit.button("×", "Remove from the queue", () => app.do("queue.remove", { number: i.number }), "wbp-small");
       const show = kit.button("Show", "Show this run below", () => app.do("live.pick", { run: element.wbp.run }), "wbp-small");
       const why = kit.h("details", { class: "wbp-why", hidden: true }, kit.h("summary", {}), kit.h("pre", {}));
       const element = kit.h("li", {}, kit.h("div", { class: "wbp-row" }, name, about, state, bar, sooner, later, remove, show), why);

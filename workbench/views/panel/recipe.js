@@ -37,10 +37,10 @@ SECTIONS.push({
     const numbers = kit.h("pre", { class: "wbp-numbers", "aria-hidden": "true" }), code = kit.h("code", {});
     const listing = kit.h("div", { class: "wbp-code", tabindex: "0", role: "region", "aria-label": "Code of the recipe" }, numbers, kit.h("pre", {}, code));
     const copy = kit.button("Copy code", "Copy the recipe's code", copyCode);
-    const cell = kit.button("To a cell", "Write what is picked as %%distributed cells", toCell);
-    const job = kit.button("To a job", "Write what is picked as a folder that torchrun starts anywhere", toJob);
+    const cell = kit.button("To a cell", "Write the selection as %%distributed cells", toCell);
+    const job = kit.button("To a job", "Write the selection as a folder that torchrun can start anywhere", toJob);
     const said = kit.h("span", { class: "wbp-muted", role: "status" });
-    const area = kit.h("textarea", { class: "wbp-text", readonly: true, rows: 6, spellcheck: "false", "aria-label": "The cells that ask for what is picked", hidden: true });
+    const area = kit.h("textarea", { class: "wbp-text", readonly: true, rows: 6, spellcheck: "false", "aria-label": "Cells for the selection", hidden: true });
     const parameters = kit.h("div", { class: "wbp-options", role: "group", "aria-label": "Parameters of the recipe" });
     const detail = kit.h("div", { class: "wbp-recipe-detail" },
       kit.h("div", { class: "wbp-row wbp-code-head" }, title, about), parameters, listing, kit.h("div", { class: "wbp-row" }, copy, cell, job, said), area);
@@ -54,7 +54,7 @@ SECTIONS.push({
     }
 
     async function copyCode() {
-      say((await copyText(source)) ? "Copied." : "The browser did not let it be copied: select the code by hand.");
+      say((await copyText(source)) ? "Copied." : "The browser blocked copying. Select the code by hand.");
     }
 
     async function toCell() {
@@ -64,7 +64,7 @@ SECTIONS.push({
       const put = insertCells(app.store.model, app.root, cells);
       if (put) {
         area.hidden = true;
-        say(put === 1 ? "It is in a new cell below; run it there." : `They are in ${put} new cells below; run them there.`);
+        say(put === 1 ? "The code is in a new cell below. Run it there." : `The code is in ${put} new cells below. Run them there.`);
         return;
       }
       area.value = cells.join("\n\n");
@@ -72,14 +72,14 @@ SECTIONS.push({
       const copied = await copyText(area.value, area);
       area.focus();
       area.select();
-      say(copied ? "Copied: paste it into a new cell." : "Copy the selected text and paste it into a new cell.");
+      say(copied ? "Copied. Paste it into a new cell." : "Copy the selected text and paste it into a new cell.");
     }
 
     async function toJob() {
       const answer = await app.do("recipe.job").catch(() => null); // the panel says why
       if (!answer) return;
       said.title = answer.where;
-      say(`Written to ${answer.folders.join(", ")}. Next: wb.submit("${answer.folders[0]}", on="slurm"), or as its README.md says.`);
+      say(`Written to ${answer.folders.join(", ")}. Next: wb.submit("${answer.folders[0]}", on="slurm"), or follow its README.md.`);
     }
 
     function row(one) {

@@ -55,7 +55,7 @@ SECTIONS.push((() => {
     svg.append(kit.svg("path", { d: `M${line(points, "_low")}L${line([...points].reverse(), "_high")}Z`, fill: color, class: "wbp-band" }),
       kit.svg("path", { d: `M${line(points, "")}`, fill: "none", stroke: color, class: "wbp-expected" }));
     for (const p of found.points) {
-      const said = `${curve.name}, ${p.workers} workers, predicted from ${found.run}: ${words(value(p))}${between(value(p, "_low"), value(p, "_high"), words)}${p.far ? ", beyond what was seen" : ""}`;
+      const said = `${curve.name}, ${p.workers} workers, predicted from ${found.run}: ${words(value(p))}${between(value(p, "_low"), value(p, "_high"), words)}${p.far ? ", outside the measured range" : ""}`;
       svg.append(kit.svg("circle", { cx: x(p.workers), cy: y(value(p)), r: 7, stroke: color, class: "wbp-ring" }, kit.svg("title", {}, document.createTextNode(said))));
     }
   }
@@ -146,7 +146,7 @@ SECTIONS.push((() => {
       const picture = kit.svg("svg", { width: 36, height: 14, class: "wbp-ringkey", "aria-hidden": "true" },
         kit.svg("rect", { width: 36, height: 14, class: "wbp-band" }), kit.svg("path", { d: "M0 7H12M24 7H36", class: "wbp-expected" }), kit.svg("circle", { cx: 18, cy: 7, r: 5.5, class: "wbp-ring" }));
       const shaded = Math.max(...shown.axis) > Math.max(...shown.workers) ? " Shaded: not run." : "";
-      keys.push(kit.h("li", {}, picture, `Rings: predicted from the run with ${counts} workers; the band holds 90 % of runs. Dots: measured.${shaded}`));
+      keys.push(kit.h("li", {}, picture, `Rings: predicted from the run with ${counts} workers; 90 % of runs lie in the band. Dots: measured.${shaded}`));
     }
     const reasons = new Map(), many = shown.curves.length;
     for (const c of shown.curves) if (c.predicted?.why_not) reasons.set(c.predicted.why_not, [...(reasons.get(c.predicted.why_not) ?? []), c.name]);
@@ -172,7 +172,7 @@ SECTIONS.push((() => {
     let value = null, drawn = 0;
     const none = kit.h("p", { class: "wbp-empty" });
     const verdict = kit.h("p", { class: "wbp-verdict", role: "status" });
-    const price = kit.field({ kind: "str", label: "Price of a worker-hour", help: "for what an epoch costs", placeholder: "2.5", onchange: (v) => app.do("scaling.price", { value: v }) });
+    const price = kit.field({ kind: "str", label: "Price of a worker-hour", help: "to show the cost of an epoch", placeholder: "2.5", onchange: (v) => app.do("scaling.price", { value: v }) });
     const beside = kit.field({ kind: "bool", label: "Published curves", onchange: (v) => app.do("scaling.published", { on: v }) });
     const expected = kit.field({ kind: "bool", label: "Predicted curves", onchange: (v) => app.do("scaling.predicted", { on: v }) });
     const speed = kit.h("div"), share = kit.h("div"), legend = kit.h("ul", { class: "wb-legend" }), others = kit.h("ul", { class: "wb-legend" });
@@ -212,14 +212,14 @@ SECTIONS.push((() => {
       draw(found) {
         value = found;
         kit.show(none, !found.scaling);
-        kit.text(none, found.why ? `${found.why} Run one recipe with 1, 2 and 4 workers, or pick such runs under Compare.` : "Run one recipe with several numbers of workers: %%distributed one_device,mirrored -n 1,2,4");
+        kit.text(none, found.why ? `${found.why} Run one recipe with 1, 2 and 4 workers, or select such runs on the Compare tab.` : "Run one recipe with several numbers of workers: %%distributed one_device,mirrored -n 1,2,4");
         if (found.scaling && !whole.isConnected) root.append(whole); // not before it is looked at
         kit.show(whole, Boolean(found.scaling));
         price.set(found.price);
         price.error(found.wrong);
         beside.set(found.beside);
         expected.set(found.predicted);
-        kit.text(expected.root.querySelector("small"), found.owed ? "when no run goes on" : "");
+        kit.text(expected.root.querySelector("small"), found.owed ? "computed when no run is active" : "");
         if (found.scaling) drawAll();
       },
       restyle() { if (value?.scaling) drawAll(); },
@@ -227,5 +227,5 @@ SECTIONS.push((() => {
     };
   }
 
-  return { name: "scaling", tab: "scaling", title: "Gained by more workers", make };
+  return { name: "scaling", tab: "scaling", title: "Gain from more workers", make };
 })());

@@ -37,7 +37,7 @@ class PanelStore {
     else if (message?.type === "ack") this.waiting.delete(message.id);
     else if (message?.type === "reply") {
       const answer = this.replies.get(message.id);
-      if (message.failed) answer?.reject(new Error("it failed; the panel says why"));
+      if (message.failed) answer?.reject(new Error("It failed. The panel shows the reason."));
       else answer?.resolve(message.value);
       this.replies.delete(message.id);
     } else if (message?.type === "frame") {
@@ -149,7 +149,7 @@ class App {
       if (value.broken) { kit.text(section.broken, value.broken); continue; }
       if (section.seen === value && !section.view.always) continue;
       section.seen = value;
-      try { section.view.draw(value, parts); } catch (error) { // the other sections go on
+      try { section.view.draw(value, parts); } catch (error) { // the other sections continue
         console.error(error);
         kit.show(section.broken, true);
         kit.text(section.broken, `This part cannot be drawn: ${error.message}`);
@@ -163,7 +163,7 @@ class App {
     this.body.inert = Boolean(gone);
     this.root.classList.toggle("wbp-dead", Boolean(gone));
     kit.show(this.state, Boolean(gone) || silent);
-    kit.text(this.state, gone || (silent ? "The kernel does not answer; it may be busy. What you clicked is done when it does." : ""));
+    kit.text(this.state, gone || (silent ? "The kernel does not answer. It may be busy. Your clicks take effect when it answers." : ""));
   }
 
   drawNotices(notices) {
@@ -187,7 +187,7 @@ class App {
   }
 }
 
-const GONE = "This panel belonged to a kernel that is gone, so it does nothing. Run wb.panel() again.";
+const GONE = "This panel belonged to a kernel that is gone, so it no longer works. Run wb.panel() again.";
 const ENDED = ["restarting", "autorestarting", "terminating", "dead"];
 
 /**

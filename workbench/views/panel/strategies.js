@@ -100,7 +100,7 @@ SECTIONS.push({
   make(app, root) {
     const frameworks = kit.h("div", { class: "wbp-switch", role: "radiogroup", "aria-label": "Framework" });
     const group = `wbp-${Math.random().toString(36).slice(2)}`;
-    const hint = kit.h("span", { class: "wbp-muted" }, "Pick one, or several to compare: they run one after the other.");
+    const hint = kit.h("span", { class: "wbp-muted" }, "Pick one, or several to compare. They run one after the other.");
     const cards = kit.h("div", { class: "wbp-cards", role: "group", "aria-label": "Strategies" });
     const detail = makeDetail();
     const common = makeCommon();
@@ -151,12 +151,12 @@ SECTIONS.push({
       element.classList.toggle("wbp-open", open === card.name);
     }
 
-    /** What one card has more: its picture, options, who it suits, its source. */
+    /** The details of one card: its picture, options, what it suits, its source. */
     function makeDetail() {
       const id = `wbp-${Math.random().toString(36).slice(2)}`;
       const name = kit.h("strong", {}), term = kit.h("span", { class: "wbp-muted" }), facts = kit.h("span", { class: "wbp-muted" });
       const why = kit.h("div", { class: "wbp-problem" }), options = kit.h("div", { class: "wbp-options", role: "group", "aria-label": "Options" });
-      const none = kit.h("p", { class: "wbp-muted wbp-none" }, "It has no options.");
+      const none = kit.h("p", { class: "wbp-muted wbp-none" }, "This strategy has no options.");
       const suits = kit.h("span", {}), source = kit.h("span", {}), aliases = kit.h("span", {});
       const picture = kit.h("div", { class: "wbp-picture" });
       const about = kit.h("div", { class: "wbp-about" }, [["Suits", suits], ["Source", source], ["Also called", aliases]].flatMap(([name, words]) => [kit.h("span", { class: "wbp-muted" }, name), words]));
@@ -195,7 +195,7 @@ SECTIONS.push({
     /** Workers, seeds and what is overridden. */
     function makeCommon() {
       const field = (name, kind, label, help, more = {}) => [name, asTyped(kit.field({ kind, label, help, ...more }), (typed) => app.do("strategies.common", { name, value: typed })), help];
-      const as = { placeholder: "as it is" };
+      const as = { placeholder: "unchanged" };
       const fields = [
         field("workers", "str", "Workers", "", { placeholder: "all, or 1,2,4" }),
         field("seeds", "int", "Seeds", "runs of each strategy", { min: 1, max: 10, placeholder: "1" }),
@@ -203,12 +203,12 @@ SECTIONS.push({
         field("steps", "int", "Steps", "instead of epochs", { min: 1, ...as }),
         field("batch_size", "str", "Batch size", "of all workers; several: 64,128", as),
         field("seed", "int", "Seed", "", { min: 0, ...as }),
-        field("inject", "str", "Faults to begin with", "as slow=1:50ms, jitter=20ms, kill=1@100", { placeholder: "none" }),
-        field("name", "str", "Name", "of the run, to find it again", { placeholder: "the strategy's" }),
-        field("checkpoint", "str", "Checkpoint folder", "what is needed to go on is written there", { placeholder: "none" }),
+        field("inject", "str", "Faults to begin with", "for example slow=1:50ms, jitter=20ms, kill=1@100", { placeholder: "none" }),
+        field("name", "str", "Name", "name of the run, to find it again", { placeholder: "the strategy's" }),
+        field("checkpoint", "str", "Checkpoint folder", "folder for checkpoints, to continue later", { placeholder: "none" }),
         field("checkpoint_every", "int", "Checkpoint every", "steps", { min: 1, placeholder: "100" }),
         field("on_failure", "str", "When an engine dies", "stop, continue, replace or heal", { placeholder: "stop" }),
-        field("log", "str", "Log to", "as tensorboard:FOLDER, mlflow:URI, wandb:PROJECT, trackio:PROJECT", { placeholder: "nowhere else" }),
+        field("log", "str", "Log to", "tensorboard:FOLDER, mlflow:URI, wandb:PROJECT or trackio:PROJECT", { placeholder: "none" }),
       ];
       const element = kit.h("div", { class: "wbp-common", role: "group", "aria-label": "For all runs" }, kit.h("div", { class: "wbp-group-title" }, "For all runs"), kit.h("div", { class: "wbp-common-fields" }, fields.map(([name, one]) => { one.root.classList.add(`wbp-of-${name}`); return one.root; })));
       return {
@@ -217,7 +217,7 @@ SECTIONS.push({
           for (const [name, one, help] of fields) {
             one.set(all[name].value);
             one.error(all[name].error);
-            if (!all[name].error) kit.text(one.root.querySelector("small"), name === "seed" && all.seed.off ? "several seeds: from 0" : all[name].hint ?? help);
+            if (!all[name].error) kit.text(one.root.querySelector("small"), name === "seed" && all.seed.off ? "several seeds start from 0" : all[name].hint ?? help);
           }
           fields.find(([name]) => name === "seed")[1].enable(!all.seed.off);
         },

@@ -43,26 +43,26 @@ SECTIONS.push((() => {
   }
 
   function make(app, root) {
-    const none = kit.h("p", { class: "wbp-empty" }, "Run something first; then look at it step by step here.");
+    const none = kit.h("p", { class: "wbp-empty" }, "Run something first. Then you can look at it here, step by step.");
     const which = kit.field({ kind: "int", label: "Step number", min: 0, placeholder: "latest", onchange: () => { seen.step = ""; ask(); } });
     const again = kit.button("Play again", "Show the messages of this step again", () => play(drawn, picture?.diagram));
-    const hint = kit.h("span", { class: "wbp-muted" }, "Pause the run at the top, then press One step there: each step is shown here.");
+    const hint = kit.h("span", { class: "wbp-muted" }, "Pause the run at the top, then press One step there. Each step is shown here.");
     const step = frame("What happened in this step", "who sent what to whom; sizes and times as measured");
     const blame = frame("Who waited for whom");
     const victim = kit.h("select", { class: "wbp-input", "aria-label": "Worker that would be as fast as the others", onchange: () => { seen.what = ""; ask(); } });
     const what = frame("What if one worker were as fast as the others");
     what.place.before(kit.h("label", { class: "wbp-victimpick" }, "What if ", victim, " were as fast as the others?"));
-    const calibrate = kit.button("Check the measurement", "Calibration: slow worker 1 by 50 ms in a small run of its own and show what was measured", doCalibrate);
-    const said = kit.h("span", { class: "wbp-muted", role: "status" }), read = kit.h("div", { class: "wbp-read wbp-scroll", tabindex: "0", role: "region", "aria-label": "What calibration read" });
+    const calibrate = kit.button("Check the measurement", "Calibration: slow worker 1 by 50 ms in a separate small run and show what was measured", doCalibrate);
+    const said = kit.h("span", { class: "wbp-muted", role: "status" }), read = kit.h("div", { class: "wbp-read wbp-scroll", tabindex: "0", role: "region", "aria-label": "Results of the calibration" });
     const stepper = kit.h("div", { class: "wbp-row" }, which.root, again, hint);
     const lessons = kit.h("div", { class: "wbp-lessons" }, kit.h("div", {}, stepper, step.root), kit.h("div", { class: "wbp-column" }, blame.root, what.root));
     root.append(none, lessons, kit.h("figure", { class: "wbp-lesson" },
-      kit.h("figcaption", {}, kit.h("b", {}, "Are the measured times right?"), kit.h("span", {}, "a test run with a known delay: what was put in, and what was measured")), kit.h("div", { class: "wbp-row" }, calibrate, said), read));
+      kit.h("figcaption", {}, kit.h("b", {}, "Are the measured times right?"), kit.h("span", {}, "a test run with a known delay: the injected and the measured times")), kit.h("div", { class: "wbp-row" }, calibrate, said), read));
     let measuring = false, held = false, latest = { run: null }, seen = {}, asking = false, asked = 0, drawn = null, picture = null;
 
     async function doCalibrate() {
       measuring = calibrate.disabled = true;
-      kit.text(said, "measuring, some seconds…");
+      kit.text(said, "measuring, this takes some seconds…");
       try {
         read.innerHTML = (await app.do("teaching.calibrate")).html; // made by the kernel, which escapes words
       } catch { /* the panel says why */ } finally { measuring = calibrate.disabled = false; kit.text(said, ""); }
@@ -106,7 +106,7 @@ SECTIONS.push((() => {
         kit.attr(which.input, "max", value.steps ? value.steps - 1 : null);
         const going = Boolean(value.run) && !value.over;
         calibrate.disabled = measuring || going;
-        if (!measuring && going !== held) kit.text(said, going ? "It needs the engines: once this run is over." : "");
+        if (!measuring && going !== held) kit.text(said, going ? "It needs the engines. Wait until this run is over." : "");
         held = going;
         again.disabled = !picture?.diagram;
         const due = performance.now() - asked > AGAIN_MS || value.state === "paused" || value.over;

@@ -1,4 +1,4 @@
-"""One's own efficiency beside published curves."""
+"""Your own efficiency next to published curves."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def as_bytes(scaling: Scaling, suffix: str, published: Sequence[Published] = ())
     make = _FORMS.get(suffix)
     if make is None:
         raise PlanError(
-            "Scaling cannot be saved under that suffix.",
+            "Scaling cannot be saved with this file suffix.",
             seen=suffix,
             allowed=", ".join(_FORMS),
             code="WB-PLAN-279",

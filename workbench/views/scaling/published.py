@@ -1,4 +1,4 @@
-"""What others have published on scaling, with its sources, and how it stands beside one's own.
+"""Published scaling curves, with their sources, and how they compare with your own.
 
 The curves are in `published.json`: each with the numbers as they were published (`from`), the
 efficiencies made of them, the hardware and the place. They say what other machines did with other
@@ -68,7 +68,7 @@ def chosen(asked: bool | str | Sequence[str]) -> tuple[Published, ...]:
     for key in wanted:
         if not isinstance(key, str):
             raise PlanError(
-                "Published curves are named by their keys.",
+                "This is not the key of a published curve.",
                 seen=key,
                 allowed=", ".join(known),
                 code="WB-PLAN-280",
@@ -94,5 +94,5 @@ def published_table(shown: Sequence[Published]) -> Table:
         for one in shown
     ]
     return Table(columns, rows, "Published scaling", [
-        "Other models on other machines: what is usual, not what is right here."
+        "These are other models on other machines. They show what is usual elsewhere."
     ])  # fmt: skip

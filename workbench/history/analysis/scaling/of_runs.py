@@ -35,8 +35,9 @@ def why_not(runs: Sequence[RunSummary]) -> str:
     if len(counts) < 2:
         count = next(iter(counts))
         return (
-            f"All runs have {count} worker{'s' * (count != 1)}: scaling needs two numbers of "
-            "workers at least."
+            f"All runs have {count} worker{'s' * (count != 1)}: scaling needs at least two "
+            f"numbers of "
+            "workers."
         )
     return ""
 

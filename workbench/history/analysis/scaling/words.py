@@ -36,7 +36,7 @@ def verdict_of(curves: Sequence[Curve]) -> tuple[str, bool | None]:
         if point.workers > curve.base.workers
     ]
     if not tried:
-        return "Nothing can be said: no run with more workers was measured.", None
+        return "No verdict: no run with more workers was measured.", None
     curve, best = max(tried, key=lambda one: one[1].speedup)
     base = curve.base
     what = f"{curve.name} with {best.workers} workers"
@@ -46,14 +46,14 @@ def verdict_of(curves: Sequence[Curve]) -> tuple[str, bool | None]:
         head = f"The fastest, {gives}, at {efficiency * 100:.0f} % efficiency."
         return f"{head} {_more(curve, best)}".rstrip(), True
     if not math.isfinite(best.low):
-        return f"Nothing can be said for sure: {gives}, in too few steps for an interval.", None
+        return f"No certain verdict: {gives}, in too few steps for an interval.", None
     reason = reason_of(best.row, base)
     head = "You should not distribute this"
     if base.workers > 1:
         head = f"More than {base.workers} workers do not pay"
     if best.high < 1:
         return f"{head}: the best, {gives}. {reason}".rstrip(), False
-    doubt = "no gain beyond how much steps differ; more steps or seeds would tell"
+    doubt = "no gain beyond the variation of steps; more steps or seeds may show one"
     return f"{head}: the best, {gives}, {doubt}. {reason}".rstrip(), False
 
 
@@ -114,7 +114,7 @@ def reason_of(plan: ComparisonRow, fewer: ComparisonRow) -> str:
     known = math.isfinite(compute_s) and math.isfinite(before_s)
     computing = f"{milliseconds(compute_s)} computing instead of {milliseconds(before_s)}"
     if known and compute_s > _UNDIVIDED * before_s and share_cores(fewer, plan):
-        computing += f", since {plan.workers} workers share the cores that one has to itself"
+        computing += f", since {plan.workers} workers share the cores that one has alone"
     if not costs:
         return f"In each step a worker spends {computing}." if known else ""
     spent = " and ".join(costs)
@@ -154,8 +154,9 @@ def notes_of(curves: Sequence[Curve], mode: Mode, price: float | None) -> Iterab
     ]
     if crowded:
         yield (
-            f"From {min(crowded)} workers on they share the CPU cores that one has to itself: with "
-            "a machine or a GPU for each, scaling is another one."
+            f"From {min(crowded)} workers on, they share the CPU cores that one worker has "
+            f"alone. With "
+            "a machine or a GPU for each, scaling differs."
         )
     if price is not None:
         costs = [point.cost for curve in curves for point in curve.points if point.cost is not None]
