@@ -7,6 +7,7 @@ for: cells of a notebook are highlighted as such, and links to files of the repo
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,10 +30,19 @@ version = release = re.findall(
     r'^version = "(.*)"', (REPOSITORY / "pyproject.toml").read_text("utf-8"), re.MULTILINE
 )[0]
 
-extensions = ["myst_parser"]
+sys.path.insert(0, str(REPOSITORY))  # the API pages show the docstrings of this checkout
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 4
 nitpicky = True
+nitpick_ignore_regex = [("py:.*", ".*")]  # types of other libraries have no page here
+default_role = "literal"  # docstrings write names in single backquotes
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+maximum_signature_line_length = 80
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 highlight_language = "none"
 smartquotes = False  # it would make dashes of flags
 
@@ -66,7 +76,7 @@ class RepositoryLinks(SphinxTransform):
     def apply(self, **rest: Any) -> None:
         """Replace them; what leads to no file is left, and Sphinx complains about it."""
         included = self.env.docname in ON_THE_SITE.values() and self.env.docname != "index"
-        folder = REPOSITORY if included else DOCS
+        folder = REPOSITORY if included else (DOCS / self.env.docname).parent
         for link in list(self.document.findall(addnodes.pending_xref)):
             target, _, anchor = str(link["reftarget"]).partition("#")
             path = (folder / target).resolve()
@@ -77,8 +87,8 @@ class RepositoryLinks(SphinxTransform):
 
     def _lead(self, link: addnodes.pending_xref, path: Path, anchor: str) -> None:
         page = ON_THE_SITE.get(path.as_posix())
-        if path.parent == Path("docs") and path.suffix == ".md":
-            page = path.stem
+        if path.parts[0] == "docs" and path.suffix == ".md":
+            page = path.relative_to("docs").with_suffix("").as_posix()
         if page:
             link["refdomain"], link["reftarget"] = "doc", page
             link["reftargetid"] = anchor or link.get("reftargetid")
@@ -90,8 +100,36 @@ class RepositoryLinks(SphinxTransform):
         link.replace_self(copy)
 
 
+SECTION = re.compile(r"^(Args|Attributes|Example|Examples|Note|Raises|Returns|Yields):$")
+
+
+def show_diagrams(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Have indented blocks before a docstring's sections shown as they are: diagrams, examples."""
+    end = next((at for at, line in enumerate(lines) if SECTION.match(line)), len(lines))
+    shown: list[str] = []
+    for at, line in enumerate(lines[:end]):
+        begins = line.startswith("    ") and at > 0 and not lines[at - 1].strip()
+        within = next((one for one in reversed(lines[:at]) if one.strip()), "").startswith("    ")
+        if begins and not within:
+            shown += ["::", ""]
+        shown.append(line)
+    lines[:end] = shown
+
+
+def name_functions(*about: Any) -> tuple[str, str] | None:
+    """Have a default that is a function shown by its name, not by its address."""
+    signature, returned = about[-2:]
+    if not signature:
+        return None
+    return re.sub(r"<function (\w+) at \w+>", r"\1", signature), returned
+
+
 def setup(app: Sphinx) -> None:
     """Add what is above."""
+    app.connect("autodoc-process-signature", name_functions)
+    app.connect("autodoc-process-docstring", show_diagrams, priority=400)  # before napoleon
     for name in ("python", "python3"):  # what releases of Sphinx call it
         app.add_lexer(name, CellLexer)
     app.add_transform(RepositoryLinks)

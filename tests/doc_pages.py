@@ -53,7 +53,7 @@ class Block:
 
 
 def pages() -> list[Path]:
-    return [REPOSITORY / "README.md", *sorted(DOCS.glob("*.md"))]
+    return [REPOSITORY / "README.md", *sorted([*DOCS.glob("*.md"), *DOCS.glob("api/*.md")])]
 
 
 def name_of(page: Path) -> str:
