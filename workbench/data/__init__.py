@@ -114,7 +114,11 @@ def _corpus() -> NDArray[np.int64]:
 
 
 def encode(text: str) -> NDArray[np.int64]:
-    """Return the places of a text's characters in `VOCABULARY`, shape (len(text),)."""
+    """Return the places of a text's characters in `VOCABULARY`, shape (len(text),).
+
+    Args:
+        text: Any text; a character that is not in the vocabulary counts as a space.
+    """
     table = np.full(0x110000, VOCABULARY.index(" "), np.int64)
     table[[ord(character) for character in VOCABULARY]] = np.arange(len(VOCABULARY))
     return table[np.frombuffer(text.encode("utf-32-le", "replace"), np.uint32)]

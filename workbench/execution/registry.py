@@ -253,6 +253,9 @@ def load(path: str | Path) -> Run:
     came. Where files are damaged or missing, a warning and a note of the run say which; what is
     left can be looked at.
 
+    Args:
+        path: The run's folder.
+
     Raises:
         RunError: There is no run in that folder.
     """

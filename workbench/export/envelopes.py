@@ -404,9 +404,7 @@ def _header(envelope: Envelope, job: JobFacts, values: Values) -> str:
         f"Records: {'none: the script does not use Workbench' if job.plain else envelope.records}",
     ]  # fmt: skip
     if name != job.name:
-        lines.append(
-            f"The job's name {json.dumps(job.name)} is not allowed there. The name used is {name}."
-        )
+        lines.append(f"The name {json.dumps(job.name)} is not allowed there: the job is {name}.")
     return "\n".join(f"# {line}" for line in lines)
 
 

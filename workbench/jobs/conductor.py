@@ -326,11 +326,7 @@ class Conductor:
         elif kept and (is_twin or checkpoints.latest(kept) is not None):
             of_number = (f"{kept}-{one}" for one in itertools.count(number))
             kept = next(one for one in of_number if checkpoints.latest(one) is None)
-            why = (
-                "An earlier run of this job has not ended"
-                if is_twin
-                else "An earlier run left its checkpoints"
-            )
+            why = "An earlier run has not ended" if is_twin else "An earlier run left checkpoints"
             self._beside = f"{why}, so this run's checkpoints are in {Path(kept).name}."
         self.plan = replace(self.plan, checkpoint=kept)
 

@@ -208,6 +208,7 @@ def diagram(
     Args:
         strategy: A name or alias, as `%%distributed` takes it.
         workers: How many, 1 to 64; a strategy with a lower limit takes fewer.
+        framework: `torch` or `tensorflow`, whose strategy of that name is meant.
         options: The strategy's, as `-o` takes them.
 
     Returns:

@@ -67,13 +67,14 @@ def job(
 
     Args:
         what: A run (the same again), a plan, or what `cluster.run` takes: the source of a cell, or
-            a function whose arguments are `args`.
+            a function.
         folder: Where to write it. An existing job is overwritten; its runs stay.
         on: Platforms to write a file for as well: `slurm`, `trainjob`, `ray`, `skypilot`, ...
         plain: Write a script that does not use Workbench; it is not recorded.
         files: Files that the cell reads; copied next to the script.
         replace: Whether a train.py that was changed by hand is written over.
         strategy: Of a source or a function.
+        args: Arguments of a function.
         asked: Resources of the platforms (`nodes=2, partition="gpu"`), and what `cluster.run`
             takes besides (`workers=4, epochs=2`).
 

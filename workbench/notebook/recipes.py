@@ -167,7 +167,8 @@ def recipe(function: Any = None, *, name: str = "", summary: str = "") -> Any:
     default, are the recipe's parameters. Defined again, it takes its own place.
 
     Args:
-        name: What `--recipe` calls it; by default as the function.
+        function: What trains; every argument needs a default.
+        name: What `--recipe` calls it; by default the function's name.
         summary: One line for lists; by default the first line of its docstring.
 
     Returns:

@@ -362,6 +362,7 @@ def queue(plans: Plan | Iterable[Plan] = (), *, keep_going: bool | None = None) 
     """Return the queue of the notebook's cluster, after adding plans to it (`wb.queue`).
 
     Args:
+        plans: Plans to add, such as `wb.runs["base"].plan`.
         keep_going: Whether the next plan begins after one has failed; None leaves it as it is.
 
     Raises:

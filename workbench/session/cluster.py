@@ -307,9 +307,7 @@ class Cluster:
         except KeyboardInterrupt:
             # Once it is under way, its engines are told to end by who hears of this.
             if run.task is None:
-                run.finish(
-                    RunError("The run was interrupted before it started.", code="WB-RUN-063")
-                )
+                run.finish(RunError("Interrupted before it started.", code="WB-RUN-063"))
             raise
         except BaseException as error:
             run.finish(

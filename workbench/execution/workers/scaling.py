@@ -175,7 +175,7 @@ def busy(target: int | None) -> RunError:
     """Return what to raise where another number of workers is under way."""
     return RunError(
         "The run's workers are already changing.",
-        seen=f"changing to {target} workers",
+        seen="another change" if target is None else f"changing to {target} workers",
         next_step="wait until they have joined or left; run.events shows it",
         code="WB-RUN-145",
     )

@@ -449,11 +449,10 @@ def predict(
 ) -> PredictionPicture:
     """Return what other numbers of workers would do, predicted from one or more short runs.
 
-    The first run is the one that is predicted; others settle what it leaves open: how own work
-    changes with the samples of a worker (another batch), and what a message costs besides its bytes
-    (other messages).
-
     Args:
+        runs: The run to predict, or a list that begins with it. More runs make the prediction
+            better: one with another batch size shows how a worker's own work depends on its
+            samples, and one with other messages shows what a message costs besides its bytes.
         workers: One number or several.
         given: `link="100Gbit"` and `latency="20us"` in place of what was measured; `strategy=` and
             `options={...}` other than the run's; `scaling="weak"` keeps the samples of a worker in
