@@ -165,7 +165,7 @@ def test_files_in_folders_too_deep_to_be_counted_are_too_much(tmp_path, monkeypa
     until(lambda: ended)
     watch.stop()
     isolation.remove(tmp_path)
-    assert watch.broken == "its folders were nested deeper than 3500 characters"
+    assert "3500" in watch.broken
 
 
 def test_answers_that_fill_the_graders_own_memory_are_too_much(tmp_path, monkeypatch):

@@ -241,8 +241,8 @@ def test_what_to_write_depends_on_what_the_notebook_has(tmp_path):
     error = code_of(check_cell, source, names=names, folder=tmp_path)
     for said in ("import numpy as np", "import math as m", "from collections import OrderedDict"):
         assert said in error.next_step
-    assert "write local_function out" in error.next_step
     assert "token = ..." in error.next_step
+    assert "local_function" in error.next_step
     assert "did you mean learning_rate?" in error.next_step
     assert "very secret" not in str(error)
 

@@ -79,7 +79,7 @@ def test_it_is_made_once_until_other_runs_are_picked(panel):
     panel.do("comparison.latest", {})
     assert shown(panel)["compared"] == {"names": ["a", "b"]}
     panel.do("comparison.pick", {"run": "never"})
-    assert "no such run" in panel.notices[0].text
+    assert "WB-PLAN-070" in panel.notices[0].text
 
 
 def test_what_cannot_be_compared_says_why_in_its_place(panel):

@@ -70,10 +70,10 @@ def test_a_control_calls_its_parts_method_and_answers(panel):
 @pytest.mark.parametrize(
     ("name", "fields", "words"),
     [
-        ("nobody.add", {}, "no such section"),
-        ("counter.wire", {}, "no such control"),
-        ("counter.close", {}, "no such control"),
-        ("counter.add", {"by": 1, "of": 2}, "asked wrongly"),
+        ("nobody.add", {}, "WB-PLAN-073"),
+        ("counter.wire", {}, "WB-PLAN-074"),
+        ("counter.close", {}, "WB-PLAN-074"),
+        ("counter.add", {"by": 1, "of": 2}, "WB-PLAN-075"),
     ],
 )
 def test_what_no_control_asks_for_is_refused_with_a_message(panel, name, fields, words):
