@@ -39,7 +39,9 @@ def test_a_cell_is_gone_on_with_by_one_line(book, cluster, tmp_path):
     book.ok(f"{line} --steps 12\n{FIT}")
     assert whole is not None
     assert checkpoints.latest(kept).step == 12
-    shown = book.refused(f"{line} --steps 20\n{FIT}", "first at step 12", "wb.resume(", "anew")
+    shown = book.refused(
+        f"{line} --steps 20\n{FIT}", "first at step 12", "wb.resume(", "WB-PLAN-097"
+    )
     assert isinstance(shown.error, PlanError)
     run = wb.resume(kept / "step-10", steps=20, checkpoint=tmp_path / "other").wait(60)
     assert run.name == "first"

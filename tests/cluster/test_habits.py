@@ -40,7 +40,9 @@ def test_a_class_that_the_notebook_lacks_is_named_at_once(
     book.ok("%%distributed\nn = OnlyThere()\nparts = n.state_dict()")
     cell = book.refused(
         "%pull n --rank 0",
-        "n cannot be brought from engine 0",
+        "n cannot be",
+        "engine 0",
+        "WB-RUN-062",
         "define OnlyThere in the notebook too",
         "parts = n.state_dict() on the engines, then %pull parts",
     )

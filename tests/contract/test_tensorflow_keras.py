@@ -277,7 +277,7 @@ def test_a_loss_that_never_was_a_number_is_named_and_compared_as_diverged(
     for rank in range(workers):
         history.append(report.rows[:, rank])
     len(history)  # takes in what was appended
-    (note,) = (text for text in history.snapshot().notes if "no number" in text)
-    assert "from the first step on" in note
+    (note,) = (text for text in history.snapshot().notes if "NaN" in text)
+    assert "first step" in note
     meta = {"name": "lost", "strategy": strategy, "state": "finished"}
     assert any("lost" in note for note in compare([summarise(history, meta)]).notes)
