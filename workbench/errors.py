@@ -163,7 +163,7 @@ def unknown(kind: str, name: str, names: Iterable[str], next_step: str | None = 
     guess = nearest(name, known)
     step = f"did you mean {guess!r}?" if guess else next_step
     return PlanError(
-        f"There is no {kind} of that name.",
+        f"There is no {kind} with this name.",
         seen=name,
         allowed=", ".join(known),
         next_step=step,

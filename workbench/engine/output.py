@@ -125,7 +125,7 @@ class _Loader(importlib.abc.Loader):
         self._own, self._change = own, change
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """Create it as its own loader does."""
+        """Create the module with its original loader."""
         made: ModuleType | None = self._own.create_module(spec)
         return made
 

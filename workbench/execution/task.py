@@ -66,7 +66,7 @@ class Mender(Protocol):
 
     @property
     def target(self) -> int | None:
-        """How many workers there are to be, while that is under way."""
+        """The number of workers after the current scaling; None if none is running."""
 
     def scale(self, workers: int) -> None:
         """Continue with this many workers; returns when the change has begun."""
@@ -263,7 +263,7 @@ class Task:
         return True
 
     def condemn(self, engine: int) -> None:
-        """Let the cell end for the death of an engine that had been spared."""
+        """End the cell because an engine died whose death was ignored until now."""
         with self._lock:
             self._lost.discard(engine)
             self._condemned.add(engine)

@@ -195,7 +195,7 @@ def _without(
         )  # fmt: skip
     if base.setting.piped:
         raise PlanError(
-            "In a pipeline each stage has different work, so none can be as fast as the others.",
+            "The stages of a pipeline do different work, so their times differ anyway.",
             seen="straggler=None", next_step="run.what_if() without changes", code="WB-PLAN-308",
         )  # fmt: skip
     if base.slow:

@@ -44,7 +44,7 @@ _NEEDED = (
 def own_style(settings: Mapping[str, Any]) -> Iterator[None]:
     """Draw with matplotlib's defaults and these settings; the user's are back afterwards.
 
-    Two threads that change and restore them in turn would leave the wrong ones behind.
+    Two threads that change and restore the settings at once could leave wrong settings.
     """
     _import_whole()
     import matplotlib.style

@@ -149,7 +149,7 @@ class WarmParent:
             sock, answer = knock(door, {**me, "take": take})
         except (OSError, psutil.Error) as error:
             raise ClusterError(
-                "The cluster's warm parent cannot be reached.",
+                "The process that forks the cluster's engines (the warm parent) cannot be reached.",
                 seen=str(error),
                 next_step="workbench ps lists the running clusters",
                 code="WB-CLUSTER-021",

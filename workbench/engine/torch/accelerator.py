@@ -309,7 +309,7 @@ def _libc() -> Any:
 
 
 class Event:
-    """A point in the work of a stream, without waiting for it; safe from every thread."""
+    """Mark a point in a stream's work, without a wait; any thread may call this."""
 
     def __init__(self, accelerator: Accelerator, timed: bool) -> None:
         self._accelerator = accelerator

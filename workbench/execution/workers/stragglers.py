@@ -198,7 +198,7 @@ def _alike(cost_s: Floats, factor: float) -> bool:
 
 
 def best_shares(cost_s: Sequence[float], batch: int) -> tuple[int, ...]:
-    """Return the shares of a batch whose longest time is least.
+    """Return the shares with which the slowest worker finishes as early as possible.
 
     Args:
         cost_s: Each worker's time for a sample.

@@ -26,8 +26,8 @@ is the user's; the paper uses AdamW.
 
 With `outer_lr=1` and `outer_momentum=0` this is plain averaging. Momentum continues in the
 direction that the rounds have in common; the differences between workers cancel out. A single
-worker takes outer steps, too. Buffers and frozen parameters become their mean. Within a round, the
-mean of the replicas is evaluated. A run also ends with that mean.
+worker takes outer steps, too. Buffers and frozen parameters become their mean. An evaluation
+during a round uses the mean of the replicas. A run also ends with that mean.
 
 Fragments (`fragments=F`): the parameters are divided into F parts of equal length. Each part is
 averaged every H steps, in its own turn. The total number of bytes is the same, but only 1/F of them

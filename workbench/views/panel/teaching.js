@@ -46,7 +46,7 @@ SECTIONS.push((() => {
     const none = kit.h("p", { class: "wbp-empty" }, "Run something first. Then you can look at it here, step by step.");
     const which = kit.field({ kind: "int", label: "Step number", min: 0, placeholder: "latest", onchange: () => { seen.step = ""; ask(); } });
     const again = kit.button("Play again", "Show the messages of this step again", () => play(drawn, picture?.diagram));
-    const hint = kit.h("span", { class: "wbp-muted" }, "Pause the run at the top, then press One step there. Each step is shown here.");
+    const hint = kit.h("span", { class: "wbp-muted" }, "Pause the run at the top, then press \"One step\" there. Each step is shown here.");
     const step = frame("What happened in this step", "who sent what to whom; sizes and times as measured");
     const blame = frame("Who waited for whom");
     const victim = kit.h("select", { class: "wbp-input", "aria-label": "Worker that would be as fast as the others", onchange: () => { seen.what = ""; ask(); } });
@@ -106,7 +106,7 @@ SECTIONS.push((() => {
         kit.attr(which.input, "max", value.steps ? value.steps - 1 : null);
         const going = Boolean(value.run) && !value.over;
         calibrate.disabled = measuring || going;
-        if (!measuring && going !== held) kit.text(said, going ? "It needs the engines. Wait until this run is over." : "");
+        if (!measuring && going !== held) kit.text(said, going ? "The check needs the engines. Wait until this run is over." : "");
         held = going;
         again.disabled = !picture?.diagram;
         const due = performance.now() - asked > AGAIN_MS || value.state === "paused" || value.over;

@@ -19,8 +19,9 @@ These marks show when each stage was busy, step by step:
 A stage's busy time is the union of its periods of work; the rest of the chain, from the first
 forward to the last gradient, is its bubble. TensorFlow computes the gradients of a stage's weights
 while that of its input is passed to the stage before. Such time is divided between both, so that no
-chain looks better than one in which stages take turns. What follows the chain is done for all
-stages together: it is not a stage's own work, and not a part of the schedule.
+chain looks better than one in which stages take turns. The update and
+the metrics, after the last gradient, are computed for all stages together. They count neither as a
+stage's work nor as part of the schedule.
 """
 
 from __future__ import annotations

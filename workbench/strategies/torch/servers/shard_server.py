@@ -209,7 +209,7 @@ class Holder:
         return same and rank not in self.mailboxes and rank in self.hub.living
 
     def join(self, rank: int, meta: Meta | None = None) -> None:
-        """Accept a worker that replaces one that has left, at its own pace.
+        """Accept a worker that replaces one that has left. Workers keep their own pace.
 
         Args:
             meta: Its message about the session; None on a copy, which it joins on a takeover.
@@ -436,7 +436,7 @@ class Holder:
         return self.parted.whole.flats(self.mailboxes[rank])
 
     def add_rows(self, ranks: Sequence[int]) -> None:
-        """Add all ranks' gradients of tables to the first rank's, in the order of ranks."""
+        """Sum the embedding gradients of all ranks, in rank order, into those of the first."""
         for place, _ in self._tables:
             every = [self.gradients[rank][place] for rank in ranks]
             self.gradients[ranks[0]][place] = summed(every, self.parameters[place])
