@@ -1,6 +1,6 @@
 """`%cluster debug`: a paused rank, a failed one, or debugpy for VS Code.
 
-Of a failed rank there are its frames, their variables, and pdb's commands on them.
+For a failed rank, its frames and their variables are kept, and pdb's commands work on them.
 """
 
 from __future__ import annotations
