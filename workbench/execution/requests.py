@@ -1,6 +1,6 @@
 """Requests to engines: made from runs and cells, and checked first.
 
-The checks come before a cluster is started or asked for anything. `FarFiles` are the files of one
+The checks come before a cluster is started or used. `FarFiles` are the files of one
 run on machines other than this one.
 """
 
