@@ -1,8 +1,8 @@
-"""Ranks that wait for their user, at a breakpoint or in `input()`, and the prompt they get.
+"""Ranks that wait for the user, at a breakpoint or in `input()`, and the prompt for them.
 
-A rank's question arrives on the router's thread and is held at once. A main thread that blocks in
-a cell sees to it (`attend`): there the prompt opens, or the rank goes on where the front end
-cannot ask. Where no cell blocks, the rank stays paused until `%cluster debug` opens it.
+A rank's question arrives on the router's thread and is stored at once. If the main thread is
+blocked in a cell, it opens the prompt (`attend`). If the front end cannot ask, the rank continues.
+If no cell blocks the main thread, the rank stays paused until `%cluster debug` opens the prompt.
 """
 
 from __future__ import annotations
