@@ -1,9 +1,9 @@
 """Which engines and devices a cell or a run gets, and the process group among them.
 
-They have the framework that it asks for. An engine whose framework cannot be used any more gives
-way to a fresh one; it says so itself, in the outcome of a cell (`errors.EngineSpentError`). Before
-anything was trained the run then begins again on the fresh engines; otherwise they are there for
-the next one.
+The engines have the framework that the run needs. If an engine can no longer use its framework,
+it reports this in the outcome of a cell (`errors.EngineSpentError`), and a new engine replaces it.
+If nothing was trained yet, the run starts again on the new engines. Otherwise the next run uses
+them.
 """
 
 from __future__ import annotations
