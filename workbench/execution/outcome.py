@@ -1,7 +1,7 @@
 """The outcome of a cell or a run, from its engines' answers and deaths; pure.
 
-Which of several ranks' errors is the reason, who only followed, what is said of engines that died,
-which error is raised, and what it all says about the run as a whole.
+It decides which rank's error is the cause and which errors only followed from it, how the death of
+an engine is described, which error is raised, and how the run as a whole ended.
 """
 
 from __future__ import annotations
