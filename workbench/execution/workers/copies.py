@@ -4,8 +4,8 @@
     copy 0     w0 w1  ──>  w3 dies         ──>  w0 w1     go on
     copy 1     w2 w3                            w2        waits, and comes again with a fresh w3
 
-Which of the holders of a part form a copy does not matter: their parts are equal between steps. So
-two that were left by two deaths may go on together.
+Workers that hold the same part can replace each other, because these parts are equal between
+steps. So two workers that remain after two deaths may form a copy and continue together.
 """
 
 from __future__ import annotations
