@@ -3,7 +3,7 @@
     scale(n)   fewer: those of the highest ranks leave
                more: those who had left come again, then free engines, then ones started for it
 
-What then happens is one change of workers like any other (`healing.py`).
+The rest is the same as for any other change of workers (`healing.py`).
 """
 
 from __future__ import annotations
