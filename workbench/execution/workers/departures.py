@@ -1,4 +1,4 @@
-"""A run whose engines are told to end by the system: they leave first, the others continue.
+"""A run whose engines the system tells to exit: these engines leave first, the others continue.
 
     an engine ── `ToldToEnd` ──> how it leaves
         regroup    the others go on without it, from the step under way (`healing.py`)
@@ -7,7 +7,7 @@
         together   all stop after the same step, with a checkpoint where there is a folder for it;
                    then the run goes on as `--on-failure` says
 
-What it was told is in a note, in `run.events`, and in what the run ends in, where it must.
+The reason is in a note and in `run.events`. If the run must end, it is also in the run's outcome.
 """
 
 from __future__ import annotations
