@@ -5,9 +5,9 @@
     deal    from step max(c) + 1 on these are the shares: nobody can have begun it
     watch   anew, under these shares: what they brought, and whether others are better still
 
-The group stays as it is and nobody connects anew: workers stand still for as long as question and
-answer travel. Other workers (`healing.py`) take equal shares at first, and are watched anew; what
-was on its way for those before is not for them, and says so by its generation.
+The group stays as it is and no worker connects again: the workers only pause while the question
+and the answers travel. After a change of workers (`healing.py`) the shares are equal at first, and
+the workers are watched again. A message for the earlier workers is recognised by its generation.
 """
 
 from __future__ import annotations
