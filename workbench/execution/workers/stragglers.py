@@ -12,11 +12,10 @@ anybody where all are slow. Differences of no more than a millisecond count for 
     shares n_r              least max_r c_r n_r, whole numbers with the sum of the batch
     within                  1 <= n_r <= `MOST` times an equal share, whose memory others must have
 
-Where no worker's c_r is `Rule.factor` away from the others' the shares are equal. New ones are
-worth a change where the longest own time shrinks by `Rule.gain`. What a step costs a worker
-whatever its share is (a fixed delay) looks like slowness per sample; so shares are measured again
-after each change, and go on changing as long as that helps: a worker that was slow and no more is
-soon seen to be the one that is ready first, and has its share back.
+If no worker's c_r differs from the others' by `Rule.factor`, the shares are equal. New shares are
+used only if the longest own time shrinks by `Rule.gain`. A fixed delay per step looks like
+slowness per sample. So the shares are measured again after each change, and change as long as that
+helps. A worker that is no longer slow is soon ready first, and then gets its share back.
 """
 
 from __future__ import annotations
