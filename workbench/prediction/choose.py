@@ -1,8 +1,8 @@
-"""Which strategy trains fastest: who competes, what is known of each, who is next, who wins.
+"""Finds the fastest strategy: the candidates, what is known of each, the next run, the winner.
 
-A few short runs are measured; from them every other strategy is predicted that can be. One that is
-measured has the last word: a prediction wins only where its whole interval lies above all that was
-measured. Nothing is run here.
+A few short runs are measured, and the other strategies are predicted from them where possible. A
+measurement counts more than a prediction: a prediction wins only if its whole interval lies above
+all measured rates. This module runs nothing.
 """
 
 from __future__ import annotations
