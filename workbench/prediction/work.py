@@ -1,7 +1,7 @@
-"""Own work of any number of workers, drawn from the work of a few.
+"""The own computation of any number of workers, drawn from that of a few.
 
-A worker's seconds in a step are taken apart as in a two-way analysis of variance without
-interaction (Scheffe, The Analysis of Variance, 1959, chapter 4):
+A worker's seconds in a step are split as in a two-way analysis of variance without interaction
+(Scheffe, The Analysis of Variance, 1959, chapter 4):
 
     own[step, worker] = mean + what all had in this step + what this worker always has + the rest
 
@@ -14,8 +14,8 @@ interaction (Scheffe, The Analysis of Variance, 1959, chapter 4):
   distribution (Pickands, Annals of Statistics 3(1), 1975; probability-weighted moments: Hosking and
   Wallis, Technometrics 29(3), 1987).
 
-Each draw of a run begins with other steps and workers, drawn with replacement from those seen, so
-what few steps cannot tell widens the interval.
+Each draw of a run begins with other steps and workers, drawn with replacement from the measured
+ones, so few steps give a wider interval.
 """
 
 from __future__ import annotations
