@@ -1,8 +1,8 @@
-"""What is asked of a prediction, checked, and what comes back: seconds of a step, with an interval.
+"""Checks the arguments of a prediction and returns the seconds per step, with an interval.
 
-The interval is meant to hold nine of ten runs of as many steps as asked for: it has what other
-steps of the same run would have said, what the fits leave open, how much such a run varies by
-itself, and what the model is known to leave out (`model.UNEXPLAINED`).
+The interval should contain nine of ten runs with the requested number of steps. It includes the
+uncertainty from the choice of steps, the uncertainty of the fits, the variation of the run itself,
+and the known error of the model (`model.UNEXPLAINED`).
 """
 
 from __future__ import annotations
