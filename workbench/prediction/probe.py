@@ -1,4 +1,4 @@
-"""What a short run tells a prediction: own work, length of its steps, bytes of its messages."""
+"""The data that a prediction takes from a short run: own work, step times, bytes of messages."""
 
 from __future__ import annotations
 
