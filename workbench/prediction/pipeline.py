@@ -2,8 +2,8 @@
 
 Every piece of work (forward, backward, and in `zero_bubble` the weights' half of backward) of every
 microbatch and stage is a node; it follows what its worker did before, and the message it needs. The
-order in which a worker takes its pieces is the schedule's; a step is the longest path (Kelley and
-Walker, Critical-Path Planning and Scheduling, 1959).
+schedule gives the order of a worker's pieces. The step time is the longest path (Kelley and Walker,
+Critical-Path Planning and Scheduling, 1959).
 
     gpipe        all forwards, then all backwards
     1f1b         a stage has at most as many microbatches under way as stages follow it, itself
