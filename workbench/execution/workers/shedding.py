@@ -1,4 +1,4 @@
-"""A worker that is slow for long has less of each batch: decided here, agreed on with the workers.
+"""Gives a worker that is slow for a long time a smaller share of each batch, agreed with all.
 
     rows ──> `stragglers.Watch` ──> shares that are worth a change
     ask     every worker says which step c it has begun, and begins no further one
