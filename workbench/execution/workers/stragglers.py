@@ -1,12 +1,12 @@
-"""Who is slow for long, and what shares of the batch would make the workers equally long busy.
+"""Finds workers that are slow for a long time, and shares of the batch that balance the workers.
 
-Pure decisions on rows: what becomes of them is in `shedding.py`.
+Pure decisions on rows; `shedding.py` carries them out.
 
-A worker's own time in a step is what it computes and fetches, without what it waits for others. It
-is out of step where, over a window of at least `Rule.steps` steps and `Rule.seconds`, its own time
-is more than `Rule.factor` times the median of the others', in the median and in `Rule.most` of the
-steps. So a worker that is late now and then, as each one is under random delays, is not; nor is
-anybody where all are slow. Differences of no more than a millisecond count for nothing.
+A worker's own time in a step is its time for computing and fetching data, without waiting for
+others. A worker is a straggler if its own time is more than `Rule.factor` times the median of the
+others'. This must hold in the median and in `Rule.most` of the steps, over a window of at least
+`Rule.steps` steps and `Rule.seconds`. So a worker that is late only now and then (as under random
+delays) is not a straggler, and there is none if all are slow. Up to 1 ms of difference is ignored.
 
     own time per sample c_r = median own time / samples    measured under the shares there are
     shares n_r              least max_r c_r n_r, whole numbers with the sum of the batch
