@@ -6,7 +6,7 @@ schedule gives the order of a worker's pieces. The step time is the longest path
 Critical-Path Planning and Scheduling, 1959).
 
     gpipe        all forwards, then all backwards
-    1f1b         a stage has at most as many microbatches under way as stages follow it, itself
+    1f1b         a stage has at most as many microbatches in work as stages follow it, itself
                  included; a backward comes before a forward
     interleaved  the same over the stages of all workers, the microbatches in rounds
     zero_bubble  as 1f1b; the weights' halves fill the gaps
