@@ -45,7 +45,7 @@ class Pace:
     reached: float = 0.0
 
     def update(self, steps: int, total: int | None, stepping_s: float, elapsed_s: float) -> None:
-        """Take note of where it is."""
+        """Note its progress."""
         self.steps, self.total, self.stepping_s, self.elapsed_s = (
             steps,
             total,
@@ -277,7 +277,7 @@ class QueueState:
     # -- what happens ------------------------------------------------------------------------------
 
     def begin(self) -> Item | None:
-        """Have the next one run and return it; None where none waits, or one runs already."""
+        """Start the next plan and return it; None if none waits or one is running."""
         waiting = self.waiting
         if not waiting or self.current is not None:
             return None
