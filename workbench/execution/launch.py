@@ -189,7 +189,7 @@ class RunExecution:
             )
 
     def request_to_join(self, engine: int) -> dict[str, Any]:
-        """Return what an engine is asked that comes while the run goes on, in another's place."""
+        """Return the request to an engine that replaces another one during the run."""
         run, engines = self.run, self.pool.engines
         mine = self._specs[engine]
         hosts = tuple(engines.engines[one].place for one in mine.ranks)
@@ -202,7 +202,7 @@ class RunExecution:
         return asked
 
     def recruit(self, count: int) -> list[int]:
-        """Have more engines be of the run, started where there are too few; return which.
+        """Add engines to the run, and start some if there are too few; return the added ones.
 
         Each gets the next rank. They take no part yet.
 
