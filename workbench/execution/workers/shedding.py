@@ -133,7 +133,7 @@ class Watching:
 
 @dataclass
 class Question:
-    """A change of shares under way.
+    """A change of shares in progress.
 
     Attributes:
         silent: Engines that have not said which step they have begun.
