@@ -96,7 +96,7 @@ def diagnose(
     ended: Iterable[int],
     limit_s: float,
 ) -> str:
-    """Return the hang in one sentence, empty where there is none.
+    """Return the hang in one sentence; empty if there is none.
 
     Args:
         places: Where each engine that is still at it says it is; None: no answer.
