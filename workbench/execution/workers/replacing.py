@@ -142,7 +142,7 @@ def listener(
     restart: Callable[[int], object] = lambda engine: None,
     tell: Callable[[Event], object] | None = None,
 ) -> Callable[[int, Records | Happened | Position], object]:
-    """Return what is to hear all that the engines of a run say, by its `--on-straggler`.
+    """Return the listener for all messages of a run's engines, by its `--on-straggler`.
 
     Args:
         restart: Has a fresh engine start in an engine's place, under the same id.
