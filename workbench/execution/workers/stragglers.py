@@ -178,7 +178,7 @@ def equal_shares(batch: int, workers: int) -> tuple[int, ...]:
 
 
 def better_shares(pace: Pace, rule: Rule) -> tuple[int, ...] | None:
-    """Return shares that are worth a change, in samples; None where there are none."""
+    """Return shares that are worth a change, in samples; None if there are none."""
     batch, count = sum(pace.samples), len(pace.samples)
     equal = equal_shares(batch, count)
     less = [share < even for share, even in zip(pace.samples, equal, strict=True)]
