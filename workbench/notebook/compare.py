@@ -273,7 +273,7 @@ class Calibration:
 
     @property
     def error_ms(self) -> float:
-        """How far off the reading is: what was read less what was injected."""
+        """The error of the reading: the measured delay minus the injected one."""
         return self.read_ms - self.injected_ms
 
     @property
