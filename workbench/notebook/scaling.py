@@ -182,7 +182,7 @@ class Scaled:
 def scaled(
     summaries: Sequence[RunSummary], *, price: float | None = None, runs: Iterable[RunData] = ()
 ) -> Scaled:
-    """Return what runs with several numbers of workers gained.
+    """Return the gain of runs with several numbers of workers.
 
     Args:
         runs: Those of the summaries, in their order, to predict from.
