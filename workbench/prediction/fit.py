@@ -52,7 +52,7 @@ class Fitted:
     runs: int
 
     def cost(self, link: Link | None) -> Cost:
-        """Return what messages cost.
+        """Return the cost of messages.
 
         Args:
             link: In place of the one that was seen; None: that one.
