@@ -30,7 +30,7 @@ CHANGES = ("link", "latency", "straggler", "batch_size", "overlap", "workers", "
 
 @dataclass(frozen=True)
 class Variant:
-    """A change, and what would come of it.
+    """A change, and its predicted effect.
 
     Attributes:
         text: The change as it was asked for.
