@@ -299,7 +299,7 @@ def _samples(base: Probe, workers: int, scaling: str, batch_size: int | None) ->
 
 @dataclass(frozen=True, eq=False)
 class Knows:
-    """What the runs tell, and what was given besides.
+    """The data from the runs, and the other arguments.
 
     Attributes:
         fitted: None where no run had messages.
@@ -435,7 +435,7 @@ class Knows:
     def notes(
         self, settings: Sequence[Setting], samples: Sequence[float], link: Link | None
     ) -> list[str]:
-        """Return what is assumed, and where it goes beyond what was seen."""
+        """Return the assumptions, and where the prediction goes beyond the measurements."""
         base, most = self.base, max(s.workers for s in settings)
         seen = max(p.workers for p in self.probes)
         found = []
