@@ -82,7 +82,7 @@ class _Message:
 
 
 class Exchange:
-    """The messages of one strategy with so many workers.
+    """The messages of one strategy with this many workers.
 
     Args:
         message_bytes: Of a worker's gradients, as they travel.
