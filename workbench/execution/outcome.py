@@ -557,7 +557,7 @@ def _reassigned(outcomes: Outcomes) -> list[str]:
 
 
 def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
-    """Return the note on the change and its cost."""
+    """Return the note on what happened and its cost."""
     text = f"{done.how}. "
     if on_failure == "continue":
         text += f"{done.workers} worker{'s continue' if done.workers > 1 else ' continues'}"
