@@ -1,9 +1,9 @@
 """Which engines and devices a cell or a run gets, and the process group among them.
 
-They have the framework that it asks for. An engine whose framework cannot be used any more gives
-way to a fresh one; it says so itself, in the outcome of a cell (`errors.EngineSpentError`). Before
-anything was trained the run then begins again on the fresh engines; otherwise they are there for
-the next one.
+The engines have the framework that the run needs. If an engine can no longer use its framework,
+it reports this in the outcome of a cell (`errors.EngineSpentError`), and a new engine replaces it.
+If nothing was trained yet, the run starts again on the new engines. Otherwise the next run uses
+them.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class EngineAllocator:
         return list(dict.fromkeys(said))
 
     def differences(self, ids: Sequence[int], framework: str) -> list[str]:
-        """Return what a run on these engines is to be told of their hosts."""
+        """Return the data about the hosts of these engines, for a run on them."""
         return [] if self.hosted is None else self.hosted.differences(ids, framework)
 
     def hosts(self) -> dict[int, str]:
@@ -479,7 +479,7 @@ def _say(ids: list[int], framework: str) -> None:
 
 
 def prewarmed() -> str | None:
-    """Return the framework to have ready before anybody asks; None where the user wants none.
+    """Return the framework to prepare in advance; None if the user wants none.
 
     Raises:
         PlanError: The environment's setting is not understood.
@@ -511,7 +511,7 @@ def know_notebook(framework: Callable[[], str | None]) -> None:
 
 
 def default_framework() -> str:
-    """Return the framework of a cluster that is not told one: what is set, or installed."""
+    """Return the framework of a cluster if none is given: the configured or the installed one."""
     asked = os.environ.get(PREWARM, "")
     if asked in ("torch", "tensorflow"):
         return asked

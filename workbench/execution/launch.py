@@ -1,16 +1,16 @@
-"""A run on its engines: submitted, begun again where engines must give way, settled.
+"""A run on its engines: submitted, started again if engines must be replaced, and settled.
 
-A run whose engines died goes on, with fresh ones in their places or with fewer:
+A run whose engines died continues, with new engines or with fewer:
 
     running --an engine dies--> recovering --the cell has begun again--> running
                                     |
                                     +--no way to go on--> failed
 
-The cell is run again on all workers: the survivors keep their processes and variables, and the
-training goes on from the last checkpoint that this run has written (from its beginning where there
-is none yet). Steps that are done a second time replace the first ones in the history, so totals
-count each step once. Only the death of an engine is recovered from, never an error of the cell's
-code, and not more than `MOST` times in a run.
+The cell runs again on all workers. The remaining workers keep their processes and variables. The
+training continues from the last checkpoint of this run, or from the start if it has none. Steps
+that run a second time replace their first version in the history, so totals count each step once.
+A run recovers only from the death of an engine, never from an error in the cell's code, and at
+most `MOST` times.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class RunExecution:
             )
 
     def request_to_join(self, engine: int) -> dict[str, Any]:
-        """Return what an engine is asked that comes while the run goes on, in another's place."""
+        """Return the request to an engine that replaces another one during the run."""
         run, engines = self.run, self.pool.engines
         mine = self._specs[engine]
         hosts = tuple(engines.engines[one].place for one in mine.ranks)
@@ -202,7 +202,7 @@ class RunExecution:
         return asked
 
     def recruit(self, count: int) -> list[int]:
-        """Have more engines be of the run, started where there are too few; return which.
+        """Add engines to the run, and start some if there are too few; return the added ones.
 
         Each gets the next rank. They take no part yet.
 

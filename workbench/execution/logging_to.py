@@ -1,7 +1,7 @@
 """`--log`: writes runs to TensorBoard, MLflow and others while they train, and completes them.
 
-A thread per run looks once a second for what is new in the history. What goes wrong there costs a
-note, not the run.
+One thread per run looks once a second for new data in the history. An error there only adds a
+note; it does not end the run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The outcome of a cell or a run, from its engines' answers and deaths; pure.
 
-Which of several ranks' errors is the reason, who only followed, what is said of engines that died,
-which error is raised, and what it all says about the run as a whole.
+It decides which rank's error is the cause and which errors only followed from it, how the death of
+an engine is described, which error is raised, and how the run as a whole ended.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def death_words(first: int, outcomes: Outcomes, member: Callable[[int], Member])
 
 
 def next_step(outcomes: Outcomes) -> str | None:
-    """Return the command that brings the dead back; None where all live.
+    """Return the command that restarts the dead engines; None if all are alive.
 
     Those that were restarted are there again: only their cell is lost.
     """
@@ -454,7 +454,7 @@ def _no_step(loops: list[OwnLoop]) -> RunError:
 
 
 def outcome_behind(error: BaseException | None) -> CellOutcome | None:
-    """Return the outcome that a cell failed for; None where the error is no cell's."""
+    """Return the outcome that made a cell fail; None if the error is not a cell's."""
     outcome = getattr(error, "outcome", None)
     return outcome if isinstance(outcome, CellOutcome) else None
 
@@ -466,7 +466,7 @@ def is_refusal(error: RunError) -> bool:
 
 
 def refusals(runs: Sequence[RunData]) -> RunError | None:
-    """The error that a row of runs ends in where some of them were refused, or failed."""
+    """The error of several runs if some of them were refused or failed."""
     refused = [run for run in runs if run.error is not None]
     if not refused:
         return None
@@ -512,7 +512,7 @@ def short_handed(dead: Sequence[int], living: int) -> str:
 
 
 def how_ended(dead: Sequence[EngineInfo]) -> str:
-    """Say how engines ended, each way once."""
+    """Return how the engines ended, each way once."""
     ways: dict[str, list[int]] = {}
     for engine in dead:
         ways.setdefault(str(engine.exit or "how is not known"), []).append(engine.id)
@@ -557,7 +557,7 @@ def _reassigned(outcomes: Outcomes) -> list[str]:
 
 
 def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
-    """Return the note on what happened and what it cost."""
+    """Return the note on what happened and its cost."""
     text = f"{done.how}. "
     if on_failure == "continue":
         text += f"{done.workers} worker{'s continue' if done.workers > 1 else ' continues'}"

@@ -1,8 +1,8 @@
-"""Ranks that wait for their user, at a breakpoint or in `input()`, and the prompt they get.
+"""Ranks that wait for the user, at a breakpoint or in `input()`, and the prompt for them.
 
-A rank's question arrives on the router's thread and is held at once. A main thread that blocks in
-a cell sees to it (`attend`): there the prompt opens, or the rank goes on where the front end
-cannot ask. Where no cell blocks, the rank stays paused until `%cluster debug` opens it.
+A rank's question arrives on the router's thread and is stored at once. If the main thread is
+blocked in a cell, it opens the prompt (`attend`). If the front end cannot ask, the rank continues.
+If no cell blocks the main thread, the rank stays paused until `%cluster debug` opens the prompt.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Paused:
         self._send(stop.engine, Hold(number=stop.number, announce=announce))
 
     def attended(self, *, can_prompt: bool) -> None:
-        """Take note that a cell blocks whose main thread looks after those that pause."""
+        """Note that a cell blocks; its main thread looks after paused ranks."""
         self._can_prompt, self._attended_s = can_prompt, time.monotonic()
 
     def promise(self, *, can_prompt: bool) -> None:
@@ -286,7 +286,7 @@ def attending(blocks: bool) -> Iterator[None]:
 
 
 def unattended() -> None:
-    """Take note that no cell blocks any more: who pauses now waits for `%cluster debug`."""
+    """Note that no cell blocks: ranks that pause now wait for `%cluster debug`."""
     if threading.current_thread() is threading.main_thread():
         for paused in everyone():
             paused.unattended()
@@ -306,7 +306,7 @@ class Prompt:
         self._poked = False
 
     def converse(self, engine: int) -> None:
-        """Read commands and have them obeyed until nobody is paused, or `leave`."""
+        """Read and carry out commands until no rank is paused, or until `leave`."""
         paused = self._paused
         paused.prompting, paused.on_drop = True, self._dropped
         shown: int | None = None

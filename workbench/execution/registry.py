@@ -1,4 +1,4 @@
-"""The runs and clusters of this process: `wb.runs`, names, and cleanup at the notebook's end.
+"""The runs and clusters of this process: `wb.runs`, names, and cleanup when the kernel exits.
 
 `wb.load` brings a saved run back, with its history, evaluations and weights.
 """

@@ -1,6 +1,6 @@
 """Requests to engines: made from runs and cells, and checked first.
 
-The checks come before a cluster is started or asked for anything. `FarFiles` are the files of one
+The checks come before a cluster is started or used. `FarFiles` are the files of one
 run on machines other than this one.
 """
 
@@ -66,7 +66,7 @@ def make_specs(
     rooms: Mapping[int, str] | None = None,
     cores: Mapping[int, int] | None = None,
 ) -> dict[int, RunSpec]:
-    """Return what each engine is told about its part.
+    """Return the data for each engine about its part.
 
     Args:
         hosts: Host of each engine that takes part, by engine id, in the order of the ranks; those
@@ -251,7 +251,7 @@ def _request(
 def task_record(
     asked: Mapping[int, Mapping[str, Any]], members: Mapping[int, Member], **about: Any
 ) -> dict[str, Any]:
-    """Return what another kernel must know to follow what was begun here."""
+    """Return the data that another kernel needs to follow this run or cell."""
     return {
         "calls": {str(engine): request["call"] for engine, request in asked.items()},
         "members": {str(engine): member.to_wire() for engine, member in members.items()},

@@ -45,24 +45,24 @@ def _nowhere(engine: int, message: Down) -> None: ...
 
 
 class Run:
-    """A training run, under way or over.
+    """A training run, running or over.
 
     Attributes:
         name: Its name in `wb.runs`.
         plan: What was asked for.
         engines: Engine id of each rank; one that holds several replicas stands there repeatedly.
-        members: The engines that run the cell, each once: who is asked, agreed with and stopped.
+        members: The engines that run the cell, each listed once.
         over: Set when it has ended, in whatever way.
         history: One row per worker and step; see `RunHistory`.
         evals: One mapping per evaluation.
-        recoveries: Each time that the run went on after the death of an engine.
-        faults: Those that are injected at the moment, as `inject` takes them; a `kill` is no state.
+        recoveries: Each time that the run continued after the death of an engine.
+        faults: The faults that are active now, as `inject` takes them; without `kill`.
         init_from: Folder of the run whose weights the model starts from; empty: none.
-        resume_from: The checkpoint (`DIR/step-N`) that the run goes on from; empty: none.
+        resume_from: The checkpoint (`DIR/step-N`) that the run continues from; empty: none.
         folder: Where records, events and final weights are on disk.
-        far: Writes there what engines on other machines have to say.
+        far: Writes the data of engines on other machines to that folder.
         color: Number of its colour in all views (`registry.Runs.color`); None: it has none yet.
-        logs: What writes it elsewhere, by `--log` and `log_to`.
+        logs: The writers of `--log` and `log_to`.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Run:
         return self
 
     def begin(self, task: Task) -> None:
-        """Have its cell under way on its engines."""
+        """Start its cell on its engines."""
         self.task = task
 
     def returned(self, values: Sequence[Any]) -> None:
@@ -158,7 +158,7 @@ class Run:
         self.results = list(values)
 
     def drawn(self, cpu_share: float) -> None:
-        """Take note of the share of a core that showing it costs."""
+        """Note which share of a core is used to show the run."""
         self.plot_cpu = cpu_share
 
     @property
@@ -180,7 +180,7 @@ class Run:
             self._halting = self._make_halting()
 
     def grow(self, devices: Mapping[int, str]) -> None:
-        """Have further ranks, of engines that compute on these devices, once they are let in."""
+        """Add ranks for engines on these devices, once they have joined."""
         with self._lock:
             self.members = (*self.members, *(one for one in devices if one not in self.members))
             engines = [one for one in devices if one not in self.engines]
@@ -200,13 +200,13 @@ class Run:
                 self._halting.halt(asking)
 
     def halt(self, purpose: Purpose) -> None:
-        """Have the workers come to a step that they agree on; returns at once."""
+        """Make the workers stop at an agreed step; returns at once."""
         self._halting.halt(purpose)
 
     def finish(self, error: RunError | None) -> None:
         """Settle the run; it is over then, even if a part of this fails. The first call counts.
 
-        Who waits for it waits for ever otherwise, and nothing else could begin on its cluster.
+        Otherwise a caller would wait for it forever, and its cluster could not start anything else.
         """
         if self.is_over:
             return
@@ -233,7 +233,7 @@ class Run:
             self.advance("fail" if error is not None else "finish")
 
     def abandon(self, text: str) -> None:
-        """End for this notebook only: another one has the run, and settles it on disk."""
+        """End for this notebook only: another notebook has the run and settles it on disk."""
         self._halting.close()
         self.error = RunError(text, code="WB-RUN-068")
         with contextlib.suppress(events.InvalidTransitionError):
@@ -308,7 +308,7 @@ class Run:
                     self.advance("resume")
 
     def open_board(self, deliver: Callable[[int, Down], None], engines: Sequence[int]) -> None:
-        """Let the run's engines, servers too, hear of each other; before any of them begins."""
+        """Connect the run's engines, including servers, with each other before they begin."""
         self._deliver, self._everyone = deliver, tuple(engines)
 
     def _tell(self, message: Down) -> None:
@@ -317,7 +317,7 @@ class Run:
             self._deliver(engine, message)
 
     def died(self, engine: EngineInfo) -> None:
-        """Name an engine of the run that has ended, while the others are still at it."""
+        """Report that an engine of the run has ended while the others are still running."""
         if engine.id in self._everyone and not self.is_over:
             who = self._member(engine.id)
             verb = "is" if who is None else who.verb
@@ -340,7 +340,7 @@ class Run:
         return self.task.names.member(engine)
 
     def note(self, text: str, deaths: Sequence[int] = ()) -> None:
-        """Add something the user should know; it says all of the deaths of these engines."""
+        """Add a note for the user; it describes the deaths of these engines completely."""
         self.history.event(events.Noted(text=text, deaths=list(deaths)))
 
     def tell(self, event: events.Event) -> None:
@@ -351,7 +351,7 @@ class Run:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Each time that workers went, came or had other shares (docs/recovery.md: fields)."""
+        """Each change of workers or of their shares (docs/recovery.md: fields)."""
         return self.history.changes
 
     @property

@@ -1,7 +1,8 @@
-"""Stop and Pause of a run: agreed on where its workers take steps together, enforced in the end.
+"""Stop and Pause of a run: agreed if its workers take steps together, enforced if that fails.
 
-The agreement of a synchronous run's workers is pure: answers in, the common step out. An interrupt
-of the kernel ends what goes on on the engines, wherever in the kernel it strikes.
+How the workers of a synchronous run agree on a step is a pure function: it takes their answers and
+returns the common step. An interrupt of the kernel ends whatever is running on the engines,
+wherever the kernel is at that moment.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class StopCoordinator:
             self._expect_end(agreement.purpose)
 
     def arrived(self, worker: int) -> None:
-        """Take note that a worker's cell is through; what it still clears away takes its time."""
+        """Note that a worker's cell has ended; its cleanup may still take some time."""
         with self._lock:
             self._arrived.add(worker)
             if self._arrived >= self._workers and self._timers:
@@ -92,7 +93,7 @@ class StopCoordinator:
                 self._later(CLEAR_S, self._interrupt)
 
     def close(self) -> None:
-        """The run is over: nobody is interrupted any more."""
+        """Note that the run is over: no worker is interrupted from now on."""
         for timer in self._timers:
             timer.cancel()
 
@@ -160,7 +161,7 @@ class Ending(Protocol):
 
 
 class Occupied(Protocol):
-    """What may have something going on; a cluster."""
+    """An object that may be running a task; a cluster."""
 
     @property
     def busy(self) -> Ending | None:
@@ -168,7 +169,7 @@ class Occupied(Protocol):
 
 
 def settle(over: threading.Event, again: Callable[[], None]) -> None:
-    """Wait for what was interrupted to end, without letting a second interrupt lose it."""
+    """Wait until the interrupted task has ended, even if a second interrupt comes."""
     end = time.monotonic() + SETTLE_S
     while not over.is_set() and time.monotonic() < end:
         try:
@@ -179,7 +180,7 @@ def settle(over: threading.Event, again: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Let an interrupt strike after the block: what is begun there must be known when it does."""
+    """Delay an interrupt until after the block, so that a task begun in the block is known."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

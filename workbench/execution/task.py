@@ -45,21 +45,21 @@ OnLoss = Callable[[str, Sequence[int]], None]
 
 
 class Mender(Protocol):
-    """Who sees to it that a cell goes on without some of its engines, or with others.
+    """Lets a cell continue without some of its engines, or with others.
 
     Attributes:
         members: Engines that take part.
-        failed: Why engines did not come that were asked for.
+        failed: Why requested engines did not join.
     """
 
     def spares(self, engine: int, outcome: CellOutcome) -> CellOutcome | None:
         """Take note of an engine's end; None: the cell's, else what counts as the engine's."""
 
     def expects(self, engine: int) -> bool:
-        """Whether an engine has yet to come to take part: the others do without it."""
+        """Whether an engine has not joined yet: the others continue without it."""
 
     def hear(self, engine: int, event: Standing | Regrouped) -> None:
-        """Process an engine's message about that."""
+        """Process an engine's message about a change of workers."""
 
     members: list[int]
     failed: list[str]
@@ -72,11 +72,11 @@ class Mender(Protocol):
         """Continue with this many workers; returns when the change has begun."""
 
     def check_scales(self) -> None:
-        """Raise RunError where the run cannot have more or fewer workers."""
+        """Raise RunError if the run cannot have more or fewer workers."""
 
 
 class Task:
-    """A cell under way.
+    """A running cell.
 
     Args:
         requests: What each engine is asked to run, by engine id, in the order of the ranks.
@@ -167,7 +167,7 @@ class Task:
     ) -> Records | Happened | Position:
         """Take note of what an engine says of a run; return it with the name of its host.
 
-        Positions, which are only asked for, are no sign that it moves.
+        Positions are sent only on request, so they do not count as progress.
         """
         self._listens(engine, message)
         if isinstance(message, Position):
@@ -238,7 +238,7 @@ class Task:
             self.end_soon()
 
     def recruit(self, members: Mapping[int, Member]) -> None:
-        """Know of further engines, which run nothing until they `rejoin`."""
+        """Add further engines, which run nothing until they `rejoin`."""
         self.names.add(members)
         self.board.expect(members)
         with self._lock:
@@ -301,7 +301,7 @@ class Task:
 
     @property
     def lost(self) -> int:
-        """How many workers have died, or left, that the others could do without."""
+        """The number of workers that died or left and without which the others could continue."""
         with self._lock:
             return len(self._lost.union(self.outcomes).difference(*self._chains))
 
@@ -354,7 +354,7 @@ class Task:
         return self.over.is_set()
 
     def unfinished(self) -> list[int]:
-        """Engines that are still at it."""
+        """Engines that are still running."""
         with self._lock:
             return [i for i in self.ids if i not in self.outcomes]
 
@@ -378,11 +378,11 @@ class Task:
         self._later(self._kill_s, self._kill_rest)
 
     def stop(self) -> None:
-        """A cell has no step to agree on: it is interrupted."""
+        """Interrupt the cell, because a cell has no step to agree on."""
         self.interrupt()
 
     def abandon(self) -> None:
-        """Let what becomes of it be settled by another notebook."""
+        """Leave the cell to another notebook, which settles it."""
         self._on_done = lambda task: None
 
     def _interrupt_rest(self) -> None:

@@ -1,4 +1,4 @@
-"""What a view is given to draw: plain numbers and arrays, copied out of a run's history."""
+"""The data that a view draws: plain numbers and arrays, copied from a run's history."""
 
 from __future__ import annotations
 

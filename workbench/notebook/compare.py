@@ -1,7 +1,7 @@
-"""`wb.compare`, `wb.strategies`, `wb.diagram`, `wb.calibrate`: what is there, and how did it do.
+"""`wb.compare`, `wb.strategies`, `wb.diagram`, `wb.calibrate`: strategies and their results.
 
-A diagram says who sends what to whom in a step of a strategy, as a picture and as data. A
-calibration injects a known delay and says what the instrument read, and what that costs.
+A diagram shows which messages a strategy sends in a step, as a picture and as data. A calibration
+injects a known delay and returns the measured delay and the cost of measuring.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class Calibration:
 
     @property
     def error_ms(self) -> float:
-        """How far off the reading is: what was read less what was injected."""
+        """The error of the reading: the measured delay minus the injected one."""
         return self.read_ms - self.injected_ms
 
     @property

@@ -1,4 +1,4 @@
-"""`wb.recipe` and `wb.recipes`: what can be trained by its name."""
+"""`wb.recipe` and `wb.recipes`: the trainings that have a name."""
 
 from __future__ import annotations
 

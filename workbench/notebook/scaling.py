@@ -1,7 +1,7 @@
-"""What runs with several numbers of workers gained: speed-up, efficiency, their law, their price.
+"""Runs with several numbers of workers: their speed-up, efficiency, scaling law and price.
 
-`wb.sweep(...)`, a line with `-n 1,2,4` and `wb.compare(...).scaling()` end in a `Scaled`. Beside
-what was measured stands what each plan's run with the fewest workers let expect of more.
+`wb.sweep(...)`, a line with `-n 1,2,4` and `wb.compare(...).scaling()` end in a `Scaled`. It
+also has the prediction that follows from each plan's run with the fewest workers.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Scaled:
 def scaled(
     summaries: Sequence[RunSummary], *, price: float | None = None, runs: Iterable[RunData] = ()
 ) -> Scaled:
-    """Return what runs with several numbers of workers gained.
+    """Return the gain of runs with several numbers of workers.
 
     Args:
         runs: Those of the summaries, in their order, to predict from.

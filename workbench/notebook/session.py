@@ -314,7 +314,7 @@ class Session:
 
 
 def check_ahead(cluster: Cluster, plans: Iterable[Plan]) -> None:
-    """Raise before an engine is touched where one of the plans could not begin.
+    """Raise an error if one of the plans cannot begin, before any engine is used.
 
     Raises:
         PlanError: A strategy needs other devices, or there would be too many workers.

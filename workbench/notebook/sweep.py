@@ -32,7 +32,7 @@ def sweep(
     cluster: Cluster | None = None,
     **settings: Any,
 ) -> Scaled | Compared:
-    """Train one recipe under every combination of what is given in lists; return what came of it.
+    """Train one recipe under every combination of the values in lists; return the results.
 
         wb.sweep("digits_mlp", ["one_device", "mirrored"], workers=[1, 2, 4], seeds=3)
         wb.sweep(source, "mirrored", options={"bucket_mb": [5, 25]}, values={"lr": [0.1, 0.01]})
@@ -118,7 +118,7 @@ class _Progress:
 
 
 def concluded(runs: Sequence[Run], *, price: float | None = None) -> Scaled | Compared:
-    """Return what several runs of one recipe came to.
+    """Return the results of several runs of one recipe.
 
     Speed-up over workers, where a plan has several numbers of them, or their price is asked for;
     else the runs side by side.

@@ -1,9 +1,9 @@
-"""What a run would take with other workers, links or options: predicted from short runs.
+"""How long a run would take with other workers, links or options: predicted from short runs.
 
-Pure: rows of finished runs go in, seconds of a step with an interval come out. A run is computed
-anew, step by step: each worker's own work is drawn from what was seen, messages take the time that
-their size and their link cost, and who has to wait for whom follows from the messages that the
-catalog describes.
+Pure: rows of finished runs go in, and seconds per step with an interval come out. A run is
+simulated step by step. Each worker's computation is drawn from the measurements, and messages take
+the time that follows from their size and their link. The messages in the catalog decide which
+worker has to wait for which.
 
     link      what a link carries, as people write it
     probe     what a short run tells: own work, time for messages, bytes

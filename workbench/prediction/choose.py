@@ -1,8 +1,8 @@
-"""Which strategy trains fastest: who competes, what is known of each, who is next, who wins.
+"""Finds the fastest strategy: the candidates, what is known of each, the next run, the winner.
 
-A few short runs are measured; from them every other strategy is predicted that can be. One that is
-measured has the last word: a prediction wins only where its whole interval lies above all that was
-measured. Nothing is run here.
+A few short runs are measured, and the other strategies are predicted from them where possible. A
+measurement counts more than a prediction: a prediction wins only if its whole interval lies above
+all measured rates. This module runs nothing.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Candidate:
         )
 
     def held_bytes(self, whole_bytes: float, gradients_bytes: float) -> float:
-        """Return what a worker would hold between steps.
+        """Return the bytes that a worker would hold between steps.
 
         Args:
             whole_bytes: Of weights, gradients and the optimizer's state.
@@ -162,7 +162,7 @@ class Choice:
 def candidates(
     framework: str, workers: int, options: Mapping[str, Any], *, allow_stale: bool = False
 ) -> tuple[list[Candidate], list[Row]]:
-    """Return who competes, and who is left out from the start, with the reason.
+    """Return the candidates, and those left out from the start with the reason.
 
     Args:
         options: Given by the user; each goes to the strategies that have it.
@@ -230,7 +230,7 @@ def _unfit(one: Candidate, workers: int, given: set[str], *, allow_stale: bool) 
 
 @dataclass
 class Race:
-    """What is known so far: who competes, who was measured, who refused.
+    """The state so far: the candidates, the measured ones, the refused ones.
 
     Attributes:
         measured: Runs by the name of their candidate.
@@ -251,7 +251,7 @@ class Race:
         return [*replicas[:1], *([by[BASELINE]] if BASELINE in by else [])]
 
     def next(self) -> Candidate | None:
-        """Return who is worth another short run; None: nobody can be faster than the best.
+        """Return the candidate for another short run; None if none can be faster than the best.
 
         Of what is only bounded a part of the gain is hoped for: a pipeline divides every model, at
         its layers, tensor parallelism only some layers.

@@ -1,4 +1,4 @@
-"""What a step's messages cost: every worker's clock is carried from message to message.
+"""The cost of a step's messages: each message moves the clocks of its workers forward.
 
 A message of m bytes takes `a + b m` seconds (Hockney, Parallel Computing 20(3), 1994); how many of
 which size follow each other comes from the catalog's description of a strategy, so collectives cost
@@ -10,10 +10,10 @@ what Thakur, Rabenseifner and Gropp (IJHPCA 19(1), 2005, section 4) and Patarasu
 
 Two kinds of links:
 
-- `held`, as `--inject bandwidth=` simulates them: who sends holds back what it sends, one message
-  after the other; what comes from a server is held back by the worker that gets it.
-- ports: all that a node sends leaves through one port, all that it gets comes in through another.
-  So a server's port is where workers queue.
+- `held`, as `--inject bandwidth=` simulates them: the sender delays its messages, one after the
+  other. A message from a server is delayed by the worker that receives it.
+- ports: a node sends everything through one port and receives everything through another. So
+  workers queue at a server's port.
 
 Workers that each go at their own pace (asynchronous servers) are a closed queueing network: a
 worker thinks, then is served by the servers' ports. Its mean cycle is found by mean value analysis
@@ -82,7 +82,7 @@ class _Message:
 
 
 class Exchange:
-    """The messages of one strategy with so many workers.
+    """The messages of one strategy with this many workers.
 
     Args:
         message_bytes: Of a worker's gradients, as they travel.

@@ -1,13 +1,13 @@
 """Seconds per message and per byte, found from short runs.
 
-A run is computed anew with its own measured work; the two numbers are those with which its steps
-take as long as they did. A run with one kind of message gives one equation for two unknowns, so how
-much of its time is the messages' and how much the bytes' is then drawn anew in each draw: all that
-it leaves open shows in the interval. Runs whose messages differ in number and size (another
-all-reduce, half precision, another model) settle both, by least squares of relative errors.
+A run is simulated with its own measured computation. The two numbers are chosen so that its steps
+take as long as measured. A run with one kind of message gives one equation for two unknowns. Then
+each draw divides the time between messages and bytes at random, and the interval shows this
+uncertainty. Runs whose messages differ in number and size (another all-reduce, half precision,
+another model) determine both numbers, by least squares of relative errors.
 
-Where a link is simulated its own time is known, and what is found is what workers spend besides.
-Each draw is made of other stretches of the run's steps (moving blocks: Kuensch, Annals of
+If a link is simulated, its own time is known, and the fit finds the workers' remaining time.
+Each draw uses different blocks of the run's steps (moving blocks: Kuensch, Annals of
 Statistics 17(3), 1989).
 """
 
@@ -52,7 +52,7 @@ class Fitted:
     runs: int
 
     def cost(self, link: Link | None) -> Cost:
-        """Return what messages cost.
+        """Return the cost of messages.
 
         Args:
             link: In place of the one that was seen; None: that one.

@@ -1,7 +1,7 @@
-"""One strategy with so many workers, computed so many times: seconds of a step, and what they are.
+"""One strategy with a number of workers, computed several times: seconds per step, and their parts.
 
-Each draw is a run of its own: other own work (`work.py`), other costs of messages (`fit.py`). What
-the model leaves out is a factor drawn besides, calibrated on training runs (`UNEXPLAINED`).
+Each draw is a separate run, with its own computation (`work.py`) and costs of messages (`fit.py`).
+Effects outside the model are a further random factor, calibrated on training runs (`UNEXPLAINED`).
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Every piece of work (forward, backward, and in `zero_bubble` the weights' half of backward) of every
 microbatch and stage is a node; it follows what its worker did before, and the message it needs. The
-order in which a worker takes its pieces is the schedule's; a step is the longest path (Kelley and
-Walker, Critical-Path Planning and Scheduling, 1959).
+schedule gives the order of a worker's pieces. The step time is the longest path (Kelley and Walker,
+Critical-Path Planning and Scheduling, 1959).
 
     gpipe        all forwards, then all backwards
-    1f1b         a stage has at most as many microbatches under way as stages follow it, itself
+    1f1b         a stage has at most as many microbatches in work as stages follow it, itself
                  included; a backward comes before a forward
     interleaved  the same over the stages of all workers, the microbatches in rounds
     zero_bubble  as 1f1b; the weights' halves fill the gaps

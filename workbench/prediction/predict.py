@@ -1,8 +1,8 @@
-"""What is asked of a prediction, checked, and what comes back: seconds of a step, with an interval.
+"""Checks the arguments of a prediction and returns the seconds per step, with an interval.
 
-The interval is meant to hold nine of ten runs of as many steps as asked for: it has what other
-steps of the same run would have said, what the fits leave open, how much such a run varies by
-itself, and what the model is known to leave out (`model.UNEXPLAINED`).
+The interval should contain nine of ten runs with the requested number of steps. It includes the
+uncertainty from the choice of steps, the uncertainty of the fits, the variation of the run itself,
+and the known error of the model (`model.UNEXPLAINED`).
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def _samples(base: Probe, workers: int, scaling: str, batch_size: int | None) ->
 
 @dataclass(frozen=True, eq=False)
 class Knows:
-    """What the runs tell, and what was given besides.
+    """The data from the runs, and the other arguments.
 
     Attributes:
         fitted: None where no run had messages.
@@ -435,7 +435,7 @@ class Knows:
     def notes(
         self, settings: Sequence[Setting], samples: Sequence[float], link: Link | None
     ) -> list[str]:
-        """Return what is assumed, and where it goes beyond what was seen."""
+        """Return the assumptions, and where the prediction goes beyond the measurements."""
         base, most = self.base, max(s.workers for s in settings)
         seen = max(p.workers for p in self.probes)
         found = []

@@ -1,4 +1,4 @@
-"""What a short run tells a prediction: own work, length of its steps, bytes of its messages."""
+"""The data that a prediction takes from a short run: own work, step times, bytes of messages."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ class Probe:
 
 
 def check_predicted(entry: Strategy) -> None:
-    """Raise PlanError where a strategy is not one that can be computed anew."""
+    """Raise PlanError if a strategy cannot be simulated."""
     why = NOT_PREDICTED.get(entry.name)
     if entry.framework != "torch":
         why = why or "TensorFlow's own collectives do not report bytes"

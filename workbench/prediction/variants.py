@@ -1,7 +1,7 @@
 """What if: changes to a run, each computed by the same model, and which of several is best.
 
-The run as it was and the run as it would be are computed with the same draws, so what both have in
-common cancels: the measured step is multiplied by the ratio of the two.
+The measured run and the changed run are computed with the same draws, so errors that both share
+cancel: the measured step is multiplied by the ratio of the two.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHANGES = ("link", "latency", "straggler", "batch_size", "overlap", "workers", "
 
 @dataclass(frozen=True)
 class Variant:
-    """A change, and what would come of it.
+    """A change, and its predicted effect.
 
     Attributes:
         text: The change as it was asked for.

@@ -1,21 +1,21 @@
-"""Own work of any number of workers, drawn from the work of a few.
+"""The own computation of any number of workers, drawn from that of a few.
 
-A worker's seconds in a step are taken apart as in a two-way analysis of variance without
-interaction (Scheffe, The Analysis of Variance, 1959, chapter 4):
+A worker's seconds in a step are split as in a two-way analysis of variance without interaction
+(Scheffe, The Analysis of Variance, 1959, chapter 4):
 
     own[step, worker] = mean + what all had in this step + what this worker always has + the rest
 
-- What is common to all is told from the rest by the workers' covariance over steps; where that is
-  not beyond chance there is none.
-- What belongs to a worker counts where workers differ by more than their steps explain. Further
-  workers are drawn from those seen.
-- The rest is drawn anew for each worker and step. The slowest of n workers is the largest of n such
+- The part common to all workers is found by their covariance over the steps. If the covariance
+  could be chance, this part is zero.
+- The part of a worker counts if workers differ by more than their steps explain. Further workers
+  are drawn from the measured ones.
+- The rest is drawn for each worker and step. The slowest of n workers is the largest of n such
   draws, so its tail matters: beyond the 90th of a hundred it is smoothed by a generalized Pareto
   distribution (Pickands, Annals of Statistics 3(1), 1975; probability-weighted moments: Hosking and
   Wallis, Technometrics 29(3), 1987).
 
-Each draw of a run begins with other steps and workers, drawn with replacement from those seen, so
-what few steps cannot tell widens the interval.
+Each draw of a run begins with other steps and workers, drawn with replacement from the measured
+ones, so few steps give a wider interval.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A cluster as its parts know it: what a queue, a debugger or a status table asks of one."""
+"""The part of a cluster that its queue, debugger and status table use."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ClusterAccess(Protocol):
 
     @property
     def framework(self) -> str:
-        """The framework of engines, cells and runs that name none."""
+        """The framework of engines, cells and runs that do not name one."""
 
     @property
     def devices_asked(self) -> str:

@@ -1,4 +1,4 @@
-"""`wb.attach`, `%cluster attach`: take over a kept cluster, with what runs on it.
+"""`wb.attach`, `%cluster attach`: take over a kept cluster and what is running on it.
 
 A cell or a run that another notebook began is followed through what its engines write. Rows, events
 and outputs are read from disk from the beginning. None is lost and none comes twice, even if nobody
@@ -256,7 +256,7 @@ class FollowedTask(Task):
 
 
 class Follower:
-    """Reads what the engines of one task write, on a thread of its own, until all have ended.
+    """Reads what the engines of one task write, on its own thread, until all have ended.
 
     Args:
         folder: The cluster's.

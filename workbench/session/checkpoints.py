@@ -1,4 +1,4 @@
-"""Checkpoints of runs, for the notebook's side: whose a folder is, and what is kept beside them."""
+"""Checkpoints of runs, on the notebook's side: who owns a folder, and what else is kept in it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`wb.Cluster`: engines, the runs on them, and the cells without a strategy.
 
-Its `RunDispatcher` finds whose a message of an engine is: runs by the number that messages name.
+Its `RunDispatcher` passes each engine's message to its run, by the run number in the message.
 """
 
 from __future__ import annotations
@@ -436,7 +436,7 @@ class Cluster:
 
     @property
     def framework(self) -> str:
-        """The framework of engines, cells and runs that name none."""
+        """The framework of engines, cells and runs that do not name one."""
         return self.engine_set.framework
 
     def use(self, framework: str) -> None:

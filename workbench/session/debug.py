@@ -1,6 +1,6 @@
 """`%cluster debug`: a paused rank, a failed one, or debugpy for VS Code.
 
-Of a failed rank there are its frames, their variables, and pdb's commands on them.
+For a failed rank, its frames and their variables are kept, and pdb's commands work on them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def post_mortem(cluster: ClusterAccess, engine: int | None) -> PostMortem:
 
 
 def check_living(cluster: ClusterAccess, engine: int) -> None:
-    """Raise ClusterError where an engine is dead, or never was."""
+    """Raise ClusterError if an engine is dead or does not exist."""
     info = cluster.engine_set.known(engine)
     if info.state == "dead":
         raise ClusterError(
@@ -245,7 +245,7 @@ class PostMortem:
 
 
 def failed_engine(task: Task | None) -> int:
-    """Return the engine whose failure is the reason for a cell's.
+    """Return the engine whose failure made the cell fail.
 
     Raises:
         RunError: The last cell did not fail.

@@ -1,4 +1,4 @@
-"""What a cluster's folder says about it, how long it may do nothing, and whose it is.
+"""What a cluster's folder says about it, how long it may be idle, and who owns it.
 
 `cluster.json` is written again at each change, `task.jsonl` gets a line with every
 cell and run; `cluster/folders.py` reads them.

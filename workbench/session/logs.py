@@ -1,4 +1,4 @@
-"""`%cluster logs` and `%cluster stacks`: an engine's log, and where its threads are."""
+"""`%cluster logs` and `%cluster stacks`: an engine's log, and the stacks of its threads."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Plans in a row, as a pure state machine: what waits, what runs, how far it is, for how long yet.
+"""A queue of plans as a pure state machine: which wait, which runs, its progress, the time left.
 
     waiting ── begin ──> running ── settle ──> finished | stopped | failed
        └───────── give_up, remove, clear ────> stopped
 
-One runs at a time, in the order of the list. A batch is what was added since nothing was left to
-do; a new batch makes the list forget the one before (its runs are in `wb.runs`).
+One plan runs at a time, in the order of the list. A batch is all plans added since the list was
+last finished. A new batch removes the previous one from the list (its runs are in `wb.runs`).
 
-How long a row of runs will take yet follows from how fast the present one is and what others took.
-A run takes its beginning (engines, data, the model) and then so much for each step. The one that
-runs is extrapolated by its own steps. One that waits is expected to take what runs of its kind
-took, by the mean, its steps scaled to its own number of steps or epochs. Where no run of its kind
-was seen, the mean of all is used. The estimate is then rough because strategies differ in speed.
+The remaining time is estimated from the speed of the current run and the times of earlier runs.
+A run takes a start-up time (engines, data, the model) and then a time for each step. The current
+run is extrapolated from its own steps. A waiting run is expected to take the mean time of runs of
+its kind, scaled to its own number of steps or epochs. If no run of its kind was seen, the mean of
+all runs is used. This estimate is rough because strategies differ in speed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Pace:
     reached: float = 0.0
 
     def update(self, steps: int, total: int | None, stepping_s: float, elapsed_s: float) -> None:
-        """Take note of where it is."""
+        """Note its progress."""
         self.steps, self.total, self.stepping_s, self.elapsed_s = (
             steps,
             total,
@@ -277,7 +277,7 @@ class QueueState:
     # -- what happens ------------------------------------------------------------------------------
 
     def begin(self) -> Item | None:
-        """Have the next one run and return it; None where none waits, or one runs already."""
+        """Start the next plan and return it; None if none waits or one is running."""
         waiting = self.waiting
         if not waiting or self.current is not None:
             return None

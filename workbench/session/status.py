@@ -1,7 +1,7 @@
-"""Rows of `%cluster`: what each engine is, where, how big, doing what.
+"""Rows of `%cluster`: each engine's kind, place, memory and current work.
 
-What an engine does, a state and words, follows from what the kernel knows of its cell or run. How
-the engines are is sampled at most once a second, and only while somebody looks.
+What an engine does (a state and a text) follows from what the kernel knows about its cell or run.
+The engines are sampled at most once a second, and only while someone is looking at the table.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ Where checkpoints are, and which is the last good one:
       step-240/
 
 A folder that is called `step-N` is whole: a crash while writing leaves a `.tmp` behind, which
-nobody reads and the next checkpoint removes. What a disk, a copy or a hand does to it later is
-found by the checksums before anything is loaded; checkpoints of versions that wrote none load as
-they are.
+nobody reads and the next checkpoint removes. Later damage (by a disk, a
+copy or a person) is found by the checksums before anything is loaded. Checkpoints of versions that
+wrote no checksums are loaded unchecked.
 
-With checksums what is read from a disk is what was written there, or is refused by name. CRC-32
-finds every flipped bit and every burst of up to 32; it costs about 0.3 ms per MB. It is no proof
-against somebody who means it: read only folders that you trust (`docs/security.md`).
+If the data on disk differs from what was written, it is refused, and the error names it. CRC-32
+finds every flipped bit and every burst of up to 32; it costs about 0.3 ms per MB. It does not
+protect against an attacker: read only folders that you trust (`docs/security.md`).
 
 Weights of one model are put into another of the same form, also across frameworks (pure), and a
 run's final weights into a model of the notebook; that model brings its framework, nothing is
@@ -98,7 +98,7 @@ def found(folder: str | os.PathLike[str]) -> list[Checkpoint]:
 
 
 def token(prefix: str, run_id: str = "run") -> str:
-    """Return what tells one launch's unfinished folders from others': `step-N.<token>.tmp`."""
+    """Return the token that marks one launch's unfinished folders: `step-N.<token>.tmp`."""
     return (prefix or run_id or "run").strip("/").replace("/", "-")
 
 
@@ -163,12 +163,12 @@ def checked(one: Checkpoint) -> Checkpoint:
 
 
 def faults(one: Checkpoint, *, own: bool = True) -> list[str]:
-    """Return what is damaged in a checkpoint, file by file; empty where it is as it was written.
+    """Return the damage in a checkpoint, file by file; empty if it is undamaged.
 
     Reads every file: about as long as loading it takes.
 
     Args:
-        own: Whether what each rank alone had is needed too: as many ranks go on, alike.
+        own: Whether the files of each rank are needed too: as many ranks continue, in the same way.
     """
     if fault := _manifest_fault(one):
         return [fault]
@@ -199,7 +199,7 @@ def last_whole(folder: str | os.PathLike[str], but: str = "") -> Checkpoint | No
     """Return the last checkpoint of a folder that is as it was written; None where there is none.
 
     Args:
-        but: Path of one that is out of the question.
+        but: Path of a checkpoint that must not be used.
     """
     others = (one for one in reversed(found(folder)) if one.path != but)
     return next((one for one in others if not faults(one)), None)

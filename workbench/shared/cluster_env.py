@@ -1,6 +1,6 @@
-"""A process of a cluster: whose it is, its files, where it listens, what imports depend on.
+"""A process of a cluster: its owner, its files, its ports, the environment of its imports.
 
-And which host it is on: what tells that from others, and the address others reach it by.
+Also its host: how hosts are told apart, and the address at which others reach this one.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def cannot_listen(host: str, ports: tuple[int, int] | None, reason: str) -> Clus
 def run_folder(run_dir: str, run_id: str) -> Path | None:
     """Return where an engine writes files of a run: its folder, or one that the kernel fetches.
 
-    None where it is told no folder and has none of ours: on a machine without an agent.
+    None if it was given no folder and has no folder of Workbench: on a machine without an agent.
 
     Args:
         run_dir: The run's folder, where the engine is on the kernel's machine.

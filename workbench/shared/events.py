@@ -1,10 +1,10 @@
-"""What happens in a run, which states follow, and what comes when in a Stop. Pure, for both sides.
+"""The events of a run, its states, and the timing of a Stop. Pure, for both sides.
 
-Events have a class each: engines tell the kernel, the kernel adds its own.
+Each event has a class. Engines send events to the kernel, and the kernel adds its own.
 
-An event travels and lies on disk as its name and its fields (`to_wire`). `read` makes it of them
-again; a name that is not here is refused. Fields that another version wrote and this one does not
-know are left out, those that it did not write have their defaults.
+An event is sent and stored as its name and its fields (`to_wire`). `read` builds the event from
+them; an unknown name is refused. Unknown fields of another version are left out, and missing
+fields get their defaults.
 
 A run's life is a state machine: events in, the next state out.
 
@@ -44,7 +44,7 @@ from ..errors import RunError
 
 
 class Topic(str, Enum):
-    """What a note or warning is about, where something acts on it; nobody reads its words."""
+    """The subject of a note or warning, for code that acts on it; no code parses the text."""
 
     ALLREDUCE_CHOSEN = "allreduce_chosen"
     """`value`: the all-reduce that `auto` took."""
@@ -142,7 +142,7 @@ class Noted(Event):
 
     Attributes:
         topic, value: What it is about, where something acts on it (`Topic`).
-        deaths: Engines of whose deaths it says all.
+        deaths: Engines whose deaths it describes completely.
     """
 
     name: ClassVar[str] = "note"
@@ -232,7 +232,7 @@ class Unmeasured(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Paused(Event):
-    """A rank stands still after a step."""
+    """A rank is paused after a step."""
 
     name: ClassVar[str] = "paused"
     rank: int = 0
@@ -241,7 +241,7 @@ class Paused(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
-    """A rank goes on."""
+    """A rank continues."""
 
     name: ClassVar[str] = "resumed"
     rank: int = 0
@@ -250,7 +250,7 @@ class Resumed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CellLeft(Event):
-    """A rank's cell is through; what follows is weights and clearing away."""
+    """A rank's cell has ended; weights and cleanup follow."""
 
     name: ClassVar[str] = "cell_left"
     rank: int = 0
@@ -259,7 +259,7 @@ class CellLeft(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunFinished(Event):
-    """A rank has done with the run; `weights` is a file's name."""
+    """A rank has finished the run; `weights` is a file's name."""
 
     name: ClassVar[str] = "run_finished"
     rank: int = 0
@@ -338,13 +338,13 @@ class ToldToEnd(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Healed(Event):
-    """The others go on without workers that died; nothing was lost with them.
+    """The others continue without the workers that died; nothing was lost.
 
     Attributes:
         ranks: Of those.
         step: The first without them.
         seconds: How long the others stood still, at most.
-        workers: How many go on.
+        workers: How many continue.
     """
 
     name: ClassVar[str] = "healed"
@@ -357,14 +357,14 @@ class Healed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Joined(Healed):
-    """Workers take part from a step on; those who were there stood still for so many seconds."""
+    """Workers join at a step; the others waited for this number of seconds."""
 
     name: ClassVar[str] = "joined"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Left(Healed):
-    """The others go on without workers that were to leave, `reason`, and that are well.
+    """The others continue without workers that left for `reason` and did not fail.
 
     `ranks` is empty where a server left.
     """
@@ -375,7 +375,7 @@ class Left(Healed):
 
 @dataclass(frozen=True, kw_only=True)
 class Shed(Healed):
-    """Workers have more or less work from a step on, as one was slow for long, or is no more.
+    """Shares change at a step because a worker was slow for a long time, or is no longer slow.
 
     Attributes:
         ranks: Of those that have less than an equal share now; none: all shares are equal again.

@@ -1,7 +1,7 @@
 """Faults a teacher can inject, as data: `slow=1:50ms`, `slow=1:3x`, `jitter=20ms`, `kill=2@100`.
 
-`bandwidth=100MB/s` and `latency=5ms` are simulated: what a strategy sends on links of its own is
-held back for as long as a link of that kind would take, on top of what the real one takes.
+`bandwidth=100MB/s` and `latency=5ms` are simulated: each message on the strategy's own links is
+delayed for as long as such a link would take, in addition to the time of the real link.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Fault:
         return f"kill={self.rank}@{self.step}" if self.kind == "kill" else "clear"
 
     def check(self, workers: int, *, links: bool = True) -> None:
-        """Raise PlanError when the run does not have what the fault is for.
+        """Raise PlanError if the fault does not apply to the run.
 
         Args:
             links: Whether the strategy has links of its own.
@@ -91,7 +91,7 @@ class Fault:
 
 
 def lasting(faults: Iterable[Fault]) -> tuple[str, ...]:
-    """Return the texts of those that go on; a `kill` is no state."""
+    """Return the texts of the faults that last; a `kill` does not last."""
     return tuple(fault.text for fault in faults if fault.kind not in ("kill", "clear"))
 
 

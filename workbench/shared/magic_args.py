@@ -1,6 +1,6 @@
-"""What the lines of all magics are made of: words, whole numbers, ranks, a comment at the end.
+"""Parts of the lines of all magics: words, whole numbers, ranks, a comment at the end.
 
-The line of `%cluster` is parsed here too. Knows words and flags, touches nothing.
+The line of `%cluster` is parsed here too. This module only parses and has no side effects.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ ACTIONS = ("start", "status", "restart", "logs", "stacks", "debug", "free", "att
 
 @dataclass(frozen=True)
 class ClusterLine:
-    """What a `%cluster` line asks for.
+    """The parsed line of `%cluster`.
 
     Attributes:
         launch: Where engines are started, as arguments of `wb.Cluster`; only what was typed.
@@ -276,7 +276,7 @@ def parse_window(text: str) -> Window:
     """Read `10:15`.
 
     Raises:
-        PlanError: It is no range of steps.
+        PlanError: It is not a range of steps.
     """
     match = re.fullmatch(r"\s*(\d{1,12})\s*:\s*(\d{1,12})\s*", text, re.ASCII)
     if match is None:
@@ -298,7 +298,7 @@ def parse_window(text: str) -> Window:
 
 
 def check_window(window: Window | None, steps: int | None) -> None:
-    """Raise PlanError where a run of so many steps ends before the window does."""
+    """Raise PlanError if a run of this many steps ends before the window does."""
     if window is None or steps is None or window[1] <= steps:
         return
     last = max(0, steps - 5)

@@ -1,12 +1,12 @@
-"""What the notebook's kernel and the engines say to each other, one class each, and nothing else.
+"""The messages between the notebook's kernel and the engines, one class each.
 
-`Up` is all that an engine may say, `Down` all that the kernel may; both ends tell them apart by
-their classes. How a message travels is for `protocol.py`: its kind, for the debugger its word too,
-and the fields that `to_wire` gives. `from_wire` makes it of them again and refuses what is unknown,
-missing or of another type, so that nobody behind it looks at a field that may not be there.
+`Up` lists the messages that an engine may send, `Down` those of the kernel; both sides tell them
+apart by class. `protocol.py` sends a message as its kind (for the debugger also its word) and the
+fields from `to_wire`. `from_wire` builds the message from them. It refuses a field that is unknown,
+missing or of another type, so the receiver can rely on all fields.
 
-What a cell came to on an engine is `CellOutcome`: it answers the call that ran the cell, and lies
-in the engine's diary.
+`CellOutcome` is the result of a cell on an engine: it answers the call that ran the cell, and is
+kept in the engine's log of cells.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class OfEngine(Message):
-    """What an engine says of itself, whatever run it takes part in."""
+    """A message about the engine itself, independent of any run."""
 
     engine: int
 
@@ -168,7 +168,7 @@ class Hello(OfEngine):
 
 @dataclass(frozen=True, kw_only=True)
 class Refused(OfEngine):
-    """How many messages and connections that knew no key there were so far."""
+    """The number of messages and connections without the right key so far."""
 
     kind: ClassVar[str] = "refused"
     count: int
@@ -176,7 +176,7 @@ class Refused(OfEngine):
 
 @dataclass(frozen=True, kw_only=True)
 class Records(OfRun):
-    """What steps were measured.
+    """The measured steps.
 
     Attributes:
         dropped: How many rows were lost so far.
@@ -228,7 +228,7 @@ class Happened(OfRun):
 
 @dataclass(frozen=True, kw_only=True)
 class Position(OfRun):
-    """Answers `Halt`: the step that this rank has begun; it begins no other."""
+    """Answers `Halt`: the step that this rank has begun; it does not begin another one."""
 
     kind: ClassVar[str] = "position"
     rank: int
@@ -259,7 +259,7 @@ class Stopped(OfEngine):
 
 @dataclass(frozen=True, kw_only=True)
 class Answered(OfEngine):
-    """What came of a line; the cell waits for the next one."""
+    """The result of a line; the cell waits for the next one."""
 
     kind: ClassVar[str] = "debugger"
     word: ClassVar[str] = "answer"
@@ -269,7 +269,7 @@ class Answered(OfEngine):
 
 @dataclass(frozen=True, kw_only=True)
 class Left(OfEngine):
-    """The cell goes on."""
+    """The cell continues."""
 
     kind: ClassVar[str] = "debugger"
     word: ClassVar[str] = "left"
@@ -279,7 +279,7 @@ class Left(OfEngine):
 
 @dataclass(frozen=True, kw_only=True)
 class Served(OfEngine):
-    """What came of `Serve`.
+    """The result of `Serve`.
 
     Attributes:
         port: Where debugpy listens; None: it does not.
@@ -346,7 +346,7 @@ class CellEnded(OfEngine):
 
 @dataclass(frozen=True, kw_only=True)
 class AskedToEnd(OfEngine):
-    """A job's process was told to end by its platform, `why`: all are to stop at a step."""
+    """The platform told a job's process to exit, for the reason `why`: all must stop at a step."""
 
     kind: ClassVar[str] = "asked"
     why: str
@@ -389,7 +389,7 @@ class Resume(OfRun):
 
 @dataclass(frozen=True, kw_only=True)
 class Advance(OfRun):
-    """Go on for so many steps, then pause again."""
+    """Continue for this number of steps, then pause again."""
 
     kind: ClassVar[str] = "advance"
     steps: int
@@ -419,7 +419,7 @@ class Told(OfRun):
 
 @dataclass(frozen=True, kw_only=True)
 class Regroup(OfRun):
-    """From the step under way on others take part; those who are `past` have trained all."""
+    """From the current step on, other workers take part; those in `past` have finished training."""
 
     kind: ClassVar[str] = "regroup"
     generation: int
@@ -441,7 +441,7 @@ class Hold(ToUser):
 
 @dataclass(frozen=True, kw_only=True)
 class GoOn(ToUser):
-    """Nobody answers, and why; the cell goes on."""
+    """No answer will come, and why; the cell continues."""
 
     word: ClassVar[str] = "go_on"
     reason: str
@@ -540,13 +540,13 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True)
 class CellOutcome:
-    """What a cell came to on one engine; of an engine that died, as the kernel has found it.
+    """The result of a cell on one engine; if the engine died, as the kernel has found it.
 
     Attributes:
         ename, evalue: The class of an error, and its words.
         traceback: Of an error that was not the cell's.
         advice: What helps against it.
-        felt: What our own links saw of another engine's end, where that was the error.
+        felt: What Workbench's links saw of another engine's death, if that was the error.
         replace: The engine's framework cannot be used any more.
         trained: How many steps.
         loop: What an own loop did.
@@ -555,13 +555,13 @@ class CellOutcome:
         initial_read: Whether a model took the initial weights.
         weights: Name of the file with the final weights.
         copies: The engine's copy of the model, where copies should be equal.
-        kept_step: The step that was rescued for whoever goes on; -1: none.
+        kept_step: The step that was rescued for the workers that continue; -1: none.
         reassigned: Names of ours that the cell gave another value.
-        group_broken: Whether the process group must be made anew.
+        group_broken: Whether the process group must be created again.
         cut_off: Whether the engine's connections were cut so that it stopped waiting.
         how: How a dead engine ended.
         log: The last lines of its log.
-        recoverable: Whether it died by itself, so that a run may go on without it.
+        recoverable: Whether it died by itself, so that a run may continue without it.
         restarted: Whether it was restarted, so that it is there again.
         with_all: Whether it ended with all others.
         ended: Words for how it was ended by us; empty: it was not.

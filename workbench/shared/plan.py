@@ -1,6 +1,6 @@
 """A plan: a recipe, a strategy and its options, validated before any engine is touched.
 
-`cell_of` writes it back as the cell that asks for it: the magic's line, and below it the source.
+`cell_of` turns a plan into a notebook cell: the magic's line, and below it the source.
 
 The line holds only what differs from the defaults, always in the same order, so equal plans give
 equal text:
@@ -8,7 +8,8 @@ equal text:
     strategy  -n  --framework  -o ..  --epochs --steps --batch-size --seed
     and then the settings, in the order of `RunSettings`: --inject .. to --name
 
-Every line is read again before it is handed out, so what it says is the plan or an error.
+Each line is parsed again before it is returned. If it does not give the same plan, an error is
+raised.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Plan(RunSettings):
 
     @property
     def helpers(self) -> tuple[str, ...]:
-        """What the engines are called that the run needs besides those that run the cell."""
+        """Names of the engines that the run needs besides those that run the cell."""
         return self.entry.helpers(self.options, self.workers)
 
     @property
@@ -89,7 +90,7 @@ class Plan(RunSettings):
         return self.entry.is_sync(self.options)
 
     def check_scales(self, workers: int | None = None, batch: int | None = None) -> None:
-        """Raise PlanError where a run cannot go on with other workers, or not with so many.
+        """Raise PlanError if a run cannot continue with this number of workers, or with any other.
 
         Args:
             batch: Samples of its global batch; None where that is not known.
@@ -125,7 +126,7 @@ class Plan(RunSettings):
             )
 
     def check_devices(self, devices: Sequence[str]) -> None:
-        """Raise PlanError where the strategy or an option needs other devices than there are.
+        """Raise PlanError if the strategy or an option needs devices that are not available.
 
         Args:
             devices: One per replica: `cpu`, `cuda:0`; several on one GPU name the same.
@@ -158,7 +159,7 @@ class Plan(RunSettings):
                 )
 
     def with_seed(self, seed: int) -> Plan:
-        """Return the same plan under another seed, named apart."""
+        """Return the same plan with another seed and another name."""
         return replace(
             self,
             overrides={**self.overrides, "seed": seed},
@@ -411,7 +412,7 @@ def _check_layout(
 
 
 def check_fewer(plan: Plan, workers: int) -> None:
-    """Raise PlanError where a plan cannot go on with fewer workers."""
+    """Raise PlanError if a plan cannot continue with fewer workers."""
     _check_layout(plan.entry, plan.options, workers, plan.overrides.get("batch_size"))
 
 
@@ -467,7 +468,7 @@ def _check_on_failure(
 
 
 def check_name(name: object) -> None:
-    """Raise PlanError where a run cannot be called so."""
+    """Raise PlanError if a run cannot have this name."""
     if not isinstance(name, str):
         raise PlanError(
             "name must be text.",

@@ -3,19 +3,19 @@
 Every message is `[signature, header, payload...]`: the header is JSON, payloads are raw bytes
 (packed records), the signature is HMAC-SHA256 over both with the cluster's key. Nothing is ever
 unpickled, and a message whose signature does not match is counted and dropped before it is parsed.
-What there is to say is in `messages.py`. `encode` makes a packet of it; `decode_up` and
-`decode_down` make it of a packet again, each for one direction.
+The messages are in `messages.py`. `encode` turns a message into a packet; `decode_up` and
+`decode_down` turn a packet into a message again, each for one direction.
 
-A signed message is good once: for one receiver, in one session, in one direction.
+A signed message is valid only once: for one receiver, in one session, in one direction.
 
     engine -> kernel   via = [engine's nonce, kernel's nonce or "", n]
     kernel -> engine   via = [kernel's nonce, engine's nonce, n]
 
-Each end draws a nonce when it is made and counts what it sends. A message that was recorded and is
-sent again, to the same end, to the one that sent it, or to a later one with the same key, is
-refused. An engine learns the kernel's nonce with the first answer; what it says before that (its
-hello, and all that goes through ipyparallel where the socket cannot be reached) is good for any
-kernel that knows the key, once.
+Each side draws a nonce when it is created and numbers its messages. A recorded message is refused
+if it is sent again to the receiver, to the sender, or to a later process with the same key. An
+engine learns the kernel's nonce with the first answer. Its earlier messages (its hello, and all
+that goes through ipyparallel if the socket cannot be reached) are valid once, for any kernel that
+has the key.
 
 The window is RFC 4303's (section 3.4.3): numbers may come in any order, each once, and not later
 than `WINDOW` behind the highest.
@@ -45,7 +45,7 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Packet:
-    """A message as it travels; what reads it is here only.
+    """A message in the form in which it is sent; only this module reads it.
 
     Attributes:
         kind: How the message is called.
@@ -59,7 +59,7 @@ class Packet:
 
 
 def control_key(secret: str) -> bytes:
-    """Return the key that processes make of a secret that each was given; it does not travel."""
+    """Return the key that processes derive from a shared secret; the key is never sent."""
     return hmac.digest(secret.encode(), b"workbench control", "sha256")
 
 
@@ -165,7 +165,7 @@ def records_from(payload: bytes | memoryview) -> np.ndarray[Any, np.dtype[Any]]:
 
 @dataclass(frozen=True)
 class RunSpec(RunSettings):
-    """What one engine is told about the run (or the cell without strategy) it takes part in.
+    """The data that one engine gets about its run (or about its cell without a strategy).
 
     Besides the run's settings, of which `init_from` names a folder here:
 
@@ -173,12 +173,12 @@ class RunSpec(RunSettings):
         run: Sequence number; the `run` field of records. 0 for SPMD cells.
         run_id: Unique, sortable name of the run's folder.
         ranks: Engine ids by rank; an engine that holds several replicas stands there several times.
-        resume: The checkpoint (`DIR/step-N`) that the run goes on from; empty: it begins anew.
+        resume: The checkpoint (`DIR/step-N`) that the run continues from; empty: none.
         resume_name: What it is called where it was sent to this host from: its path there.
         original_rank: Rank under which this engine's rows are kept, where the run has gone on with
             fewer workers and ranks were given anew; -1: its own.
         rows_from: Rows of earlier steps are not recorded: the run's history has them already.
-        rescue: Whether to keep what this worker holds if the cell fails: the run may go on from it.
+        rescue: Whether to keep this worker's state if the cell fails: the run may continue from it.
         heals: Whether training goes on with others when a worker dies; `joins`: this engine takes
             part once it has been let in, and has what the others know from one of them.
         replicas: How many replicas this engine holds: those of `rank` and the following ranks.

@@ -1,32 +1,32 @@
-"""What a step is measured in: one row a replica and step, and what becomes of each of its fields.
+"""The measurements of a step: one row per replica and step, and the use of each field.
 
-`MEASURED` is the one list. The packed row that engines send and that lies on disk (`RECORD`), the
-rows and columns of a history and the curves that every view draws are made of it.
+`MEASURED` lists all fields. The packed rows that engines send and that are kept on disk (`RECORD`),
+the rows and columns of a history, and the curves in all views are built from it.
 
 To add a column: an entry here (at the end: rows of saved runs begin with what they know), a field
 of `StepResult` (`engine/telemetry/recorder.py`), the place that measures it, and its line in
 docs/metrics.md.
 
-What is shown beside them is derived here, by pure functions of measured rows. Definitions (one
-clock per host, times in seconds):
+The other columns are derived here, by pure functions of measured rows. Definitions (one clock per
+host, times in seconds):
 
-- sync wait of rank r in a step: `max(0, G - R_r)`, R_r when r's last gradient was ready, G the
-  latest R of the step. At least one rank waits 0. The wall time of backward cannot name a
-  straggler, since everyone's backward ends when the slowest one's does.
+- sync wait of rank r in a step: `max(0, G - R_r)`, where R_r is the time when r's last gradient
+  was ready and G is the latest R_r of the step. At least one rank waits 0. The wall time of
+  backward cannot show a straggler, because backward ends at the same time on all ranks.
 - transfer: exposed communication beyond the wait, `exposed - wait`.
 - across hosts, where clocks differ, and on accelerators, which have clocks of their own:
   `wait_r = exposed_r - min(exposed)` (the min rule).
-- moments of engines whose clock is not the kernel's are put on the kernel's when they arrive there
-  (`cluster/router.py`), right to a bound: good for what is drawn over time, not for waits.
+- times of engines with another clock are converted to the kernel's clock when they arrive there
+  (`cluster/router.py`), within a bound. They are exact enough for drawing, but not for waits.
 - other: the residual `step - (data wait + compute + wait + transfer)`; the parts always add up.
   A part that could not be measured is NaN, and its time is in the residual.
-- blame: the rank that a wait was for: the one whose gradient was ready last, or the one that the
-  strategy names where it measured the wait itself.
-- bubble of a pipeline's worker: the step without what it had to do itself. Part of it belongs to
-  the schedule and is nobody's fault. What it has beyond that because a stage has more to do is for
-  the rank that holds it, the one that is busy longest: `busy of the busiest - own busy`, which is
-  what this worker's bubble would lose if both had equal work. Where that is no more than 1 ms or
-  5 % of the step, stages count as balanced and nobody is blamed.
+- blame: the rank that the others waited for. Its gradient was ready last, or the strategy names it
+  because it measured the wait itself.
+- bubble of a pipeline's worker: the step without the worker's own computation. Part of it belongs
+  to the schedule, and no rank is blamed for it. The rest arises because a stage computes longer.
+  The busiest rank is blamed for it: `busy of the busiest - own busy`. The worker's bubble would be
+  shorter by this time if both had equal work. If this is at most 1 ms or 5 % of the step, stages
+  count as balanced and no rank is blamed.
 """
 
 from __future__ import annotations

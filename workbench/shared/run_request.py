@@ -1,13 +1,13 @@
-"""What is asked of a run: one field per flag, and everything that knows flags is made from them.
+"""The request for a run: one field per flag; all code that handles flags is built from them.
 
-A field's `Flag` says how it stands on the line above a cell, in `cluster.run(...)`, in the plan,
-on the wire, in a cell that is written back, and in docs/magics.md. What a plan and the engines
-know of a request as it is stands in `flags/settings.py`; `RunRequest` has the rest too.
+A field's `Flag` describes its form on the line above a cell, in `cluster.run(...)`, in the plan,
+on the wire, in a cell that is written back, and in docs/magics.md. The fields that a plan and the
+engines use unchanged are in `flags/settings.py`; `RunRequest` has the other fields too.
 
 To add a flag: a field there or here, and the place where it does something.
 
-The line above a `%%distributed` cell is parsed here: words and flags, nothing is touched. Of
-`--profile`, `10:15` are the five steps from step 10 on.
+This module parses the line above a `%%distributed` cell into words and flags, without side effects.
+In `--profile`, `10:15` are the five steps from step 10 on.
 
 Several values of one flag are a run for each: `flags/several.py`.
 """

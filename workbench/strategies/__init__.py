@@ -1,6 +1,6 @@
-"""The strategies: a file each, written like the textbook's page on it.
+"""The strategies: one file each, written like a textbook page about the strategy.
 
-What a strategy must do is `engine/contract.py`; which there are is said by `catalog/`.
+`engine/contract.py` defines what a strategy must do; `catalog/` lists the strategies.
 
     torch/       PyTorch's
     tensorflow/  TensorFlow's

@@ -1,4 +1,4 @@
-"""Where runs are written to besides their folder: one module per kind, loaded when asked for.
+"""The tools that runs are also written to: one module per tool, loaded only when needed.
 
 In reading order:
 

@@ -1,7 +1,7 @@
 """Writes runs as TensorBoard's event files, with the parts of its package that load no framework.
 
-`tensorboard.summary.Writer` takes TensorFlow's file system where TensorFlow is installed, which
-would load it into the notebook; the record format and the messages below it need neither. Format:
+If TensorFlow is installed, `tensorboard.summary.Writer` uses its file system, which would load
+TensorFlow into the notebook. The record format and the messages do not need it. Format:
 https://github.com/tensorflow/tensorboard/blob/master/tensorboard/compat/proto/event.proto and
 `tensorboard/summary/writer/record_writer.py`.
 """

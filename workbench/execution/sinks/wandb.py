@@ -1,9 +1,9 @@
-"""Writes runs to Weights & Biases from a process of its own, which ends with the run.
+"""Writes runs to Weights & Biases from a separate process, which ends with the run.
 
 https://docs.wandb.ai/ref/python. In a notebook W&B replaces IPython's display, sends the notebook
-and what its cells print, and there is one run for the whole process. A process beside the kernel
-has none of this: it gets lines of JSON, answers each with one, and brings W&B's service to its end.
-It ends by itself when the kernel goes.
+and the output of its cells, and allows one run per process. A separate process avoids all this. It
+reads lines of JSON, answers each with one line, and stops W&B's service at the end. It exits by
+itself when the kernel exits.
 """
 
 from __future__ import annotations

@@ -47,12 +47,12 @@ class Execution(Protocol):
         """Give a new engine what the cell needs."""
 
     def request_to_join(self, engine: int) -> dict[str, Any]:
-        """Return what an engine is asked that comes while the run goes on."""
+        """Return the request to an engine that joins during the run."""
 
 
 @dataclass
 class Change:
-    """What the generation under way is to bring, until all its members have told.
+    """The goal of the current generation, until all its members have reported.
 
     Attributes:
         lost, fresh: Engines that are done without, and that are let in.
@@ -115,7 +115,7 @@ def announcement(
     change: Change,
     prefix: str,
 ) -> Regroup:
-    """Return what workers are told of a generation.
+    """Return the message to workers about a generation.
 
     Args:
         engines: Its members, in the order of their ranks; none: whoever is told may leave.
@@ -136,7 +136,7 @@ def announcement(
 
 
 def healed_words(done: Recovery, dies_with: str = "", *, joined: bool = True) -> str:
-    """Return the note on what happened and what it cost.
+    """Return the note on the change and its cost.
 
     Args:
         dies_with: What is lost with a worker, at most.

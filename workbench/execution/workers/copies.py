@@ -4,8 +4,8 @@
     copy 0     w0 w1  ──>  w3 dies         ──>  w0 w1     go on
     copy 1     w2 w3                            w2        waits, and comes again with a fresh w3
 
-Which of the holders of a part form a copy does not matter: their parts are equal between steps. So
-two that were left by two deaths may go on together.
+Workers that hold the same part can replace each other, because these parts are equal between
+steps. So two workers that remain after two deaths may form a copy and continue together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Copies:
-    """Who can go on, of the engines that are left; where each holds a copy, all can.
+    """The remaining engines that can continue; if each holds a copy, all can.
 
     Attributes:
         away: Engines that live, and wait until their part is needed.
@@ -85,7 +85,7 @@ class Copies:
         past: Collection[int],
         change: Change,
     ) -> tuple[list[int], list[int]]:
-        """Return who takes part from now on, and who of these is let in for it.
+        """Return the workers that take part from now on, and those of them that join.
 
         Args:
             members: Who took part, and lives.
@@ -122,7 +122,7 @@ class Copies:
         return kept
 
     def recall(self, members: list[int], coming: Collection[int]) -> list[int]:
-        """Return the members and those who wait: who has trained to the end needs nobody's part.
+        """Return the members and the waiting workers; finished workers need no other part.
 
         Args:
             coming: Who has trained nothing yet.
@@ -136,12 +136,12 @@ class Copies:
         return [one for one in self._run.members if one in engines]
 
     def release(self) -> list[int]:
-        """Return who waits, for nobody's part is needed any more."""
+        """Return the waiting workers; no part is needed any more."""
         released, self.away, self.recent = self.away, [], []
         return released
 
     def tell_of(self, engine: int, how: str, step: int, workers: int) -> None:
-        """Tell of the death of one that waits, which nobody else has felt.
+        """Report the death of a waiting worker, which no other worker has noticed.
 
         Args:
             how: It died, in words.

@@ -1,4 +1,4 @@
-"""A run whose engines are told to end by the system: they leave first, the others continue.
+"""A run whose engines the system tells to exit: these engines leave first, the others continue.
 
     an engine ── `ToldToEnd` ──> how it leaves
         regroup    the others go on without it, from the step under way (`healing.py`)
@@ -7,7 +7,7 @@
         together   all stop after the same step, with a checkpoint where there is a folder for it;
                    then the run goes on as `--on-failure` says
 
-What it was told is in a note, in `run.events`, and in what the run ends in, where it must.
+The reason is in a note and in `run.events`. If the run must end, it is also in the run's outcome.
 """
 
 from __future__ import annotations
@@ -129,13 +129,13 @@ class Departures:
         )
 
     def left(self, task: Task) -> dict[int, str]:
-        """Return for whose sake all have stopped, and what those were told; empty: for nobody's."""
+        """Return the engines for which all have stopped, and the reason; empty if none."""
         if not self._together or task.failure() is not None:
             return {}
         return {engine: reason_of(self._told[engine]) for engine in sorted(self._told)}
 
     def settle(self, left: Collection[int]) -> RunError | None:
-        """Take note that they have left; return what the run ends in where it does not go on."""
+        """Note that they have left; return the run's error if it cannot continue."""
         run, plan = self._launch.run, self._launch.plan
         for engine in left:
             self._note(engine)
@@ -162,7 +162,7 @@ def way_of(*, regroups: bool, works: bool, spared: bool) -> Way:
 
 
 def reason_of(event: ToldToEnd) -> str:
-    """Return what an engine was told: `SIGTERM`, `spot notice, 120 s left`."""
+    """Return the reason an engine must exit: `SIGTERM`, `spot notice, 120 s left`."""
     left = "" if event.seconds is None else f", {event.seconds:.0f} s left"
     return f"{event.reason}{left}"
 
@@ -174,7 +174,7 @@ def told_words(who: str, event: ToldToEnd) -> str:
 
 
 def stopped_error(who: Sequence[str], event: ToldToEnd, step: int, folder: str) -> RunError:
-    """Return what a run ends in that has stopped for those who had to leave."""
+    """Return the error of a run that stopped because engines had to leave."""
     saved = f" Its checkpoint is in {folder}." if folder else ""
     return RunError(
         f"{', '.join(who)} had to leave ({reason_of(event)}), so the run stopped after "

@@ -1,7 +1,7 @@
 """Describes a hang while it lasts: which ranks wait where and how long, and the others.
 
-Engines are asked only after nothing has come from any of them for a while. A rank that its user
-has paused is no hang, nor are ranks that all compute: nobody waits for anybody then.
+The engines are queried only when none of them has sent anything for a while. A rank that the user
+has paused is not a hang. If all ranks compute, this is not a hang either: none waits for another.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def diagnose(
     ended: Iterable[int],
     limit_s: float,
 ) -> str:
-    """Return the hang in one sentence, empty where there is none.
+    """Return the hang in one sentence; empty if there is none.
 
     Args:
         places: Where each engine that is still at it says it is; None: no answer.

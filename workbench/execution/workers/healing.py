@@ -42,7 +42,7 @@ TRIES = 3
 
 
 class Healer:
-    """Decides who takes part in one run; asked on the threads that hear the engines.
+    """Decides which workers take part in one run; called on the engines' router threads.
 
     Attributes:
         generation: The newest that was announced; 0: none.
@@ -81,7 +81,7 @@ class Healer:
 
     @property
     def is_together(self) -> bool:
-        """Whether all members train with each other, and no change is under way."""
+        """Whether all members train together and no change is in progress."""
         return self._met == self.generation
 
     @property
@@ -91,7 +91,7 @@ class Healer:
     # -- what is heard -----------------------------------------------------------------------------
 
     def spares(self, engine: int, outcome: CellOutcome) -> CellOutcome | None:
-        """Take note of an engine's end; return what counts as it where the others go on."""
+        """Note an engine's end; return what counts as its outcome if the others continue."""
         with self._lock:
             if engine in self._launch.servers:
                 spared = any(engine in chain for chain in self._launch.chains())
@@ -169,25 +169,25 @@ class Healer:
 
     @property
     def can_regroup(self) -> bool:
-        """Whether all who take part train, so that some may leave now, with whom nothing goes."""
+        """Whether all members train, so that some may leave now without any loss."""
         copies = self._launch.plan.entry.replicated
         with self._lock:
             return copies and self._goes_on and set(self.members) <= self._in
 
     def expects(self, engine: int) -> bool:
-        """Whether an engine has yet to come to take part: the others do without it."""
+        """Whether an engine has not joined yet: the others continue without it."""
         with self._lock:
             return engine in self._coming
 
     def settle(self) -> None:
-        """Let nobody in any more; return when no engine is being started."""
+        """Let no worker join any more; return when no engine is being started."""
         with self._lock:
             self._over = True
         with self._starting:
             pass
 
     def hear(self, engine: int, event: Standing | Regrouped) -> None:
-        """Take in where an engine stands, or that it goes on with the others."""
+        """Process an engine's position, or that it continues with the others."""
         ready = isinstance(event, Standing) and event.phase == "ready"
         with self._lock:
             if self._over and not ready:
@@ -399,7 +399,7 @@ class Healer:
 
     @property
     def target(self) -> int | None:
-        """How many workers there are to be, while that is under way."""
+        """The number of workers that a change in progress leads to."""
         with self._lock:
             if not (self._is_changing or self._scaling.locked()):
                 self._target = None
@@ -416,7 +416,7 @@ class Healer:
         return tuple(self._at_door)
 
     def check_scales(self) -> None:
-        """Raise RunError where the run cannot have more or fewer workers."""
+        """Raise RunError if the run cannot have more or fewer workers."""
         if not self._goes_on or set(self.members) <= self._past:
             raise scaling.not_training(self._run.state)
         if self._why_not:
@@ -555,7 +555,7 @@ class Healer:
     # -- in their places ---------------------------------------------------------------------------
 
     def begin_replacing(self, engine: int) -> None:
-        """Have a fresh engine run the cell up to where it can be let in; returns at once."""
+        """Let a new engine run the cell to the point where it can join; returns at once."""
         self._unwanted.discard(engine)
         self._tries[engine] = self._tries.get(engine, 0) + 1
         if self._tries[engine] > TRIES:

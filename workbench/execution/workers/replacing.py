@@ -1,11 +1,12 @@
-"""A worker that is slow for long is replaced; and which of the cures a run has asked for.
+"""Replaces a worker that is slow for a long time, and tells which remedy a run has chosen.
 
     slow for long ──> it leaves at a step boundary; the others share its part        `left`
     its process ends, a fresh one under the same id runs the cell up to `wb.fit`     `joined`
     all go on together                                                               `replaced`
 
-The others train on meanwhile. A place is given a fresh engine once, and a run `MOST` of them: who
-is slow again is so for another reason than its process, such as its device or its host.
+Meanwhile the others continue training. Each worker is replaced at most once, and a run replaces at
+most `MOST` workers. If the new engine is slow too, the cause is not the process but, for example,
+the device or the host.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def listener(
     restart: Callable[[int], object] = lambda engine: None,
     tell: Callable[[Event], object] | None = None,
 ) -> Callable[[int, Records | Happened | Position], object]:
-    """Return what is to hear all that the engines of a run say, by its `--on-straggler`.
+    """Return the listener for all messages of a run's engines, by its `--on-straggler`.
 
     Args:
         restart: Has a fresh engine start in an engine's place, under the same id.

@@ -3,7 +3,7 @@
     scale(n)   fewer: those of the highest ranks leave
                more: those who had left come again, then free engines, then ones started for it
 
-What then happens is one change of workers like any other (`healing.py`).
+The rest is the same as for any other change of workers (`healing.py`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def scale(run: Scaled, workers: int, *, wait: bool = True) -> None:
 
 
 def check(task: Task | None) -> None:
-    """Raise RunError where the workers of a run cannot be more or fewer at the moment."""
+    """Raise RunError if the number of workers cannot change at the moment."""
     _mender(task)[1].check_scales()
 
 
@@ -73,7 +73,7 @@ def keep_spares(
     begin: Callable[[int], None],
     note: Callable[[str], object],
 ) -> None:
-    """Have engines run the cell up to where they can be let in, and wait there; returns at once.
+    """Let engines run the cell to the point where they can join and wait; returns at once.
 
     Args:
         recruit: Returns the engines.
@@ -94,7 +94,7 @@ def keep_spares(
 
 
 def staffing(run: Scaled) -> Staffing | None:
-    """Return how many workers a run has and may have; None where its strategy keeps to them."""
+    """Return how many workers a run has and may have; None if they cannot change."""
     task, plan = run.task, run.plan
     if run.is_over or task is None or not (plan.entry.heals and plan.entry.replicated):
         return None
@@ -151,7 +151,7 @@ def _mender(task: Task | None) -> tuple[Task, Mender]:
 
 
 def nobody_left(engines: Sequence[int], members: Sequence[int]) -> RunError:
-    """Return what to raise where all are to leave."""
+    """Return the error for a request that all workers leave."""
     return RunError(
         "At least one worker must stay in the run.",
         seen=f"engines {list(engines)} of {list(members)}",
@@ -162,7 +162,7 @@ def nobody_left(engines: Sequence[int], members: Sequence[int]) -> RunError:
 
 
 def not_away(engine: int, members: Sequence[int]) -> RunError:
-    """Return what to raise where one is to come that is there, or is none of the run's."""
+    """Return the error if a worker to add is already there, or is not one of the run."""
     return RunError(
         "The engine cannot join the run.",
         seen=f"engine {engine}; engines {list(members)} take part",
@@ -172,7 +172,7 @@ def not_away(engine: int, members: Sequence[int]) -> RunError:
 
 
 def busy(target: int | None) -> RunError:
-    """Return what to raise where another number of workers is under way."""
+    """Return the error if another change of workers is in progress."""
     return RunError(
         "The run's workers are already changing.",
         seen="another change" if target is None else f"changing to {target} workers",
@@ -182,12 +182,12 @@ def busy(target: int | None) -> RunError:
 
 
 def kept(why: str) -> RunError:
-    """Return what to raise where training cannot go on with other workers."""
+    """Return the error if training cannot continue with other workers."""
     return RunError("The workers of this training cannot change.", seen=why, code="WB-RUN-146")
 
 
 def not_training(state: str) -> RunError:
-    """Return what to raise where nobody trains."""
+    """Return the error if no worker is training."""
     return RunError(
         "The workers of a run can change only while it trains.",
         seen=f"the run is {state}",

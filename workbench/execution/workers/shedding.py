@@ -1,13 +1,13 @@
-"""A worker that is slow for long has less of each batch: decided here, agreed on with the workers.
+"""Gives a worker that is slow for a long time a smaller share of each batch, agreed with all.
 
     rows ──> `stragglers.Watch` ──> shares that are worth a change
     ask     every worker says which step c it has begun, and begins no further one
     deal    from step max(c) + 1 on these are the shares: nobody can have begun it
     watch   anew, under these shares: what they brought, and whether others are better still
 
-The group stays as it is and nobody connects anew: workers stand still for as long as question and
-answer travel. Other workers (`healing.py`) take equal shares at first, and are watched anew; what
-was on its way for those before is not for them, and says so by its generation.
+The group stays as it is and no worker connects again: the workers only pause while the question
+and the answers travel. After a change of workers (`healing.py`) the shares are equal at first, and
+the workers are watched again. A message for the earlier workers is recognised by its generation.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Watching:
 
 @dataclass
 class Question:
-    """A change of shares under way.
+    """A change of shares in progress.
 
     Attributes:
         silent: Engines that have not said which step they have begun.

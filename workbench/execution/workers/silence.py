@@ -90,7 +90,7 @@ class Halted:
 def death_words(
     run: Run, halted: MutableMapping[int, float], engine: int, outcome: CellOutcome
 ) -> str:
-    """Say of what an engine died.
+    """Return why an engine died.
 
     Args:
         halted: For how many seconds engines that were ended had been halted; told once.

@@ -1,22 +1,21 @@
-"""Who is slow for long, and what shares of the batch would make the workers equally long busy.
+"""Finds workers that are slow for a long time, and shares of the batch that balance the workers.
 
-Pure decisions on rows: what becomes of them is in `shedding.py`.
+Pure decisions on rows; `shedding.py` carries them out.
 
-A worker's own time in a step is what it computes and fetches, without what it waits for others. It
-is out of step where, over a window of at least `Rule.steps` steps and `Rule.seconds`, its own time
-is more than `Rule.factor` times the median of the others', in the median and in `Rule.most` of the
-steps. So a worker that is late now and then, as each one is under random delays, is not; nor is
-anybody where all are slow. Differences of no more than a millisecond count for nothing.
+A worker's own time in a step is its time for computing and fetching data, without waiting for
+others. A worker is a straggler if its own time is more than `Rule.factor` times the median of the
+others'. This must hold in the median and in `Rule.most` of the steps, over a window of at least
+`Rule.steps` steps and `Rule.seconds`. So a worker that is late only now and then (as under random
+delays) is not a straggler, and there is none if all are slow. Up to 1 ms of difference is ignored.
 
     own time per sample c_r = median own time / samples    measured under the shares there are
     shares n_r              least max_r c_r n_r, whole numbers with the sum of the batch
     within                  1 <= n_r <= `MOST` times an equal share, whose memory others must have
 
-Where no worker's c_r is `Rule.factor` away from the others' the shares are equal. New ones are
-worth a change where the longest own time shrinks by `Rule.gain`. What a step costs a worker
-whatever its share is (a fixed delay) looks like slowness per sample; so shares are measured again
-after each change, and go on changing as long as that helps: a worker that was slow and no more is
-soon seen to be the one that is ready first, and has its share back.
+If no worker's c_r differs from the others' by `Rule.factor`, the shares are equal. New shares are
+used only if the longest own time shrinks by `Rule.gain`. A fixed delay per step looks like
+slowness per sample. So the shares are measured again after each change, and change as long as that
+helps. A worker that is no longer slow is soon ready first, and then gets its share back.
 """
 
 from __future__ import annotations
@@ -179,7 +178,7 @@ def equal_shares(batch: int, workers: int) -> tuple[int, ...]:
 
 
 def better_shares(pace: Pace, rule: Rule) -> tuple[int, ...] | None:
-    """Return shares that are worth a change, in samples; None where there are none."""
+    """Return shares that are worth a change, in samples; None if there are none."""
     batch, count = sum(pace.samples), len(pace.samples)
     equal = equal_shares(batch, count)
     less = [share < even for share, even in zip(pace.samples, equal, strict=True)]

@@ -1,11 +1,11 @@
-"""Several runs of one recipe side by side: what was gained, what it cost, is it a fair test.
+"""Several runs of one recipe side by side: the gain, the cost, and whether the test is fair.
 
 Throughput is that of the steps after warm-up (`steady`). Speed-up is throughput over that of
 `one_device` (Amdahl, 1967); efficiency is speed-up per worker.
 
 A comparison is also plain JSON, small enough for one message to a browser: loss curves have fewer
 points there and keep their extremes. The figures of a row have names, by which tables sort and
-files are written. What makes a comparison unfair is said in plain words.
+files are written. A plain text names whatever makes a comparison unfair.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The verdict is one plain sentence, made from the measurements alone.
 
-From which size of a step on distributing pays is told by a model with two measured terms. A step of
+A model with two measured terms gives the step size from which distributing is worth it. A step of
 a plan takes `work + fixed`. Work is what a worker computes and the wait for its data
 (`steady.Steady.work_s`): it is assumed to grow in proportion to the batch. Fixed is the rest:
 waiting, communication and overheads, assumed to take as long for any batch, since gradients are as
@@ -10,7 +10,7 @@ large as the model whatever the batch. With a batch k times as large, one device
 
     k * work_1 + fixed_1    and    k * work_n + fixed_n
 
-and they break even at
+and they take equally long at
 
     k = (fixed_n - fixed_1) / (work_1 - work_n).
 

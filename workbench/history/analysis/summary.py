@@ -1,4 +1,4 @@
-"""One finished run in numbers: what tables show and comparisons are made of."""
+"""The numbers of one finished run, for tables and comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorFlow's strategies, a file each; what they share is in the folders.
+"""TensorFlow's strategies, one file each; shared code is in the subfolders.
 
 In reading order:
 

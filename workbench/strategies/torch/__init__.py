@@ -1,4 +1,4 @@
-"""PyTorch's strategies, a file each; what they share is in the folders.
+"""PyTorch's strategies, one file each; shared code is in the subfolders.
 
 In reading order:
 

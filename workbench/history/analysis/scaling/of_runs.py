@@ -1,7 +1,7 @@
-"""Which runs make a curve over the numbers of workers, and what they are held against.
+"""Groups runs into curves over the number of workers, and finds their baseline.
 
-Whether runs show strong scaling (the global batch stays) or weak (each worker's part of it does) is
-read from their batches: it is that by which they make fewer curves.
+The batch sizes decide whether runs count as strong scaling (the global batch stays) or as weak
+(each worker's part of it stays). If both are possible, the kind with fewer curves is used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs with several numbers of workers in plain words: should it be distributed, and why not.
 
-What is said is measured: whether the intervals of two rates part, and what a step's time went to.
+All statements are measured: whether the intervals of two rates overlap, how a step's time is used.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     samples 8..13      --> replica 1: mean loss x 6/20, gradients --+-- sum --> optimizer
     samples 14..19     --> replica 2: mean loss x 6/20, gradients --+
 
-Each replica's mean is weighted by its samples, so shares need not be equal: the sum of gradients is
+Each replica's mean is weighted by its samples, so shares can be unequal: the sum of gradients is
 that of the whole batch.
 
 Arguments of `wb.fit` ask for more: precision, compilation, a schedule of the learning rate.
