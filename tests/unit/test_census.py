@@ -101,7 +101,7 @@ def test_refused_messages_are_counted_below_the_table() -> None:
     cluster = SimpleNamespace(engine_set=engines, pool=pool, worker_ids=[])
     assert session_status.rejected(cluster) == 5  # type: ignore[arg-type]
     (note,) = session_status.notes(cluster)  # type: ignore[arg-type]
-    assert "5" in note
+    assert "5" in note.split()
     agents.refused, agents.turned_away = 1, ["An agent on xh9 was refused: place 0 is taken."]
     assert session_status.rejected(cluster) == 6  # type: ignore[arg-type]
     assert agents.turned_away[0] in session_status.notes(cluster)  # type: ignore[arg-type]

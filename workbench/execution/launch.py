@@ -87,6 +87,7 @@ class RunExecution:
         self._specs: Specs = {}
         self._key = secrets.token_hex(32)
         self.healer: Healer | None = None
+        self._lent: dict[str, bytes] = {}  # what a fresh engine needs of earlier cells
         self._departures = Departures(self)
 
     @functools.cached_property
@@ -117,7 +118,6 @@ class RunExecution:
         specs = pool.specs(ids, self.plan, self.leases, prefix, framework, group)
         specs = self._specs = with_original_ranks(specs, run.engines)
         far = self.files.settings(again=run.task is not None)
-        self.healer = None
         if self.plan.on_failure == "heal":
             # Asked for now: once the cell runs, no engine has time to answer.
             self._lent, self.healer = self.borrowed(run.members[0]), Healer(self)
