@@ -513,9 +513,14 @@ def exercise(
 
 def labs() -> list[int]:
     """Return the numbers of the labs that have checks."""
+    return sorted(_modules())
+
+
+def _modules() -> dict[int, str]:
+    """Return the module with the checks of each lab; a grader's kernel has other modules there."""
     package = importlib.import_module(_CHECKS)
-    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
-    return sorted(int(name[4:]) for name in names if re.fullmatch(r"lab_\d+", name))
+    names = [one.name for one in pkgutil.walk_packages(package.__path__, f"{_CHECKS}.")]
+    return {int(found[1]): name for name in names if (found := re.search(r"\.lab_(\d+)$", name))}
 
 
 def exercises(lab: int) -> list[Exercise]:
@@ -524,9 +529,10 @@ def exercises(lab: int) -> list[Exercise]:
     Raises:
         PlanError: There is no such lab.
     """
-    if lab not in labs():
-        raise unknown("lab", str(lab), map(str, labs()))
-    importlib.import_module(f"{_CHECKS}.lab_{lab}")
+    modules = _modules()
+    if lab not in modules:
+        raise unknown("lab", str(lab), map(str, sorted(modules)))
+    importlib.import_module(modules[lab])
     mine = [found for found in _known.values() if found.number.startswith(f"{lab}.")]
     return sorted(mine, key=lambda found: int(found.number.partition(".")[2]))
 

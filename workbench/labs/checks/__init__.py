@@ -11,4 +11,5 @@ In reading order:
     lab_7  the same in TensorFlow
     lab_8  things break
     lab_9  choose a strategy blind, predict what it achieves, and be scored
+    graduate/  labs 10 to 13
 """
