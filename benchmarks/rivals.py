@@ -1,4 +1,4 @@
-"""The same faults in other tools for distributed cells, each in a Jupyter kernel of its own.
+"""The same cells and faults in other tools, each in a Jupyter kernel of its own.
 
     python benchmarks/rivals.py [--tool NAME ...] [--repeats 3] [--limit 20] [--json FILE]
 
@@ -31,7 +31,7 @@ MARK = "RIVALS_MARK"
 GROUP = """
 import os, torch, torch.distributed as dist
 if not dist.is_initialized():
-    rank = int(os.environ.get("RANK", RANK))
+    rank = NUMBER
     dist.init_process_group("gloo", init_method="file://STORE", rank=rank, world_size=4)
 rank = dist.get_rank()
 open("PIDS/%d" % rank, "w").write(str(os.getpid()))
@@ -45,24 +45,41 @@ class Tool:
     Attributes:
         module: What must be installed.
         start: Cells that start the workers.
-        cell: What stands around a cell; `{}` is the cell.
-        kernel: Module of its own kernel; IPython's where it is empty.
-        group: Whether the process group must be made by the cell.
+        cell: The text around a cell; CELL is replaced by the cell, QUOTED by it as a string.
+        number: An expression for the number of a worker.
+        kernel: Module of the kernel.
+        group: Whether the cell must make the process group.
     """
 
     module: str
     start: tuple[str, ...]
     cell: str
+    number: str = 'int(os.environ.get("RANK", 0))'
     kernel: str = "ipykernel_launcher"
     group: bool = True
     env: dict[str, str] = field(default_factory=dict)
 
 
+RUNS_CELLS = """
+import contextlib, io
+
+class {base}:
+    def __init__(self{arguments}):
+        self.names = {{"number": {number}}}
+
+    {endpoint}
+    def run(self, source):
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            exec(source, self.names)
+        return said.getvalue()
+"""
+"""An actor that keeps variables from cell to cell, as a notebook does."""
+
 TOOLS = {
     "workbench": Tool(
         "workbench",
         ("%load_ext workbench", f"%cluster start {WORKERS}"),
-        "%%distributed\n{}",
+        "%%distributed\nCELL",
         group=False,
     ),
     "ipyparallel": Tool(
@@ -71,23 +88,59 @@ TOOLS = {
             f"import ipyparallel as ipp\nrc = ipp.Cluster(n={WORKERS}).start_and_connect_sync()",
             "rc[:].scatter('number', list(range(4)), block=True); rc[:].activate()",
         ),
-        "%%px --block\n{}",
+        "%%px --block\nCELL",
+        number="number[0]",
     ),
     "jupyter-distributed": Tool(
         "jupyter_distributed",
         (),
-        "{}",
+        "CELL",
         kernel="jupyter_distributed.kernel",
         env={"JUPYTER_DISTRIBUTED_WORLD_SIZE": str(WORKERS)},
     ),
-}
+    "nbdistributed": Tool(
+        "nbdistributed",
+        ("%load_ext nbdistributed", f"%dist_init --num-processes {WORKERS}"),
+        "%%distributed\nCELL",
+    ),
+    "accelerate": Tool(
+        "accelerate",
+        ("from accelerate import notebook_launcher",),
+        f"notebook_launcher(lambda: exec(QUOTED, {{}}), num_processes={WORKERS})",
+    ),
+    "Monarch": Tool(
+        "monarch",
+        (
+            "from monarch.actor import Actor, current_rank, endpoint, this_host"
+            + RUNS_CELLS.format(
+                base="Cells(Actor)", arguments="", number="current_rank().rank",
+                endpoint="@endpoint",
+            ),
+            f"workers = this_host().spawn_procs({{'gpus': {WORKERS}}}).spawn('cells', Cells)",
+        ),
+        "for _, said in workers.run.call(QUOTED).get().items(): print(said)",
+        number="number",
+    ),
+    "Ray": Tool(
+        "ray",
+        (
+            f"import ray; ray.init(num_cpus={WORKERS}, include_dashboard=False)"
+            + RUNS_CELLS.format(
+                base="Cells", arguments=", number", number="number", endpoint=""
+            ),
+            f"workers = [ray.remote(Cells).remote(i) for i in range({WORKERS})]",
+        ),
+        "for said in ray.get([one.run.remote(QUOTED) for one in workers]): print(said)",
+        number="number",
+    ),
+}  # fmt: skip
 
 
 class Book:
     """A kernel with one tool's workers, and cells sent to it."""
 
     def __init__(self, tool: Tool, folder: Path) -> None:
-        self.tool, self.folder = tool, folder
+        self.tool, self.folder, self._cells = tool, folder, 0
         (folder / "pids").mkdir()
         self.manager = KernelManager(kernel_name="python3")
         spec = self.manager.kernel_spec
@@ -99,23 +152,27 @@ class Book:
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
+        began = time.monotonic()
         for source in tool.start:
             self.run(source, 120)
-        _, text, _ = self.run(self.source("torch.ones(1)"), 120)
+        _, text, ended = self.run(self.source("dist.all_reduce(torch.ones(1))"), 120)
+        self.started_s = ended - began
         pids = list((folder / "pids").iterdir())
         if len(pids) != WORKERS:
             raise RuntimeError(f"{len(pids)} of {WORKERS} workers: {text[-500:]}")
 
     def source(self, body: str) -> str:
         """Return a cell for all workers; the process group is there when `body` runs."""
+        self._cells += 1  # workers that end with a cell meet in a file of their own
         head = GROUP.replace("PIDS", str(self.folder / "pids"))
-        head = head.replace("STORE", str(self.folder / "store"))
-        head = head.replace("RANK)", "number[0])" if "%%px" in self.tool.cell else "0)")
+        head = head.replace("STORE", str(self.folder / f"store-{self._cells}"))
+        head = head.replace("NUMBER", self.tool.number)
         if not self.tool.group:
             head = (
                 "import os, torch, torch.distributed as dist\n" + head[head.index("rank = dist") :]
             )
-        return self.tool.cell.format(head + body)
+        cell = self.tool.cell.replace("QUOTED", repr(head + body))
+        return cell.replace("CELL", head + body)
 
     def send(self, source: str) -> str:
         """Send a cell; return its message's id."""
@@ -269,7 +326,25 @@ def listens(page: Book, limit_s: float) -> tuple[float | None, str]:
     return float(len(wide)), "sockets listen on other interfaces"
 
 
-FAULTS = {one.__name__: one for one in (raises, killed, interrupted, orphans, listens)}
+def starts(page: Book, limit_s: float) -> tuple[float | None, str]:
+    """From the first cell in a new kernel until all workers have done an all_reduce."""
+    return page.started_s, "from the first cell to the end of an all_reduce"
+
+
+def answers(page: Book, limit_s: float) -> tuple[float | None, str]:
+    """A cell with one all_reduce, again and again: the median time until it ends."""
+    times_s = []
+    for _ in range(10):
+        began = time.monotonic()
+        status, _, ended = page.run(page.source("dist.all_reduce(torch.ones(1))"), limit_s)
+        if status != "ok":
+            return None, f"a cell was marked {status}"
+        times_s.append(ended - began)
+    return statistics.median(times_s), "median of ten cells"
+
+
+QUESTIONS = (starts, answers, raises, killed, interrupted, orphans, listens)
+FAULTS = {one.__name__: one for one in QUESTIONS}
 
 
 def main() -> None:

@@ -147,7 +147,7 @@ def test_what_is_not_run_says_why(block: Block) -> None:
 @pytest.mark.parametrize("page", [pytest.param(one, id=name_of(one)) for one in pages()])
 def test_blocks_are_of_languages_that_are_known(page: Path) -> None:
     """A misspelt language would let a block go by."""
-    known = {"python", "bash", "text", "toml", "ini", "json", "yaml", ""}
+    known = {"python", "bash", "text", "toml", "ini", "json", "yaml", "diff", ""}
     for block in blocks(page):
         assert block.language in known or block.language.startswith("{"), block.place
 

@@ -169,6 +169,11 @@ class RunContext:
             values = {"memory_bytes": float(held_bytes)}
             self.emit(events.Logged(rank=self.spec.row_rank, step=self.step, values=values))
 
+    def log_rate(self, rate: float) -> None:
+        """Log the learning rate of this step as `lr`; the first worker does it for all."""
+        if self.membership.place == 0:
+            self.emit(events.Logged(rank=0, step=self.step, values={"lr": rate}))
+
     def disconnect(self) -> None:
         """Close the links to the servers."""
         for link in self.dialled:

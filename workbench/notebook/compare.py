@@ -7,6 +7,7 @@ injects a known delay and returns the measured delay and the cost of measuring.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,6 +79,33 @@ class Compared:
         from ..views.tables import comparison_table
 
         return comparison_table(self.comparison, sort=sort, descending=descending)
+
+    def best(self, metric: str, *, largest: bool | None = None) -> Run:
+        """Return the run whose last evaluation has the best value of a metric.
+
+        Args:
+            metric: A name in `run.evals`: `"loss"`, or one of `metrics` of `wb.fit`.
+            largest: Whether the largest value is the best; by default the smallest is the best
+                for names that end in `loss` or `error`, and the largest for others.
+
+        Raises:
+            PlanError: No run was evaluated with this metric.
+        """
+        last = {run: run.evals[-1] for run in self._runs if run.evals}
+        values = {run: one[metric] for run, one in last.items() if metric in one}
+        values = {run: value for run, value in values.items() if not math.isnan(value)}
+        if not values:
+            names = sorted({name for one in last.values() for name in one} - {"step", "epoch"})
+            raise PlanError(
+                "None of these runs was evaluated with this metric.",
+                seen=metric,
+                allowed=", ".join(names) or "nothing: no run was evaluated",
+                next_step="pass eval_data and metrics to wb.fit",
+                code="WB-PLAN-333",
+            )
+        if largest is None:
+            largest = not metric.endswith(("loss", "error"))
+        return (max if largest else min)(values, key=values.__getitem__)
 
     def scaling(self, *, price: float | None = None) -> Scaled:
         """Return speed-up and efficiency over the numbers of workers, with a figure.

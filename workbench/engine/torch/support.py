@@ -164,8 +164,11 @@ def names(spec: RunSpec) -> dict[str, Any]:
 def around(run: RunContext) -> Iterator[dict[str, Any]]:
     """Surround the cell of a training run; yields additional names for the cell."""
 
-    def updated(*unused: Any) -> None:
+    def updated(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
         run.updates += 1
+        group = optimizer.param_groups[0]
+        if "initial_lr" in group:  # a scheduler changes the rate
+            run.log_rate(float(group["lr"]))
 
     counter = register_optimizer_step_post_hook(updated)
     try:

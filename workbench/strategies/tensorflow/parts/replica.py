@@ -29,6 +29,7 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
 
+from ....engine.context import current
 from ....engine.tensorflow.data import slice_batch
 from ....engine.tensorflow.models import foreign
 from ....engine.training.shares import share_bounds
@@ -409,4 +410,7 @@ class Schedule:
     def begin(self, step: int) -> None:
         """Set the learning rate of a step."""
         if self._rate is not None:
-            self._optimizer.learning_rate = float(self._rate(step))
+            rate = float(self._rate(step))
+            self._optimizer.learning_rate = rate
+            if (run := current()) is not None:
+                run.log_rate(rate)

@@ -1,0 +1,58 @@
+"""`wb.compare(...).best(metric)` is the run with the best last evaluation."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from history_rows import make_summary
+
+from workbench.errors import PlanError
+from workbench.history.analysis.comparison import compare
+from workbench.notebook.compare import Compared
+
+
+class Run(SimpleNamespace):
+    """A run as far as `best` looks at it."""
+
+    __hash__ = object.__hash__
+
+
+def compared(*runs: Any) -> Compared:
+    summaries = [make_summary(run.name) for run in runs]
+    return Compared(compare(summaries), summaries, runs)
+
+
+def run(name: str, *evals: dict[str, float]) -> Any:
+    return Run(name=name, evals=list(evals))
+
+
+EARLY = run("early", {"step": 1, "loss": 0.1, "accuracy": 0.9}, {"step": 2, "loss": 0.8,
+                                                                 "accuracy": 0.5})  # fmt: skip
+LATE = run("late", {"step": 2, "loss": 0.4, "accuracy": 0.7})
+NEVER = run("never")
+BROKEN = run("broken", {"step": 2, "loss": math.nan, "accuracy": math.nan})
+
+
+@pytest.mark.parametrize(
+    ("metric", "largest", "name"),
+    [("accuracy", None, "late"), ("loss", None, "late"), ("loss", True, "early"),
+     ("accuracy", False, "early")],
+)  # fmt: skip
+def test_the_last_evaluation_decides(metric: str, largest: bool | None, name: str) -> None:
+    found = compared(EARLY, NEVER, BROKEN, LATE).best(metric, largest=largest)
+    assert found.name == name
+
+
+def test_a_metric_that_no_run_has_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(PlanError, match="WB-PLAN-333") as caught:
+        compared(EARLY, LATE).best("f1")
+    assert caught.value.seen == "f1"
+    assert "accuracy" in str(caught.value.allowed)
+
+
+def test_runs_without_an_evaluation_are_refused() -> None:
+    with pytest.raises(PlanError, match="WB-PLAN-333"):
+        compared(NEVER).best("loss")
