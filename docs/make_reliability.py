@@ -20,17 +20,20 @@ from typing import Any
 
 HERE = Path(__file__).parent
 PAGE, SHARED = HERE / "reliability.md", HERE / "shared-machines.md"
+COMPARED = HERE / "alternatives.md"
 STUDENTS, SERVER_CORES = 60, 16
 """What a class's figures are extrapolated to."""
 MEASURED = HERE / "measured"
 BEGIN, END = "<!-- {}: written by make_reliability.py -->", "<!-- end of {} -->"
 
 RIVALS = {
-    "raises": "one rank raises, three wait for it in `all_reduce`: until the cell ends",
-    "killed": "a worker is SIGKILLed while all `all_reduce`: until the cell ends",
-    "interrupted": "the stop button while three wait in `all_reduce`: until the cell ends",
-    "orphans": "processes left 10 s after the kernel is SIGKILLed",
-    "listens": "sockets that listen beyond loopback",
+    "starts": "started",
+    "answers": "a cell",
+    "raises": "a rank raises",
+    "killed": "a worker is killed",
+    "interrupted": "stop button",
+    "orphans": "left over",
+    "listens": "open sockets",
 }
 
 GROWTH = {
@@ -105,13 +108,14 @@ def faults(rows: list[dict[str, Any]]) -> str:
 
 
 def rivals(rows: list[dict[str, Any]]) -> str:
-    """Return the table of the same faults in other tools."""
+    """Return the table of the same cells and faults in other tools, a row for each tool."""
     tools = list(dict.fromkeys(row["tool"] for row in rows))
-    lines = ["| fault | " + " | ".join(tools) + " |", "|---" * (len(tools) + 1) + "|"]
+    lines = ["| tool | " + " | ".join(RIVALS.values()) + " |", "|---" * (len(RIVALS) + 1) + "|"]
     found = {(row["tool"], row["fault"]): row for row in rows}
-    for fault, words in RIVALS.items():
-        cells = [cell(fault, found.get((tool, fault))) for tool in tools]
-        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+    for tool in tools:
+        started = found.get((tool, "starts"), {"median": None})["median"] is not None
+        cells = [cell(fault, found.get((tool, fault))) for fault in RIVALS]
+        lines.append(f"| {tool} | " + " | ".join(cells if started else ["—"] * len(cells)) + " |")
     return "\n".join(lines)
 
 
@@ -120,12 +124,11 @@ def cell(fault: str, row: dict[str, Any] | None) -> str:
     if row is None:
         return "not run"
     if fault in ("orphans", "listens"):
-        return "?" if row["median"] is None else f"{row['median']:g}"
-    ended = [one for one in row["figures"] if one is not None]
-    says = "; ".join(row["says"])
-    if not ended:
+        return "—" if row["median"] is None else f"{row['median']:g}"
+    says = "; ".join(row["says"]).replace("cell marked ", "")
+    if row["median"] is None:
         return f"not within {row['limit_s']:g} s ({says})"
-    return f"{seconds(row['median'])}, at most {seconds(max(ended))} ({says})"
+    return seconds(row["median"]) + ("" if fault in ("starts", "answers") else f" ({says})")
 
 
 def soak(found: dict[str, Any], without_kills: dict[str, Any]) -> str:
@@ -256,10 +259,14 @@ def filled(page: str) -> str:
     """Return a page with its tables as they were measured."""
     page = put(page, "faults", faults(measured("faults")["rows"]))
     page = put(page, "hosts", faults(measured("hosts")["rows"]))
-    page = put(page, "rivals", rivals(measured("rivals")))
     page = put(page, "chaos", chaos(measured("chaos")["seeds"]))
     page = put(page, "restarts", restarts(measured("restarts")))
     return put(page, "soak", soak(measured("soak"), measured("soak-no-kills")))
+
+
+def compared() -> str:
+    """Return the page on other tools with its table as it was measured."""
+    return put(COMPARED.read_text(), "rivals", rivals(measured("rivals")))
 
 
 def shared() -> str:
@@ -275,3 +282,4 @@ def measured(name: str) -> Any:
 if __name__ == "__main__":
     PAGE.write_text(written())
     SHARED.write_text(shared())
+    COMPARED.write_text(compared())

@@ -19,6 +19,7 @@ from .execution.allocator import notebook_framework
 from .execution.outcome import outcome_behind, refusals
 from .execution.paused import write_out as write
 from .notebook.auto import chooses, train_chosen
+from .notebook.completion import limit_completion
 from .notebook.jobs import job, job_line
 from .notebook.recipes import recipes
 from .notebook.run_view import kept_words, show_attached
@@ -377,6 +378,7 @@ def register(shell: Any) -> None:
     for name, parser in (("distributed", cell_parser()), ("cluster", cluster_parser())):
         getattr(WorkbenchMagics, name).__doc__ = parser.format_help()
     shell.register_magics(magics)
+    limit_completion()
     for command in ("%%distributed", "%distributed", "%%rank", "%cluster"):
         shell.set_hook("complete_command", _complete, str_key=command)
     session.prewarm()

@@ -11,6 +11,7 @@ from doc_pages import DOCS, blocks_of
 
 import workbench as wb
 from workbench.history.store import RunHistory
+from workbench.notebook.completion import OFFERED, limit_completion
 
 API = DOCS / "api"
 INTERNAL = {"load_ipython_extension", "unload_ipython_extension", "to_a_cell"}
@@ -50,7 +51,7 @@ def arguments(function: Any) -> list[str]:
 
 def test_every_public_name_has_a_page() -> None:
     names = {name.partition(".")[0] for name in shown()}
-    assert set(wb.__all__) - INTERNAL == names - {"history"}
+    assert set(wb.__all__) - INTERNAL == names - {"history", "notebook"}
 
 
 def test_every_page_is_in_the_list() -> None:
@@ -78,3 +79,25 @@ def test_members_that_a_page_shows_are_there_and_say_what_they_are(page: str) ->
     (members,) = re.findall(r":members: (.*)", pages()[page])
     for name in members.split(", "):
         assert inspect.getdoc(getattr(CLASSES[page], name)), name
+
+
+@pytest.mark.parametrize("page", CLASSES)
+def test_completion_offers_what_the_page_shows_and_nothing_internal(page: str) -> None:
+    (members,) = re.findall(r":members: (.*)", pages()[page])
+    kind = CLASSES[page]
+    offered = set(OFFERED[kind])
+    assert set(members.split(", ")) <= offered
+    text = pages()[page] + (inspect.getdoc(kind) or "")
+    mapping = {"keys", "items", "values", "get"} if kind is RunHistory else set()
+    for name in offered - mapping:
+        assert re.search(rf"\b{name}\b", text), f"{name} is offered and on no page"
+
+
+def test_dir_lists_what_completion_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in OFFERED:
+        monkeypatch.setattr(kind, "__dir__", object.__dir__)  # put back afterwards
+    history = RunHistory((0,))
+    assert "rewind" in dir(history)
+    limit_completion()
+    assert set(dir(history)) == set(OFFERED[RunHistory])
+    assert hasattr(history, "rewind")

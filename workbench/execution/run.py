@@ -52,9 +52,10 @@ class Run:
         plan: What was asked for.
         engines: Engine id of each rank; one that holds several replicas stands there repeatedly.
         members: The engines that run the cell, each listed once.
-        over: Set when it has ended, in whatever way.
         history: One row per worker and step; see `RunHistory`.
         evals: One mapping per evaluation.
+        error: Why it failed; None if it did not.
+        results: What the cell's last expression gave on each engine.
         recoveries: Each time that the run continued after the death of an engine.
         faults: The faults that are active now, as `inject` takes them; without `kill`.
         init_from: Folder of the run whose weights the model starts from; empty: none.
