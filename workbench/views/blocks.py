@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from IPython.core.display_functions import display
+from IPython.display import display
 
 from .table import SHOWS, Table
 
