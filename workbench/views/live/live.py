@@ -7,7 +7,7 @@ import uuid
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 from ...errors import PlanError, unknown
-from .. import text
+from .. import places, text
 from ..blocks import Bundle, Publish, in_notebook, notebook_publisher, output_of
 from .figure import placeholder_bundle, run_bundle
 from .frames import Dashboard, OnCommand
@@ -142,7 +142,8 @@ def make_view(kind: str, on_command: OnCommand, title: str, *, brief: bool = Fal
     """Return the view for a `--plot` value.
 
     Args:
-        kind: One of KINDS; `auto` is the widget in a notebook and text elsewhere.
+        kind: One of KINDS; `auto` is the widget in a notebook and text elsewhere. Where a service
+            loads no widgets (`views.places`), `auto` is `svg`.
         on_command: See `Dashboard`.
         title: The run's name.
         brief: Whether a line is what stays of it, in place of a picture: it is one of many.
@@ -152,7 +153,10 @@ def make_view(kind: str, on_command: OnCommand, title: str, *, brief: bool = Fal
     """
     if kind not in KINDS:
         raise unknown("view for --plot", kind, KINDS)
-    chosen = ("widget" if in_notebook() else "text") if kind == "auto" else kind
+    chosen = kind
+    if kind == "auto":
+        place = places.here()
+        chosen = (place.plot if place else "widget") if in_notebook() else "text"
     if chosen in ("widget", "svg") and not in_notebook():
         raise PlanError(
             f"--plot {chosen} needs a notebook.",
