@@ -263,7 +263,7 @@ def install(shell: Any) -> None:
     marks.number_cells(numbers)
     own = (KeyboardInterrupt, WorkbenchError, *_GROUPS)
     folds = importlib.import_module("IPython").version_info[0] >= 8
-    # IPython 7, which Colab uses, keeps its frames in another form: all errors are shown as `short`.
+    # IPython 7, which Colab uses, has other records of frames: its errors are shown as `short`.
     shell.set_custom_exc(own if folds else (*own, Exception), show)
     if folds and not _folding:
         _folding.append(Folding(shell))
