@@ -23,7 +23,7 @@ need("jupyter_server", "torch")
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-IDLE_S = 10
+IDLE_S = 15
 """Longer than the 5 s between two messages of a background run, with room for slow machines."""
 START = "%load_ext workbench\nimport workbench as wb\n%cluster start 2 --devices cpu"
 CELL = """
@@ -89,7 +89,7 @@ class Server:
     def client(self, kernel: str) -> BlockingKernelClient:
         client = BlockingKernelClient(connection_file=str(self.runtime / f"kernel-{kernel}.json"))
         client.load_connection_file()
-        client.start_channels()
+        client.start_channels(hb=False)  # on a busy machine its beat is late, which is no death
         client.wait_for_ready(timeout=60)
         return client
 
@@ -128,7 +128,7 @@ def test_a_kernel_is_ended_as_idle_after_its_run_and_not_before(server: Server, 
         for cell in [START, *cells]:
             answer = client.execute_interactive(cell, timeout=120, output_hook=lambda _: None)
             assert answer["content"]["status"] == "ok", answer["content"].get("evalue")
-        assert not _soon(lambda: kernel not in server.kernels(), 2.5 * IDLE_S)
+        assert not _soon(lambda: kernel not in server.kernels(), 2 * IDLE_S)
         (seen,) = server.ask("api/kernels")
         assert seen["execution_state"] == "idle"  # it is the messages that keep it
         answer = client.execute_interactive(STOPPED, timeout=60, output_hook=lambda _: None)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from IPython.display import display
 
-from .places import WIDGET, widget_metadata
+from .places import WidgetBundle
 from .table import SHOWS, Table
 
 Bundle = dict[str, Any]
@@ -137,7 +137,7 @@ def notebook_publisher() -> Publish:
     cell = contextvars.copy_context()
 
     def publish(bundle: Bundle, display_id: str, update: bool) -> None:
-        metadata = widget_metadata() if WIDGET in bundle else {}
+        metadata = bundle.metadata if isinstance(bundle, WidgetBundle) else {}
         show = functools.partial(
             publisher.publish, bundle, metadata, transient={"display_id": display_id}, update=update
         )

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
-WIDGET = "application/vnd.jupyter.widget-view+json"
-
 
 @dataclass(frozen=True)
 class Place:
@@ -66,14 +64,16 @@ def _colab_output() -> ModuleType | None:
     return None
 
 
-def widget_metadata() -> dict[str, Any]:
-    """Return the metadata without which Colab does not draw a widget; elsewhere nothing."""
-    output = sys.modules.get("google.colab.output")
-    if output is None:
-        return {}
-    with contextlib.suppress(Exception):  # a part of Colab that it does not document
-        output.enable_custom_widget_manager()
-        url = output._widgets._installed_url
-        if url is not None:
-            return {WIDGET: {"colab": {"custom_widget_manager": {"url": url}}}}
-    return {}
+class WidgetBundle(dict[str, Any]):
+    """A MIME bundle that shows a widget.
+
+    Attributes:
+        metadata: What goes with it; without it Colab does not draw the widget. Empty elsewhere.
+    """
+
+    def __init__(self, widget: Any, **fallback: Any) -> None:
+        """Take what a front end without widgets shows, and anywidget's own bundle."""
+        found = widget._repr_mimebundle_()
+        data, metadata = found if isinstance(found, tuple) else (found, {})
+        super().__init__({**fallback, **(data or {})})
+        self.metadata: dict[str, Any] = metadata

@@ -39,11 +39,9 @@ from typing import Any, NamedTuple
 from ...errors import WorkbenchError
 from . import marks
 
-# IPython imports this at the first error, when somebody waits for it; here it is done once, in the
-# parent of all engines. IPython 7 has no use for it.
+# IPython 8 imports this at the first error; here it is done once, in the parent of all engines.
 with contextlib.suppress(ImportError):
     importlib.import_module("stack_data")
-
 
 _own_format = warnings.formatwarning
 _GROUPS: tuple[type[BaseException], ...] = (

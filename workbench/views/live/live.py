@@ -53,10 +53,9 @@ class WidgetView:
         """Display the widget; the text and the tiny picture are for front ends without it."""
         self._publish = self._publish or notebook_publisher()
         self._dashboard = Dashboard(self._title, self._on_command)
-        widget = self._dashboard._repr_mimebundle_()
-        bundle = placeholder_bundle(text.report(snapshot))
-        bundle.update(widget[0] if isinstance(widget, tuple) else widget or {})
-        bundle["text/plain"] = text.report(snapshot)
+        words = text.report(snapshot)
+        bundle = places.WidgetBundle(self._dashboard, **placeholder_bundle(words))
+        bundle["text/plain"] = words
         self._publish(bundle, self._display_id, False)
         self._dashboard.update(snapshot)
 
