@@ -26,7 +26,7 @@ _CASES = (
 
 
 def expected(case: Case) -> dict[str, float]:
-    """Return the samples per second that the labs' formulae give for each strategy."""
+    """Return the predicted samples per second of each strategy."""
     n, share_s = case.workers, case.whole_s / case.workers
     carry_s = case.size_bytes / case.bytes_per_s
     ring_s = 2 * (n - 1) * (case.latency_s + carry_s / n)
@@ -44,7 +44,7 @@ def expected(case: Case) -> dict[str, float]:
 
 @exercise("9.1", "Three numbers from two probes")
 def probed(c: Check) -> None:
-    """T1, latency and bandwidth of the practice case."""
+    """Compare the three numbers with those of the practice case."""
     for name, truth, words, hint in (
         ("t1_s", PRACTICE.whole_s, "the seconds of a step on one device",
          "time_step gives it in seconds"),
@@ -84,7 +84,7 @@ _HINTS = {
 
 @exercise("9.2", "Strategies that wait")
 def together(c: Check) -> None:
-    """Batch over the slowest share and the messages."""
+    """Call `rate` for several cases, and compare its results."""
     for strategy in STRATEGIES[:3]:
         wrong = ""
         for case in _CASES:
@@ -100,7 +100,7 @@ def together(c: Check) -> None:
 
 @exercise("9.3", "A strategy that does not wait")
 def apart(c: Check) -> None:
-    """The sum of the workers' own rates."""
+    """Call `server_rate` for several cases, and compare its results."""
     for case in _CASES:
         facts = _facts(case)
         wrong = _differs(c, "server_rate", (facts,), expected(case)["parameter_server"])
@@ -115,13 +115,13 @@ def apart(c: Check) -> None:
 
 @exercise("9.4", "Case A, blind", where="the engines", cell="the notebook")
 def case_a(c: Check) -> None:
-    """An honest prediction, near the measured value; a choice near the best."""
+    """Check the seal, the prediction and the choice of the played case."""
     _played(c, "A")
 
 
 @exercise("9.5", "Case B, blind", where="the engines", cell="the notebook")
 def case_b(c: Check) -> None:
-    """An honest prediction, near the measured value; a choice near the best."""
+    """Check the seal, the prediction and the choice of the played case."""
     _played(c, "B")
 
 
