@@ -3,14 +3,15 @@
 `from workbench.labs import blind` in a notebook. A prediction counts only if it was sealed before
 any run of its case; a case that was run comes back with other numbers.
 
-A case is a model, a batch, workers and their links, drawn from a seed, and how to score. Runs and
-messages are made on the cluster that it describes: its delays are injected.
+A case is a model, a batch, workers and their links. A seed draws its numbers, and `play_as` makes
+the seed from a student's name. Runs and messages behave as on this cluster, because its delays are
+injected.
 
-A case's card says what one would know of a cluster before renting it. The compute time of the
+A case's card says what a customer knows about a cluster before renting it. The compute time of the
 model, and the latency and bandwidth of the links, are hidden: probes can measure them, and the
-results of runs depend on them. Each case is drawn so that one kind of traffic wins by a margin;
-which one is hidden too. If workers are equal, central storage may tie with the parameter server.
-A choice gets points for its samples per second, so either of them counts.
+results of runs depend on them. In each case one kind of traffic wins by a margin.
+The card does not say which kind. If workers are equal, central storage may tie with the parameter server.
+A choice gets points for its samples per second, so both choices count the same then.
 """
 
 from __future__ import annotations

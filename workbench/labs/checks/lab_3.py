@@ -28,7 +28,7 @@ def expect(c: Check) -> None:
     )
     c.expect(
         bool(np.all(np.abs(step - work_ms.max()) <= 8)),
-        "the right worker determines the length of the step",
+        "the length of the step is right",
         f"with these three workers steps do not take {_list(step)} ms",
         "which gradient must arrive before the gradients can be averaged?",
     )
@@ -103,7 +103,7 @@ def blind(c: Check) -> None:
         "that is the slow worker",
         f"worker {culprit} waits {typical[culprit] * 1e3:.0f} ms in a typical step, so it is not "
         "the slow one",
-        "a worker that waits is early. Which worker do the others wait for? blind.blame() has a "
+        "a worker that waits is early. For which worker do the others wait? blind.blame() has a "
         "column for each",
     )
     found = c.array("potential", (workers,))

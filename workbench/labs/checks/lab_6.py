@@ -76,7 +76,7 @@ def workers_needed(c: Check) -> None:
 
 @exercise("6.2", "One prediction for each image", where="the engines")
 def right_cnn(c: Check) -> None:
-    """Run the student's two parts on images, and check shapes and independence of the rows."""
+    """Run `RightCNN` on images. Check the shape of its result and what each row depends on."""
     seen = c.engines("RightCNN")
     c.need(bool(seen), "No engine has a class `RightCNN`.")
     answers = c.ask(_LOOK_AT_CNN)
@@ -109,7 +109,7 @@ def right_cnn(c: Check) -> None:
     )
     c.expect(
         answer["fc1"] == [128, 64 * 14 * 14],
-        "`fc1` has the inputs that its author had in mind",
+        "`fc1` has 64 · 14 · 14 inputs",
         f"`fc1` has the weights {tuple(answer['fc1'])}",
         "do not change the layers: an operation before fc1 is missing",
     )
@@ -190,7 +190,7 @@ def balanced(c: Check) -> None:
         mine == best,
         "with no other cuts the slowest stage has less work",
         f"your slowest stage takes {mine} ms, but with other cuts it takes less",
-        "stages need not have the same number of layers: add up the times, and cut so that the "
+        "stages may have different numbers of layers: add up the times, and cut so that the "
         "largest sum is as small as possible",
     )
     if right:
