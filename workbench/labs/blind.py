@@ -10,8 +10,8 @@ injected.
 A case's card says what a customer knows about a cluster before renting it. The compute time of the
 model, and the latency and bandwidth of the links, are hidden: probes can measure them, and the
 results of runs depend on them. In each case one kind of traffic wins by a margin.
-The card does not say which kind. If workers are equal, central storage may tie with the parameter server.
-A choice gets points for its samples per second, so both choices count the same then.
+The card does not say which kind. If workers are equal, central storage may tie with the parameter
+server. A choice gets points for its samples per second, so both choices count the same then.
 """
 
 from __future__ import annotations
