@@ -57,7 +57,7 @@ def test_each_cell_has_metadata_that_nbgrader_takes(number: int, version: Any) -
         len(graded)
         == len(answers)
         == len(read(NOTEBOOKS / "solutions" / f"lab_{number}.md").exercises)
-    )  # noqa: E501
+    )
 
 
 def test_nbgrader_itself_takes_the_notebooks() -> None:
