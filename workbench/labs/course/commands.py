@@ -112,11 +112,11 @@ def record(
     Args:
         notebooks: The folder of the labs as they were handed out.
     """
-    known = [one for one in graded if one.lab is not None]
-    points = {
-        one.lab: gradebook.points_of(given.lab or notebooks / f"lab_{one.lab}.ipynb")
-        for one in known
-    }
+    if given.csv is None and given.feedback is None:
+        return
+    original = {one.lab: given.lab or notebooks / f"lab_{one.lab}.ipynb" for one in graded}
+    known = [one for one in graded if one.lab is not None and original[one.lab].is_file()]
+    points = {one.lab: gradebook.points_of(original[one.lab]) for one in known}
     if given.feedback is not None:
         for one in known:
             write_feedback(one, points[one.lab], given.feedback)
