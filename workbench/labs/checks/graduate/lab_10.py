@@ -382,16 +382,17 @@ def accumulating(c: Check) -> None:
         "the hook must do nothing there",
     )
     c.expect(
-        all(one[1] == 7 for one in told),
-        "the backward pass after it sends the sum of both",
-        f"the step has {told[0][1]} messages, but 7 parameters need a gradient",
+        all(one[1] == 7 and one[2] >= 4 for one in told),
+        "the backward pass after it sends the sum of both, while it is running",
+        f"the step has {told[0][1]} messages for 7 parameters, and {told[0][2]} of them began "
+        "during the backward pass",
         "after no_sync() has ended, the hooks work again",
     )
     _trained(c, "Accumulating", _SMALL)
     c.expect(True, "without no_sync() it still averages every backward pass", "")
 
 
-@exercise("10.7", "The product's exposed time")
+@exercise("10.8", "The product's exposed time")
 def exposed(c: Check) -> None:
     """Call `exposed_of` with the run of `mirrored`, and compare it with the run's own columns."""
     run = c.run("product")
@@ -405,3 +406,49 @@ def exposed(c: Check) -> None:
         f"exposed_of(run) is {found:.4g} s, but the columns give {true:.4g} s",
         "add both columns for each row, leave out steps 0 and 1, and take the median",
     )
+
+
+_UNEQUAL = (
+    ([33e3] * 8, [0.012] * 8, 0.006, 5e6),
+    ([1e3, 1e3, 9e5, 1e3, 1e3, 1e3], [0.01, 0.01, 0.2, 0.01, 0.01, 0.01], 0.004, 1e7),
+    ([5e4] * 12, [0.002] * 12, 0.02, 1e8),
+    ([4e5, 1e4, 1e4, 1e4], [0.001, 0.05, 0.05, 0.05], 0.001, 1e7),
+)  # fmt: skip
+"""Bytes and backward times of blocks, from the first to the last; latency and bandwidth."""
+
+
+def _exposed_s(
+    sizes: list[float], backward: list[float], latency: float, speed: float, k: int
+) -> float:
+    ready = free = 0.0
+    pairs = list(zip(sizes, backward, strict=True))[::-1]
+    for first in range(0, len(pairs), k):
+        part = pairs[first : first + k]
+        ready += sum(seconds for _, seconds in part)
+        free = max(free, ready) + latency + sum(size for size, _ in part) / speed
+    return free - ready
+
+
+@exercise("10.7", "How large a bucket should be")
+def best(c: Check) -> None:
+    """Call `best_blocks` with several models and wires, and compare with all possible buckets."""
+    for sizes, backward, latency, speed in _UNEQUAL:
+        found = c.number_from("best_blocks", sizes, backward, latency, speed)
+        times = {
+            k: _exposed_s(sizes, backward, latency, speed, k) for k in range(1, len(sizes) + 1)
+        }
+        case = f"blocks of {[f'{size:g}' for size in sizes]} bytes, latency {latency:g} s"
+        c.need(
+            found in times,
+            f"For {case} best_blocks returned {found:g}.",
+            f"return a whole number of blocks, from 1 to {len(sizes)}",
+        )
+        least = min(times.values())
+        c.need(
+            times[int(found)] <= least * (1 + 1e-9),
+            f"For {case} {found:g} blocks in a bucket leave {times[int(found)]:.4g} s exposed, but "
+            f"{least:.4g} s are possible.",
+            "try every number of blocks; the backward pass begins with the last block, and the "
+            "last bucket may be smaller",
+        )
+    c.expect(True, "no other size leaves less time exposed", "")
