@@ -10,7 +10,8 @@ pytestmark = pytest.mark.cluster
 FIT = """%%distributed {line} --name {name} --plot off
 import torch
 from torch import nn
-wb.fit(nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 10)), wb.data.synthetic(96, shape=(64,), classes=10), batch_size=16,
+model = nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 10))
+wb.fit(model, wb.data.synthetic(96, shape=(64,), classes=10), batch_size=16,
        loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, 0.4),
        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
 """

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from fake_run import empty_snapshot, fake_pipeline, fake_snapshot
 
+from workbench.history.snapshot import Curve
 from workbench.shared.events import EVENTS, Healed
 from workbench.views import text
 from workbench.views.live.frames import make_head
@@ -81,6 +84,41 @@ def test_a_worker_on_another_machine_is_named_with_its_host():
 def test_with_two_workers_there_is_one_other():
     assert text.slow(fake_snapshot(2)) == "rank 1 makes the other wait 48 ms a step"
     assert text.slow(fake_snapshot(2, slow=None)) == ""
+
+
+def evaluated(*losses, training=(2.0, 1.0)):
+    """Return a run of 100 steps, evaluated evenly, whose training loss goes straight down."""
+    step = np.linspace(0, 100, 11)
+    mean = np.interp(step, (0, 100), training)
+    every = 100 // len(losses)
+    evals = [{"step": every * (i + 1), "loss": one} for i, one in enumerate(losses)]
+    curve = Curve(step, step / 10, mean, mean, mean)
+    return replace(fake_snapshot(2, 100, slow=None), evals=evals, loss_curve=curve)
+
+
+def test_an_eval_loss_that_rises_while_the_training_loss_falls_is_overfitting():
+    said = text.overfitting(evaluated(1.0, 0.5, 0.7, 0.9))
+    assert "0.5" in said
+    assert "step 50" in said
+    assert "0.9" in said
+    assert said in text.findings(evaluated(1.0, 0.5, 0.7, 0.9))
+
+
+@pytest.mark.parametrize(
+    "shot",
+    [
+        evaluated(1.0, 0.8, 0.7, 0.6),  # still falls
+        evaluated(1.0, 0.5, 0.9),  # one bad value
+        evaluated(1.0, 0.5, 0.9, 0.51),  # and down again
+        evaluated(1.0, 0.5, 0.7, 0.9, training=(1.0, 2.0)),  # it diverges
+        evaluated(0.5, math.nan, 0.9),
+        evaluated(0.5, 0.9),
+        fake_snapshot(2, 300),  # falls slowly
+        fake_snapshot(2, 10),  # never evaluated
+    ],
+)
+def test_other_eval_losses_are_not_overfitting(shot):
+    assert text.overfitting(shot) == ""
 
 
 def test_the_progress_line_says_how_far_and_how_long():

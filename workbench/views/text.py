@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
+import numpy as np
+
 from .. import catalog
 from ..errors import PlanError
 from ..shared.events import OVER
@@ -128,6 +130,34 @@ def slow(snapshot: Snapshot) -> str:
     return f"rank {snapshot.slow_rank}{where} makes {others} wait {wait} a step{_window(snapshot)}"
 
 
+OVERFIT_RISE = 1.05
+"""An eval loss this many times its minimum counts as risen."""
+
+
+def overfitting(snapshot: Snapshot) -> str:
+    """Return that the eval loss rises while the training loss falls; empty if it does not.
+
+    The lowest eval loss must be at least two evaluations old, so that one bad value says nothing.
+    """
+    known = [(int(e["step"]), float(e["loss"])) for e in snapshot.evals if "loss" in e]
+    known = [(step, loss) for step, loss in known if math.isfinite(loss)]
+    if len(known) < 3:
+        return ""
+    best = min(range(len(known)), key=lambda i: known[i][1])
+    (step, lowest), (_, last) = known[best], known[-1]
+    curve = snapshot.loss_curve
+    if not len(curve):
+        return ""
+    then = float(np.interp(step, curve.step, curve.mean))
+    rises = lowest > 0 and min(loss for _, loss in known[-2:]) > OVERFIT_RISE * lowest
+    if best > len(known) - 3 or not rises or not curve.mean[-1] < then:
+        return ""
+    return (
+        f"overfitting: the eval loss was {number(lowest)} at step {step} and is {number(last)} "
+        "now, but the training loss still falls"
+    )
+
+
 def _window(snapshot: Snapshot) -> str:
     """Return which steps were looked at for who is slow."""
     if not snapshot.slow_steps:
@@ -144,6 +174,12 @@ def left_out(snapshot: Snapshot, shown: int) -> str:
 def dropped(snapshot: Snapshot) -> str:
     """Return how many records were lost; empty when none."""
     return f"{number(snapshot.dropped)} records dropped" if snapshot.dropped else ""
+
+
+def findings(snapshot: Snapshot) -> list[str]:
+    """Return what stands out in a run: a straggler, overfitting, lost records."""
+    found = (slow(snapshot), overfitting(snapshot), dropped(snapshot))
+    return [line for line in found if line]
 
 
 def drawing(snapshot: Snapshot) -> str:
@@ -282,7 +318,7 @@ def describe(snapshot: Snapshot) -> str:
     """Return the present figures as a sentence, for screen readers."""
     parts = [f"Run {title(snapshot)}, {snapshot.state}", progress(snapshot)]
     parts += [f"{label} {value}" for label, value in figures(snapshot).items()]
-    parts += [line for line in (slow(snapshot), dropped(snapshot), snapshot.banner) if line]
+    parts += [line for line in (*findings(snapshot), snapshot.banner) if line]
     return ", ".join(parts) + "."
 
 
@@ -325,7 +361,7 @@ def progress_line(snapshot: Snapshot) -> str:
         clock, f"{number(rate)} steps/s", f"loss {number(snapshot.loss)}",
         f"{number(snapshot.samples_per_s)} samples/s", f"compute {percent(snapshot.compute_share)}",
     ]  # fmt: skip
-    fields += [line for line in (slow(snapshot), dropped(snapshot), snapshot.banner) if line]
+    fields += [line for line in (*findings(snapshot), snapshot.banner) if line]
     return f"{snapshot.name} ({snapshot.strategy}): {head} [{', '.join(fields)}] {snapshot.state}"
 
 
@@ -335,7 +371,7 @@ def report(snapshot: Snapshot) -> str:
     heads = [progress(snapshot), *(f"{k} {v}" for k, v in figures(snapshot).items())]
     lines.append(" · ".join(heads))
     failed = snapshot.banner if snapshot.state == "failed" else ""
-    lines += [line for line in (failed, slow(snapshot), dropped(snapshot)) if line]
+    lines += [line for line in (failed, *findings(snapshot)) if line]
     if snapshot.workers:
         lines += ["", *_table(snapshot)]
     if snapshot.changes:

@@ -180,7 +180,7 @@ class _Head:
 def _head(snapshot: Snapshot) -> _Head:
     facts = [text.progress(snapshot), *(f"{k} {v}" for k, v in text.figures(snapshot).items())]
     failed = snapshot.banner if snapshot.state == "failed" else ""
-    blame = [line for line in (failed, text.slow(snapshot), text.dropped(snapshot)) if line]
+    blame = [line for line in (failed, *text.findings(snapshot)) if line]
     named = replace(snapshot, name=shortened(snapshot.name, _NAME_LETTERS))
     title = readable(f"{text.title(named)} · {snapshot.state}").split(" · ")
     return _Head(_lines(title, 11, "bold"), _lines(facts, 9), _lines(blame, 9, "bold"))

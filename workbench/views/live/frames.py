@@ -140,7 +140,7 @@ def make_head(snapshot: Snapshot) -> dict[str, Any]:
         if snapshot.total_steps
         else None,
         "figures": text.figures(snapshot),
-        "slow": text.slow(snapshot),
+        "slow": text.slow(snapshot) or text.overfitting(snapshot),
         "banner": snapshot.banner,
         "staffing": None if snapshot.staffing is None else asdict(snapshot.staffing),
         "slow_rank": snapshot.slow_rank,

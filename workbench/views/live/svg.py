@@ -102,7 +102,7 @@ def _head(snapshot: Snapshot) -> tuple[list[str], float]:
         y += 18
     y -= 2
     slow = text.slow(snapshot)
-    for said in (snapshot.banner, slow, text.dropped(snapshot), *snapshot.notes):
+    for said in (snapshot.banner, *text.findings(snapshot), *snapshot.notes):
         named = bool(slow) and said == slow
         for line in (
             line for one in said.splitlines() for line in lines([one.strip()], bold=named)
