@@ -69,7 +69,7 @@ Each error and warning of Workbench has a code, at the end of its first line and
 `There is no strategy with this name. [WB-PLAN-...]`. The code stays the same if the words change.
 So search for the code on this page, and test for it in your own code. If an error reports the error
 of a rank, it shows the rank's code. `{name}` is replaced by a value at run time.
-[errors.md](errors.md) shows the most frequent errors in full, with the step that solves each of them.
+[errors.md](errors.md) shows the most frequent errors in full, with the step that solves each one.
 """
 
 

@@ -3,7 +3,8 @@
 There is one line for each kind of death and each value of `--on-failure`: the strategy, the case,
 the process that dies, `--on-failure`, the loss, and the test. `docs/make_promises.py` makes the
 tables of docs/recovery.md from these lines; a test fails if one of the tests does not exist. If a
-line does not say what is lost, the strategy's entry says it: `dies_with` under `heal`, `loses` elsewhere.
+line does not say what is lost, the strategy's entry says it: `dies_with` under `heal`, `loses` in
+other cases.
 """
 
 from __future__ import annotations
