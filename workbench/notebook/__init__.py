@@ -4,6 +4,7 @@ In reading order:
 
     session    which cluster is the notebook's, how are its cells run, and resumed
     run_view   how is a run shown while it continues
+    awake      how does the server know that a kernel is in use while a run continues
     values     how do variables and texts get to the engines and back
     recipes    what can be trained by its name
     jobs       `wb.job`, `wb.submit`, `wb.follow`: from the notebook to a job, and back

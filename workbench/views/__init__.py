@@ -8,6 +8,7 @@ Tables and text stand here, pictures of a kind in a folder each:
     text         a run in words; how are numbers written
     terminal     what would a terminal show of a stream
     output       how are the outputs of several ranks shown
+    places       what can the front end show: Colab, Kaggle, any other Jupyter
     blocks       how are they displayed and kept up to date
     drawing      what do figures drawn with matplotlib have in common
     live/        a run while it trains, and its last picture
