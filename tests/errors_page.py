@@ -75,7 +75,7 @@ def parts() -> dict[str, str]:
 
 
 def check(mistake: Mistake, shown: str) -> None:
-    """Hold the page against what was shown, or write it there."""
+    """Compare the page with the shown message, or write the message into the page."""
     there, now = parts(), part(mistake, shown)
     if not WRITE:
         assert there.get(mistake.title, "").strip() == now.strip(), (
