@@ -11,7 +11,6 @@ in it are never used as paths.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import tempfile
 import zipfile
@@ -173,11 +172,12 @@ def _of_file(path: Path, shown: PurePosixPath) -> Iterator[HandedIn]:
 
 def _unzipped(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
     """Return a member's bytes; none if it is larger than a notebook may be, or damaged."""
-    with contextlib.suppress(zipfile.BadZipFile, zlib.error, RuntimeError, EOFError):
+    try:
         with archive.open(member) as file:
             content = file.read(MOST_BYTES + 1)  # its directory may give a wrong size
-            return content if len(content) <= MOST_BYTES else b""
-    return b""
+    except (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError):
+        return b""
+    return content if len(content) <= MOST_BYTES else b""
 
 
 def _lab_of(one: HandedIn) -> tuple[int | None, str]:

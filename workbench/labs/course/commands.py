@@ -65,9 +65,9 @@ def run(given: argparse.Namespace, notebooks: Path) -> int:
     roster = gradebook.read_roster(given.roster) if given.roster else {}
     found = collect(given.places, given.to, replace=given.replace)
     for one in found:
-        lab = "" if one.lab is None else f", lab {one.lab}"
+        of_lab = "" if one.lab is None else f", lab {one.lab}"
         why = f": {one.why}" if one.why else ""
-        print(f"{one.student}{lab}: {SAID[one.state]}{why} ({one.place})")
+        print(f"{one.student}{of_lab}: {SAID[one.state]}{why} ({one.place})")
     labs = sorted({one.lab for one in found if one.lab is not None})
     for lab in labs if roster else ():
         there = {one.student for one in found if one.lab == lab}
@@ -112,11 +112,11 @@ def record(
     Args:
         notebooks: The folder of the labs as they were handed out.
     """
-    known = [one for one in graded if one.lab is not None]
-    points = {
-        one.lab: gradebook.points_of(given.lab or notebooks / f"lab_{one.lab}.ipynb")
-        for one in known
-    }
+    if given.csv is None and given.feedback is None:
+        return
+    original = {one.lab: given.lab or notebooks / f"lab_{one.lab}.ipynb" for one in graded}
+    known = [one for one in graded if one.lab is not None and original[one.lab].is_file()]
+    points = {one.lab: gradebook.points_of(original[one.lab]) for one in known}
     if given.feedback is not None:
         for one in known:
             write_feedback(one, points[one.lab], given.feedback)

@@ -92,7 +92,7 @@ def row_of(
     path = Path(graded.file)
     student_id = student_of(PurePosixPath(*path.absolute().parts[-3:]))
     student = roster.get(student_id, Student(student_id))
-    score = sum(points.get(one.exercise, 1.0) for one in graded.outcomes if one.passed)
+    score = sum((points.get(one.exercise, 1.0) for one in graded.outcomes if one.passed), 0.0)
     not_right = [f"{one.exercise} {one.state}" for one in graded.outcomes if not one.passed]
     unknown = roster and student_id not in roster
     remarks = [*graded.problems, *not_right, *(["not on the roster"] if unknown else [])]
@@ -102,7 +102,7 @@ def row_of(
         "timestamp": datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%d %H:%M:%S"),
         "student_id": student_id, "last_name": student.last_name,
         "first_name": student.first_name, "email": student.email, "raw_score": score,
-        "late_submission_penalty": 0.0, "score": score, "max_score": sum(points.values()),
+        "late_submission_penalty": 0.0, "score": score, "max_score": sum(points.values(), 0.0),
         "remarks": "; ".join(remarks),
     }  # fmt: skip
 
