@@ -130,6 +130,35 @@ def _labs_look():
             sum(p.numel() for p in parts), grads, wanted]
 """
 
+_ATTENTION = """
+def _labs_look():
+    torch.manual_seed(6)
+    d, heads = 4 * world_size, 2 * world_size
+    qkv, out = torch.nn.Linear(d, 3 * d).double(), torch.nn.Linear(d, d).double()
+    attention = ParallelAttention(qkv, out, heads)
+    x = torch.randn(2, 5, d, dtype=torch.float64)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    found = attention(a)
+    if not isinstance(found, torch.Tensor):
+        return None
+    q, k, v = [part.view(2, 5, heads, -1).transpose(1, 2) for part in qkv(b).chunk(3, -1)]
+    mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    true = out(mixed.transpose(1, 2).reshape(2, 5, d))
+    weight = torch.randn(2, 5, d, dtype=torch.float64)
+    if found.shape != true.shape:
+        return [float("inf"), float("inf"), 0, 1, 1.0, 0.0]
+    found.backward(weight)
+    true.backward(weight)
+    count = sum(p.numel() for p in attention.parameters())
+    wanted = (3 * d * d + 3 * d + d * d) // world_size + d
+    total = sum(float(p.grad.square().sum()) for p in attention.parameters() if p.dim() == 2)
+    both = torch.tensor([total], dtype=torch.float64)
+    dist.all_reduce(both)
+    right = float(qkv.weight.grad.square().sum() + out.weight.grad.square().sum())
+    return [float((found - true).abs().max()), float((a.grad - b.grad).abs().max()), count, wanted,
+            both.item(), right]
+"""
+
 _SAVED = """
 def _labs_look():
     torch.manual_seed(0)
@@ -263,6 +292,15 @@ def sent(c: Check) -> None:
 def conjugate(c: Check) -> None:
     """Apply both operators. Compare results and gradients with sums over the workers."""
     workers = have(c, "F", "G")
+    own = "getattr(one, name) is not getattr(torch.autograd.Function, name)"
+    there = c.ask(
+        f"_labs_answer = all({own} for one in (F, G) for name in ('forward', 'backward'))"
+    )
+    c.need(
+        all(there),
+        "`F` or `G` lacks forward or backward.",
+        "write both as static methods: forward(ctx, x) and backward(ctx, gradient)",
+    )
     found = c.ask(_CONJUGATE + _LOOK)
     c.need(
         all(one is not None for one in found),
@@ -331,7 +369,37 @@ def mlp(c: Check) -> None:
     c.expect(True, "result, input gradient and all parts equal the undivided MLP", "")
 
 
-@exercise("11.7", "What autograd saves", where="the engines")
+@exercise("11.7", "Divided heads", where="the engines")
+def attention(c: Check) -> None:
+    """Call `ParallelAttention` forward and backward. Compare with all heads on one worker."""
+    have(c, "ParallelAttention", "F", "G")
+    found = c.ask(_ATTENTION + _LOOK)
+    c.need(
+        all(one is not None for one in found),
+        "`ParallelAttention(...)(x)` did not return a tensor.",
+        "fill in __init__ and forward, and return the result",
+    )
+    for rank, (off, off_input, count, wanted, norm, right) in enumerate(found):
+        c.need(
+            float(off) < 1e-10,
+            f"On worker {rank} the result differs from the undivided one by {float(off):.2g}.",
+            "queries, keys and values are three blocks of rows in qkv.weight: take this worker's "
+            "heads from each of the three; the mask is causal; the bias of out is added once",
+        )
+        c.need(
+            int(count) == int(wanted),
+            f"Worker {rank} holds {int(count)} parameters, but its parts have {int(wanted)}.",
+            "keep only the rows and columns of this worker's heads",
+        )
+        c.need(
+            float(off_input) < 1e-10 and math.isclose(float(norm), float(right), rel_tol=1e-9),
+            f"On worker {rank} gradients are not those of the undivided layers.",
+            "F at the input, G after the output's weights",
+        )
+    c.expect(True, "result and gradients equal those of all heads on one worker", "")
+
+
+@exercise("11.8", "What autograd saves", where="the engines")
 def saved(c: Check) -> None:
     """Call `saved_bytes` with a model and with functions whose saved tensors are known."""
     have(c, "saved_bytes")
