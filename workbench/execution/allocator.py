@@ -436,7 +436,7 @@ class Replacer:
             thread.start()
 
     def wait(self) -> None:
-        """Wait until running replacements are done; called before any other request to the engines."""
+        """Wait until replacements are done; called before any other request to the engines."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(WAIT_S)
@@ -514,7 +514,7 @@ def know_notebook(framework: Callable[[], str | None]) -> None:
 
 
 def default_framework() -> str:
-    """Return the default framework of a cluster: the configured one, otherwise the installed one."""
+    """Return the default framework: the configured one, otherwise the installed one."""
     asked = os.environ.get(PREWARM, "")
     if asked in ("torch", "tensorflow"):
         return asked

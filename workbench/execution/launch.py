@@ -358,7 +358,7 @@ class RunExecution:
             self.run.finish(_unexpected(failure))
 
     def _fetch_results(self, error: RunError | None) -> None:
-        """Copy a function's return values to `run.results`, and remove its names from the engines."""
+        """Copy a function's return values to `run.results`; remove its names from the engines."""
         run, engines = self.run, self.pool.engines
         try:
             living = [i for i in run.members if i in self.pool.ids]
@@ -591,7 +591,7 @@ class Recoverer:
         return None
 
     def _rescue(self, beyond: int) -> Checkpoint | None:
-        """Let the survivor with the most steps save its state, if it has more than `beyond` steps."""
+        """Let the survivor with the most steps save its state, if these exceed `beyond`."""
         run, engines = self._launch.run, self._launch.pool.engines
         if run.task is None or not self._launch.files.can_send(run.members):
             return None
@@ -626,6 +626,6 @@ def _stopping(run: Run) -> bool:
 
 
 def without_kills(plan: Plan, ranks: Sequence[int]) -> Plan:
-    """Return the plan without the faults that killed these ranks, because a kill happens only once."""
+    """Return the plan without the faults that killed these ranks: a kill happens only once."""
     kept = tuple(f for f in plan.faults if f.kind != "kill" or f.rank not in ranks)
     return replace(plan, faults=kept)

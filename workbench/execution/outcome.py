@@ -146,9 +146,9 @@ def death_words(first: int, outcomes: Outcomes, member: Callable[[int], Member])
     others = [engine for engine in dead_engines(outcomes) if engine != first]
     for engine in others[:NAMED]:
         how = "" if outcomes[engine].how == one.how else f": {outcomes[engine].how}"
-        text += f"\n  gone too: {member(engine).title} (engine {engine}){how}"
+        text += f"\n  also gone: {member(engine).title} (engine {engine}){how}"
     if len(others) > NAMED:
-        text += f"\n  gone too: {len(others) - NAMED} more"
+        text += f"\n  also gone: {len(others) - NAMED} more"
     return text
 
 
@@ -256,7 +256,7 @@ class CellEnd:
         outcome = self.outcomes[cause]
         what, told = self._reason(cause)
         if others := [i for i in self._bad if i not in told]:
-            what += f"\n  with it: {self.say(others)}"
+            what += f"\n  Also failed: {self.say(others)}"
         step = next_step(self.outcomes) or outcome.advice or self._elsewhere(outcome)
         error = RunError(what, next_step=step, code="WB-RUN-066")
         if outcome.status == "error" and not outcome.ended:

@@ -260,9 +260,7 @@ def attend(draw: Callable[[], object] = lambda: None) -> None:
                 Prompt(paused, draw).converse(min(stops))
             except Exception as error:  # the front end cannot ask, although it seemed able to
                 reason = f"the prompt failed ({type(error).__name__}: {error})"
-        for engine in (
-            paused.stops
-        ):  # also after `leave`: the user could not open the prompt again while the cell blocks
+        for engine in paused.stops:  # after `leave` too: the cell blocks a new prompt
             paused.go_on(engine, reason)
         paused.attended(can_prompt=able)
 

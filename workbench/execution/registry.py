@@ -199,7 +199,7 @@ def new_run(
 
 
 def let_rest(newest: int = AWAKE) -> None:
-    """Free the memory of runs that are neither new nor a cluster's last run; their data is on disk."""
+    """Free the memory of old runs, except a cluster's last run; their data is on disk."""
     last = [cluster.busy for cluster in _clusters]
     for run in list(runs.values())[:-newest]:
         if run not in last:

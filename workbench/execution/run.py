@@ -219,7 +219,7 @@ class Run:
             for part in parts:
                 try:
                     part()
-                except Exception:  # noqa: PERF203 - an error in one callback does not prevent the others
+                except Exception:  # noqa: PERF203 - the other callbacks must run
                     log.exception("The end of run %r went wrong", self.name)
         finally:
             self._deliver = _nowhere  # otherwise the run would keep its cluster's client forever
@@ -236,7 +236,7 @@ class Run:
             self.advance("fail" if error is not None else "finish")
 
     def abandon(self, text: str) -> None:
-        """End the run for this notebook only; another notebook has the run and settles it on disk."""
+        """End the run for this notebook only; another notebook has the run and settles it."""
         self._halting.close()
         self.error = RunError(text, code="WB-RUN-068")
         with contextlib.suppress(events.InvalidTransitionError):
@@ -324,7 +324,7 @@ class Run:
         if engine.id in self._everyone and not self.is_over:
             who = self._member(engine.id)
             verb = "is" if who is None else who.verb
-            text = f"{self.called(engine.id)} {verb} ended: {engine.exit}."
+            text = f"{self.called(engine.id)} {verb} gone: {engine.exit}."
             rank = self.engines.index(engine.id) if engine.id in self.engines else None
             self.history.event(events.EngineDied(text=text, rank=rank, engine=engine.id))
 

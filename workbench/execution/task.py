@@ -133,9 +133,7 @@ class Task:
         self._on_leaving = on_leaving
         self._condemned: set[int] = set()
         self._errors: list[tuple[int, Mapping[str, Any]]] = []
-        self._ended: set[int] = (
-            set()
-        )  # Workbench killed them because they did not react to an interrupt
+        self._ended: set[int] = set()  # killed: they did not react to an interrupt
         self._leaving: set[int] = set()  # failed, now cleaning up
         self.moved_at = self.began
         self._timers: list[threading.Timer] = []
@@ -235,7 +233,7 @@ class Task:
         self.changed.set()
         if spared:
             name = self.names.of(call.engine)
-            text = f"{name} has ended, the others continue: {outcome.evalue}"
+            text = f"{name} is gone, the others continue: {outcome.evalue}"
             _guarded(self._on_loss, text, [call.engine])
         if complete:
             self._end()
@@ -336,7 +334,7 @@ class Task:
                 self.board.message(engine, "error", content)
         if followed:
             said = end.say(followed)
-            self.board.say_with_it(said if cause is None else f"with it: {said}")
+            self.board.say_with_it(said if cause is None else f"Also failed: {said}")
 
     @property
     def end(self) -> CellEnd:

@@ -523,7 +523,7 @@ class Cluster:
 
     @property
     def rejected(self) -> int:
-        """The number of refused messages and connections: without a valid key, or sent twice."""
+        """Number of refused messages and connections: without a valid key, or sent twice."""
         return session_status.rejected(self)
 
     @begins

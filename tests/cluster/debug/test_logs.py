@@ -49,5 +49,5 @@ def test_logs_are_followed_until_the_engine_is_gone(book):
     killer = threading.Timer(0.5, psutil.Process(session.cluster.engines[1].pid).kill)
     killer.start()
     cell = book.ok("%cluster logs 1 --follow")
-    assert cell.stdout.splitlines()[-1] == "--- engine 1 is gone"
+    assert cell.stdout.splitlines()[-1] == "--- engine 1 has ended"
     book.ok("%cluster restart 1")
