@@ -288,7 +288,8 @@ OPENS = "workbench lab (without s) opens JupyterLab on the notebooks"
 NOT_GRADED, INTERRUPTED = 2, 130
 _GRADE = """\
 Runs the exercises of each notebook in the original lab, in separate processes.
-Exit status: 0 everything was graded and is correct; 1 everything was graded, but not all is correct; 2 something could not be graded, or an argument is wrong."""
+Exit status: 0 everything was graded and is correct; 1 everything was graded, but
+not everything is correct; 2 something could not be graded, or an argument is wrong."""
 
 
 def add_lab_commands(commands: Any) -> None:

@@ -158,7 +158,7 @@ class WorkbenchMagics(Magics):
 
     @cell_magic
     def rank(self, line: str, cell: str) -> None:
-        """Run the cell on a part of the engines: `%%rank 0` is short for `%%distributed --ranks 0`."""
+        """Run the cell on some engines: `%%rank 0` is short for `%%distributed --ranks 0`."""
         words = strip_comment(line).split(maxsplit=1)
         if not words:
             raise PlanError(

@@ -345,7 +345,9 @@ class Calibration:
 
     def table(self) -> Table:
         """Return the readings as a table."""
-        verdict = "the measurement can be trusted" if self.passed else "do NOT trust the measured waits"
+        verdict = (
+            "the measurement can be trusted" if self.passed else "do NOT trust the measured waits"
+        )
         title = f"Calibration: injected {self.injected_ms:.0f} ms: {verdict}"
         return calibration_table(title, self.readings, self.did)
 

@@ -94,7 +94,7 @@ def _show_outputs(outputs: Blocks, task: Task, *, final: bool) -> None:
 
 
 def _draw_late(task: Task, outputs: Blocks) -> None:
-    """Continue to show output after the cell's end, because a thread of the user can still print."""
+    """Continue to show output after the cell's end; a thread of the user can still print."""
     waiting = threading.Event()
 
     def draw() -> None:
@@ -137,7 +137,7 @@ class RunView:
             actions[name]()
 
     def _scale(self, workers: Any) -> None:
-        """Change the run's number of workers in the background, because engines can have to start."""
+        """Change the run's number of workers in the background; new engines can be needed."""
 
         def scale() -> None:
             try:

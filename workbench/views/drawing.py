@@ -1,8 +1,8 @@
 """Shared parts of figures drawn with matplotlib: settings, letters, panels, bands.
 
 Matplotlib's settings are global, so one thread draws at a time. If matplotlib's fonts lack a
-letter, another font of this machine is used, otherwise a word. A run may be called 实验 or 🚀. Fonts
-with such letters are used if this machine has them. A letter that no font has is spelled
+letter, another font of this machine is used, otherwise a word. A run can be called 实验 or 🚀.
+Fonts with such letters are used if this machine has them. A letter that no font has is spelled
 (`:rocket:`, `ka`, `u5B9E`) instead of drawn as an empty box.
 
 Panels of a comparison share colours, frames and text widths. Bands of a run's picture share titles,
