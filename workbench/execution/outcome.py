@@ -31,8 +31,8 @@ COLLATERAL = re.compile(
     r"|DeadlineExceededError|UnavailableError",
     re.IGNORECASE,
 )
-"""Texts of library errors after another rank has ended; such an error is never shown as the "
-"cause."""
+"""Texts of library errors after another rank has ended; such an error is never shown as the cause.
+"""
 MAX_WORDS = 100
 
 

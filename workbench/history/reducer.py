@@ -377,8 +377,8 @@ STORED = np.dtype(
         ("loss", "<f8"),
     ]
 )
-"""One stored row (72 bytes): measured and derived values. `other_s` is the remainder of the other "
-"parts and is not stored."""
+"""One stored row (72 bytes): measured and derived values. `other_s` is the remainder of the other
+parts and is not stored."""
 
 CHUNK_ROWS = 1 << 14
 _FEW_ROWS = 64

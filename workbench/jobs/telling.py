@@ -72,8 +72,8 @@ METRICS = {
     "staleness_mean": "updates between a worker's pull and its push, in asynchronous strategies",
     "loss": "loss of the last step",
 }
-"""Figures of a run; those of its last evaluation are `eval_NAME`. A value that was not measured "
-"is null."""
+"""Figures of a run; those of its last evaluation are `eval_NAME`. A value that was not measured is
+null."""
 
 PROGRESS = {
     "event": "`progress`",

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 PROBE_S = 60.0
 MOST_PROBES = 3
 ENOUGH_S, ENOUGH_STEPS = 4.0, 60
-"""A short run ends after this time and this number of steps; earlier if its time limit is "
-"reached."""
+"""A short run ends after this time and this number of steps; earlier if its time limit is reached.
+"""
 TELLS_STEPS = LEAST_STEPS + 6
 """Number of steps, with warm-up, from which other strategies can be predicted."""
 MOST_STEPS = 2000

@@ -31,8 +31,8 @@ INTERRUPTED = frozenset({"WB-RUN-069", "WB-RUN-088"})
 """Error codes of a run that its user has interrupted."""
 FRAME_S = 0.2
 FIRST_S = 0.6
-"""A cell that ends within this time shows its complete output once; tests of notebooks compare "
-"it."""
+"""A cell that ends within this time shows its complete output once; tests of notebooks compare it.
+"""
 
 
 class _Pump:

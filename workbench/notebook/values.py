@@ -69,7 +69,12 @@ def _split(line: str, known: tuple[str, ...], usage: str) -> tuple[list[str], di
         if word in known and words:
             flags[word] = words.pop(0)
         elif word.startswith("-"):
-            raise PlanError("The flag is not valid.", seen=word, allowed=usage, code="WB-PLAN-137")
+            raise PlanError(
+                f"{word} needs a value." if word in known else "The flag is not valid.",
+                seen=line,
+                allowed=usage,
+                code="WB-PLAN-137",
+            )
         else:
             names.append(word)
     if not names:

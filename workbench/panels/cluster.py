@@ -29,8 +29,8 @@ LOG_LINES = 200
 FIELDS: dict[str, tuple[str, ...]] = {
     LOCAL: (), SSH: ("on",), SLURM: ("nodes", "partition", "time"), MPI: ()
 }  # fmt: skip
-"""The fields of the row per launcher; the magic's line and the launchers' file have more "
-"settings."""
+"""The fields of the row per launcher; the magic's line and the launchers' file have more settings.
+"""
 
 
 class ClusterPart(Part):

@@ -115,7 +115,14 @@ def worker_label(worker: Worker) -> str:
 
 
 def progress(snapshot: Snapshot) -> str:
-    """Return how far the run is: `step 120 of 400`; a worker may take more than its part."""
+    """Return how far the run is: `step 120 of 400`.
+
+    The last rows of a killed worker can be lost, so a failed run has only `2 of 40 steps recorded`.
+    The total is left out if a worker took more than its share of the steps.
+    """
+    if snapshot.state == "failed":
+        of = f" of {snapshot.total_steps}" if snapshot.total_steps is not None else ""
+        return f"{snapshot.step}{of} steps recorded"
     if snapshot.total_steps is None or snapshot.step > snapshot.total_steps:
         return f"step {snapshot.step}"
     return f"step {snapshot.step} of {snapshot.total_steps}"

@@ -61,8 +61,8 @@ SERIES = SERIES_LIGHT
 """Colours of curves, in order; after the eighth they repeat from the start."""
 
 _RUNS = (7, 5, 3, 6, 4, 0, 1, 2)
-"""Index into `SERIES` by a run's colour number. Grey is for one device, the baseline of "
-"comparisons. Colours that no phase of a step uses come first."""
+"""Index into `SERIES` by a run's colour number. Grey is for one device, the baseline of
+comparisons. Colours that no phase of a step uses come first."""
 
 INK = {"light": "#1F2328", "dark": "#E6E8EB", "any": "#757C86"}
 MUTED = {"light": "#62676F", "dark": "#A4ABB5", "any": INK["any"]}
