@@ -456,8 +456,8 @@ class Knows:
         if any(abs(s - base.samples) > 1e-9 for s in samples) and not self.two_sizes:
             found.append(
                 f"One size was measured, {base.samples:g} samples per worker: 0 to "
-                f"{MOST_FIXED:.0%} of the computation time is assumed not to depend on it. A run with "
-                "another --batch-size measures this share: wb.predict([run, other], ...)."
+                f"{MOST_FIXED:.0%} of the computation time is assumed not to depend on it. A run "
+                "with another --batch-size measures this share: wb.predict([run, other], ...)."
             )
         if base.workers == 1:
             found.append("One worker was measured, so differences between workers are not known.")
