@@ -5,19 +5,30 @@ notebook: `%load_ext workbench`, `import workbench as wb`. On the engines the in
 same package. `docs/architecture.md` has the picture; the folders, from those without dependencies
 to those that use all others:
 
-    errors the parts of every error: what happened, the value seen, what is allowed, the next step
-    catalog/ the strategies, their abilities and their messages cookbook/ recipes for training data/
-    small data sets for lessons and tests shared/ modules that the notebook's side and the engines'
-    side share devices/ the accelerators, their owners, and the devices that an engine sees engine/
-    what happens on an engine strategies/ how is a model trained on several workers: one file each
-    cluster/ how are engines started, watched and ended history/ the data of a run, step by step
-    prediction/ how fast would a run be with other workers, links or options views/ how are runs
-    drawn export/ a plan as a folder that trains it elsewhere execution/ a run from its request to
-    its end session/ one cluster, and everything that its user can do with it jobs/ runs on other
-    machines: controlled there by a conductor, followed from here notebook/ the notebook's objects:
-    its session, recipes, comparisons panels/ Workbench controlled with the mouse magics the magics
-    labs/ the exercises: made, checked, graded doctor/ checks of this machine, its GPUs and other
-    hosts cli the `workbench` command of a shell __main__ the same as `python -m workbench`
+    errors       the parts of every error: what happened, the value seen, what is allowed, the next
+                 step
+    catalog/     the strategies, their abilities and their messages
+    cookbook/    recipes for training
+    data/        small data sets for lessons and tests
+    shared/      modules that the notebook's side and the engines' side share
+    devices/     the accelerators, their owners, and the devices that an engine sees
+    engine/      what happens on an engine
+    strategies/  how is a model trained on several workers: one file each
+    cluster/     how are engines started, watched and ended
+    history/     the data of a run, step by step
+    prediction/  how fast would a run be with other workers, links or options
+    views/       how are runs drawn
+    export/      a plan as a folder that trains it elsewhere
+    execution/   a run from its request to its end
+    session/     one cluster, and everything that its user can do with it
+    jobs/        runs on other machines: controlled there by a conductor, followed from here
+    notebook/    the notebook's objects: its session, recipes, comparisons
+    panels/      Workbench controlled with the mouse
+    magics       the magics
+    labs/        the exercises: made, checked, graded
+    doctor/      checks of this machine, its GPUs and other hosts
+    cli          the `workbench` command of a shell
+    __main__     the same as `python -m workbench`
 """
 
 from __future__ import annotations

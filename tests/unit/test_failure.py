@@ -64,7 +64,10 @@ def test_who_only_felt_it_follows_and_the_lost_are_no_part_of_it():
     end = end_of({0: CUT, 1: mine(), 2: OK, 3: CUT}, first=0, lost=frozenset([3]))
     assert end.cause == 1
     assert end.followed == [0]
-    said = "Rank 1 (engine 1) failed: ValueError: mine\n  Also failed: rank 0: Connection closed by peer"
+    said = (
+        "Rank 1 (engine 1) failed: ValueError: mine\n"
+        "  Also failed: rank 0: Connection closed by peer"
+    )
     assert end.failure().what == said
 
 

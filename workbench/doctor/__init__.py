@@ -3,14 +3,16 @@
 In a notebook, `wb.doctor()` is this package called. No module here loads a framework. Checks that
 need a framework run in separate processes with a time limit, so that a hang is also a result.
 
-    command `workbench doctor` and `wb.doctor()`: the checks and their order report the result of a
-    check: ok, warn, fail, cannot be checked; as text, JSON, a table children a process with a time
-    limit, and the lines that it reports machine checks of this machine that need no framework gpus
-    checks that need a driver, a GPU or a framework, and the stages of `--gpu-test` hosts checks
-    between this machine and others probes (in a process of its own) what touches devices for the
-    doctor stages (in a process of its own) what `--gpu-test` does with real engines trials (in a
-    process of its own) what it measures, keeps and gives back faults (in a process of its own) what
-    it breaks on purpose
+    command    `workbench doctor` and `wb.doctor()`: the checks and their order
+    report     the result of a check: ok, warn, fail, cannot be checked; as text, JSON, a table
+    children   a process with a time limit, and the lines that it reports
+    machine    checks of this machine that need no framework
+    gpus       checks that need a driver, a GPU or a framework, and the stages of `--gpu-test`
+    hosts      checks between this machine and others
+    probes     (in a process of its own) what touches devices for the doctor
+    stages     (in a process of its own) what `--gpu-test` does with real engines
+    trials     (in a process of its own) what it measures, keeps and gives back
+    faults     (in a process of its own) what it breaks on purpose
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 A run whose engines died continues, with new engines or with fewer:
 
-    running --an engine dies--> recovering --the cell has begun again--> running | +--cannot
-                                    continue--> failed
+    running --an engine dies--> recovering --the cell has begun again--> running
+                                    |
+                                    +--cannot continue--> failed
 
 The cell runs again on all workers. The remaining workers keep their processes and variables. The
 training continues from the last checkpoint of this run, or from the start if it has none. Steps

@@ -1,9 +1,12 @@
 """A plan as a folder that trains it elsewhere: the cell, the packages to install, the pinned
 values.
 
-    train.py the cell as a file run.json the plan, and the values that make the run equal to the
-    notebook's: seed, pins requirements.txt exact versions, and Workbench as a wheel in the folder
-    README.md how to start, watch, stop and continue runs/<n>/ made when it runs
+    train.py           the cell as a file
+    run.json           the plan, and the values that make the run equal to the notebook's: seed,
+                       pins
+    requirements.txt   exact versions, and Workbench as a wheel in the folder
+    README.md          how to start, watch, stop and continue
+    runs/<n>/          made when it runs
 
 A folder contains no data about the machine and the user that wrote it. Paths in it are relative,
 addresses contain no passwords, and no environment variables are stored.

@@ -1,9 +1,11 @@
 """A run on disk: each engine appends its own rows and events, the kernel writes `run.json`.
 
-    <run_dir>/ run.json the request and the end of the run records-rank<r>.bin rows of `RECORD`, one
-      after the other events-rank<r>.jsonl one event a line: name, t_s, fields
-      events-rankkernel.jsonl the same, for workers that left or joined weights.npz, weights.pt
-      written at the end of the run
+    <run_dir>/
+      run.json                 the request and the end of the run
+      records-rank<r>.bin      rows of `RECORD`, one after the other
+      events-rank<r>.jsonl     one event a line: name, t_s, fields
+      events-rankkernel.jsonl  the same, for workers that left or joined
+      weights.npz, weights.pt  written at the end of the run
 
 The rows and events of engines on other machines are written by the kernel, as they arrive
 (`FarWriter`). Every file is written by one process only and flushed at each append, so a run whose

@@ -2,9 +2,9 @@
 
 New data waits in a queue until a reader needs it:
 
-    append, event ── queue ── fold ──> Reducer, Story ──> columns, totals, snapshot rest: the rows
-    are on disk only; wake or a reader loads them again rewind: a run continues from an earlier
-    step, later steps are dropped
+    append, event ── queue ── fold ──> Reducer, Story ──> columns, totals, snapshot
+    rest: the rows are on disk only; wake or a reader loads them again
+    rewind: a run continues from an earlier step, later steps are dropped
 """
 
 from __future__ import annotations

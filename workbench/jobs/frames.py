@@ -2,14 +2,16 @@
 
 A line is `#wb1 ` and a frame of JSON, which appends to a file, or replaces a file:
 
-    {"f": name, "a": offset, "d": base64 of zlib of bytes} {"f": name, "a": -1, "v": version, "d":
-    ...} replaces the file; "m": 1 if more parts follow, which have -2 {"f": "", ...} data about the
-    run or the other side; no file
+    {"f": name, "a": offset, "d": base64 of zlib of bytes}
+    {"f": name, "a": -1, "v": version, "d": ...}   replaces the file; "m": 1 if more parts follow,
+                                                   which have -2
+    {"f": "", ...}                  data about the run or the other side; no file
 
-        h {"dir", "host"}: the run folder on the other side; `id` identifies the writer of the lines
-        k the run's key in hex, and n, the number of the newest order that it took o an order was
-        put into the inbox: what went wrong, or "" e no more frames: the reason, or "" if the run is
-        over
+        h  {"dir", "host"}: the run folder on the other side; `id` identifies the writer of the
+           lines
+        k  the run's key in hex, and n, the number of the newest order that it took
+        o  an order was put into the inbox: what went wrong, or ""
+        e  no more frames: the reason, or "" if the run is over
 
 Because of the offsets, the same frame can safely arrive twice. A lost connection is opened again
 and continues at its last offset. A command that prints all frames from the beginning changes

@@ -1,8 +1,10 @@
 """`workbench run`: the processes of a run on this machine, from their start to their end.
 
-    a job folder the processes in its run.json: torchrun, TensorFlow's processes, or one process a
-    script, -n N torchrun (or TensorFlow's processes) of `workbench run SCRIPT` a script one process
-    of `workbench run SCRIPT` a cell, --strategy a job folder is written first
+    a job folder            the processes in its run.json: torchrun, TensorFlow's processes, or one
+                            process
+    a script, -n N          torchrun (or TensorFlow's processes) of `workbench run SCRIPT`
+    a script                one process of `workbench run SCRIPT`
+    a cell, --strategy      a job folder is written first
 
 Each process that a launcher has started as one of several, by this command or by the user's own
 torchrun, is an engine (`run_rank`). An engine loads no module of the notebook's side. So this

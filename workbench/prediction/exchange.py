@@ -6,8 +6,8 @@ collectives are those that Thakur, Rabenseifner and Gropp (IJHPCA 19(1), 2005, s
 Patarasuk and Yuan (JPDC 69(2), 2009) derive: a ring 2(n-1) rounds of m/n bytes, recursive doubling
 log2 n rounds of m.
 
-    clocks w0 w1 w2 s0 computation is added, a message moves its receiver's clock forward
-             |--|------>| all workers of a ring wait for a late worker
+    clocks   w0 w1 w2 s0      computation is added, a message moves its receiver's clock forward
+             |--|------>|     all workers of a ring wait for a late worker
 
 Two kinds of links:
 

@@ -5,10 +5,11 @@ microbatch and stage is a node. It begins after its worker's previous piece and 
 that it needs. The schedule gives the order of a worker's pieces. The step time is the longest path
 (Kelley and Walker, Critical-Path Planning and Scheduling, 1959).
 
-    gpipe all forwards, then all backwards 1f1b a stage has at most as many unfinished microbatches
-    as there are stages from it to the end, itself included; a backward comes before a forward
-    interleaved the same over the stages of all workers, the microbatches in rounds zero_bubble as
-    1f1b; the weights' halves fill the gaps
+    gpipe        all forwards, then all backwards
+    1f1b         a stage has at most as many unfinished microbatches as there are stages from it to
+                 the end, itself included; a backward comes before a forward
+    interleaved  the same over the stages of all workers, the microbatches in rounds
+    zero_bubble  as 1f1b; the weights' halves fill the gaps
 
 Backward is assumed to take twice as long as forward, because it has two matrix products instead of
 one (Narayanan et al., SC 2021, section 2.1). With another number of workers the measured work is
