@@ -218,7 +218,7 @@ def measures(trees: Mapping[str, ast.Module]) -> list[Measure]:
         Measure("circles, all imports counted", len(found), 0, "; ".join(found)),
         Measure("folders that import each other", len(pairs), 0, "; ".join(pairs)),
         Measure("longest import chain", longest(loaded), 14),
-        Measure("Python files", len(trees), 412),
+        Measure("Python files", len(trees), 420),
         Measure('"the rest of it" base classes', len(rest), 0, ", ".join(rest)),
         Measure("private access across modules", foreign_privates(trees), 0),
         Measure(f"files over {LINES} lines", len(large), 0, ", ".join(large)),

@@ -27,6 +27,7 @@ from .devices.leases import held_words
 from .doctor.command import add_doctor_command, run_doctor
 from .errors import ClusterError, PlanError, WorkbenchError
 from .jobs import command as jobs
+from .labs.course import commands as course
 from .session.keeping import idle_words
 from .views.table import COMPARISON, SHOWS
 
@@ -65,6 +66,8 @@ def main(argv: list[str] | None = None) -> int:
             return jobs.run_job_command(given)
         if given.command in ("ps", "stop"):
             return run_clusters(given)
+        if given.command in course.COMMANDS:
+            return course.run(given, notebooks_folder())
         if given.command in COMMANDS:
             return run_labs(given)
         return _demo(given.out) if given.command == "demo" else _lab(rest)
@@ -314,6 +317,7 @@ def add_lab_commands(commands: Any) -> None:
         "--run", action="store_true", help="run each lab with its solutions and keep the outputs"
     )
     _add_grade(commands)
+    course.add_commands(commands)
 
 
 def _add_grade(commands: Any) -> None:
@@ -322,7 +326,9 @@ def _add_grade(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = grade.add_argument
-    add("notebooks", nargs="+", type=Path, metavar="NOTEBOOK")
+    add("notebooks", nargs="+", type=Path, metavar="NOTEBOOK",
+        help="notebooks, or the folder that `workbench collect` has made")  # fmt: skip
+    course.add_flags(add)
     add("--json", metavar="FILE", help="write all results as JSON; - for standard output")
     add("--limit", type=float, default=60.0, metavar="SECONDS",
         help="time limit of a cell (default 60)")  # fmt: skip
@@ -418,6 +424,8 @@ def _grade(given: argparse.Namespace) -> int:
     from .labs.grading.supervise import grade
 
     limits = _limits(given)
+    roster = course.check_flags(given)
+    given.notebooks = course.notebooks_in(given.notebooks)
     to_file = given.json not in (None, "-")
     isolation = find_out()
     known = (given.notebooks, asdict(limits), isolation)
@@ -437,6 +445,7 @@ def _grade(given: argparse.Namespace) -> int:
     )  # fmt: skip
     content = to_json(graded, asdict(limits), isolation)
     lost = _save(saved, content)
+    course.record(graded, given, roster, Path() if given.lab else notebooks_folder())
     print(content if given.json == "-" else text(graded, isolation) + "\n", end="")
     return NOT_GRADED if lost else status(graded)
 

@@ -37,7 +37,8 @@ from .shared.magic_args import (
 )
 from .shared.plan import plan_of
 from .shared.run_request import AUTO, FLAGS, RunRequest, cell_parser, parse_cell_line
-from .views.blocks import ProgressLine, show
+from .views import places
+from .views.blocks import ProgressLine, in_notebook, show
 
 BODY_LINE = 2
 """A cell's body begins on its second line, below the magic."""
@@ -383,6 +384,9 @@ def register(shell: Any) -> None:
     limit_completion()
     for command in ("%%distributed", "%distributed", "%%rank", "%cluster"):
         shell.set_hook("complete_command", _complete, str_key=command)
+    place = places.here() if in_notebook() else None
+    if place is not None:
+        print(f"Workbench on {place.name}: {place.note}")  # noqa: T201
     session.prewarm()
 
 

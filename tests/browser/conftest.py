@@ -99,7 +99,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1",
         f"--port={port}", "--ServerApp.port_retries=0", f"--ServerApp.root_dir={folder}",
         "--ServerApp.disable_check_xsrf=True", "--LabApp.expose_app_in_browser=True",
-        "--KernelManager.shutdown_wait_time=2",
+        "--JupyterNotebookApp.expose_app_in_browser=True", "--KernelManager.shutdown_wait_time=2",
     ]  # fmt: skip
     log = (root / "lab.log").open("wb")
     process = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=folder)
@@ -158,15 +158,16 @@ def browser() -> Iterator[Any]:
 
 
 class Notebook:
-    """One notebook in a JupyterLab tab."""
+    """One notebook in a tab of JupyterLab, or of Notebook 7."""
 
-    def __init__(self, lab: Lab, page: Any, name: str) -> None:
-        self.lab, self.page, self.name = lab, page, name
+    def __init__(self, lab: Lab, page: Any, name: str, front: str = "lab") -> None:
+        self.lab, self.page, self.name, self.front = lab, page, name, front
 
     def open(self) -> None:
         """Load the page alone with this notebook and wait for its kernel."""
         # `doc` mode shows one document; `reset` forgets the layout of earlier tests.
-        self.page.goto(f"{self.lab.url}/doc/tree/{self.name}?token={self.lab.token}&reset")
+        place = {"lab": "doc/tree", "notebook": "notebooks"}[self.front]
+        self.page.goto(f"{self.lab.url}/{place}/{self.name}?token={self.lab.token}&reset")
         self.page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=60_000)
         self.wait_idle()
 
@@ -216,18 +217,25 @@ class Notebook:
 
 @pytest.fixture
 def notebook(lab: Lab, browser: Any) -> Iterator[Callable[..., Notebook]]:
-    """A function `(name, cells, width=..., height=...)` that opens a notebook of these cells."""
+    """A function that opens a notebook of these cells.
+
+    It takes `(name, cells, width=..., height=..., front=...)`. `front="notebook"` opens Notebook 7,
+    which the same server serves when it is installed.
+    """
     contexts: list[Any] = []
 
     def opened(
-        name: str, cells: list[str], *, width: int = 1100, height: int = 1000, scale: float = 1.0
-    ) -> Notebook:
+        name: str, cells: list[str], *, width: int = 1100, height: int = 1000, scale: float = 1.0,
+        front: str = "lab",
+    ) -> Notebook:  # fmt: skip
+        if front == "notebook":
+            pytest.importorskip("notebook", reason="Notebook 7 is not installed")
         lab.write(name, cells)
         context = browser.new_context(
             viewport={"width": width, "height": height}, device_scale_factor=scale
         )
         contexts.append(context)
-        found = Notebook(lab, context.new_page(), name)
+        found = Notebook(lab, context.new_page(), name, front)
         found.open()
         return found
 

@@ -21,8 +21,10 @@ CUT = """() => [...document.querySelectorAll(".wbp-barrow > span")]
   .filter((name) => name.scrollWidth > name.clientWidth).map((name) => name.textContent)"""
 
 
-def test_runs_are_compared_sorted_exported_and_kept(notebook, tmp_path):
-    book = opened(notebook, "panel-compare.ipynb", cells=[START, TRAIN, "wb.panel()"], height=1900)
+@pytest.mark.parametrize("front", ["lab", "notebook"])
+def test_runs_are_compared_sorted_exported_and_kept(notebook, tmp_path, front):
+    cells = [START, TRAIN, "wb.panel()"]
+    book = opened(notebook, "panel-compare.ipynb", cells=cells, height=1900, front=front)
     turn(book, "Compare")
     page = book.page
     page.wait_for_selector(".wbp-table tbody tr", timeout=60_000)

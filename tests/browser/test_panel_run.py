@@ -33,9 +33,10 @@ def test_a_run_that_failed_before_its_first_step_shows_why_and_no_empty_charts(n
     book.screenshot(tmp_path / "failed.png", ".wbp")
 
 
-def test_a_worker_is_slowed_in_mid_run_and_the_others_wait_for_it(notebook, tmp_path):
+@pytest.mark.parametrize("front", ["lab", "notebook"])
+def test_a_worker_is_slowed_in_mid_run_and_the_others_wait_for_it(notebook, tmp_path, front):
     cells = ["%load_ext workbench\nimport workbench as wb\n%cluster start 2", TRAIN, "wb.panel()"]
-    book = opened(notebook, "panel-faults.ipynb", cells=cells, height=1700)
+    book = opened(notebook, "panel-faults.ipynb", cells=cells, height=1700, front=front)
     turn(book, "Run")
     book.page.wait_for_selector(".wbp-live canvas")
     slide(book, "worker 1", 10)  # 50 ms

@@ -40,7 +40,8 @@ def wait_steps(page, at_least: int) -> None:
 
 
 @pytest.mark.torch
-def test_stop_in_mid_run_ends_the_cell_and_leaves_the_engines_alive(notebook, tmp_path):
+@pytest.mark.parametrize("front", ["lab", "notebook"])
+def test_stop_in_mid_run_ends_the_cell_and_leaves_the_engines_alive(notebook, tmp_path, front):
     nb = notebook(
         "stop_real.ipynb",
         [
@@ -51,11 +52,13 @@ def test_stop_in_mid_run_ends_the_cell_and_leaves_the_engines_alive(notebook, tm
             "int(run.history['step'][run.history['rank'] == r].max()) for r in (0, 1))) == 1)",
             "%cluster stop",
         ],
+        front=front,
     )
     nb.run_all()
     wait_steps(nb.page, 10)
     wait_steps(nb.page, 30)  # the numbers move while the cell blocks
     nb.page.get_by_text("rank 1 makes the other wait").wait_for(timeout=20_000)
+    nb.screenshot(tmp_path / "running.png")
     nb.page.locator(".wb-dash button", has_text="Stop").click()
     nb.wait_text("alive 0", 30)
     nb.wait_text("alive 1", 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -192,3 +193,31 @@ def _until(condition, timeout_s):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+def test_a_folder_is_graded_into_a_gradebook_with_feedback(tmp_path):
+    lab = write(tmp_path / "lab.ipynb", cells())
+    for student, answers in (("ada", {}), ("bob", {"e1_2": "total = 4"})):
+        folder = tmp_path / "submitted" / student / "lab_1"
+        folder.mkdir(parents=True)
+        hand_in(folder, "lab_1", **answers)
+    (tmp_path / "class.csv").write_text("id,last_name\nada,Lovelace\nbob,Ross\ncy,Young\n")
+    given = ("--lab", lab, "--csv", "grades.csv", "--roster", "class.csv", "--feedback", "back")
+    done = command("submitted", *given, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    with (tmp_path / "grades.csv").open(newline="") as file:
+        rows = {row["student_id"]: row for row in csv.DictReader(file)}
+    assert {name: row["score"] for name, row in rows.items()} == {
+        "ada": "4.0", "bob": "3.0", "cy": "0.0"
+    }  # fmt: skip
+    assert {row["max_score"] for row in rows.values()} == {"4.0"}
+    assert rows["bob"]["remarks"] == "1.2 wrong"
+    text = (tmp_path / "back/bob/lab_1/lab_1.ipynb").read_text()
+    assert "Exercise 1.2: 0 of 1" in text
+    assert "Exercise 1.3: 1 of 1" in text
+
+
+def test_a_gradebook_that_cannot_be_written_is_refused_before_anything_is_graded(tmp_path):
+    done = command(tmp_path / "a.ipynb", "--csv", tmp_path)
+    assert done.returncode == 2
+    assert "WB-PLAN-340" in done.stderr

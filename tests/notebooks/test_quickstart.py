@@ -77,6 +77,36 @@ def test_the_comparison_can_fail(tmp_path):
     assert "1 failed" in done.stdout
 
 
+RUNNERS = {
+    "papermill": ["papermill", NOTEBOOK.name, "done.ipynb"],
+    "nbconvert": ["nbconvert", "--to", "notebook", "--execute", NOTEBOOK.name, "--output", "done"],
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_programs_that_run_notebooks_run_it(tmp_path, runner):
+    pytest.importorskip(runner, reason=f"{runner} is not installed")
+    shutil.copy(NOTEBOOK, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", *RUNNERS[runner]],
+        cwd=tmp_path,
+        env={**os.environ, "WORKBENCH_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = [c for c in nbformat.read(tmp_path / "done.ipynb", 4).cells if c.cell_type == "code"]
+    assert all(cell.execution_count for cell in cells)
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    bundles = [output["data"] for output in outputs if "data" in output]
+    assert len([b for b in bundles if "image/png" in b]) == 4
+    assert not [b for b in bundles if "application/vnd.jupyter.widget-view+json" in b]
+
+
 @pytest.mark.parametrize("path", [path for case in EVERY for path in case.values])
 def test_saved_outputs_need_no_kernel(path):
     """A widget in a saved notebook shows an error where there is no kernel: none may be left."""

@@ -34,7 +34,8 @@ def begun(monkeypatch):
         return SimpleNamespace(began=time.time(), history=history(rate, case.workers), name=name)
 
     monkeypatch.setattr(blind, "train", train)
-    blind.begin(17)
+    blind.begin()
+    blind.play_as("Ada Lovelace")
     yield
     blind.begin(0)
 
@@ -163,6 +164,38 @@ def test_odd_cases_strategies_and_sizes_are_refused(begun):
         blind.measure(blind.case("A"), "sharded")
     with pytest.raises(PlanError, match="WB-PLAN-047"):
         blind.time_message(blind.practice(), 0)
+
+
+def test_each_student_has_cases_of_their_own_and_keeps_them(begun):
+    hers = blind.case("A")
+    his = blind.case("A", "Alan Turing")
+    assert his != hers
+    assert his == blind.draw(blind.seed_of("Alan Turing"), "A")
+    assert blind.case("A", "  ada  LOVELACE ") == hers
+
+
+def test_a_name_that_comes_back_has_no_fresh_case(begun):
+    case = blind.case("A")
+    blind.seal(case, "mirrored", 100)
+    blind.run(case)
+    blind.play_as("Alan Turing")
+    assert blind.case("A", "Ada Lovelace") != case
+
+
+def test_a_case_of_no_student_is_refused(begun):
+    blind.begin(17)
+    case = blind.case("A")
+    blind.seal(case, "mirrored", 100)
+    blind.run(case)
+    assert "belongs to no student" in repr(checked("A"))
+
+
+def test_a_case_with_numbers_of_another_seed_is_refused(begun, monkeypatch):
+    monkeypatch.setattr(blind, "_seed", 17)
+    case = blind.case("A")
+    blind.seal(case, "mirrored", 100)
+    blind.run(case)
+    assert "does not have the numbers" in repr(checked("A"))
 
 
 def test_beginning_again_forgets_what_was_sealed(begun):

@@ -32,8 +32,8 @@ class _Doctor(ModuleType):
         """Check this machine; takes at most about 30 seconds.
 
         Args:
-            on: Hosts to check too, over ssh, separated by commas. ports, listen: Settings of the
-            notebook, as for `%cluster start`.
+            on: Hosts to check too, over ssh, separated by commas.
+            ports, listen: Settings of the notebook, as for `%cluster start`.
 
         Returns:
             The results: a table in a notebook; `.to_dict()`, `.json()` and `.text()` elsewhere.

@@ -67,8 +67,8 @@ def examine(on: str = "", *, ports: str = "", listen: str = "") -> Report:
     """Run all checks; return the results.
 
     Args:
-        on: Hosts to check too, separated by commas. ports, listen: Settings of the notebook, as for
-        `%cluster start`.
+        on: Hosts to check too, separated by commas.
+        ports, listen: Settings of the notebook, as for `%cluster start`.
     """
     from . import gpus, hosts, machine
 

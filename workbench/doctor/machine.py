@@ -27,7 +27,7 @@ Found = tuple[Any, ...]
 
 GB = 1 << 30
 LEAST: dict[str, str] = {
-    "ipykernel": "6.29", "ipyparallel": "9.1", "ipywidgets": "8.1", "anywidget": "0.9.21",
+    "ipykernel": "6.17.1", "ipyparallel": "8.8", "ipywidgets": "7.7.1", "anywidget": "0.9.21",
     "pyzmq": "26", "numpy": "1.26", "cloudpickle": "3", "psutil": "5.9", "nvidia-ml-py": "12.535",
 }  # fmt: skip
 """Required packages with their oldest version, as in pyproject.toml."""

@@ -426,7 +426,10 @@ def brief(stream: Any) -> None:
     """Let a stream of ipykernel's pass on its output only if there was any."""
     if "flush" in vars(stream) or not hasattr(stream, "_flush_pending"):
         return
-    pipe = _Pipe(stream) if getattr(stream, "_should_watch", False) else None
+    watched = getattr(stream, "_should_watch", False)
+    if watched and not hasattr(stream, "_original_stdstream_fd"):
+        return  # ipykernel before 6.29: its thread cannot be woken, so it keeps the pipe
+    pipe = _Pipe(stream) if watched else None
     if pipe is not None and not pipe.begin():
         return
     flush = stream.flush

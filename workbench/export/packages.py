@@ -94,9 +94,9 @@ Version: {version}
 Requires-Python: >=3.10
 Requires-Dist: anywidget>=0.9.21
 Requires-Dist: cloudpickle>=3
-Requires-Dist: ipykernel!=7.0.*,>=6.29
-Requires-Dist: ipyparallel>=9.1
-Requires-Dist: ipywidgets>=8.1
+Requires-Dist: ipykernel!=7.0.*,>=6.17.1
+Requires-Dist: ipyparallel>=8.8
+Requires-Dist: ipywidgets>=7.7.1
 Requires-Dist: jsonschema>=4.18
 Requires-Dist: matplotlib>=3.8
 Requires-Dist: numpy>=1.26

@@ -582,8 +582,8 @@ def final_weights(
 
     Args:
         files_of: Sizes and checksums of its files.
-        rank: The rank; None: rank 0, or all ranks if the model is split. name, state: The run's
-        folder.
+        rank: The rank; None: rank 0, or all ranks if the model is split.
+        name, state: Name and state of the run.
         why: Why the weights were not written; None if unknown.
 
     Raises:

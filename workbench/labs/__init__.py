@@ -13,6 +13,7 @@
     shows     what do labs show and hand out: formulas, namespaces, runs to take home
     build     how are a lab's notebooks made from its source
     grading/  how are handed-in notebooks run and marked
+    course/   how are labs handed out and collected, and grades kept
 """
 
 from __future__ import annotations

@@ -3,14 +3,15 @@
 `from workbench.labs import blind` in a notebook. A prediction counts only if it was sealed before
 any run of its case; a case that was run comes back with other numbers.
 
-A case is a model, a batch, workers and their links, drawn from a seed, and how to score. Runs and
-messages are made on the cluster that it describes: its delays are injected.
+A case is a model, a batch, workers and their links. A seed draws its numbers, and `play_as` makes
+the seed from a student's name. Runs and messages behave as on this cluster, because its delays are
+injected.
 
-A case's card says what one would know of a cluster before renting it. The compute time of the
+A case's card says what a customer knows about a cluster before renting it. The compute time of the
 model, and the latency and bandwidth of the links, are hidden: probes can measure them, and the
-results of runs depend on them. Each case is drawn so that one kind of traffic wins by a margin;
-which one is hidden too. If workers are equal, central storage may tie with the parameter server.
-A choice gets points for its samples per second, so either of them counts.
+results of runs depend on them. In each case one kind of traffic wins by a margin.
+The card does not say which kind. If workers are equal, central storage may tie with the parameter
+server. A choice gets points for its samples per second, so both choices count the same then.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import math
 import random
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -87,13 +89,48 @@ class Play:
 
 _plays: dict[str, list[Play]] = {}
 _seed = 0
+_student = ""
+_of_others: dict[str, dict[str, list[Play]]] = {}
+"""The plays of students who are not playing now: a name that comes back has no fresh case."""
 
 
 def begin(seed: int = 0) -> None:
-    """Begin again: cases are drawn from this seed, and nothing is sealed."""
-    global _seed
-    _seed = int(seed)
+    """Begin again: cases are drawn from this seed, nothing is sealed, and no student plays."""
+    global _seed, _student
+    _seed, _student = int(seed), ""
     _plays.clear()
+    _of_others.clear()
+
+
+def play_as(student: str) -> None:
+    """Draw cases for a student from now on; what this student has sealed and run stays.
+
+    Args:
+        student: The student's name. Case and spaces at its ends do not matter.
+    """
+    global _seed, _student
+    name = spelled(student)
+    if name == _student:
+        return
+    _of_others[_student] = dict(_plays)
+    _plays.clear()
+    _plays.update(_of_others.pop(name, {}))
+    _seed, _student = seed_of(name), name
+
+
+def student_now() -> str:
+    """Return the name of the student who plays, in small letters; empty if nobody said it."""
+    return _student
+
+
+def spelled(student: str) -> str:
+    """Return a name in small letters, with single spaces."""
+    return " ".join(str(student).split()).casefold()
+
+
+def seed_of(student: str) -> int:
+    """Return the seed of a student's cases; the same on each computer."""
+    return zlib.crc32(spelled(student).encode())
 
 
 def practice() -> Case:
@@ -101,22 +138,33 @@ def practice() -> Case:
     return _latest(PRACTICE.name).case
 
 
-def case(name: str) -> Case:
+def case(name: str, student: str | None = None) -> Case:
     """Return a case by its letter; one that was run comes back with other numbers.
+
+    Args:
+        student: Whose case it is, as in `play_as`; None for the student who plays now.
 
     Raises:
         PlanError: It is not a letter from A to D.
     """
     if name not in tuple("ABCD"):
         raise unknown("case", str(name), "ABCD")
+    if student is not None:
+        play_as(student)
     if _latest(name).runs:
         _plays[name].append(Play(draw(_seed, name, len(_plays[name]))))
         print(f"Case {name} has been run, so it now has new numbers.")  # noqa: T201
     return _latest(name).case
 
 
-def cards(*names: str) -> Table:
-    """Return a table of what is known about cases before anything is measured."""
+def cards(*names: str, student: str | None = None) -> Table:
+    """Return a table of what is known about cases before anything is measured.
+
+    Args:
+        student: Whose cases these are, as in `play_as`; None for the student who plays now.
+    """
+    if student is not None:
+        play_as(student)
     return case_cards([_latest(name).case for name in names])
 
 
@@ -427,6 +475,12 @@ class Case:
             "batch": self.batch, "workers": self.workers, "size_bytes": self.size_bytes,
             "factors": list(self.factors),
         }  # fmt: skip
+
+    @property
+    def numbers(self) -> list[float]:
+        """All numbers of the case, the hidden ones too, in a fixed order."""
+        hidden = [self.whole_s, self.latency_s, self.bytes_per_s]
+        return [float(self.workers), float(self.width), *self.factors, *hidden]
 
     def faults(self, strategy: str) -> list[str]:
         """Return the faults that make a run behave as on the case's cluster."""

@@ -55,6 +55,7 @@ def notebook(lab: Lab, version: Version) -> NotebookNode:
     for place, piece in enumerate(lab.pieces):
         cell = _cell(piece, version)
         cell["id"] = f"lab{lab.number}-{place:02d}"
+        cell.metadata["nbgrader"] = _nbgrader(piece, cell)
         cells.append(cell)
     metadata = {**_METADATA, "workbench": {"lab": lab.number, "version": version}}
     made: NotebookNode = v4.new_notebook(cells=cells, metadata=metadata)  # type: ignore[no-untyped-call,unused-ignore]
@@ -74,6 +75,21 @@ def _cell(piece: Piece, version: Version) -> NotebookNode:
         metadata["workbench"] = {piece.kind: piece.exercise}
     code: NotebookNode = v4.new_code_cell(source, metadata=metadata)  # type: ignore[no-untyped-call,unused-ignore]
     return code
+
+
+def _nbgrader(piece: Piece, cell: NotebookNode) -> dict[str, Any]:
+    """Return the metadata by which nbgrader knows a cell: to answer, to grade, or to restore.
+
+    Source: nbgrader's documentation, "Cell metadata", schema version 3.
+    """
+    graded, answer = piece.kind == "check", piece.kind == "exercise"
+    number = piece.exercise.replace(".", "-")
+    name = f"check-{number}" if graded else f"answer-{number}" if answer else cell["id"]
+    points = {"points": 1.0} if graded else {}
+    return {
+        "grade": graded, "solution": answer, "locked": not answer, "task": False,
+        "grade_id": name, "schema_version": 3, "cell_type": cell.cell_type, **points,
+    }  # fmt: skip
 
 
 def execute(made: NotebookNode, folder: Path, lessons: Sequence[Sequence[str]] = ()) -> None:

@@ -40,7 +40,8 @@ def _labs_plain(value):
 del _labs_plain
 """
 
-COLUMNS = ("rank", "step", "step_s", "start_s", "sync_wait_s", "samples", "loss", "blamed_rank")
+COLUMNS = ("rank", "step", "step_s", "start_s", "compute_s", "sync_wait_s", "transfer_s",
+           "samples", "loss", "blamed_rank")  # fmt: skip
 """The columns of a run's history that checks may ask for."""
 
 _FIGURES = ("workers", "samples_per_s", "sent_step_bytes", "memory_bytes", "servers")
@@ -143,7 +144,8 @@ class Here:
         number = len(blind.plays(name)) - 1
         sealed = {"strategy": play.strategy, "predicted": play.predicted, "honest": play.honest}
         measured = {name: float(rate) for name, rate in play.measured.items()}
-        return {"play": plain.pack({"attempt": number, **sealed, "measured": measured})}
+        drawn = {"attempt": number, "student": blind.student_now(), "numbers": play.case.numbers}
+        return {"play": plain.pack({**drawn, **sealed, "measured": measured})}
 
 
 def facts(run: Any) -> Wire:

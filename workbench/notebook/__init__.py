@@ -4,6 +4,7 @@ In reading order:
 
     session    the notebook's cluster, and how its cells are run and resumed
     run_view   how is a run shown while it continues
+    awake      tells the server that a kernel is in use while a run continues
     values     how do variables and texts get to the engines and back
     recipes    trainings with a name
     jobs       `wb.job`, `wb.submit`, `wb.follow`: from the notebook to a job, and back

@@ -112,8 +112,8 @@ class Chooser:
 
     Args:
         request: The request for a run, without a strategy.
-        most_s: Time limit of all short runs together. number, autoreload: As `Cluster.start` takes
-        them.
+        most_s: Time limit of all short runs together.
+        number, autoreload: As `Cluster.start` takes them.
     """
 
     def __init__(

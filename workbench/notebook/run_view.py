@@ -21,6 +21,7 @@ from ..session.keeping import Keeping, idle_words
 from ..views import text
 from ..views.blocks import Blocks
 from ..views.live.live import NoView, make_view
+from .awake import keep_awake
 
 if TYPE_CHECKING:
     from ..execution.task import Task
@@ -206,6 +207,7 @@ class RunView:
 
     def follow(self) -> None:
         """Return at once; the view continues in the background."""
+        keep_awake(self.run.over.wait)
         threading.Thread(target=self._follow, name="workbench-follow", daemon=True).start()
 
     def _follow(self) -> None:
@@ -258,6 +260,7 @@ class CellView:
 
     def follow(self) -> None:
         """Return at once; outputs still appear below the cell."""
+        keep_awake(self.task.over.wait)
         threading.Thread(target=self._follow, name="workbench-follow", daemon=True).start()
 
     def _follow(self) -> None:

@@ -28,6 +28,7 @@ from ..session import checkpoints
 from ..session.checkpoints import apart
 from ..session.cluster import Cluster
 from ..shared.plan import MOST_NAME, Plan, make_plan, plans_of
+from .awake import keep_awake
 from .recipes import recipes
 from .run_view import INTERRUPTED, CellView, RunView, check_view
 
@@ -370,7 +371,9 @@ def queue(plans: Plan | Iterable[Plan] = (), *, keep_going: bool | None = None) 
     Raises:
         ClusterError: The notebook has no cluster.
     """
-    return session.need_cluster().queue(plans, keep_going=keep_going)
+    found = session.need_cluster().queue(plans, keep_going=keep_going)
+    keep_awake(found.is_idle)
+    return found
 
 
 def resume(

@@ -19,6 +19,7 @@ from ..notebook.session import session
 from ..views.blocks import Publish, in_notebook, notebook_publisher
 from ..views.comparison.exports import kept_bundle
 from ..views.panel import PanelWidget
+from ..views.places import WidgetBundle
 from .cluster import ClusterPart, QueuePart
 from .comparison import ComparisonPart
 from .live import FaultsPart, LivePart, TeachingPart
@@ -78,8 +79,7 @@ class PanelView:
         self._opened()
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        bundle = self.widget._repr_mimebundle_()
-        found = dict(bundle[0] if isinstance(bundle, tuple) else bundle or {})
+        found = WidgetBundle(self.widget)
         found["text/plain"] = "This is the Workbench panel. Run wb.panel() again to use it."
         return found
 

@@ -49,8 +49,9 @@ class Cost:
     """Seconds per message and per byte; each is (draws,).
 
     Attributes:
-        message_s, byte_s: Cost of the link. soft_message_s, soft_byte_s: Additional time of workers
-        and servers for a message. near_message_s, near_byte_s: Between workers of one host.
+        message_s, byte_s: Cost of the link.
+        soft_message_s, soft_byte_s: Additional time of workers and servers for a message.
+        near_message_s, near_byte_s: Between workers of one host.
         held: The kind of link, see the module.
     """
 

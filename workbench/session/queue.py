@@ -166,6 +166,10 @@ class Queue:
                 raise TimeoutError(f"the queue is still running after {timeout} s: {self!r}")
         return self
 
+    def is_idle(self, timeout_s: float = 0.0) -> bool:
+        """Wait at most `timeout_s` seconds; return whether nothing waits or runs."""
+        return self._idle.wait(timeout_s)
+
     def listen(self, listener: Callable[[Queue], object]) -> Callable[[], None]:
         """Call `listener(queue)` on each change, on any thread; return a function to stop that."""
         with self._lock:

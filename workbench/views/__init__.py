@@ -8,6 +8,7 @@ Tables and text are here; each kind of picture has a folder:
     text         a run in words, and the format of numbers
     terminal     the text that a terminal would show of a stream
     output       how are the outputs of several ranks shown
+    places       the abilities of the front end: Colab, Kaggle, other Jupyter
     blocks       how are these outputs displayed and kept up to date
     drawing      the shared parts of figures drawn with matplotlib
     live/        a run while it trains, and its final picture

@@ -11,8 +11,9 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from IPython.core.display_functions import display
+from IPython.display import display
 
+from .places import WidgetBundle
 from .table import SHOWS, Table
 
 Bundle = dict[str, Any]
@@ -137,8 +138,9 @@ def notebook_publisher() -> Publish:
     cell = contextvars.copy_context()
 
     def publish(bundle: Bundle, display_id: str, update: bool) -> None:
+        metadata = bundle.metadata if isinstance(bundle, WidgetBundle) else {}
         show = functools.partial(
-            publisher.publish, bundle, transient={"display_id": display_id}, update=update
+            publisher.publish, bundle, metadata, transient={"display_id": display_id}, update=update
         )
         if not hasattr(publisher, "set_thread_parent"):
             # ipykernel 7.1 to 7.3, the newest for Python 3.10, keep the message in the context.

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import importlib
 import linecache
 import os
 import re
@@ -35,14 +36,12 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
-import stack_data  # noqa: F401
-
 from ...errors import WorkbenchError
 from . import marks
 
-# IPython imports these at the first error, when somebody waits for it; here it is done once, in the
-# parent of all engines.
-
+# IPython 8 imports this at the first error; here it is done once, in the parent of all engines.
+with contextlib.suppress(ImportError):
+    importlib.import_module("stack_data")
 
 _own_format = warnings.formatwarning
 _GROUPS: tuple[type[BaseException], ...] = (
@@ -260,8 +259,11 @@ def install(shell: Any) -> None:
         return lines
 
     marks.number_cells(numbers)
-    shell.set_custom_exc((KeyboardInterrupt, WorkbenchError, *_GROUPS), show)
-    if not _folding:
+    own = (KeyboardInterrupt, WorkbenchError, *_GROUPS)
+    folds = importlib.import_module("IPython").version_info[0] >= 8
+    # IPython 7, which Colab uses, has other records of frames: its errors are shown as `short`.
+    shell.set_custom_exc(own if folds else (*own, Exception), show)
+    if folds and not _folding:
         _folding.append(Folding(shell))
     _name_cells_in_warnings(numbers)
 

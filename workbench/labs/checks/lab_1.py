@@ -14,7 +14,7 @@ SHARE = 0.05
 
 @exercise("1.1", "The square of the rank", where="the engines")
 def square(c: Check) -> None:
-    """Every engine holds the square of its rank."""
+    """Look at `square` on every engine."""
     found = c.engines("square")
     equal = [np.asarray(value == rank**2) for rank, value in enumerate(found)]
     right = [rank for rank, one in enumerate(equal) if one.size == 1 and one.all()]
@@ -29,7 +29,7 @@ def square(c: Check) -> None:
 
 @exercise("1.2", "Bring it home")
 def total(c: Check) -> None:
-    """The sum of the pulled values, as one number."""
+    """Look at `total` in the notebook."""
     value = c.value("total")
     c.need(
         not hasattr(value, "__len__"),
@@ -46,7 +46,7 @@ def total(c: Check) -> None:
 
 @exercise("1.3", "The mean of all numbers", where="the engines")
 def mean(c: Check) -> None:
-    """The mean over unequal parts, on every worker."""
+    """Compare `mean` of every worker with the mean of all numbers."""
     found = c.engines("mean")
     for rank, value in enumerate(found):
         c.need(
@@ -72,7 +72,7 @@ def mean(c: Check) -> None:
 
 @exercise("1.4", "The speed-up as measured")
 def speedup(c: Check) -> None:
-    """Throughput of two workers over that of one, from the runs."""
+    """Compare both speed-ups with the runs of section 3."""
     for which, wins in (("small", False), ("big", True)):
         alone, together = (c.run(f"{which}-{how}").summarise() for how in ("alone", "together"))
         truth = together.samples_per_s / alone.samples_per_s
@@ -94,7 +94,7 @@ def speedup(c: Check) -> None:
 
 @exercise("1.5", "The crossing point")
 def crossing(c: Check) -> None:
-    """T1 / n + c = T1, solved for T1."""
+    """Call `crossing_s` with several numbers of workers and times, and compare its results."""
     for n, c_s in ((2, 0.01), (4, 0.03), (16, 0.5)):
         found = c.number_from("crossing_s", n, c_s)
         c.need(

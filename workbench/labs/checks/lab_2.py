@@ -49,7 +49,7 @@ del _labs_look
 
 @exercise("2.1", "Reduce to one", where="the engines")
 def reduce_to_one(c: Check) -> None:
-    """The sum is everywhere, and made by one."""
+    """Run `reduce_to_one` on the engines. Check the sums, and the bytes that each worker sends."""
     workers = ready(c, "reduce_to_one")
     found = added_up(c, "reduce_to_one")
     if not sums(c, found, [f"With {size} numbers" for size in SIZES]):
@@ -76,7 +76,7 @@ def reduce_to_one(c: Check) -> None:
 
 @exercise("2.2", "The ring", where="the engines")
 def ring(c: Check) -> None:
-    """The sum is everywhere, and nobody sends more than the ring's share."""
+    """Run `ring` on the engines. Check the sums, the receivers and the bytes of each worker."""
     workers = ready(c, "ring")
     found = added_up(c, "ring")
     if not sums(c, found, [f"With {size} numbers" for size in SIZES]):
@@ -132,7 +132,7 @@ def groupings(workers: int) -> list[Groups]:
 
 @exercise("2.3", "Hierarchical", where="the engines")
 def hierarchical(c: Check) -> None:
-    """The sum is everywhere, and only leaders talk to other groups."""
+    """Run `hierarchical` with several groupings. Check the sums, the receivers and the bytes."""
     workers = ready(c, "hierarchical")
     tried = groupings(workers)
     found = added_up(c, "hierarchical", tried)
@@ -178,7 +178,7 @@ def _within(c: Check, groups: Groups, rank: int, sent: dict[int, int], size_byte
 
 @exercise("2.4", "Where ring and one cross")
 def crossing(c: Check) -> None:
-    """Both formulae give the same time at that size."""
+    """Call `crossing_bytes`, and compare the times of both algorithms at the returned size."""
     for n, latency_s, bytes_per_s in ((3, 0.01, 2e6), (4, 1e-3, 1e9), (64, 5e-5, 1e8)):
         m_bytes = c.number_from("crossing_bytes", n, latency_s, bytes_per_s)
         one_s = n * (latency_s + m_bytes / bytes_per_s)
@@ -194,7 +194,7 @@ def crossing(c: Check) -> None:
 
 @exercise("2.5", "Mirrored training by hand", where="the engines")
 def train(c: Check) -> None:
-    """Workers stay equal to each other and to one device, with unequal shares."""
+    """Run `train` on the engines. Compare the weights with each other and with one device."""
     have = c.ask(
         "_labs_answer = [callable(globals().get(n)) for n in ('train', 'loss_fn', 'Mail')]"
     )

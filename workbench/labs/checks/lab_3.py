@@ -17,7 +17,7 @@ SAME_S = 1e-3
 
 @exercise("3.1", "What to expect of a step")
 def expect(c: Check) -> None:
-    """Steps are equal, and each wait is the difference to the longest work."""
+    """Check the step and the wait of each of the three workers."""
     work_ms = np.array([20.0, 10.0, 50.0])
     step, wait = c.array("step_ms", (3,)), c.array("wait_ms", (3,))
     c.expect(
@@ -28,7 +28,7 @@ def expect(c: Check) -> None:
     )
     c.expect(
         bool(np.all(np.abs(step - work_ms.max()) <= 8)),
-        "the right worker determines the length of the step",
+        "the length of the step is right",
         f"with these three workers steps do not take {_list(step)} ms",
         "which gradient must arrive before the gradients can be averaged?",
     )
@@ -42,7 +42,7 @@ def expect(c: Check) -> None:
 
 @exercise("3.2", "A step by hand", where="the engines")
 def by_hand(c: Check) -> None:
-    """Each worker knows its own wait: the latest of all times less its own."""
+    """Compare `wait_s` of each worker with the times that the workers recorded."""
     ready, found = c.engines("ready_s"), c.engines("wait_s")
     waits = []
     for rank, value in enumerate(found):
@@ -86,7 +86,7 @@ def by_hand(c: Check) -> None:
 
 @exercise("3.3", "Find the slow worker")
 def blind(c: Check) -> None:
-    """The culprit of a run whose straggler was drawn by chance, and what each worker could do."""
+    """Compare `culprit` and `potential` with the run `blind`."""
     run = c.run("blind")
     rank, step, wait = (run.history[k] for k in ("rank", "step_s", "sync_wait_s"))
     samples = run.history["samples"]
@@ -103,7 +103,7 @@ def blind(c: Check) -> None:
         "that is the slow worker",
         f"worker {culprit} waits {typical[culprit] * 1e3:.0f} ms in a typical step, so it is not "
         "the slow one",
-        "a worker that waits is early. Which worker do the others wait for? blind.blame() has a "
+        "a worker that waits is early. For which worker do the others wait? blind.blame() has a "
         "column for each",
     )
     found = c.array("potential", (workers,))
@@ -125,7 +125,7 @@ def blind(c: Check) -> None:
 
 @exercise("3.4", "How much of its time a worker waits")
 def share(c: Check) -> None:
-    """(n/(n+1) - 1/2) / (n/(n+1)) = (n - 1) / 2n."""
+    """Call `waiting_share` with several numbers of workers, and compare its results."""
     for n in (1, 2, 3, 8, 1000):
         found = c.number_from("waiting_share", n)
         if n == 1:
@@ -149,7 +149,7 @@ def share(c: Check) -> None:
 
 @exercise("3.5", "Keep it or drop it")
 def keep(c: Check) -> None:
-    """The others' step without it, as they share its part: t n / (n - 1)."""
+    """Call `keep_up_to_s` with several numbers of workers and times, and compare its results."""
     for n, t_s in ((3, 0.01), (2, 0.02), (10, 0.3)):
         found = c.number_from("keep_up_to_s", n, t_s)
         c.need(

@@ -40,7 +40,7 @@ del _labs_look
 
 @exercise("4.1", "The server's step", where="the engines")
 def central_step(c: Check) -> None:
-    """Weighted by samples; state on the server; the new weights on every worker."""
+    """Run the step on the engines. Compare weights and optimizer state with one device."""
     have = c.ask("_labs_answer = callable(globals().get('central_step'))")
     c.need(
         all(have),
@@ -120,7 +120,7 @@ def _step_bytes(run: Any) -> float:
 
 @exercise("4.2", "What passes the server")
 def through_server(c: Check) -> None:
-    """In and out, of all workers, in one step."""
+    """Compare the bytes of the server with the counts of the run."""
     known = {name: c.known_run(name) for name in _CENTRAL}
     names = [name for name, run in known.items() if run is not None and run.state == "finished"]
     for name in names or ["central-3"]:
@@ -155,7 +155,7 @@ _CENTRAL = ("central-3", "central-1", "central-2", "adam-central")
 
 @exercise("4.3", "Where the curve bends")
 def best_workers(c: Check) -> None:
-    """No other number of workers gives a shorter step."""
+    """Compare the returned number of workers with other numbers of workers."""
     for t1_s, m_bytes, bytes_per_s in ((0.06, 57640, 6e6), (1.0, 4e6, 1e9), (0.5, 1e8, 1e10)):
         asked = f"best_workers({t1_s:g}, {m_bytes:g}, {bytes_per_s:g})"
         n = c.number_from("best_workers", t1_s, m_bytes, bytes_per_s)
@@ -180,7 +180,7 @@ def best_workers(c: Check) -> None:
 
 @exercise("4.4", "Who holds what")
 def holds(c: Check) -> None:
-    """Multiples of M, as the runs have measured them."""
+    """Compare the answer with the bytes that the runs counted."""
     central, mirrored = c.run("adam-central").summarise(), c.run("adam-mirrored").summarise()
     m_bytes = central.servers[0]["parameters_bytes"]
     server_bytes = sum(

@@ -37,7 +37,7 @@ _DIARIES: list[tuple[Diary, list[int], str]] = [
 
 @exercise("5.1", "Staleness from the server's log")
 def staleness(c: Check) -> None:
-    """Updates between a worker's latest pull and its push."""
+    """Compare the staleness of each push with the check's own count."""
     for diary, truth, hint in _DIARIES:
         found = c.call("staleness", list(diary))
         try:
@@ -63,7 +63,7 @@ def staleness(c: Check) -> None:
 
 @exercise("5.2", "Staleness of unequal workers")
 def own_staleness(c: Check) -> None:
-    """The sum over the others of t_i / t_j."""
+    """Call the student's function with several lists of times, and compare its results."""
     cases = (([0.2, 0.2, 0.2, 0.2], 1), ([0.02, 0.08, 0.02], 1), ([0.02, 0.08, 0.02], 0),
              ([1.0, 2.0], 0), ([0.3, 0.1, 0.4, 0.2], 3))  # fmt: skip
     for step_s, i in cases:
@@ -93,7 +93,7 @@ def own_staleness(c: Check) -> None:
 
 @exercise("5.3", "A bound on staleness")
 def tight(c: Check) -> None:
-    """The largest bound with which no push is staler than 4 updates; who waited, how much."""
+    """Check the bound, and what the student read from the run with this bound."""
     run = c.run("tight")
     workers, bound = run.plan.workers, run.plan.options.get("max_staleness")
     c.need(
@@ -166,7 +166,7 @@ def _waits(c: Check, run: RunFacts) -> None:
 
 @exercise("5.4", "A rate that depends on the age of a gradient")
 def aware(c: Check) -> None:
-    """The rate over max(1, staleness); a run with the option, which converges."""
+    """Check the learning rates, and the run that uses the option."""
     for lr, stale in ((0.1, 2), (0.6, 3), (0.1, 1), (0.2, 0), (0.5, 10)):
         found = c.number_from("rate_of_push", lr, stale)
         c.need(
@@ -207,7 +207,7 @@ def _trains_as(run: RunFacts, other: RunFacts) -> bool:
 
 @exercise("5.5", "Samples and seconds to the same loss")
 def ratios(c: Check) -> None:
-    """What the parameter server needed over what mirrored training needed."""
+    """Compare the ratios with the histories of the two runs."""
     sync, uneven = (_reached(c, name) for name in ("sync", "uneven"))
     for at, what in ((1, "samples"), (0, "seconds")):
         name = f"{what}_ratio"

@@ -15,7 +15,7 @@ _LAYERS_MS = (72, 64, 26, 20, 18, 16)
 """The time of each layer of the uneven model, as in the lab."""
 
 _HELD = {"gpipe": [6, 6, 6], "1f1b": [3, 2, 1]}
-"""What layers count in three stages with six microbatches, unless cells ran out of order."""
+"""What the layers count in the lab. Other counts mean that cells ran out of order."""
 
 _LOOK_AT_CNN = """
 def _labs_look():
@@ -48,7 +48,7 @@ del _labs_look
 
 @exercise("6.1", "How many workers it takes")
 def workers_needed(c: Check) -> None:
-    """Sixteen bytes per parameter, divided and rounded up."""
+    """Call `workers_needed` with several models and limits, and compare its results."""
     for parameters, limit_bytes in (
         (18_000_000, 180e6),
         (10**9, 16e9),
@@ -76,7 +76,7 @@ def workers_needed(c: Check) -> None:
 
 @exercise("6.2", "One prediction for each image", where="the engines")
 def right_cnn(c: Check) -> None:
-    """As many rows as images, each of its own image and of all its maps."""
+    """Run `RightCNN` on images. Check the shape of its result and what each row depends on."""
     seen = c.engines("RightCNN")
     c.need(bool(seen), "No engine has a class `RightCNN`.")
     answers = c.ask(_LOOK_AT_CNN)
@@ -109,7 +109,7 @@ def right_cnn(c: Check) -> None:
     )
     c.expect(
         answer["fc1"] == [128, 64 * 14 * 14],
-        "`fc1` has the inputs that its author had in mind",
+        "`fc1` has 64 · 14 · 14 inputs",
         f"`fc1` has the weights {tuple(answer['fc1'])}",
         "do not change the layers: an operation before fc1 is missing",
     )
@@ -117,7 +117,7 @@ def right_cnn(c: Check) -> None:
 
 @exercise("6.3", "The bubble")
 def bubble(c: Check) -> None:
-    """(p - 1) / (m + p - 1), and the microbatches that it asks for."""
+    """Call `bubble` with several numbers, and check `m_10`."""
     for p, m in ((2, 1), (3, 3), (3, 9), (4, 8), (16, 64)):
         found = c.number_from("bubble", p, m)
         c.need(
@@ -143,7 +143,7 @@ def bubble(c: Check) -> None:
 
 @exercise("6.4", "Microbatches in memory")
 def in_flight(c: Check) -> None:
-    """What the layers counted during the two runs."""
+    """Compare both lists with the layers' counts during the two runs."""
     for name, schedule in (("held_gpipe", "gpipe"), ("held_1f1b", "1f1b")):
         counted = _counted(c, f"most_{schedule}")
         c.need(
@@ -167,7 +167,7 @@ def in_flight(c: Check) -> None:
 
 @exercise("6.5", "The fastest slowest stage", where="the engines", cell="the notebook")
 def balanced(c: Check) -> None:
-    """The run's own cuts, and the work of its slowest stage."""
+    """Check the cuts of the run `balanced`."""
     text = c.text("cuts")
     try:
         wanted = [int(part) for part in text.split(",")]
@@ -190,7 +190,7 @@ def balanced(c: Check) -> None:
         mine == best,
         "with no other cuts the slowest stage has less work",
         f"your slowest stage takes {mine} ms, but with other cuts it takes less",
-        "stages need not have the same number of layers: add up the times, and cut so that the "
+        "stages may have different numbers of layers: add up the times, and cut so that the "
         "largest sum is as small as possible",
     )
     if right:

@@ -45,7 +45,7 @@ _MAPS = {
 
 @exercise("7.1", "The global batch", where="the engines", cell="the notebook")
 def global_batch(c: Check) -> None:
-    """Each replica's samples, as the run recorded them."""
+    """Compare the answers with the samples that the run recorded."""
     batch = c.whole("batch")
     run = c.run("per-replica")
     samples = _by_step(run)[0]
@@ -64,7 +64,7 @@ def global_batch(c: Check) -> None:
 
 @exercise("7.2", "The step that is not equal")
 def odd_step(c: Check) -> None:
-    """First step with unequal shares, the shares, and the weight of a sample in the smaller one."""
+    """Compare the answers with the shares that the run recorded."""
     steps = _by_step(c.run("mirrored"))
     odd = [step for step, samples in enumerate(steps) if len(set(samples)) > 1]
     c.need(bool(odd), "All shares of the run 'mirrored' are equal.", "run the cell of section 1")
@@ -95,7 +95,7 @@ def odd_step(c: Check) -> None:
 
 @exercise("7.3", "Equal to one device", where="the engines")
 def even(c: Check) -> None:
-    """Two runs with even shares and equal weights."""
+    """Check the two runs: their shares and their weights."""
     alone, together = c.run("even-one_device"), c.run("even-mirrored")
     steps = _by_step(together)
     c.need(
@@ -128,7 +128,7 @@ def even(c: Check) -> None:
 
 @exercise("7.4", "What maps to what")
 def in_pytorch(c: Check) -> None:
-    """Each strategy's counterpart."""
+    """Check the PyTorch name of each strategy."""
     found = c.value("in_pytorch")
     if not isinstance(found, Mapping):
         c.wrong(
@@ -158,7 +158,7 @@ def in_pytorch(c: Check) -> None:
 
 @exercise("7.5", "The same weights in another layout")
 def apart(c: Check) -> None:
-    """Tried on random layers, then on the two runs."""
+    """Call the student's function with random layers, then with the two runs."""
     draw = np.random.default_rng(7)
     for sizes in ((3, 3), (4, 2, 5)):
         keras, torch = _made_up(draw, sizes)

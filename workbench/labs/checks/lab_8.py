@@ -78,7 +78,7 @@ _labs_answer = _labs_answer()
 
 @exercise("8.1", "What belongs in a checkpoint", where="the engines")
 def by_hand(c: Check) -> None:
-    """A training that is saved, dies and is loaded ends like one that never stopped."""
+    """Save, end and load the student's training. Compare it with one that never stopped."""
     begun, batches = _task()
     found: dict[str, Any] = c.ask(_TRAIN.format(begun=begun, batches=batches))[0]
     if name := found.get("missing"):
@@ -133,7 +133,7 @@ def by_hand(c: Check) -> None:
 
 @exercise("8.2", "What a death costs")
 def lost(c: Check) -> None:
-    """Killed before step 38, saved at 20."""
+    """Check the numbers of steps against the run."""
     goes_on, again, count = (c.whole(n) for n in ("goes_on_with", "done_again", "that_count"))
     c.expect(
         goes_on == SAVED,
@@ -157,7 +157,7 @@ def lost(c: Check) -> None:
 
 @exercise("8.3", "Resume with two workers")
 def resumed(c: Check) -> None:
-    """The run `resumed`: two workers, from the checkpoint, as if nothing had happened."""
+    """Check the run `resumed` and compare its weights with the undisturbed run."""
     c.need(
         c.known_run("resumed") is not None,
         "There is no run named 'resumed' yet.",
@@ -196,7 +196,7 @@ def resumed(c: Check) -> None:
 
 @exercise("8.4", "Continue with fewer workers")
 def fewer(c: Check) -> None:
-    """The global batch stays, and mirrored loses nothing."""
+    """Check samples before and after the death, repeated steps and the result."""
     before, after = c.number_of("samples_before"), c.number_of("samples_after")
     again, same = c.whole("done_again_by_two"), c.value("same_result")
     c.need(
@@ -232,7 +232,7 @@ def fewer(c: Check) -> None:
 
 @exercise("8.5", "How often to save")
 def interval(c: Check) -> None:
-    """Young's interval, with the mean time between failures of n machines."""
+    """Call `best_interval_s` with several numbers, and compare the losses near its results."""
     for c_s, m_s, n in ((30.0, 10800.0, 1), (2.0, 86400.0, 16), (10.0, 1.8e8, 16384)):
         value = c.number_from("best_interval_s", c_s, m_s, n)
         shown = f"best_interval_s({c_s:g}, {m_s:g}, {n})"
@@ -263,7 +263,7 @@ def interval(c: Check) -> None:
 
 @exercise("8.6", "Heal")
 def healed(c: Check) -> None:
-    """The workers that are left take the step of the death, and nothing else changes."""
+    """Check repeated steps, samples of worker 0 and the weights of the healed run."""
     again = c.whole("redone")
     then, later = c.number_of("samples_in_20"), c.number_of("samples_healed")
     same = c.value("same_weights")
@@ -300,7 +300,7 @@ def healed(c: Check) -> None:
 
 @exercise("8.7", "What healing costs")
 def lost_time(c: Check) -> None:
-    """Two pauses and the share of one worker, for each failure of any machine."""
+    """Call `lost_by_healing` with several numbers, and compare its results."""
     cases = (
         ((2.0, 0.0, 1, 5e5), "all workers pause twice: at the death, and when a worker joins"),
         ((2.0, 0.0, 10, 5e5), "how often does any one of n machines fail?"),
@@ -319,7 +319,7 @@ def lost_time(c: Check) -> None:
 
 @exercise("8.8", "Who can heal")
 def promises(c: Check) -> None:
-    """As the catalog says: which other process holds what a worker held."""
+    """Compare each answer with the catalog of strategies."""
     found = c.value("lost_under")
     names = ("mirrored", "sharded", "local_sgd", "tensor_parallel", "central_storage")
     c.need(

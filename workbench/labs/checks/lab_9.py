@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..answers import exercise
-from ..blind import PRACTICE, STRATEGIES, Case, choice_score
+from ..blind import PRACTICE, STRATEGIES, WARM_UP, Case, choice_score, draw, seed_of
 
 if TYPE_CHECKING:
     from ..answers import Check
@@ -26,7 +28,7 @@ _CASES = (
 
 
 def expected(case: Case) -> dict[str, float]:
-    """Return the samples per second that the labs' formulae give for each strategy."""
+    """Return the predicted samples per second of each strategy."""
     n, share_s = case.workers, case.whole_s / case.workers
     carry_s = case.size_bytes / case.bytes_per_s
     ring_s = 2 * (n - 1) * (case.latency_s + carry_s / n)
@@ -44,7 +46,7 @@ def expected(case: Case) -> dict[str, float]:
 
 @exercise("9.1", "Three numbers from two probes")
 def probed(c: Check) -> None:
-    """T1, latency and bandwidth of the practice case."""
+    """Compare the three numbers with those of the practice case."""
     for name, truth, words, hint in (
         ("t1_s", PRACTICE.whole_s, "the seconds of a step on one device",
          "time_step gives it in seconds"),
@@ -84,7 +86,7 @@ _HINTS = {
 
 @exercise("9.2", "Strategies that wait")
 def together(c: Check) -> None:
-    """Batch over the slowest share and the messages."""
+    """Call `rate` for several cases, and compare its results."""
     for strategy in STRATEGIES[:3]:
         wrong = ""
         for case in _CASES:
@@ -100,7 +102,7 @@ def together(c: Check) -> None:
 
 @exercise("9.3", "A strategy that does not wait")
 def apart(c: Check) -> None:
-    """The sum of the workers' own rates."""
+    """Call `server_rate` for several cases, and compare its results."""
     for case in _CASES:
         facts = _facts(case)
         wrong = _differs(c, "server_rate", (facts,), expected(case)["parameter_server"])
@@ -115,13 +117,13 @@ def apart(c: Check) -> None:
 
 @exercise("9.4", "Case A, blind", where="the engines", cell="the notebook")
 def case_a(c: Check) -> None:
-    """An honest prediction, near the measured value; a choice near the best."""
+    """Check the seal, the prediction and the choice of the played case."""
     _played(c, "A")
 
 
 @exercise("9.5", "Case B, blind", where="the engines", cell="the notebook")
 def case_b(c: Check) -> None:
-    """An honest prediction, near the measured value; a choice near the best."""
+    """Check the seal, the prediction and the choice of the played case."""
     _played(c, "B")
 
 
@@ -132,6 +134,18 @@ def _played(c: Check, name: str) -> None:
             f"Nothing is sealed for case {name}.",
             "set `strategy` and `samples_per_s` before blind.seal, and run the cell",
         )
+    student = str(play.get("student") or "")
+    c.need(
+        bool(student),
+        f"Case {name} belongs to no student.",
+        f'write your name into the cell: case = blind.case("{name}", student)',
+    )
+    own = draw(seed_of(student), name, int(play["attempt"]))
+    c.need(
+        list(play["numbers"]) == own.numbers,
+        f"Case {name} does not have the numbers that the name {student!r} draws.",
+        f'take the case from blind.case("{name}", student), and do not change it',
+    )
     strategy, predicted = str(play["strategy"]), float(play["predicted"])
     measured = {str(key): float(rate) for key, rate in dict(play["measured"]).items()}
     c.need(
@@ -162,4 +176,86 @@ def _played(c: Check, name: str) -> None:
         f"the choice achieves at least {ENOUGH:.0%} of the best of the four",
         f"{strategy} achieved {share:.0%} of the best of the four",
         "predict all four from the same three numbers, and compare before you choose",
+    )
+
+
+MEMORY = ("one_device", "mirrored", "central_storage", "parameter_server", "sharded", "model_split")
+
+
+def _held(strategy: str, parameters: float, workers: int) -> float:
+    """Return the bytes that a worker of a strategy holds, with float32 and Adam."""
+    if strategy in ("central_storage", "parameter_server"):
+        return 8 * parameters
+    return 16 * parameters / (workers if strategy in ("sharded", "model_split") else 1)
+
+
+@exercise("9.6", "Case M: what fits")
+def fitting(c: Check) -> None:
+    """Call `held_bytes` for six strategies and several clusters, and check `choice`."""
+    hints = {
+        "central_storage": "the optimizer's state is on the server (lab 4)",
+        "parameter_server": "the optimizer's state is on the server (lab 4)",
+        "sharded": "each worker holds its part of parameters, gradients and optimizer state",
+        "model_split": "each worker holds its stage only (lab 6)",
+    }
+    for strategy in MEMORY:
+        for parameters, workers in ((6_291_456, 3), (1_000_000, 2), (70_000_000_000, 64)):
+            found = c.number_from("held_bytes", strategy, parameters, workers)
+            c.need(
+                math.isclose(found, _held(strategy, parameters, workers), rel_tol=1e-3),
+                f"held_bytes({strategy!r}, {parameters}, {workers}) returned {found:.4g}.",
+                hints.get(strategy, "each worker holds the whole model and what Adam needs for it"),
+            )
+    c.expect(True, "the bytes of a worker are right for all six strategies", "")
+    c.expect(
+        c.value("choice") == "model_split",
+        "the choice fits, and sends the fewest bytes",
+        f"{c.value('choice')!r} is not the strategy that fits and sends the fewest bytes",
+        "first drop what does not fit into 40 MiB, then count the bytes of a step for the others",
+    )
+
+
+def _settled(run: Any, column: str) -> float:
+    """Return the median of a column after warm-up."""
+    history = run.history
+    return float(np.median(history[column][history["step"] >= WARM_UP]))
+
+
+@exercise("9.7", "A case without simulation")
+def unsimulated(c: Check) -> None:
+    """Compare `miss`, both excess times and `why` with the runs `real-1` and `real-2`."""
+    alone, together = c.run("real-1"), c.run("real-2")
+    facts = c.value("real_facts")
+    c.need(
+        isinstance(facts, dict) and facts.get("workers") == 2,
+        "`real_facts` is not a dictionary of this case.",
+        "run the cells of section 6 in order",
+    )
+    predicted = c.number_from("rate", "mirrored", facts)
+    step_s, compute_s = _settled(together, "step_s"), _settled(together, "compute_s")
+    share_s = _settled(alone, "step_s") / 2
+    extra = {
+        "compute": compute_s - share_s,
+        "messages": step_s - compute_s - (facts["batch"] / predicted - share_s),
+    }
+    found = c.number_of("miss")
+    c.expect(
+        math.isclose(found, predicted / (facts["batch"] / step_s), rel_tol=0.05),
+        "`miss` is the predicted rate divided by the measured one",
+        f"`miss` is {found:.3g}, which the two runs do not show",
+        "the measured rate is the batch divided by the median of step_s after warm-up",
+    )
+    for term, truth in extra.items():
+        value = c.number_of(f"extra_{term}_s")
+        c.expect(
+            abs(value - truth) <= 0.05 * step_s,
+            f"`extra_{term}_s` is what the model leaves out there",
+            f"`extra_{term}_s` is {value * 1e3:.3g} ms, which the two runs do not show",
+            "subtract the predicted part of the step from the measured part",
+        )
+    c.expect(
+        c.value("why") == max(extra, key=extra.__getitem__),
+        "`why` names the larger of the two",
+        f"`why` is {c.value('why')!r}",
+        'write "compute" or "messages": which of your two numbers is larger?',
     )

@@ -7,7 +7,7 @@ import uuid
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 from ...errors import PlanError, unknown
-from .. import text
+from .. import places, text
 from ..blocks import Bundle, Publish, in_notebook, notebook_publisher, output_of
 from .figure import placeholder_bundle, run_bundle
 from .frames import Dashboard, OnCommand
@@ -53,10 +53,9 @@ class WidgetView:
         """Display the widget; the text and the tiny picture are for front ends without it."""
         self._publish = self._publish or notebook_publisher()
         self._dashboard = Dashboard(self._title, self._on_command)
-        widget = self._dashboard._repr_mimebundle_()
-        bundle = placeholder_bundle(text.report(snapshot))
-        bundle.update(widget[0] if isinstance(widget, tuple) else widget or {})
-        bundle["text/plain"] = text.report(snapshot)
+        words = text.report(snapshot)
+        bundle = places.WidgetBundle(self._dashboard, **placeholder_bundle(words))
+        bundle["text/plain"] = words
         self._publish(bundle, self._display_id, False)
         self._dashboard.update(snapshot)
 
@@ -142,7 +141,8 @@ def make_view(kind: str, on_command: OnCommand, title: str, *, brief: bool = Fal
     """Return the view for a `--plot` value.
 
     Args:
-        kind: One of KINDS; `auto` is the widget in a notebook and text elsewhere.
+        kind: One of KINDS; `auto` is the widget in a notebook and text elsewhere. Where a service
+            loads no widgets (`views.places`), `auto` is `svg`.
         on_command: See `Dashboard`.
         title: The run's name.
         brief: Whether a line is what stays of it, in place of a picture: it is one of many.
@@ -152,7 +152,10 @@ def make_view(kind: str, on_command: OnCommand, title: str, *, brief: bool = Fal
     """
     if kind not in KINDS:
         raise unknown("view for --plot", kind, KINDS)
-    chosen = ("widget" if in_notebook() else "text") if kind == "auto" else kind
+    chosen = kind
+    if kind == "auto":
+        place = places.here()
+        chosen = (place.plot if place else "widget") if in_notebook() else "text"
     if chosen in ("widget", "svg") and not in_notebook():
         raise PlanError(
             f"--plot {chosen} needs a notebook.",

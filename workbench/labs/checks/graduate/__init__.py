@@ -6,4 +6,7 @@ In reading order:
     lab_11  sharded optimizer state, and a tensor-parallel block
     lab_12  compression and local steps at equal bytes, and federated branches
     lab_13  a scaling study
+
+`branches` has the checks of lab 12's federated branches, and `on_engines` has what several checks
+ask of answers on the engines.
 """

@@ -1,0 +1,64 @@
+"""What students get: a lab's notebook, and a page that says how to begin."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...errors import PlanError
+from ..answers import exercises, labs
+
+_README = """\
+# Lab {lab}
+
+Open `lab_{lab}.ipynb` in JupyterLab and run its cells from top to bottom.
+
+- Fill in the cells with `# YOUR CODE`. Do not change the other cells: they are put back before
+  your notebook is graded.
+- Run the check below each exercise. It says what is right and what is wrong, and gives a hint.
+- Save the notebook and hand in the file `lab_{lab}.ipynb`. Do not rename it.
+
+The lab has {count} exercises, worth one point each unless your teacher says otherwise. It needs
+`distributed-workbench[torch,lab]`{more}, and no network.
+"""
+
+
+def release(numbers: Sequence[int], notebooks: Path, to: Path) -> list[Path]:
+    """Write each lab's folder `lab_N` with its notebook and a README; return the notebooks.
+
+    A notebook that is there already and equal is left alone.
+
+    Args:
+        notebooks: The folder with the students' notebooks.
+
+    Raises:
+        PlanError: There is no such lab, or the folder has another version of its notebook.
+    """
+    known = [number for number in labs() if (notebooks / f"lab_{number}.ipynb").is_file()]
+    unknown = [number for number in numbers if number not in known]
+    if unknown:
+        raise PlanError(
+            "There is no such lab.",
+            seen=", ".join(map(str, unknown)),
+            allowed=", ".join(map(str, known)),
+            code="WB-PLAN-334",
+        )
+    made = []
+    for number in numbers:
+        source = notebooks / f"lab_{number}.ipynb"
+        target = to / f"lab_{number}" / source.name
+        if target.exists() and target.read_bytes() != source.read_bytes():
+            raise PlanError(
+                "The folder already has another version of this notebook.",
+                seen=str(target),
+                next_step="move it away, or release to another folder with --to",
+                code="WB-PLAN-335",
+            )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+        more = " and `[tensorflow]`" if "tensorflow" in source.read_text("utf-8") else ""
+        page = _README.format(lab=number, count=len(exercises(number)), more=more)
+        (target.parent / "README.md").write_text(page, encoding="utf-8")
+        made.append(target)
+    return made
