@@ -277,9 +277,7 @@ class RunExecution:
                 self.pool.engines.router.send(one, told)
 
     def settled(self, task: Task) -> None:
-        """Settle the run; on the thread that reads the engines' messages, so it must not wait for
-        them.
-        """
+        """Settle the run; on the engines' message thread, so it must not wait for engines."""
         try:
             self._settle(task)
         except Exception as error:  # whatever the error is, a run whose engines are done is over
@@ -549,8 +547,7 @@ class Recoverer:
         return f"{self._launch.run.called(engine)} died while the run was recovering{how}"
 
     def _start(self) -> Checkpoint | None:
-        """Return the state to continue from: the survivors', the last complete checkpoint, or the
-        first.
+        """Return the state to continue from: of survivors, the last checkpoint, or the first.
 
         Raises:
             RunError: All checkpoints are damaged, including the one that the run was resumed from.

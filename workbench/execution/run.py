@@ -205,9 +205,7 @@ class Run:
         self._halting.halt(purpose)
 
     def finish(self, error: RunError | None) -> None:
-        """Settle the run, which is then over even if a part of this fails.
-
-        Only the first call counts.
+        """Settle the run, even if a part of this fails. Only the first call counts.
 
         Otherwise a caller would wait for it forever, and its cluster could not start anything else.
         """
@@ -498,8 +496,7 @@ class Run:
         """The measured messages between workers in a step, and the work of each worker.
 
         Args:
-            step: Its number; the latest by default: in a pause, the step that `run.step()` has just
-                taken.
+            step: Its number; the latest by default (in a pause: that of `run.step()`).
 
         Raises:
             RunError: No such step is in the history.
@@ -528,8 +525,7 @@ class Run:
             without: The rank to replace; by default the rank that the others waited for longest.
             first, last: Steps to recompute, both included; all that are stored by default.
             variants: Several sets of changes to rank: `[{"link": "1GB/s"}, {"bucket_mb": 5}]`
-            changes: `link=`, `batch_size=`, any option (docs/predicting.md); `beside=` takes more
-                runs.
+            changes: `link=`, `batch_size=`, any option (docs/predicting.md); `beside=`: more runs.
         """
         from ..views.explain import diagram, prediction
 
@@ -593,8 +589,7 @@ class Run:
     def save(self, path: str | Path) -> Path:
         """Copy the run to a folder: records, events, `weights.pt` (plain tensors), `run.json`.
 
-        If the disk was full during the run, rows and events are written from memory, and the
-        weights are missing.
+        If the disk was full, rows and events come from memory, and the weights are missing.
 
         Raises:
             RunError: The run cannot be written there.
@@ -623,8 +618,7 @@ class Run:
             self.logs.append(RunLog(self, self.plan.log))
 
     def log_to(self, *targets: str) -> RunLog:
-        """Write the complete run also to tensorboard:DIR, mlflow:URI, wandb:PROJECT or
-        trackio:PROJECT.
+        """Also write the run to tensorboard:DIR, mlflow:URI, wandb:PROJECT or trackio:PROJECT.
 
         Returns:
             The writer: `.places` names the targets, `.wait()` waits for the end.

@@ -1,9 +1,8 @@
 """The process next to rank 0 that controls a job, as a notebook's kernel controls its engines.
 
-It sends each rank its part and writes the records of all ranks to the run's folder. It obeys signed
-orders in this folder, agrees with the ranks on a Stop, and names the rank that caused an error. It
-ends with the job. Programs that follow the run do not connect to it: they read the folder or the
-marked lines.
+It sends each rank its part and writes all records to the run's folder. It obeys signed orders in
+this folder, agrees with the ranks on a Stop, names the rank that caused an error, and ends with the
+job. Followers of the run read the folder or the marked lines.
 
     rank 0 ── job, processes ──> main ── parts ──> rank 0       (a socket pair, lines of JSON)
     ranks ── records, outcomes ──> ControlRouter ──> JobRun ──> DIR/runs/N
@@ -327,11 +326,7 @@ class Conductor:
         elif kept and (is_twin or checkpoints.latest(kept) is not None):
             of_number = (f"{kept}-{one}" for one in itertools.count(number))
             kept = next(one for one in of_number if checkpoints.latest(one) is None)
-            why = (
-                "An earlier run has not ended"
-                if is_twin
-                else "An earlier run has checkpoints there"
-            )
+            why = "An earlier run " + ("has not ended" if is_twin else "has checkpoints there")
             self._beside = f"{why}, so this run's checkpoints are in {Path(kept).name}."
         self.plan = replace(self.plan, checkpoint=kept)
 

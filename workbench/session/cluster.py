@@ -79,11 +79,9 @@ class Cluster:
 
     Args:
         workers: Engines to start with.
-        devices: `auto` (one GPU for each worker: the least used GPUs that no other notebook holds;
-            CPUs if there are too few GPUs), `cpu`, `cuda`, or GPU numbers as `0,1`; these may be
-            shared.
-        framework: The framework that engines import when they start; by default torch, if it is
-            installed.
+        devices: `auto` (one GPU for each worker: the least used that no other notebook holds;
+            otherwise CPUs), `cpu`, `cuda`, or GPU numbers as `0,1`; these may be shared.
+        framework: The framework that engines import at their start; by default torch, if installed.
         keep: Whether the cluster outlives this kernel; `wb.attach` can then take it over.
         idle_timeout: `30m`, `never`, or seconds, after which an idle cluster ends;
             by default never, or after a day for a kept one.
@@ -323,8 +321,7 @@ class Cluster:
 
         Args:
             plans: Plans to add to the queue (`Queue.sweep` makes some).
-            keep_going: Whether the next plan begins after a plan has failed; None leaves this
-                setting unchanged.
+            keep_going: Whether the next plan begins after a failure; None: unchanged.
         """
         if keep_going is not None:
             self._queue.keep_going = keep_going
@@ -353,8 +350,7 @@ class Cluster:
             ids: Engines that run the cell. World size and process group still include all workers.
             workers: Changes the world size to this many engines, the first ones.
             traceback: How errors are shown: `short`, or `full` with every frame.
-            viewed: Whether a view waits for the cell and reports when the cell takes long
-                (`when_long`).
+            viewed: Whether a view waits for the cell and reports a long cell (`when_long`).
         """
         self.claim()
         if framework is not None:  # the cluster's framework was checked when the cluster started
@@ -480,8 +476,8 @@ class Cluster:
     def free(self) -> dict[int, int]:
         """Drop the cells' variables on all engines; return the number of dropped names per engine.
 
-        The engines give back their GPUs, so other notebooks can take them. The next cell or run
-        takes the same GPUs again. If no engine has used a GPU yet, it can take other GPUs.
+        The GPUs become free for other notebooks. The next cell or run takes the same GPUs again, or
+        others if no engine has used one yet.
 
         Raises:
             RunError: A cell or a run is active.
