@@ -373,6 +373,12 @@ def parallel(c: Check) -> None:
 def accumulating(c: Check) -> None:
     """Train with two backward passes in a step. Count the messages of each, compare the sums."""
     have(c, "Accumulating")
+    there = c.ask("_labs_answer = callable(getattr(Accumulating, 'no_sync', None))")
+    c.need(
+        all(there),
+        "`Accumulating` has no method `no_sync`.",
+        "write it with @contextlib.contextmanager: a yield between two lines that change a flag",
+    )
     found = _trained(c, "Accumulating", _SMALL, quiet=True)
     told = [[int(one) for one in worker[3]] for worker in found]
     c.expect(
