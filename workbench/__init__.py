@@ -5,8 +5,7 @@ notebook: `%load_ext workbench`, `import workbench as wb`. On the engines the in
 same package. `docs/architecture.md` has the picture; the folders, from those without dependencies
 to those that use all others:
 
-    errors       the parts of every error: what happened, the value seen, what is allowed, the next
-                 step
+    errors       the errors, each with what happened, what is allowed and the next step
     catalog/     the strategies, their abilities and their messages
     cookbook/    recipes for training
     data/        small data sets for lessons and tests
