@@ -9,8 +9,7 @@ In reading order:
     recipes    trainings with a name
     jobs       `wb.job`, `wb.submit`, `wb.follow`: from the notebook to a job, and back
     scaling    the speed-up with several numbers of workers: figure, table, files
-    compare    `wb.compare`, `wb.strategies`, `wb.diagram`, `wb.calibrate`: comparisons, catalog,
-               pictures
+    compare    `wb.compare`, `wb.strategies`, `wb.diagram`, `wb.calibrate`
     sweep      `wb.sweep`: every combination of listed values, and the results
     completion  the names that Tab offers for a run, a cluster and a history
     auto       `%%distributed auto`, `wb.choose`: short runs, a ranking, the best strategy
