@@ -1,6 +1,6 @@
 """What each strategy sends in a step: one function for each, named by its entry of the catalog.
 
-PyTorch's sizes are those that `sent_bytes` counts; TensorFlow itself does not count the bytes.
+For PyTorch, `sent_bytes` counts the same sizes; TensorFlow does not count its bytes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def _update(layout: Layout, text: str = OPTIMIZER) -> Phase:
 def one_device(layout: Layout) -> Parts:
     """One worker; nothing is sent."""
     work = _work(layout, "One worker computes the gradient of the whole batch.")
-    phases = (work, _update(layout, "It takes the step."))
+    phases = (work, _update(layout, "The worker takes the step."))
     return Parts(diagrams.workers(layout, _WHOLE), phases, {}, "nothing is sent")
 
 
 def mirrored(layout: Layout) -> Parts:
-    """All-reduce of the gradients, by the algorithm and compression asked for."""
+    """All-reduce of the gradients, with the requested algorithm and compression."""
     compress, asked = str(layout.options["compress"]), str(layout.options["allreduce"])
     algorithm = "backend" if asked == "auto" else asked
     many = L if algorithm == "hierarchical" else N
@@ -62,7 +62,7 @@ def mirrored(layout: Layout) -> Parts:
 
 
 def _gathered(layout: Layout) -> tuple[Phase, ...]:
-    """Return the ring on which everybody's choice of numbers goes around."""
+    """Return the ring on which the chosen values of all workers travel."""
     n = layout.workers
     if n < 2:
         return ()
@@ -104,7 +104,7 @@ def _held_by(server: int, chains: tuple[tuple[int, ...], ...], holds: str) -> st
 
 
 def central_storage(layout: Layout) -> Parts:
-    """Gradients to the one server, parameters back."""
+    """Send gradients to the single server, and parameters back."""
     ids = ("s0",)
     push = diagrams.exchange_with_server(
         layout, ids, "M", "gradients", "Push", "Each worker sends its gradient.", up=True
@@ -121,7 +121,7 @@ def central_storage(layout: Layout) -> Parts:
 
 
 def parameter_server(layout: Layout) -> Parts:
-    """Push and pull with every server, together or at each worker's own pace."""
+    """Push to and pull from every server, together or at each worker's own speed."""
     ids = tuple(f"s{index}" for index in range(int(layout.options.get("servers", 1))))
     every, bound = int(layout.options["pull_every"]), layout.options["max_staleness"]
     together = bool(layout.options["sync"])
@@ -133,12 +133,12 @@ def parameter_server(layout: Layout) -> Parts:
         layout, ids, "M", "weights", "Pull", "The newest parameters come back.", up=False
     )
     pull = Phase(pulled.title, pulled.text, (), pulled.arrows, every, every - 1, pulled.formula)
-    alone = "Every push is a step of its own, taken when it arrives."
+    alone = "Every push is a separate step; the server takes it when it arrives."
     step = Phase(
         "Optimizer", "One step with all workers' gradients." if together else alone, ids
     )  # fmt: skip
     notes = (
-        [] if together else ["No worker waits for another: each takes its steps at its own pace."]
+        [] if together else ["No worker waits for another: each takes its steps at its own speed."]
     )
     if bound is not None:
         notes = [f"A worker more than {bound} steps ahead of the slowest is held back."]
@@ -379,7 +379,7 @@ def tensorflow_one_device(layout: Layout) -> Parts:
     """One replica; nothing is sent."""
     phases = (
         Phase("Forward and backward", "One replica computes the whole batch.", layout.ids),
-        Phase("Optimizer", "It takes the step.", layout.ids),
+        Phase("Optimizer", "The worker takes the step.", layout.ids),
     )
     return Parts(_devices(layout, _TENSORFLOW_WHOLE), phases, {}, "nothing is sent")
 
@@ -486,7 +486,7 @@ def tensorflow_parameter_server(layout: Layout) -> Parts:
         Phase("Forward and backward", "It computes the gradient of its batch.", layout.ids),
         diagrams.exchange_with_server(layout, servers, "M", "gradients", "Push",
                                       "It sends the gradients to the servers.", up=True),
-        Phase("Optimizer", "Every push is a step of its own, taken when it arrives.", servers),
+        Phase("Optimizer", "Every push is a separate step; the server takes it when it arrives.", servers),
     )  # fmt: skip
     units = {
         **M, **diagrams.server_units("M", len(servers)),
@@ -494,5 +494,5 @@ def tensorflow_parameter_server(layout: Layout) -> Parts:
     }  # fmt: skip
     nodes = diagrams.around(diagrams.workers(layout, "nothing between steps"), inner)
     source = "tf.distribute.ParameterServerStrategy; Li et al., Parameter Server, OSDI 2014"
-    notes = ("No worker waits for another: each takes its steps at its own pace.",)
+    notes = ("No worker waits for another: each takes its steps at its own speed.",)
     return Parts(nodes, phases, units, source, notes)
