@@ -187,7 +187,10 @@ ALL_REDUCE: dict[str, tuple[Callable[[Ids, Kind, str], tuple[Phase, ...]], str]]
 def exchange_with_server(
     layout: Layout, servers: Ids, unit: str, kind: Kind, title: str, text: str, *, up: bool
 ) -> Phase:
-    """Return the messages of every worker to (`up`) or from all servers, which divide the tensor."""
+    """Return every worker's messages to (`up`) or from all servers.
+
+    The servers divide the tensor.
+    """
     if len(servers) == 1:
         sizes = [whole(unit)]
     else:  # tensors are not cut, so the parts differ in size: each part has its own unknown
@@ -203,7 +206,9 @@ def exchange_with_server(
 def copies(
     layout: Layout, chains: Sequence[Sequence[int]], unit: str, *, together: bool
 ) -> tuple[Phase, ...]:
-    """Return the messages from servers to the servers with copies of their parts; none without copies.
+    """Return the messages from servers to the servers with copies of their parts.
+
+    None without copies.
 
     Args:
         chains: For each part, the servers that hold it.

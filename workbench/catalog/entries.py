@@ -237,7 +237,7 @@ TORCH: tuple[Strategy, ...] = (
         name="hybrid",
         framework="torch",
         term="data x model parallelism",
-        summary="Several pipelines each take a share of the batch; the gradients of equal " "stages are added up.",
+        summary="Pipelines each take a share of the batch; equal stages add up their gradients.",
         module="workbench.strategies.torch.hybrid:Hybrid",
         keeps="part",
         messages="workbench.catalog.step_messages:hybrid",
@@ -333,7 +333,7 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "fragments", "int", 1, minimum=1, maximum=64,
-                help="parts of the parameters, averaged one after another within `every` " "steps, so that less is sent at once",
+                help="parts of the parameters, averaged one by one, so that less is sent at once",
             ),
             Option(
                 "fraction", "float", 1.0, minimum=0.001, maximum=1,
@@ -475,7 +475,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="model_split",
         framework="tensorflow",
         term="model parallelism, one stage after the other",
-        summary="The layers of one model are on several devices; the batch goes through them " "one after another. This saves memory, but no time.",
+        summary="The layers of one model are on several devices; the batch goes through them " "in order. This saves memory, not time.",
         module="workbench.strategies.tensorflow.model_split:ModelSplit",
         keeps="part",
         messages="workbench.catalog.step_messages:tensorflow_model_split",
@@ -529,7 +529,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         sync=False,
         one_engine=True,
         remote_workers=True,
-        loses="the steps since the last checkpoint; no push is being sent when a " "checkpoint is taken",
+        loses="the steps since the last checkpoint, which is taken when no push is being sent",
         servers_option="servers",
         exact_with=None,
         options=(
@@ -540,7 +540,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
             Option(
                 "partitioner", "str", "none", pattern=r"none|fixed:0*[1-9]\d*|min_size:0*[1-9]\d*",
                 form="none, fixed:PARTS, min_size:BYTES",
-                help="cut each variable into parts, spread over the servers (only in your " "own loop)",
+                help="cut each variable into parts on all servers (only in your own loop)",
             ),
         ),
     ),

@@ -258,7 +258,10 @@ class Strategy:
         return all(options.get(name) == value for name, value in self.exact_with)
 
     def copy_workers(self, options: dict[str, Any], workers: int) -> int:
-        """Return how many workers hold a copy of the model together; rank r has part r modulo this number."""
+        """Return how many workers hold a copy of the model together.
+
+        Rank r has part r modulo this number.
+        """
         if not self.copy_rule:
             return 1
         module, _, rule = self.copy_rule.partition(":")
@@ -274,14 +277,14 @@ class Strategy:
         return max(parts, self._copies(options)) if parts else 0
 
     def chains(self, options: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
-        """Return which servers hold each part: first its own server, then the servers with copies."""
+        """Return which servers hold each part: its own server, then those with copies."""
         return chained(self.part_count(options), self._copies(options))
 
     def _copies(self, options: dict[str, Any]) -> int:
         return int(options.get(self.copies_option, 1)) if self.copies_option else 1
 
     def helpers(self, options: dict[str, Any], workers: int) -> tuple[str, ...]:
-        """Return the names of the engines that a run needs in addition to those that run the cell."""
+        """Return the names of the engines that a run needs in addition to the cell's engines."""
         remote = [f"worker {rank}" for rank in range(workers)] if self.remote_workers else []
         return (*remote, *(f"server s{index}" for index in range(self.server_count(options))))
 
@@ -314,7 +317,7 @@ class Strategy:
         raise unknown(f"option of {self.name}", name, [option.name for option in self.options])
 
     def settings(self, given: dict[str, Any], others: Iterable[Strategy] = ()) -> dict[str, Any]:
-        """Return the value of every option: given values are parsed, the others have their defaults.
+        """Return the value of every option: given values parsed, the others by default.
 
         Args:
             others: As `option` takes them.

@@ -133,7 +133,7 @@ def parameter_server(layout: Layout) -> Parts:
         layout, ids, "M", "weights", "Pull", "The newest parameters come back.", up=False
     )
     pull = Phase(pulled.title, pulled.text, (), pulled.arrows, every, every - 1, pulled.formula)
-    alone = "Every push is a separate step; the server takes it when it arrives."
+    alone = "Every push is a separate step, taken when it arrives."
     step = Phase(
         "Optimizer", "One step with all workers' gradients." if together else alone, ids
     )  # fmt: skip
@@ -302,7 +302,7 @@ def local_sgd(layout: Layout) -> Parts:
     if fragments > 1:
         source = f"{source}; Douillard et al., Streaming DiLoCo, 2025"
     phases = (
-        _work(layout), _update(layout, "Each worker takes a separate step, so the copies become different."),
+        _work(layout), _update(layout, "Each worker takes a separate step: copies drift apart."),
         *_meetings(layout, "take an outer step from their mean" if outer else "become their mean"),
     )  # fmt: skip
     units = {"P": "bytes of parameters and floating-point buffers", **N}
@@ -352,7 +352,7 @@ def gossip(layout: Layout) -> Parts:
         for index, hops in enumerate(rounds)
     )  # fmt: skip
     phases = (
-        _work(layout), _update(layout, "Each worker takes a separate step, so the copies become different."), *meet
+        _work(layout), _update(layout, "Each worker takes a separate step: copies drift apart."), *meet
     )  # fmt: skip
     units = {"P": "bytes of parameters and floating-point buffers"} if n > 1 else {}
     source = "Lian et al., D-PSGD, NIPS 2017; Ying et al., exponential graphs, NeurIPS 2021"
@@ -495,7 +495,7 @@ def tensorflow_parameter_server(layout: Layout) -> Parts:
         Phase("Forward and backward", "It computes the gradient of its batch.", layout.ids),
         diagrams.exchange_with_server(layout, servers, "M", "gradients", "Push",
                                       "It sends the gradients to the servers.", up=True),
-        Phase("Optimizer", "Every push is a separate step; the server takes it when it arrives.", servers),
+        Phase("Optimizer", "Every push is a separate step, taken when it arrives.", servers),
     )  # fmt: skip
     units = {
         **M, **diagrams.server_units("M", len(servers)),

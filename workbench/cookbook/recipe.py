@@ -192,7 +192,7 @@ class Recipe:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value's `repr` is source that evaluates to the same value: numbers, text, lists of these."""
+    """Whether a value's `repr` is source of the same value: numbers, text, lists of these."""
     try:
         return bool(ast.literal_eval(repr(value)) == value)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

@@ -78,7 +78,7 @@ def _interpolation(small: int, large: int) -> NDArray[np.float64]:
 
 
 def corpus_arrays(split: str, block: int) -> Pair:
-    """Return x, y (n, block) int64: blocks of text, and the same blocks shifted by one character."""
+    """Return x, y (n, block) int64: blocks of text, and the same shifted by one character."""
     text = _corpus()
     cut = len(text) * 9 // 10
     part = text[:cut] if split == "train" else text[cut:]
@@ -346,7 +346,10 @@ def ratings(
 
 
 def _takes_arrays() -> bool:
-    """Return whether a TensorFlow run is active in this engine; it cannot use PyTorch's data sets."""
+    """Return whether a TensorFlow run is active here.
+
+    It cannot use PyTorch's data sets.
+    """
     engine = sys.modules.get("workbench.engine.context")
     run = None if engine is None else engine.current()
     return run is not None and run.spec.framework != "torch"

@@ -25,7 +25,7 @@ from typing import Any
 from . import limits
 
 PROVED_ON: tuple[str, ...] = ()
-"""Names of the GPUs on which `workbench doctor --gpu-test` has passed, as the driver spells them."""
+"""Names, as in the driver, of the GPUs on which `workbench doctor --gpu-test` has passed."""
 
 DEV = Path("/dev")
 KFD = Path("/sys/class/kfd/kfd/topology/nodes")
@@ -377,7 +377,10 @@ class Build:
 
 @lru_cache(maxsize=1)
 def torch_build() -> Build | None:
-    """Return for which versions the installed torch was built, without importing it; None: no torch."""
+    """Return for which versions the installed torch was built, without importing it.
+
+    None: no torch.
+    """
     try:
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:

@@ -422,7 +422,7 @@ def telling(tell: Callable[[str], object]) -> Iterator[None]:
 
 
 def warn(listen: str, launcher: str = "local", *, encrypted: bool = False) -> None:
-    """Tell the user where other machines will be able to connect, by a warning unless `telling` is active."""
+    """Tell the user where other machines can connect, by a warning unless `telling` is active."""
     if not (beyond_loopback(listen) or (launcher != "local" and not listen)):
         return
     words, tell = exposure_words(listen, launcher, encrypted=encrypted), _tell.get()

@@ -23,7 +23,10 @@ from ..errors import EngineSpentError
 
 OPEN_FILES = Path("/proc/self/fd")
 DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd")
-"""Files that a process has open after its driver has counted devices; NVML opens `nvidiactl` too."""
+"""Files that a process has open after its driver has counted devices.
+
+NVML opens `nvidiactl` too.
+"""
 
 
 @dataclass(frozen=True)
