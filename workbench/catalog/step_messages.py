@@ -302,7 +302,7 @@ def local_sgd(layout: Layout) -> Parts:
     if fragments > 1:
         source = f"{source}; Douillard et al., Streaming DiLoCo, 2025"
     phases = (
-        _work(layout), _update(layout, "Each worker takes a separate step: copies drift apart."),
+        _work(layout), _update(layout, "Workers take separate steps: copies drift apart."),
         *_meetings(layout, "take an outer step from their mean" if outer else "become their mean"),
     )  # fmt: skip
     units = {"P": "bytes of parameters and floating-point buffers", **N}
@@ -352,7 +352,7 @@ def gossip(layout: Layout) -> Parts:
         for index, hops in enumerate(rounds)
     )  # fmt: skip
     phases = (
-        _work(layout), _update(layout, "Each worker takes a separate step: copies drift apart."), *meet
+        _work(layout), _update(layout, "Workers take separate steps: copies drift apart."), *meet
     )  # fmt: skip
     units = {"P": "bytes of parameters and floating-point buffers"} if n > 1 else {}
     source = "Lian et al., D-PSGD, NIPS 2017; Ying et al., exponential graphs, NeurIPS 2021"

@@ -215,7 +215,7 @@ class LocalSGD(ParameterAveraging):
             dist.all_reduce(flat)
 
     def weight(self, share: Share) -> float:
-        """Return the factor that turns the mean over the round's workers into a mean over samples."""
+        """Return the factor that turns the mean over the round's workers into one over samples."""
         chosen = self._chosen(self.done, self.workers)
         bounds = [share_bounds(share.global_samples, r, self.workers) for r in chosen]
         total = sum(stop - start for start, stop in bounds)

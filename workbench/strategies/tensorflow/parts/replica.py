@@ -107,7 +107,7 @@ class Trainer:
     # -- dividing ----------------------------------------------------------------------------------
 
     def _divide(self, share: Share) -> tuple[Any, list[int]]:
-        """Return the share as one value per replica, and the number of samples that count in each."""
+        """Return the share as one value per replica, and how many samples count in each."""
         bounds = [share_bounds(share.samples, i, self._held) for i in range(self._held)]
         # A replica without a sample computes a sample that does not count.
         parts = [slice_batch(share.data, a, b) if b > a else slice_batch(share.data, 0, 1)
@@ -365,7 +365,7 @@ class Precision:
                 layer.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
 
     def widen(self, values: Any) -> Any:
-        """Return the model's output in float32, because a loss with 8 bits of precision is too coarse."""
+        """Return the model's output in float32: a loss with 8 bits of precision is too coarse."""
         if not self.mixed:
             return values
         return tf.nest.map_structure(

@@ -150,7 +150,7 @@ UNSEEN = ("data_wait_s", "compute_s", "sync_wait_s", "transfer_s")
 WORTH_SAYING_S = 0.1
 
 EXACT = 16
-"""At the beginning of a series, Workbench waits for the devices after each of this number of calls."""
+"""How many calls at the beginning of a series are followed by a wait for the devices."""
 
 
 class Steps:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def naive_all_reduce(flat: torch.Tensor) -> None:
-    """Replace `flat`, shape (numbers,), by its sum over the workers: every worker gets every tensor.
+    """Replace `flat`, shape (numbers,), by its sum: every worker gets every worker's tensor.
 
     Each worker sends its whole tensor n - 1 times, and all workers add up the same tensors. The
     algorithms below give the same sum with fewer bytes or on fewer links.

@@ -187,7 +187,7 @@ def _timed(entrant: Callable[[torch.Tensor], None], probe: torch.Tensor) -> floa
 
 
 def _compute() -> None:
-    """Keep the training thread busy for a moment, as in a step, because a thread that slept runs sooner."""
+    """Keep the training thread busy for a moment, as in a step: a thread that slept runs sooner."""
     matrix, until = torch.ones(32, 32), time.perf_counter() + COMPUTE_S
     while time.perf_counter() < until:
         matrix @ matrix

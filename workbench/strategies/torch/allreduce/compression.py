@@ -91,7 +91,7 @@ class HalfPrecision(Compression):
         self._dtype = dtype
 
     def mean(self, flat: torch.Tensor, error: torch.Tensor) -> None:
-        """Divide, round, add up: if the mean does not overflow, neither does the sum of the n parts."""
+        """Divide, round, add up: the sum of the n parts overflows only if the mean does."""
         n = self.all_reduce.links.size
         half = (flat / n).to(self._dtype)
         error.sub_(half.to(flat.dtype), alpha=n)

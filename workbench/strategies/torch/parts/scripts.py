@@ -4,7 +4,7 @@
 its calls, so two places in PyTorch are watched:
 
     DataLoader's next      which batches are fetched, and how long that takes
-    autograd.backward      the first one asks: which optimizer, and which module holds what it has?
+    autograd.backward      at the first one: which optimizer, and which module has its parameters?
 
 Then all modules and optimizers of the process are searched, once, for any wrappers of the model
 (DDP, FSDP, compile, Lightning, Accelerate) in any order. After that the loop is recorded as by
@@ -17,7 +17,7 @@ Libraries fetch batches ahead of training. So a step does not train on the batch
 it: batches wait in a queue, and each backward takes one.
 
 The script's numbers are not changed: nothing is wrapped, no random number used, nothing sent.
-Copies of DDP are not compared, unlike under `wb.watch`, which a script asks for.
+Copies of DDP are not compared, unlike with `wb.watch`, which a script calls itself.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ clock = time.perf_counter
 
 SHARDED = FSDPModule, FullyShardedDataParallel
 MOST_NOTED = 256
-"""How many fetches are remembered that may turn out to be training's."""
+"""How many fetches are remembered, because they may belong to training."""
 MOST_NODES = 50_000
-"""How far a loss is followed back to ask which of several optimizers it is for."""
+"""How far the graph of a loss is followed back to find its optimizer among several."""
 
 _watching: _Scripts | None = None
 
 
 def watch_scripts(context: RunContext) -> Callable[[], None]:
-    """Record what the script trains that this process is about to run, if it trains anything.
+    """Record the training of the script that this process will run, if it trains.
 
     If the script calls `wb.watch`, `wb.prepare` or `wb.fit` itself, that is recorded instead. Of
     several models (a GAN) the first pair that trains is recorded: its optimizer ends the steps.
@@ -96,10 +96,9 @@ class _Fetch:
     """One batch that a loader handed out.
 
     Attributes:
-        batches: Stands for the pass over the loader, as long as somebody holds that.
-        source: Tells one loader from another, also between passes.
-        samples: None where the batch cannot be counted.
-        passed: What the device had been given by then.
+        batches: Identifies the pass over the loader while the pass exists.
+        source: Identifies the loader, also between passes. samples: None if the batch cannot be
+            counted. passed: The operations that the device had received by then.
     """
 
     batches: weakref.ref[Any]
@@ -111,7 +110,7 @@ class _Fetch:
 
 
 class _Scripts:
-    """Listens to the script from before it begins until it has ended."""
+    """Watches the script from its beginning to its end."""
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
@@ -131,20 +130,20 @@ class _Scripts:
     # -- what is listened to -----------------------------------------------------------------------
 
     def _backward(self, original: Any, tensors: Any, *args: Any, **keywords: Any) -> None:
-        """Ask, at the first backward, what it trains."""
+        """At the first backward, find out what it trains."""
         if self.loop is None and self._is_ours() and self._found(tensors):
             original = torch.autograd.backward  # the loop's
         original(tensors, *args, **keywords)
 
     def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
-        """Keep a loss from before it was multiplied."""
+        """Keep a loss as it was before it was multiplied."""
         scaled = original(scaler, outputs)
         if isinstance(outputs, torch.Tensor) and self._is_ours():
             (self.loop or self)._scaled = scaled, outputs.detach()
         return scaled
 
     def _next(self, original: Any, batches: Any) -> Any:
-        """Hand out a loader's next batch."""
+        """Return a loader's next batch."""
         if self._stands_down or not self._is_ours():
             return original(batches)
         learns, source = torch.is_grad_enabled(), batches._index_sampler
@@ -168,20 +167,21 @@ class _Scripts:
         return batch
 
     def _is_ours(self) -> bool:
-        """Whether it is the script that calls: no thread, no process that it started."""
+        """Whether the script itself calls, not a thread or a process that it started."""
         return self._home == (os.getpid(), threading.get_ident())
 
     # -- what is found -----------------------------------------------------------------------------
 
     def _found(self, losses: Any) -> bool:
-        """Look for what trains; return whether it is recorded from here on."""
+        """Search for the model that trains; return whether it is recorded from here on."""
         context = self.context
         if self._stands_down or context.taken_over or context.strategy or context.weights:
             self._stands_down = True  # the script has called wb.watch or wb.fit
             self.fetches.clear()
             return False
         self._backwards += 1
-        if self._backwards & (self._backwards - 1):  # looked for at the 1st, 2nd, 4th, 8th, ...
+        # searched at the 1st, 2nd, 4th, 8th, ... backward
+        if self._backwards & (self._backwards - 1):
             return False
         began_s = clock()
         found = find(losses)
@@ -208,10 +208,11 @@ class _Scripts:
         return True
 
     def claim(self) -> list[_Fetch]:
-        """Return the fetches, since the last step, of what the step under way trains on.
+        """Return the fetches since the last step that belong to the current step.
 
-        That is the loader asked last, and those asked as often: a loop may take from several at a
-        time. A pass that has ended or was given up (a look at one batch) is none of them.
+        These are fetches from the loader used last, and from loaders used equally often, because a
+        loop can use several loaders at once. A pass that has ended or was abandoned (to look at one
+        batch) does not count.
         """
         alive = [one for one in self.fetches if one.batches() is not None]
         asked = Counter(id(one.source) for one in alive)
@@ -219,7 +220,7 @@ class _Scripts:
         return [one for one in alive if asked[id(one.source)] == last]
 
     def close(self) -> None:
-        """Take everything out again."""
+        """Remove all hooks."""
         global _watching
         if _watching is not self:
             return
@@ -236,7 +237,7 @@ class _Scripts:
         self._stands_down = True
         self.fetches.clear()
         self._scaled = None
-        if self.loop is None and context.closers:  # a loop of the script's own stands above
+        if self.loop is None and context.closers:  # the script's own loop is the caller
             context.closers.insert(0, self._take_out)  # they are called last first
         else:
             self._take_out()
@@ -248,14 +249,14 @@ class _Scripts:
 
 
 class ScriptLoop(OwnLoop):
-    """The loop of a script: as under `wb.watch`, its batches found by their fetching.
+    """The loop of a script: recorded as by `wb.watch`, with the batches that its loaders fetch.
 
     Args:
-        scripts: Knows what was fetched by loaders that may not be training's.
-        found: What trains.
+        scripts: Knows the fetches of loaders that may not be for training. found: The model and
+            optimizer that train.
 
     Attributes:
-        was_aside: Whether a batch was fetched meanwhile that is not for training: an evaluation.
+        was_aside: Whether a batch was fetched that is not for training, such as in an evaluation.
     """
 
     def __init__(self, scripts: _Scripts, found: Found) -> None:
@@ -266,7 +267,7 @@ class ScriptLoop(OwnLoop):
         inside = wrapped or not self.is_whole
         self._scripts = scripts
         self._sources: list[Any] = []
-        self._line: list[tuple[Any, int | None]] = []  # batches that wait to be trained on
+        self._line: list[tuple[Any, int | None]] = []  # batches that were fetched but not yet used
         self._ahead = 0
         self._hoards = False
         sent_bytes = ring_bytes(model, context.spec.world_size) if wrapped else NAN
