@@ -538,7 +538,7 @@ class ModelSplit(Strategy):
         return dict(zip(names, means, strict=True))
 
     def weights(self) -> dict[str, NDArray[np.generic]]:
-        """Return the parameters and buffers of this worker's stages, by their names in the model."""
+        """Return the parameters and buffers of this worker's stages, by name in the model."""
         held = set(self._held or ())
         return to_numpy({n: t for n, t in self.job.model.state_dict().items() if n in held})
 

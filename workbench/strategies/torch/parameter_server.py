@@ -1,4 +1,4 @@
-"""Asynchronous data parallelism: servers hold the parameters, and each worker trains at its own speed.
+"""Asynchronous data parallelism: servers hold parameters, each worker trains at its own speed.
 
 Source: Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014; Dean
 et al., Large Scale Distributed Deep Networks, NIPS 2012 (Downpour SGD). Bounded staleness: Ho et
@@ -37,11 +37,6 @@ the answer: the last worker that was too far behind. Only the server knows this 
 
 If a table's gradient is sparse (`nn.Embedding(..., sparse=True)`), only the gradient's rows are
 pushed, and only the rows that have changed are sent back (`servers/rows.py`).
-
-MXNet's KVStore `dist_async` is this strategy: `push(key, gradient)`, `pull(key)`, with the
-optimizer on the servers; `dist_sync` is sync=true.
-Of a table whose gradient is sparse (`nn.Embedding(..., sparse=True)`) only the gradient's rows are
-pushed, and only rows that have changed come back (`servers/rows.py`).
 
 MXNet's KVStore `dist_async` is this strategy: `push(key, gradient)`, `pull(key)`, with the
 optimizer on the servers; `dist_sync` is sync=true.
@@ -129,7 +124,7 @@ class Asynchronous(Policy):
         self._go_on()
 
     def joined(self, rank: int) -> None:
-        """With a bound, begin at the slowest worker's step, so that no worker waits for the dead one."""
+        """With a bound, begin at the slowest worker's step: no worker waits for the dead one."""
         self._steps[rank] = min(self._steps.values(), default=0)
         self._pulled[rank] = self.holder.version
 

@@ -87,7 +87,7 @@ class Averaging:
             raise
         self.all_reduce = AllReduce(name, self.links)
         self.overlapped = self.all_reduce.name == BACKEND and self._compress == "none"
-        if self.overlapped:  # another algorithm was requested, or measured to be faster
+        if self.overlapped:  # `auto` measured other algorithms, and the backend's was faster
             self.close()
         self._counted = self.links.sent_bytes
 

@@ -290,7 +290,7 @@ class Guard:
             context.copies = self.copy
 
     def copy(self) -> dict[str, int]:
-        """Return this worker's `rank`, the `digest` of its replica, and a key `like` for its rounding.
+        """Return this worker's `rank`, its replica's `digest`, and a key `like` for its rounding.
 
         Digests can be compared only if `like` is equal.
         """

@@ -46,7 +46,7 @@ class Loop(Protocol):
         """A pass over the data has ended."""
 
     def pass_begins(self) -> None:
-        """Note that the loop requests batches: another pass begins, unless the loop resumes later."""
+        """Note that the loop requests batches: a pass begins, unless the loop resumes later."""
 
     def next_batch(self) -> None:
         """Note that the loop requests a batch."""

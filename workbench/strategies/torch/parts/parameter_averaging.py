@@ -189,7 +189,7 @@ class ParameterAveraging(Strategy):
         return broke
 
     def enter_group(self, agreed: dict[str, Any]) -> None:
-        """Take steps alone up to the furthest worker's step, and then continue with the present workers."""
+        """Take steps alone up to the furthest worker's step, then continue with the others."""
         spec, self._together = self.context.spec, int(agreed["done"])
         self.rank, self.world_size = spec.rank, spec.world_size
         self._trainer.be_one_of(spec.world_size)

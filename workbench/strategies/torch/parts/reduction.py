@@ -207,7 +207,7 @@ class Reductions:
                     rank=rank,
                     text="An optimizer updates parameters whose gradients are not "
                     "averaged, so each worker trains them alone (shapes "
-                    "{shapes[:100]}). Pass their model as well: "
+                    f"{shapes[:100]}). Pass their model as well: "
                     "other, other_optimizer = wb.prepare(other, other_optimizer).",
                 )
             )

@@ -336,13 +336,13 @@ class ScriptLoop(OwnLoop):
         return batch
 
     def _is_anew(self, batches: Any) -> bool:
-        """Whether what was taken for the beginning of a step is none, so it begins anew."""
+        """Whether the assumed beginning of a step was wrong, so that the step begins again."""
         if not self._line and (self._is_tentative or not batches._num_yielded):
-            return True  # a look at a batch, or what trains another model
+            return True  # only a look at a batch, or a batch for another model
         return self.was_aside and not self._fed
 
     def _enters(self, samples: int | None) -> None:
-        """Begin a step, where its batch was fetched earlier or by no loader."""
+        """Begin a step whose batch was fetched earlier, or without a loader."""
         if not self._fed:
             self._begin_here()
         self._entered += [samples] if samples else []
@@ -353,9 +353,9 @@ class ScriptLoop(OwnLoop):
         self._is_tentative = True
 
     def _take_up(self, fetches: list[_Fetch]) -> None:
-        """Let the step have begun with fetches of which it was not known that they are training's.
+        """Move the beginning of the step back to fetches that turned out to be for training.
 
-        An evaluation that was under way by their time is left out.
+        An evaluation that ran at that time is not counted.
         """
         self._clear()
         self._begin()
@@ -392,15 +392,18 @@ class ScriptLoop(OwnLoop):
         self._scripts.fetches.clear()
 
     def _given(self) -> int:
-        """Return the samples that the model was given; the first of all forwards was not seen."""
+        """Return the number of samples in the model's input.
+
+        The very first forward was not seen.
+        """
         seen = self._entered
         return sum(seen) * max(len(seen), self._backwards) // len(seen) if seen else 0
 
     def _trained_on(self) -> int:
-        """Take the step's batches out of the line; return their samples, 0 where unknown.
+        """Take the step's batches out of the queue; return their samples, 0 if unknown.
 
-        Of each loader every backward takes one batch; more than that were fetched ahead. A loop
-        that fetches more in each step does not fetch ahead: it trains on them together.
+        Every backward takes one batch from each loader; other batches were fetched ahead. If a loop
+        fetches several batches in every step, it trains on them together.
         """
         taken: list[int | None] = []
         left: list[tuple[Any, int | None]] = []
@@ -418,13 +421,13 @@ class ScriptLoop(OwnLoop):
 
 
 class _Hook:
-    """Tells of each training forward; in copies and pickles of the model it tells nobody."""
+    """Reports each training forward; in copies and pickles of the model it does nothing."""
 
     def __init__(self, tell: Callable[[int | None], object] = lambda samples: None) -> None:
         self._tell = tell
 
     def __call__(self, module: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        # A graph must neither hold nor break at it.
+        # A compiled graph must not contain this call, and must not break at it.
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self._tell(_count((args, keywords)))
 
@@ -433,7 +436,7 @@ class _Hook:
 
 
 def _count(batch: Any) -> int | None:
-    """Return how many samples a batch holds; None where it has no tensor."""
+    """Return how many samples a batch holds; None if it has no tensor."""
     try:
         return batch_length(batch)
     except FitError:
@@ -441,14 +444,17 @@ def _count(batch: Any) -> int | None:
 
 
 def _global_batch(fetches: list[_Fetch], workers: int) -> int | None:
-    """Return what all workers train on in a step, as the loader or its first batch says."""
+    """Return the global batch size, from the loader or its first batch."""
     sizes = {id(one.source): getattr(one.source, "batch_size", one.samples) for one in fetches}
     known = [size for size in sizes.values() if isinstance(size, int)]
     return workers * sum(known) if known else None
 
 
 def _patched(kind: Any, name: str, instead: Callable[..., Any]) -> Callable[[], None]:
-    """Let a function be `instead`, which is given the original first; return what undoes it."""
+    """Replace a function by `instead`, which gets the original as first argument.
+
+    Return the undo.
+    """
     original = vars(kind)[name]
 
     @functools.wraps(original)
@@ -473,7 +479,7 @@ def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 class _Tree:
-    """The modules of this process: which holds which, and which parameter is whose."""
+    """The modules of this process: which module contains which, and the owner of each parameter."""
 
     def __init__(self, modules: Iterable[Module]) -> None:
         self._parents: dict[int, list[Module]] = {}
@@ -486,7 +492,7 @@ class _Tree:
                 self._owners.setdefault(id(parameter), []).append(module)
 
     def above(self, module: Module) -> list[Module]:
-        """Return a module and all that hold it, the nearest first."""
+        """Return a module and all modules that contain it, the nearest first."""
         found, seen = [module], {id(module)}
         for one in found:  # grows meanwhile
             for parent in self._parents.get(id(one), ()):
@@ -496,7 +502,7 @@ class _Tree:
         return found
 
     def holder(self, parameters: list[torch.Tensor]) -> Module | None:
-        """Return the smallest module that holds most of these, or what distributes that."""
+        """Return the smallest module that holds most of these parameters, or its distributed wrapper."""
         counts: dict[int, int] = {}
         modules: dict[int, Module] = {}
         for parameter in parameters:
@@ -519,7 +525,7 @@ class _Tree:
 
 
 def _own_parameters(module: Module) -> list[Any]:
-    """Return a module's own parameters; FSDP's all, of which it registers some at a time."""
+    """Return a module's own parameters; for FSDP all, because it registers only some at a time."""
     found: list[Any] = list((vars(module).get("_parameters") or {}).values())
     held: Any = module
     try:
@@ -530,14 +536,14 @@ def _own_parameters(module: Module) -> list[Any]:
         elif isinstance(module, FullyShardedDataParallel) and held._handle is not None:
             flat = held._handle.flat_param
             found += [flat, *(flat._params or ())]
-    except AttributeError:  # another version's internals: what is registered must do
+    except AttributeError:  # unknown internals of another version: use the registered parameters
         pass
     return [one for one in found if one is not None]
 
 
 @dataclass
 class Found:
-    """What trains in a script.
+    """The model and the optimizer that train in a script.
 
     Attributes:
         entrance: The outermost callable of the model, with compilation and wrappers. A hook inside
@@ -551,14 +557,15 @@ class Found:
 
 
 def find(losses: Any) -> Found | None:
-    """Return what these losses' backward trains; None if there is no such pair."""
+    """Return the model and optimizer that these losses train; None if there is no such pair."""
     things = gc.get_objects()
-    # `isinstance` would take longer, and believe objects that say they are of another class.
+    # `isinstance` would take longer, and would trust objects that claim another class.
     modules, optimizers = set(_with_subclasses(Module)), set(_with_subclasses(Optimizer))
     tree = _Tree(thing for thing in things if type(thing) in modules)
     pairs = []
     for optimizer in [thing for thing in things if type(thing) in optimizers]:
-        groups = vars(optimizer).get("param_groups")  # what wraps an optimizer has none of its own
+        # a wrapper of an optimizer has no own parameters
+        groups = vars(optimizer).get("param_groups")
         held = [p for group in groups or () for p in group["params"] if p.requires_grad]
         model = tree.holder(held)
         if model is not None:
@@ -578,9 +585,9 @@ def find(losses: Any) -> Found | None:
 
 
 def _reached(losses: Any) -> set[int] | None:
-    """Return the ids of the parameters that losses were computed from; None: they do not show it.
+    """Return the ids of the parameters from which losses were computed; None if not visible.
 
-    Of what is computed again in backward (checkpointed activations) a graph has no parameters.
+    If activations are computed again in backward (checkpointing), the graph has no parameters.
     """
     listed = losses if isinstance(losses, (list, tuple)) else [losses]
     nodes = [t.grad_fn for t in listed if isinstance(t, torch.Tensor) and t.grad_fn is not None]
