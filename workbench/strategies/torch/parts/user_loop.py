@@ -266,7 +266,7 @@ class OwnLoop:
             self.healing.step_begins()
 
     def _checkpoint(self, checkpoints: Checkpoints) -> None:
-        """Save before a step begins, because the loop's actions after the last step are done now."""
+        """Save before a step begins: now the loop's actions after the last step are done."""
         began = clock()
         if checkpoints.step_done():
             spent_s = clock() - began

@@ -379,7 +379,7 @@ class Pipeline:
 
 
 def uneven(samples: int, whole: int) -> FitError:
-    """Return the error for a model that computes the loss itself and would count repeated samples."""
+    """Return the error for a model that computes the loss and would count repeated samples."""
     return FitError(
         "A batch must divide into equal microbatches, because the model computes the loss itself.",
         seen=f"{samples} samples",

@@ -173,7 +173,7 @@ class TimedStage(PipelineStage):
 
 MOST_CHUNKS = 1 << 14
 Way = Literal["F", "B"]
-"""The two kinds: forward sends activations to the next stage, backward sends gradients to the stage before."""
+"""The kinds: forward sends activations to the next stage, backward sends gradients back."""
 
 Ops = list[dist.P2POp]
 clock = time.perf_counter

@@ -51,7 +51,7 @@ Node = torch.fx.Node
 
 
 class Piece(torch.nn.Module):
-    """A traced piece of the chain: takes all needed values, and returns those that later pieces need."""
+    """A traced piece of the chain: takes all needed values, returns those for later pieces."""
 
     def __init__(self, body: torch.fx.GraphModule) -> None:
         super().__init__()

@@ -187,7 +187,7 @@ class ShardLinks:
     def _push_in_turn(
         self, pushes: Sequence[Push], meta: Mapping[str, Any], wanted: bool
     ) -> list[Message]:
-        """Push so that all servers count the pushes in one order: the order of server 0's tickets."""
+        """Push so that all servers count the pushes in the order of server 0's tickets."""
         first, others = self._links[0], self._links[1:]
         parts, rows = pushes[0]
         first.push("push", {**meta, **rows}, parts)

@@ -169,7 +169,7 @@ class Remote:
         self._hidden = []
 
     def _check_known(self) -> None:
-        """Raise FitError if the step would change parameters that are only here, not on a server."""
+        """Raise FitError if the step would change parameters that are not on a server."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._known:

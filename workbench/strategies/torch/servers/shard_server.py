@@ -83,7 +83,7 @@ class Policy(ABC):
         """Take the prepared step, scaled by a factor, without an answer."""
 
     def repeated(self, rank: int, meta: Meta) -> None:
-        """Answer a push that already counts but is sent again because its answer was lost with a server."""
+        """Answer a push that already counts; it is sent again because its answer was lost."""
         self.holder.send_parameters(rank, staleness=0, blocked_s=0.0, blamed=-1)
 
     def followed(self, rank: int, meta: Meta) -> None:  # noqa: B027 - only where pushes are counted
@@ -504,7 +504,7 @@ class Holder:
     def _sent_on(
         self, gradients: Sequence[torch.Tensor], rank: int
     ) -> tuple[list[NDArray[np.uint8]], dict[str, Any]]:
-        """Return the part of a gradient that a copy is sent, and the number of rows of each table."""
+        """Return the part of a gradient for a copy, and the number of rows of each table."""
         if not self._tables:  # they are in the worker's mailbox, one after another
             return [self.mailboxes[rank]], {}
         tables = {place for place, _ in self._tables}

@@ -171,7 +171,7 @@ class Served(Strategy):
         return self._trainer.contributed(share)
 
     def member_state(self) -> dict[str, Any]:
-        """Return the state that is not on servers: buffers, the optimizer's settings, the scheduler."""
+        """Return the state that is not on servers: buffers, optimizer settings, scheduler."""
         trainer = self._trainer
         return {
             "steps": self._steps,
