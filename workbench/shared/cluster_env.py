@@ -113,7 +113,7 @@ def cannot_listen(host: str, ports: tuple[int, int] | None, reason: str) -> Clus
 
 
 def run_folder(run_dir: str, run_id: str) -> Path | None:
-    """Return where an engine writes a run's files: the run's folder, or one that the kernel fetches.
+    """Return where an engine writes a run's files: the run's folder, or one that is fetched.
 
     None if it got no folder and has no Workbench folder, as on a machine without an agent.
 

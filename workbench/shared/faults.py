@@ -1,4 +1,4 @@
-"""Faults that a teacher can inject, as data: `slow=1:50ms`, `slow=1:3x`, `jitter=20ms`, `kill=2@100`.
+"""Faults to inject, as data: `slow=1:50ms`, `slow=1:3x`, `jitter=20ms`, `kill=2@100`.
 
 `bandwidth=100MB/s` and `latency=5ms` are simulated: each message on the strategy's own links is
 delayed for as long as such a link would take, in addition to the time of the real link.

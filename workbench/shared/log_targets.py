@@ -1,4 +1,4 @@
-"""Where a run is also written, in addition to its own folder: `--log tensorboard:DIR`, `--log mlflow:URI`,
+"""Where a run is also written to: `--log tensorboard:DIR`, `--log mlflow:URI`,
 `--log wandb:PROJECT`, `--log trackio:PROJECT`.
 
 This module is pure: the code that writes checks whether it can write (`execution/logging_to.py`).

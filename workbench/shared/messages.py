@@ -414,7 +414,7 @@ No worker will come.
 
 @dataclass(frozen=True, kw_only=True)
 class Told(OfRun):
-    """A value that another engine of the run has posted (`events.Posted`), or that the kernel posts."""
+    """A value that another engine of the run (`events.Posted`) or the kernel has posted."""
 
     kind: ClassVar[str] = "told"
     rank: int

@@ -114,7 +114,7 @@ WORDS: dict[str, Callable[[str, Any], str]] = {
 """The part of a run's name for one of several values; the plan already names the workers."""
 
 MOST_RUNS = 120
-"""One line starts at most this many runs: a typing mistake could keep the engines busy for a day."""
+"""One line starts at most this many runs: a typing mistake could cost a day."""
 
 
 def several_in(settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Axis, ...]]:
@@ -238,7 +238,7 @@ def of_parameters(found: dict[str, Any]) -> list[Axis]:
 
 
 def of_values(found: dict[str, Any]) -> list[Axis]:
-    """Give the values of `--set` the types that they look like, and remove those with several values."""
+    """Give values of `--set` the types that they look like; remove those with several values."""
     axes = []
     for name, given in list(found.get("values", {}).items()):
         parts = [scalar(part) for part in each_of(given, f"--set {name}")]

@@ -502,7 +502,7 @@ class _Tree:
         return found
 
     def holder(self, parameters: list[torch.Tensor]) -> Module | None:
-        """Return the smallest module that holds most of these parameters, or its DDP-like wrapper."""
+        """Return the smallest module with most of these parameters, or its DDP-like wrapper."""
         counts: dict[int, int] = {}
         modules: dict[int, Module] = {}
         for parameter in parameters:
