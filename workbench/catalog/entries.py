@@ -136,7 +136,9 @@ TORCH: tuple[Strategy, ...] = (
         servers_option="servers",
         copies_option="replicas",
         sync_option="sync",
-        loses="the steps since the last checkpoint, the pushes being sent when it was " "taken, and the steps by which other workers were ahead of worker 0; with " "sync=true only the steps since the checkpoint",
+        loses="the steps since the last checkpoint, the pushes being sent when it was "
+              "taken, and the steps by which other workers were ahead of worker 0; with "
+              "sync=true only the steps since the checkpoint",
         links=True,
         excludes=(
             ("sync", "max_staleness"), ("sync", "staleness_aware_lr"), ("sync", "pull_every"),
@@ -475,7 +477,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="model_split",
         framework="tensorflow",
         term="model parallelism, one stage after the other",
-        summary="The layers of one model are on several devices; a batch passes through all. " "Saves memory, not time.",
+        summary="The layers of one model are on several devices; a batch passes through all. "
+                "Saves memory, not time.",
         module="workbench.strategies.tensorflow.model_split:ModelSplit",
         keeps="part",
         messages="workbench.catalog.step_messages:tensorflow_model_split",

@@ -38,13 +38,13 @@ PATIENCE = 3
 The same number must find a part of the controller halted.
 """
 LOST = "controller-lost.json"
-"""A file in the cluster's folder that names the part whose loss ended the controller (`lost_part`)."""
+"""A file in the cluster's folder: the part whose loss ended the controller (`lost_part`)."""
 PART_LOST = 70
 """The controller's exit code in this case."""
 
 
 def config(folder: Path) -> Config:
-    """Return ipyparallel's settings for Workbench's controller, and the mark for all its processes."""
+    """Return ipyparallel's settings for Workbench's controller, and its processes' mark."""
     root = str(Path(__file__).resolve().parents[2])
     code = (
         f"import sys; sys.path.append({root!r}); "
@@ -63,7 +63,7 @@ _abandoned = threading.Event()
 
 
 def watch(folder: Path) -> None:
-    """Wait until the folder's owner has ended, then end this process group and remove the folder."""
+    """Wait until the folder's owner has ended, then end this process group and the folder."""
     misses = 0
     while misses < PATIENCE:
         time.sleep(LOOK_S)
@@ -136,7 +136,7 @@ def main() -> None:
         ending = False
 
         def _end_with_a_part(self, parts: Mapping[str, Any]) -> None:
-            """End when one of the controller's processes has ended, because calls would be lost silently.
+            """End when a process of the controller has ended, because calls would be lost silently.
 
             The owner sees that this process ends, and which process ended first.
             """

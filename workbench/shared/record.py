@@ -54,7 +54,8 @@ Without this flag NaN can mean that the loss was not seen.
 """
 
 FLAG_DEVICE_CLOCK = 4
-"""`ready_s` was read from an accelerator's own clock, which agrees with the host's clock only to about a millisecond. So waits use the min rule over `exposed_s`."""
+"""`ready_s` was read from an accelerator's own clock, which agrees with the host's clock
+only to about a millisecond. So waits use the min rule over `exposed_s`."""
 
 FLAG_UNMEASURED = 8
 """The device did not report when it had done the step: times are those of the host's calls."""

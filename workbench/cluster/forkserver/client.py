@@ -297,7 +297,7 @@ class WarmParent:
         self.ask("guard", pid=pid, create_time=psutil.Process(pid).create_time())
 
     def guard_dir(self, path: str | os.PathLike[str]) -> None:
-        """Let the parent remove a cluster's folder and end its controller when this kernel has ended.
+        """Let the parent remove a cluster's folder and controller when this kernel has ended.
 
         Returns at once, also while the parent is still importing: a sent command is executed even
         if this kernel dies before it is read. So a controller that is started after this call

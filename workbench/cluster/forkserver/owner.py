@@ -226,7 +226,7 @@ class Nanny:
             folders.own(Path(folder), pid)
 
     def hand_over(self, pid: int) -> None:
-        """Kill only children: another process is responsible for the folders and guarded processes."""
+        """Kill only children: another process now guards the folders and processes."""
         self.own_folders(pid)
         for child in self.children:
             kill_group(child)
