@@ -1,4 +1,4 @@
-"""What is trained: recipes, those of the user and those that come with the package.
+"""Recipes: the code that is trained. Users write recipes, and some come with the package.
 
 No framework is imported: a recipe is source code, which the engines run.
 
@@ -7,5 +7,5 @@ No framework is imported: a recipe is source code, which the engines run.
     digits       handwritten digits, by a few layers
     transformer  the next character of a text, by a transformer of any size
     recommender  ratings, by two embedding tables of any size
-    sizes        which sizes are none
+    sizes        which sizes are not allowed
 """
