@@ -1,13 +1,13 @@
 """Steps/s of `mirrored` by all-reduce algorithm, against DistributedDataParallel over gloo.
 
-The rival is a plain loop with DDP of its own, without a strategy and without telemetry, on the same
-engines; ours is the same loop with one line, `wb.prepare`. They train in turn, so that both meet
-the same noise; what counts is the median ratio of the pairs.
+The rival is a plain loop with DDP, without a strategy and without telemetry, on the same engines.
+Ours is the same loop with one additional line, `wb.prepare`. The two train alternately, so both are
+disturbed equally by other work. The result is the median ratio of the pairs.
 
     python benchmarks/bench_allreduce.py [--pairs 7] [--every] [--models "0.1 MB"]
                                          [--steps N]
 
-The last lines are JSON, one for each model and way.
+The last lines are JSON: one line for each model and all-reduce.
 """
 
 from __future__ import annotations

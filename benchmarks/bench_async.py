@@ -1,16 +1,16 @@
 """How many samples asynchronous and decentralised training need to reach one device's loss.
 
-One device trains on digits for some epochs; its loss over the training set is the mark. Each
-strategy then gets 1, 1.05 and 1.5 times the samples, and the smallest budget with which it reaches
-the mark is its price. Same model, same data, same global batch; a push of an asynchronous worker
-takes batch/n samples and is a step of its own, so n pushes move the parameters as far as one step
-of one device where the learning rate is divided by n (`lr/n`); without that (`lr`: the recipe as it
-is, one word changed) they learn more from each sample, as smaller batches do.
+One device trains on digits for some epochs. Its loss over the training set is the target. Each
+strategy then gets 1, 1.05 and 1.5 times the samples. The smallest of these budgets that reaches the
+target is the strategy's price. Model, data and global batch are the same. A push of an asynchronous
+worker takes batch/n samples and is a separate step. If the learning rate is divided by n (`lr/n`),
+n pushes move the parameters as far as one step of one device. With the recipe's own learning rate
+(`lr`), pushes learn more from each sample, as smaller batches do.
 
     python benchmarks/bench_async.py --epochs 10 --seeds 3
 
-Ends in an error where a strategy does not reach the mark with 1.5 times the samples at a mean
-staleness of 4 or less. The last lines are JSON, one for each strategy.
+Ends in an error if a strategy with a mean staleness of 4 or less does not reach the target with 1.5
+times the samples. The last lines are JSON, one for each strategy.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MOST_STALENESS = 4.0
 def digits(epochs, lr, seed, mean_ms):
     """Train on digits; return the loss over the training set with the final weights.
 
-    Steps take `mean_ms` more on average, drawn anew each time, so that workers are equally busy
-    and meet in no order; on a machine with fewer cores than workers they would take turns.
+    Each step takes a random additional time, `mean_ms` on average. So workers are equally busy and
+    push in a random order; with fewer cores than workers they would push in a fixed order.
     """
     import random
     import time
@@ -151,7 +151,7 @@ def main() -> None:
 
 
 def measure(pool: Workers, case: Case, marks: list[float], args: Any) -> dict[str, Any]:
-    """Print a row and return it; `price`: the smallest budget that reaches the mark."""
+    """Print a row and return it; `price`: the smallest budget that reaches the target."""
     losses, staleness, reached = [], [], []
     for budget in BUDGETS:
         found = []

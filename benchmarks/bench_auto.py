@@ -1,11 +1,12 @@
-"""Choosing a strategy: what `%%distributed auto` picks against the best of all, as measured.
+"""Compares the choice of `%%distributed auto` with the fastest measured strategy.
 
     python benchmarks/bench_auto.py [--workers 2] [--turns 2] [--to docs/measured/auto.jsonl]
     python benchmarks/bench_auto.py --quick     one recipe, one short turn
 
-For each of ten recipes (built-in ones, and models and links of other sizes) a strategy is chosen,
-then every strategy that competed is measured in runs of its own, in turns, so that what the machine
-does meanwhile falls on all of them. Asserted is the chosen one's rate over the best one's.
+For each of ten recipes (built-in recipes, and models and links of other sizes) a strategy is
+chosen. Then every considered strategy is measured in separate runs, alternately, so that other work
+on the machine disturbs all of them equally. The script asserts the rate of the chosen strategy,
+divided by the rate of the fastest one.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def measured(cluster: wb.Cluster, source: str, row: Any, settings: dict[str, Any],
              seconds: float) -> float:  # fmt: skip
-    """Return samples per second of a run of its own; NaN where the strategy refuses."""
+    """Return samples per second of a separate run; NaN if the strategy refuses."""
     from workbench.cookbook.recipe import Recipe
     from workbench.notebook.sweep import recipe_of
 
@@ -111,7 +112,7 @@ def measured(cluster: wb.Cluster, source: str, row: Any, settings: dict[str, Any
 
 def compared(cluster: wb.Cluster, name: str, workers: int, turns: int,
              seconds: float) -> dict[str, Any]:  # fmt: skip
-    """Choose a strategy for a recipe, then measure all that competed."""
+    """Choose a strategy for a recipe, then measure all considered strategies."""
     source, settings = RECIPES[name]
     found = wb.choose(source, cluster=cluster, workers=workers, **settings)
     field = [row for row in found.rows if row.known != "out"]

@@ -1,6 +1,6 @@
 """Round trip of an empty cell: `%%distributed` on our engines against ipyparallel's `%%px`.
 
-Both magics run in one IPython shell, in turn, each on 4 engines of its own cluster.
+Both magics run alternately in one IPython shell, each on the 4 engines of a separate cluster.
 
     python benchmarks/bench_cells.py [--cells 60]
 """

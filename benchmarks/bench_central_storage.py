@@ -1,10 +1,10 @@
 """Steps/s of central storage at 4 workers x 10 MB, against the same written with gloo.
 
-The rival is what one writes by hand: rank 0 holds the variables and the optimizer; in each step it
-broadcasts the parameters, all ranks compute a gradient, `reduce` adds the gradients up on rank 0,
-which steps the optimizer. Ours runs `wb.fit` as a cell does, records and all. Both train the same
-model on the same shares with SGD; a step computes next to nothing, so what is left is the strategy.
-They run in turn, in the same processes' life, so that they meet the same noise.
+The rival is code written by hand: rank 0 holds the variables and the optimizer. In each step it
+broadcasts the parameters, all ranks compute a gradient, `reduce` adds up the gradients on rank 0,
+and rank 0 steps the optimizer. Ours runs `wb.fit` as a cell does, with all records. Both train the
+same model on the same shares with SGD. A step computes almost nothing, so its time is the time of
+the strategy. The two run alternately in the same processes, so other work disturbs both equally.
 
     python benchmarks/bench_central_storage.py --mb 10 --workers 4 --steps 40 --turns 5
 """

@@ -1,9 +1,9 @@
-"""What checkpoints cost: steps/s with --checkpoint-every 50 against none, in runs that alternate.
+"""What checkpoints cost: steps/s with --checkpoint-every 50 and without, in alternating runs.
 
     python benchmarks/bench_checkpoint.py [--hidden 512] [--steps 400] [--rounds 5] [--workers 2]
 
-Also said: how long training stood still for each copy, how long the write took in the background,
-and how much was written.
+The script also prints how long training paused for each copy, how long the write took in the
+background, and how much was written.
 """
 
 from __future__ import annotations

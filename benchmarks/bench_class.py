@@ -1,15 +1,16 @@
-"""A class: notebooks that load the extension and start their engines all at once, on one machine.
+"""A class: notebooks on one machine that all load the extension and start their engines at once.
 
-Each notebook is a process of its own, as a kernel is: it pre-warms, starts its engines and trains.
-Measured are the seconds until each is ready, the memory of all processes together (PSS: shared
-pages are divided among those who share them) before and while they train, and how evenly they
-train: the steps per second of each, and Jain's index of them (1: all equal, 1/n: one has all).
-Other work on the machine spoils this; how many cores it took meanwhile is measured too. With
-`--without-turns` no notebook sees the others' turns to import the framework.
+Each notebook is a separate process, as a kernel is. It starts the warm parent and its engines, and
+trains. The script measures the seconds until each notebook is ready, and the memory of all
+processes together before and during the training (PSS: shared pages are divided among their
+processes). It also measures how evenly the notebooks train: the steps per second of each, and their
+Jain index (1: all equal, 1/n: one notebook takes all). Other work on the machine disturbs this, so
+its use of cores is measured too. With `--without-turns` the notebooks do not take turns to import
+the framework.
 
     python benchmarks/bench_class.py [--notebooks 12] [--engines 3] [--seconds 10]
 
-With `--json` the figures are put beside those of the other way in the file.
+With `--json` the file keeps the figures of the other way too.
 """
 
 import argparse
@@ -41,7 +42,7 @@ wb.fit(nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1
 
 
 def one(engines):
-    """Be one notebook; what is read from stdin says when to go on."""
+    """Be one notebook; lines on stdin say when to continue."""
     from workbench.notebook import session
 
     began = time.perf_counter()
@@ -64,7 +65,7 @@ def one(engines):
 
 
 def said(process, name):
-    """Return what a notebook says next under a name; what else it prints is left out."""
+    """Return what a notebook says next under a name; other output is skipped."""
     for line in process.stdout:
         if line.startswith("{") and name in (found := json.loads(line)):
             return found[name]
@@ -84,7 +85,7 @@ def jain(rates):
 
 
 def family_of(processes):
-    """Return all that descends from the notebooks, by pid."""
+    """Return all descendants of the notebooks, by pid."""
     family = {}
     for process in processes:
         root = psutil.Process(process.pid)

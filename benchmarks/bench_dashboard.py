@@ -1,6 +1,6 @@
 """CPU that one frame of the live dashboard costs the kernel: python benchmarks/bench_dashboard.py
 
-Frames go through a real ipykernel session to a real socket; what the browser does is not counted.
+Frames go through a real ipykernel session to a real socket; the work of the browser is not counted.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
     python benchmarks/bench_diloco.py [--steps 2000] [--every 50] [--seeds 3] [--workers 2]
 
-The recipe `char_transformer` (AdamW) under `mirrored`, and under `local_sgd` that averages, that
-takes outer steps (`outer=nesterov`), and that does so in fragments; the same samples in the same
-order, the same initial weights, seed by seed. What is compared is the loss over the recipe's test
-set, of the mean of the replicas, after the last step. Each way takes the one of `--lr` that suits
-it best, `mirrored` too, so that none is tuned more than another.
+The recipe `char_transformer` (AdamW) trains under `mirrored`, and under `local_sgd` in three forms:
+with averages, with outer steps (`outer=nesterov`), and with outer steps in fragments. For each seed
+the samples, their order and the initial weights are the same. The script compares the loss of the
+mean of the replicas over the recipe's test set, after the last step. Each way uses the best of the
+`--lr` values, `mirrored` too, so that all are tuned equally.
 
-The last lines are JSON, one for each way. Goal of `outer=nesterov`: a loss within 1 % of that of
-`mirrored` at 1/50 of the bytes.
+The last lines are JSON: one line for each way. Goal of `outer=nesterov`: a loss within 1 % of that
+of `mirrored` at 1/50 of the bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Way:
 
 
 def ways(given: Any) -> list[Way]:
-    """Return `mirrored` first, then what is held against it."""
+    """Return `mirrored` first, then the ways that are compared with it."""
     outer = {"outer": "nesterov", "outer_lr": given.outer_lr, "outer_momentum": given.momentum}
     return [
         Way("mirrored", "mirrored"),
@@ -85,7 +85,7 @@ SIZES: dict[bool, dict[str, int]] = {
 
 
 def best(runs: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Return those with the learning rate whose mean loss is the least."""
+    """Return the runs with the learning rate that has the smallest mean loss."""
     rates = sorted({run["lr"] for run in runs})
     means = {lr: statistics.mean(run["loss"] for run in runs if run["lr"] == lr) for lr in rates}
     chosen = min(rates, key=lambda lr: means[lr])
@@ -93,7 +93,7 @@ def best(runs: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def result(way: Way, runs: list[dict[str, float]], mirrored: list[dict[str, float]]) -> Any:
-    """Return a way's figures beside those of `mirrored`, seed by seed."""
+    """Return a way's figures next to those of `mirrored`, for each seed."""
     mine, theirs = best(runs), best(mirrored)
 
     def ratios(column: str) -> list[float]:

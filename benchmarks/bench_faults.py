@@ -1,8 +1,8 @@
-"""How long faults take: each is provoked for real, several times, on engines of one cluster.
+"""How long faults take: each fault is really caused, several times, on engines of one cluster.
 
-A row a fault: what was promised, the median and the worst of the repeats. Scenarios are functions
-in `benchmarks/fault_scenarios_*.py` that provoke the fault once and return the seconds it took;
-`fault_scenarios.scenario` says what is promised.
+There is one row for each fault: the promise, the median and the worst repeat. Scenarios are
+functions in `benchmarks/fault_scenarios_*.py` that provoke the fault once and return the seconds it
+took; `fault_scenarios.scenario` says what is promised.
 
     python benchmarks/bench_faults.py [--only NAME ...] [--repeats 10] [--json FILE] [--list]
 """
@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
 
 
 def measure(one: Scenario, stage: Stage, repeats: int) -> dict[str, Any]:
-    """Return a row of the table; an attempt that fails is counted, its reason kept."""
+    """Return a row of the table; an attempt that fails is counted, and its reason is kept."""
     taken_s: list[float] = []
     failed: list[str] = []
     for _ in range(min(repeats, one.most)):
@@ -91,7 +91,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the rows; those of other scenarios that the file holds already stay."""
+    """Write the rows; existing rows of other scenarios stay in the file."""
     known = json.loads(path.read_text())["rows"] if path.exists() else []
     fresh = {row["name"]: row for row in rows}
     kept = [fresh.pop(row["name"], row) for row in known]

@@ -1,20 +1,20 @@
-"""What failures cost a run that heals: one a minute, SIGKILL and SIGSTOP in turn, for 20 minutes.
+"""What failures cost a run that heals: one per minute for 20 minutes, by SIGKILL or SIGSTOP.
 
-Workers sleep their compute, so much for each sample, so two cores can show it. Undisturbed runs
-with all workers, and with one fewer, tell how long steps take with either. Beyond what a worker
-fewer makes steps longer, each failure costs: until it is noticed (the death of a process at once; a
-halted one after some steps' time), until the others have met again (`healed`), until a fresh engine
-has taken over (`joined`), and the rest: a step taken anew, and what the fresh engine's start takes
-of the processors that the others compute with.
+Workers sleep for a fixed time per sample instead of computing, so two cores are enough. Undisturbed
+runs with all workers, and with one worker fewer, show how long steps take in both cases. With one
+worker fewer, steps are longer. In addition, each failure costs time: until it is noticed (at once
+for a death; after the time of some steps for a suspended process), until the others are connected
+again (`healed`), until a fresh engine has joined (`joined`), and the rest. The rest is a repeated
+step, and the processor time that the start of the fresh engine takes from the others.
 
     python benchmarks/bench_healing.py [--minutes 20] [--every-s 60] [--workers 3] [--seed 0]
 
-The references run before and after, and their means count: a shared machine drifts. `drift_share`
-tells by how much the steps of the run that no failure touches, those of the 15 s before each, were
-longer than theirs all the same.
+The reference runs run before and after, and their means count, because the speed of a shared
+machine changes. `drift_share` says how much longer than in the references those steps were that no
+failure affects: the steps of the 15 s before each failure.
 
-The last line is JSON: shares of the wall time, seconds of each part, and by how much the weights
-differ from those of a run of as many steps that nobody disturbs.
+The last line is JSON: shares of the wall time, seconds of each part, and the difference of the
+weights from those of an undisturbed run of as many steps.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ CALM_S = 15.0
 
 
 def cell(steps: int, sample_ms: float) -> str:
-    """Return what is trained."""
+    """Return the source of the cell that trains."""
     text = CELL.replace("SAMPLES", str(SAMPLES)).replace("STEPS", str(steps))
     return text.replace("SAMPLE_S", str(sample_ms / 1e3))
 
 
 def ends_s(run: Run) -> np.ndarray[Any, Any]:
-    """Return when each step had ended on all workers; NaN where no row tells."""
+    """Return when each step had ended on all workers; NaN if no row says it."""
     step, start, took = (run.history[name] for name in ("step", "start_s", "step_s"))
     ends = np.full(int(step.max()) + 1, -np.inf)
     np.maximum.at(ends, step, start + took)
@@ -70,19 +70,19 @@ def ends_s(run: Run) -> np.ndarray[Any, Any]:
 
 
 def step_s(cluster: Cluster, workers: int, steps: int, sample_ms: float) -> float:
-    """Return how long a step takes with so many workers, when nobody fails."""
+    """Return how long a step takes with this number of workers and no failure."""
     run = cluster.run(cell(steps, sample_ms), strategy="mirrored", workers=workers)
     run.wait(LIMIT_S + steps)
     return float(np.nanmean(np.diff(ends_s(run))[5:]))
 
 
 def told(run: Run, kind: str) -> list[dict[str, Any]]:
-    """Return what a run has told of one kind of change."""
+    """Return the events of a run of one kind."""
     return [one for one in run.events if one["event"] == kind]
 
 
 def fail(cluster: Cluster, run: Run, rank: int, sig: signal.Signals) -> dict[str, Any]:
-    """Have a worker fail; return how long each part of what follows lasted."""
+    """Have a worker fail; return how long each part of the recovery lasted."""
     known = {engine.id: engine.pid for engine in cluster.engines}
     healed, joined = len(told(run, "healed")), len(told(run, "joined"))
     began = time.perf_counter()
@@ -108,7 +108,7 @@ def fail(cluster: Cluster, run: Run, rank: int, sig: signal.Signals) -> dict[str
 
 
 def soak(cluster: Cluster, args: argparse.Namespace) -> dict[str, Any]:
-    """Let workers fail for so long; return the figures."""
+    """Let workers fail for the given time; return the figures."""
     draw = random.Random(args.seed)
     steps = max(20, int(args.reference_s / (SAMPLES * args.sample_ms / 1e3 / args.workers)))
 

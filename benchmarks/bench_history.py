@@ -2,8 +2,9 @@
 
 Usage: python benchmarks/bench_history.py [--quick]
 
-Prints one line per measurement and, last, all of them as JSON. Loads are replayed at full speed
-and their CPU time is divided by the seconds they stand for, so the shares hold on a busy machine.
+Prints one line per measurement and, at the end, all of them as JSON. Recorded loads are replayed at
+full speed, and their CPU time is divided by the seconds of the original load. So the shares are
+also right on a busy machine.
 """
 
 from __future__ import annotations

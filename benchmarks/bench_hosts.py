@@ -1,13 +1,14 @@
-"""Two hosts: how long until they train together, and how fast, against torchrun.
+"""Two hosts: the time until they train together, and their speed, compared with torchrun.
 
 The hosts are simulated on this machine, and Slurm spans them (tests/hosts): needs root, ssh and
-Slurm. gloo on the CPU, a small model, the same loop on both sides, in turns. Two figures:
+Slurm. Both sides use gloo on the CPU, a small model and the same loop, and run alternately. Two
+figures:
 
 first_step_s  from the start to the end of the first averaged step, as rank 0 wrote the time down:
               `sbatch` of a job on two nodes with torchrun, against `wb.Cluster(launcher="slurm")`
               and a run under `mirrored`; `imports_s` of them is the slowest import of torch
 steps_per_s   over both hosts by ssh: DistributedDataParallel under torchrun, against `mirrored`
-              with telemetry on: the median of several stretches of steps, the least and the most
+              with telemetry on: the median of several series of steps, the smallest and the largest
 
 Each pair is followed by a line with Workbench's share of torchrun (`ratio`).
 
@@ -134,7 +135,7 @@ def awaited(answer: Path, over: Any) -> dict[str, Any]:
     """Wait for what a job's rank 0 writes.
 
     Args:
-        over: Says with what a job has ended; "" while it goes on.
+        over: Returns how a job has ended; "" while it runs.
     """
     end = time.monotonic() + LIMIT_S
     while not answer.exists():
@@ -151,7 +152,7 @@ def awaited(answer: Path, over: Any) -> dict[str, Any]:
 
 
 def by_slurm(slurm: LocalSlurm, shared: Path, job: str, workers: int) -> dict[str, float]:
-    """Hand in a job and return the seconds until its first step is over."""
+    """Submit a job and return the seconds until its first step is over."""
     answer = shared / f"slurm-{time.time_ns()}.json"
     log = answer.with_suffix(".log")
     script = BATCH.format(torchrun=torchrun(workers), job=f"{job} {answer} 64 64 0 0")

@@ -1,4 +1,4 @@
-"""Jobs: what following one costs it and the notebook, and how soon the notebook sees its steps.
+"""Jobs: what following costs the job and the notebook, and how soon the notebook sees the steps.
 
     python benchmarks/bench_jobs.py [--pairs 6] [--seconds 8] [--only follow lag computing plain]
     python benchmarks/bench_jobs.py --slurm     submitted to two simulated nodes, until a step shows
@@ -8,7 +8,7 @@ follow     a job of two workers, whose steps sleep for 20 ms, followed by a real
            the share of a core that the kernel takes
 lag        from a step's end to its row in `run.history`: through the job's folder, through ssh (a
            stand-in that starts the same reader here), and as marked lines of its output
-computing  the same as `follow` where both workers compute, on as many cores as there are workers
+computing  the same as `follow` if both workers compute, on as many cores as there are workers
 plain      steps/s of a recorded job against the script of the same plan without Workbench
 """
 
@@ -130,7 +130,7 @@ class Follower:
         return float(self.run("print(time.process_time())"))
 
     def follow(self, place: str | Sequence[str]) -> None:
-        """Follow a job, and have caught up."""
+        """Follow a job; return when all its records have arrived."""
         self.run(f"follow({place!r})")
         end = time.monotonic() + BEGIN_S
         while int(self.run("print(len(lags))")) == 0:
@@ -140,12 +140,12 @@ class Follower:
         time.sleep(SETTLE_S)
 
     def leave(self) -> None:
-        """Follow no longer; the job goes on."""
+        """Stop following; the job continues."""
         self.run("leave()")
         time.sleep(SETTLE_S)
 
     def lags(self, seconds: float) -> list[float]:
-        """Return how late each row came, for so long."""
+        """Return how late each row came, for the given time."""
         self.run("lags.clear()")
         time.sleep(seconds)
         return json.loads(self.run("print(list(lags))"))
@@ -196,7 +196,7 @@ def started(folder: Path, **more: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def rows_of(run: Path) -> np.ndarray[Any, Any]:
-    """Return rank 0's rows, as far as they are written."""
+    """Return the rows of rank 0 that are already written."""
     path = run / "records-rank0.bin"
     if not path.exists():
         return np.zeros(0, RECORD)

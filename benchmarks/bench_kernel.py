@@ -73,7 +73,7 @@ def measure(workers: int, rate: int, seconds: float) -> dict[str, float]:
     """Return the kernel's CPU share, CPU per frame, and records lost.
 
     Raises:
-        RuntimeError: The router took no record: workers would not be heard either.
+        RuntimeError: The router accepted no record, so it would not accept those of workers.
     """
     history = RunHistory(range(workers))
 

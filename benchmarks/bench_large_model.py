@@ -1,16 +1,17 @@
-"""Host memory of a model that no worker builds whole: a Llama of 1 GB under `sharded`.
+"""Host memory of a model that is never whole on every worker: a Llama of 1 GB under `sharded`.
 
     python benchmarks/bench_large_model.py [--workers 2] [--way adapters|all] [--quick]
 
-The model is a function: rank 0 builds it, the others know its form. All processes' PSS is sampled,
-and counted from what they take before the run; in sizes of the model, for each phase:
+The model is a function: rank 0 builds it, the others know only its structure. The PSS of all
+processes is sampled, minus the PSS before the run. It is printed as a multiple of the model's size,
+for each phase:
 
-    build   until the first step: rank 0's whole becomes everybody's parts
-    train   two steps; on CPUs with the gathered layers, and what is learnt: with `adapters`
-            nearly nothing, with `all` the gradients, once more the model in all
-    gather  until the end: the parts become rank 0's whole
+    build   until the first step: the whole model of rank 0 is divided into the workers' parts
+    train   two steps: on CPUs with the gathered layers and the gradients. With `adapters` there are
+            almost no gradients, with `all` they are as large as the model
+    gather  until the end: the parts are joined to the whole model on rank 0
 
-On CPUs the parts are in the host's memory too; with GPUs they are not.
+On CPUs the parts are in the host's memory; with GPUs they would be in the GPUs' memory.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def train(way: str, shape: dict[str, int], steps: int) -> Any:
 
 
 class Sampled(threading.Thread):
-    """The PSS of some processes together, again and again."""
+    """Samples the total PSS of some processes repeatedly."""
 
     def __init__(self, pids: list[int]) -> None:
         super().__init__(daemon=True)
@@ -97,7 +98,7 @@ class Sampled(threading.Thread):
         self.samples: list[tuple[float, int]] = []
 
     def pss_bytes(self) -> int:
-        """Return it now."""
+        """Return the total PSS now."""
         return sum(process.memory_full_info().pss for process in self._processes)
 
     def run(self) -> None:

@@ -1,7 +1,8 @@
 """Memory of N torch engines after one training step: forked from a warm parent, and fresh.
 
-What is compared is the proportional set size (PSS: shared pages are divided among those who share
-them), ours with the warm parent, ipyparallel's with its nannies; controllers count on neither side.
+The script compares the proportional set size (PSS: shared pages are divided among the processes
+that share them). Ours includes the warm parent, ipyparallel's includes its nannies. Controllers are
+not counted.
 
     python benchmarks/bench_memory.py [--engines 8]
 """
@@ -21,7 +22,7 @@ MB = 1e6
 
 
 def train_one_step():
-    """Do one optimizer step (runs on the engine): memory that training needs in any case."""
+    """Do one optimizer step (runs on the engine): allocates the memory of a training."""
     import torch
 
     torch.set_num_threads(1)

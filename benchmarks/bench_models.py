@@ -1,11 +1,11 @@
-"""Ten models as public code writes them, under every strategy of PyTorch, against one device.
+"""Ten models in the form of public code, under every strategy of PyTorch, compared with one device.
 
     python benchmarks/bench_models.py [--models vit,lstm] [--strategies hybrid]
 
-Each case is trained for a few steps on 2 workers (4 where the strategy forms a grid), by the
-contract suite's harness. A case is `trained`, `refused` (an error of ours, with its words) or
-`failed`. Synchronous strategies must end with the loss and the weights of one device; what may
-differ (BatchNorm over shares, several steps of AdamW on shares) says why.
+Each case is trained for a few steps on 2 workers (4 if the strategy forms a grid), by the contract
+suite's harness. A case is `trained`, `refused` (Workbench's own error, with its words) or `failed`.
+Synchronous strategies must end with the loss and the weights of one device. If a case may differ
+(BatchNorm over shares, several steps of AdamW on shares), it says why.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def train(name: str, steps: int) -> None:
 
 
 def columns() -> list[str]:
-    """Return the strategies; one that can be synchronous as well has a column for each way."""
+    """Return the strategies. A strategy that can be asynchronous or synchronous has two columns."""
     return [
         label
         for entry in catalog.strategies("torch")
@@ -64,13 +64,13 @@ def columns() -> list[str]:
 
 
 def options_of(entry: catalog.Strategy, column: str) -> dict[str, Any]:
-    """Return the options of a case: those under which the strategy is exact, if there are any."""
+    """Return the options of a case: those with which the strategy is exact, if there are any."""
     _, _, option = column.partition(":")
     return {**dict(entry.exact_with or ()), **({option: True} if option else {})}
 
 
 def differs(entry: catalog.Strategy, options: dict[str, Any], name: str) -> str:
-    """Return why a case need not equal one device; empty where it must."""
+    """Return why a case may differ from one device; empty if it must be equal."""
     if not entry.is_sync(options):
         return "asynchronous"
     if entry.exact_with is None:
@@ -83,7 +83,7 @@ def differs(entry: catalog.Strategy, options: dict[str, Any], name: str) -> str:
 
 
 def weights_of(reports: list[Report]) -> dict[str, Any]:
-    """Return the trained weights, put together where each worker holds a part."""
+    """Return the trained weights, joined if each worker holds a part."""
     if catalog.lookup(reports[0].strategy).whole:
         return reports[0].weights
     return dict(pair for report in reversed(reports) for pair in report.weights.items())
@@ -123,7 +123,7 @@ def run_case(workers: Workers, name: str, column: str, steps: int = STEPS) -> di
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the matrix: the largest difference of a weight, or what became of the case."""
+    """Return the matrix: the largest difference of a weight, or the outcome of the case."""
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
     lines = ["".join(f"{text.replace('parameter_', '')[:15]:>16}" for text in ("", *strategies))]
     for name in dict.fromkeys(row["model"] for row in rows):

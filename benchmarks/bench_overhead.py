@@ -1,16 +1,16 @@
 """Cost of telemetry: `mirrored` on 2 workers with the dashboard on, against the same loop without.
 
-Three ways train in turn, so that all meet the same noise; the loop, the model, the data and (with
-`--allreduce backend`) the all-reduce are the same:
+Three ways train alternately, so other work disturbs all of them equally. The loop, the model, the
+data and (with `--allreduce backend`) the all-reduce are the same:
 
 on        `wb.prepare` under `%%distributed mirrored`, recorded and drawn
-off       DistributedDataParallel over gloo, in a plain cell on the same engines: nothing recorded
-torchrun  DistributedDataParallel over gloo, in a torchrun job of its own
+off       DistributedDataParallel over gloo, in a plain cell on the same engines, without recording
+torchrun  DistributedDataParallel over gloo, in a separate torchrun job
 
-Prints the ratios of steps/s, on / off and on / torchrun: median and 90 % interval over the rounds;
-and the CPU time that the training thread spends on a step, which says what recording costs it where
-the machine is too noisy for the wall clock to tell.
-`--allreduce auto` is what users get by default; what its faster all-reduce gains counts too then.
+Prints the ratios of steps/s, on / off and on / torchrun: median and 90 % interval over the rounds.
+It also prints the CPU time of the training thread per step. This time shows the cost of recording
+if other work disturbs the wall time too much. `--allreduce auto` is the default for users. With it,
+the gain of the faster all-reduce is part of the ratio.
 
     python benchmarks/bench_overhead.py --step-ms 2 --pairs 15
     python benchmarks/bench_overhead.py --step-ms 20 --pairs 15

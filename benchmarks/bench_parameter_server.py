@@ -1,9 +1,9 @@
 """Pull and push of 100 MB by 2 workers on one host: our links against torch RPC and gloo send/recv.
 
-Every rival has one server and the workers as processes of their own. Each round a worker fetches
-the whole buffer into memory that it has already, and sends a whole buffer back, which the server
-takes in; nobody computes. All are measured in turn, several times over, so that they meet the same
-noise; the table shows medians, and ratios of medians. What arrived last is checked.
+Every rival has one server and the workers as separate processes. In each round a worker copies the
+whole buffer into memory that is already allocated, and sends a whole buffer back, which the server
+stores. No process computes. All are measured alternately, several times, so other work disturbs all
+of them equally. The table shows medians, and ratios of medians. The last buffers are checked.
 
     python benchmarks/bench_parameter_server.py --mb 100 --workers 2 --rounds 10 --turns 5
 """
@@ -32,7 +32,7 @@ def store_of(port: int, *, host: bool = False) -> Any:
 
 
 def measured(rank: int, rounds: int, ready: Any, queue: Any, once: Callable[[], None]) -> None:
-    """Warm up, meet the other workers, do the rounds, report the seconds."""
+    """Warm up, wait for the other workers, do the rounds, report the seconds."""
     for _ in range(2):
         once()
     ready.wait()

@@ -1,9 +1,9 @@
-"""Every strategy against one device: parameters after 20 steps, a delay read back, speed, bytes.
+"""Compares every strategy with one device: parameters after 20 steps, a delay, speed, bytes.
 
     python benchmarks/bench_parity.py [--workers 1,2,3,4] [--strategies sharded,hybrid]
 
-Float64; SGD with momentum and AdamW; an MLP and a CNN. Which strategies are compared, and under
-which options they are exact, comes from the catalog.
+It uses float64, SGD with momentum and AdamW, an MLP and a CNN. The catalog says which strategies
+are compared, and with which options they are exact.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ wb.fit(model, (x, y), loss=nn.CrossEntropyLoss(), batch_size=48, steps=STEPS,
 
 
 def exact_options(entry: catalog.Strategy) -> dict[str, Any] | None:
-    """Return the options under which a strategy equals one device; None: under none."""
+    """Return the options with which a strategy equals one device; None if there are none."""
     if entry.exact_with is None:
         return None
     return {**dict(entry.exact_with), **({entry.sync_option: True} if entry.sync_option else {})}
@@ -75,7 +75,7 @@ def parity(cluster: Any, entry: catalog.Strategy, counts: list[int]) -> dict[str
 
 
 def reading(cluster: Any, entry: catalog.Strategy, workers: int, steps: int) -> dict[str, Any]:
-    """Return speed and bytes of plain steps, and what 50 ms in worker 1 read as."""
+    """Return speed and bytes of plain steps, and the measured wait for 50 ms in worker 1."""
     recipe = SPEED.replace("STEPS", str(steps))
     plain = cluster.run(recipe, strategy=entry.name, workers=workers, options=exact_options(entry))
     history = plain.wait().history

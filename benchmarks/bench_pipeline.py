@@ -1,14 +1,14 @@
-"""Pipelines: the bubble against its schedule's ideal, and the automatic split against all others.
+"""Compares pipelines' bubbles with the schedule's ideal, and the automatic split with all others.
 
     python benchmarks/bench_pipeline.py [--only asleep,computing,split] [--steps 12] [--repeats 5]
 
-Stages that sleep stand for stages that compute: two cores cannot compute four stages at once. Each
-stage sleeps once in forward and twice in backward. Two stages compute for real: three equal matrix
-products forward and six backward for each microbatch, in both, since gpipe wants each direction
-balanced (a scale comes first, else the first layer would compute no gradient of its input).
-Repeats of all schedules alternate. Shares are medians over steps and repeats; an ideal counts
-equal stages and no communication; `busy` is what each worker had to do in a step, which shows
-whether stages are equal.
+Stages sleep instead of computing, because two cores cannot compute four stages at once. Each stage
+sleeps once in forward and twice in backward. In another case two stages really compute: three equal
+matrix products forward and six backward for each microbatch, in both stages, because gpipe needs a
+balance in each direction. (A scale comes first; otherwise the first layer would compute no gradient
+of its input.) Repeats of all schedules alternate. Shares are medians over steps and repeats. The
+ideal assumes equal stages and no communication. `busy` is the working time of each worker in a
+step; it shows whether the stages are equal.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Seen:
     """Medians over the steps of one or more runs.
 
     Attributes:
-        busy_ms: What each worker had to do in a step.
+        busy_ms: The working time of each worker in a step.
     """
 
     bubble: float

@@ -1,4 +1,4 @@
-"""Predictions from two workers against runs of 4 to 64 that were not seen.
+"""Predictions from two workers, compared with unseen runs of 4 to 64 workers.
 
     python benchmarks/bench_predict.py --record                 record steps of real models
     python benchmarks/bench_predict.py --what-if                changes to one run, ranked
@@ -6,21 +6,23 @@
     python benchmarks/bench_predict.py --hosts 8 --mbit 24 [--delay-ms 3]       real links
     python benchmarks/bench_predict.py [--quick] [--workers 4,8,16,32,64] [--turns 1] [--to FILE]
 
-Workers sleep their compute: times of real steps, recorded with `--record` and kept in
-docs/measured/steps.npz, four for each step (as of four micro-batches), drawn in random order and
-put to a median of `SLOWED_S`, so that 64 workers fit on two cores: what each does besides sleeping
-must be short beside it, since all of them do it at the same moment. Messages are real and held back
-by simulated links. With jitter off every step takes the median.
+Workers sleep instead of computing. The sleep times are those of real steps, recorded with
+`--record` and kept in docs/measured/steps.npz. Each step uses four of them (as of four
+micro-batches), drawn in random order and scaled to a median of `SLOWED_S`. So 64 workers fit on two
+cores: the other work of a worker must be short compared with its sleep, because all workers do it
+at the same moment. Messages are real and delayed by simulated links. With jitter off every step
+takes the median.
 
-From each model and jitter two short runs of two workers are made (a ring all-reduce, and the same
-in half precision); from these alone every strategy is predicted for every number of workers, then
-measured. A run counts only while the machine's CPU stays below 70 % and sleeps overshoot by less
-than 5 %; `nearly` says whether it would without processes of lower priority (niced). Models of
-`TRAINING` may be looked at while the model of predictions is made; `HELD_OUT` is never.
+For each model and jitter there are two short runs of two workers (a ring all-reduce, and the same
+in half precision). Only from these runs, every strategy is predicted for every number of workers.
+Then it is measured. A run counts only if the machine's CPU use stays below 70 % and the sleeps take
+less than 5 % longer than asked. `nearly` says whether the run would count without processes of
+lower priority (niced). Models of `TRAINING` may be used to develop the predictions; `HELD_OUT` must
+not be used.
 
-With `--hosts` each worker is on a simulated host of its own, whose link is bounded by the kernel
-(tbf) and held back by a process outside (a TAP device). Of such a link a prediction knows only what
-the short runs have measured.
+With `--hosts` each worker is on its own simulated host. The kernel (tbf) limits the bandwidth of
+its link, and an outside process (a TAP device) delays its packets. A prediction knows only those
+facts about such a link that the short runs have measured.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class Model:
     """A model as the workers pretend to train it.
 
     Attributes:
-        numbers: Of its gradients.
+        numbers: How many numbers its gradients have.
         link: Faults that simulate its link.
     """
 
@@ -196,7 +198,7 @@ class Busy:
         self._began = psutil.cpu_times()
 
     def shares(self) -> tuple[float, float]:
-        """Return the share of the CPUs' time that was taken, and that without what is niced."""
+        """Return the used share of the CPUs' time, and the same without niced processes."""
         then, now = self._began, psutil.cpu_times()
         spent = {name: getattr(now, name) - getattr(then, name) for name in now._fields}
         whole = sum(spent.values())
@@ -205,7 +207,7 @@ class Busy:
 
 
 def record(steps: int, to: Path) -> None:
-    """Record the compute of real steps, one worker each, on this machine as it is."""
+    """Record the computing times of real steps, with one worker each, on this machine."""
     kept = {}
     with wb.Cluster(2, devices="cpu") as cluster:
         for name, (model, data, batch) in RECORDED.items():
@@ -274,7 +276,7 @@ def sleeping(
 
 @contextlib.contextmanager
 def placed(given: argparse.Namespace) -> Iterator[wb.Cluster]:
-    """Give engines on this machine, or one on each of so many simulated hosts."""
+    """Yield engines on this machine, or one engine on each of the simulated hosts."""
     if not given.hosts:
         with wb.Cluster(2, devices="cpu") as cluster:
             yield cluster
@@ -298,9 +300,10 @@ def placed(given: argparse.Namespace) -> Iterator[wb.Cluster]:
 
 
 def steps_of(workers: int, steps: int) -> int:
-    """Return how many steps to take: the slowest of many varies less than that of few.
+    """Return how many steps to take.
 
-    One of them, the first, is not measured; the others are whole rounds of `local_sgd`.
+    With many workers the slowest one varies less, so fewer steps are enough.
+    The first step is not measured; the others are whole rounds of `local_sgd`.
     """
     many = steps if workers <= 8 else max(12, steps * 2 // 3 if workers <= 32 else steps // 3)
     every = CASES["local_sgd"][1]["every"]
@@ -308,7 +311,7 @@ def steps_of(workers: int, steps: int) -> int:
 
 
 def settle(most_s: float) -> None:
-    """Wait until others leave half of the machine."""
+    """Wait until other processes use at most half of the machine."""
     until = time.time() + most_s
     while most_s and psutil.cpu_percent(2.0) > 50 and time.time() < until:
         time.sleep(1.0)
@@ -317,7 +320,7 @@ def settle(most_s: float) -> None:
 def probes(cluster: wb.Cluster, name: str, steps: int, **given: Any) -> tuple[
     list[Any], list[Measured]
 ]:  # fmt: skip
-    """Return the runs of two workers that everything is predicted from."""
+    """Return the runs of two workers from which everything is predicted."""
     seed = given.pop("seed")
     made = [
         sleeping(cluster, name, case, 2, steps, seed=seed + k, **given)
@@ -327,7 +330,7 @@ def probes(cluster: wb.Cluster, name: str, steps: int, **given: Any) -> tuple[
 
 
 def compared(runs: list[Any], measured: Measured) -> dict[str, Any]:
-    """Return a run beside its prediction."""
+    """Return a run together with its prediction."""
     strategy, options = CASES[measured.case]
     found = predict(
         runs, measured.workers, strategy=strategy, options=options, scaling="weak",
@@ -385,7 +388,7 @@ def what_if(cluster: wb.Cluster, workers: int, steps: int, seed: int, traces: Pa
 
 
 def real(cluster: wb.Cluster, steps: int) -> None:
-    """Predict workers that compute on this machine's cores, of which more workers have less."""
+    """Predict workers that compute on this machine's cores; more workers share the same cores."""
     model, data, batch = RECORDED["mlp"]
 
     def taken(workers: int) -> Any:

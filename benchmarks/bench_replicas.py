@@ -1,13 +1,14 @@
-"""What a second copy of a parameter server's parts costs, and how long a server's death is felt.
+"""The cost of a second copy of a parameter server's parts, and the delay by a server's death.
 
-Steps per second of `parameter_server` with `replicas=1` and `replicas=2`, taken in turns so that
-they meet the same noise; then a run in which a worker ends server s0 by SIGKILL in mid-run. What is
-told of the death is the longest time between two steps of a worker there, beside the median step.
+It measures the steps per second of `parameter_server` with `replicas=1` and `replicas=2`,
+alternately, so other work disturbs both equally. Then there is a run in which a worker ends server
+s0 by SIGKILL in the middle of the run. The figures of the death are the longest time between two
+steps of a worker, and its median step.
 
     python benchmarks/bench_replicas.py --mb 4 --workers 2 --steps 200 --turns 5
 
-The last lines are JSON, one for each kind of step. On few cores the copy takes a part of what the
-workers compute with: there it costs most.
+The last lines are JSON, one for each kind of step. If there are few cores, the copy takes computing
+time from the workers, so it costs most there.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """How long until N CPU engines are ready: torch imported, gloo group up, one all-reduce done.
 
-Three ways, alternating, each in a process of its own:
+Three ways, alternating, each in a separate process:
 
-default  ipyparallel as it comes: `Cluster(n=N)`, `import torch` on every engine, the group
+default  ipyparallel with its defaults: `Cluster(n=N)`, `import torch` on every engine, the group
 cold     ours, with nothing started before
-warm     ours, as `%load_ext workbench` leaves it: controller, client and warm parent are up
+warm     ours, after `%load_ext workbench`: controller, client and warm parent are up
 
     python benchmarks/bench_start.py [--engines 4] [--rounds 3]
 """
@@ -22,7 +22,7 @@ GOALS = {"cold": 0.30, "warm": 0.08}
 
 
 def join_group(host, port, rank, world_size, hosting):
-    """Join the gloo group and prove that it works (runs on the engine)."""
+    """Join the gloo group and check that it works (runs on the engine)."""
     import os
 
     import torch

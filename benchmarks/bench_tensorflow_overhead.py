@@ -1,9 +1,9 @@
-"""What the instrumentation costs under TensorFlow: steps/s against the same script without it.
+"""What the instrumentation costs under TensorFlow: steps/s with it and without it.
 
-The same script runs on one engine, in turns: as a cell without a strategy (plain TensorFlow, its
-own MirroredStrategy) and as a training run. Steps are real computation. What is printed is the
-median ratio of steps/s over pairs of runs that follow each other, and that of CPU time per step,
-which a busy machine disturbs less.
+The same script runs on one engine, alternately as a cell without a strategy (plain TensorFlow, its
+own MirroredStrategy) and as a training run. Steps are real computation. The script prints the
+median ratio of steps/s over pairs of consecutive runs, and the ratio of CPU time per step, which
+other work disturbs less.
 
     python benchmarks/bench_tensorflow_overhead.py [--replicas 2] [--pairs 5] [--width 700]
 """

@@ -1,20 +1,21 @@
-"""Closures per second under TensorFlow's parameter server, against TensorFlow's tutorial loop.
+"""Closures per second under TensorFlow's parameter server, and in TensorFlow's tutorial loop.
 
 All ways train the same model with the same batch on the same cluster: one coordinator, the workers
-and one server, each an engine of its own. The tutorial loop runs TensorFlow's own code: our records
-and controls are taken out of the coordinator meanwhile.
+and one server, each a separate engine. The tutorial loop runs TensorFlow's own code: meanwhile our
+records and controls are removed from the coordinator.
 
     for _ in range(steps):
         coordinator.schedule(step, args=(per_worker_iterator,))
     coordinator.join()
 
-Against it: the same loop, recorded; `wb.fit`; `model.fit`, which Keras 3 cannot do by itself. They
-take turns within one cell, so that they meet the same noise; the table shows medians of the ratios
-of neighbouring turns; "again", the tutorial's second turn, shows the noise.
+It is compared with the same loop, recorded; with `wb.fit`; and with `model.fit`, which Keras 3
+alone does not support here. They alternate within one cell, so other work disturbs all of them
+equally. The table shows medians of the ratios of neighbouring turns. "again", the tutorial's second
+turn, shows how much equal turns differ.
 
-A turn of `wb.fit` or `model.fit` includes sending the data to the workers. That of `wb.fit` makes a
-new optimizer, so it traces its step each time; what it is compared to besides is `anew`, the
-tutorial loop with a new optimizer and `tf.function` each turn.
+A turn of `wb.fit` or `model.fit` includes sending the data to the workers. A turn of `wb.fit` makes
+a new optimizer, so it traces its step each time. Therefore it is also compared with `anew`: the
+tutorial loop with a new optimizer and `tf.function` in each turn.
 
     python benchmarks/bench_tensorflow_parameter_server.py --workers 2 --steps 768 --turns 9
 """

@@ -1,13 +1,13 @@
-"""How long until N engines have TensorFlow and Keras, and what memory each of them adds.
+"""The time until N engines have imported TensorFlow and Keras, and the memory that each adds.
 
-Two ways, alternating, each in a process of its own:
+Two ways, alternating, each in a separate process:
 
 fresh  N Python processes, started together, that import TensorFlow and Keras
-warm   N engines, forked from a warm parent that is up, registered and answering a call
+warm   N engines, forked from a running warm parent, registered and answering a call
 
-Memory is the proportional set size (PSS: shared pages are divided among those who share them) of
-the warm parent with its engines, less that of the parent alone: what the engines add before their
-first step.
+Memory is the proportional set size (PSS: shared pages are divided among the processes that share
+them) of the warm parent with its engines, minus that of the parent alone. So it is the memory that
+the engines add before their first step.
 
     python benchmarks/bench_tensorflow_start.py [--engines 2] [--rounds 3]
 """

@@ -1,4 +1,4 @@
-"""Truth of the sync waits: 50 ms injected into worker 1's data, forward or backward, read back.
+"""Are sync waits right? 50 ms are injected into worker 1's data, forward or backward, and measured.
 
 python benchmarks/bench_waits.py [--workers 3] [--steps 60]
 """

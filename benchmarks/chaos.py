@@ -1,14 +1,14 @@
-"""Random faults in one notebook, round after round: does every cell end, does the next one work?
+"""Random faults in one notebook, in many rounds: does every cell end, and does the next one work?
 
-A round runs a cell or trains in an IPython shell, breaks something while it goes on, and looks:
-whether the cell ended within 30 s (of the interrupt, where the fault alone does not end it),
-whether its message and the run's state fit, whether the next cell works after at most the step that
-a message names, which is read there and followed. What the kernel holds (threads, files, memory) is
-counted after each round. A seed gives the same rounds.
+A round runs a cell or a training in an IPython shell and causes a fault meanwhile. Then it checks
+three things: that the cell ended within 30 s (of the interrupt, if the fault alone does not end
+it), that its message and the run's state are right, and that the next cell works, at the latest
+after the step that a message names. The script reads this step in the message and takes it. It
+counts the kernel's threads, files and memory after each round. A seed gives the same rounds.
 
     python benchmarks/chaos.py [--rounds 40] [--seed 0] [--without disks halts] [--json FILE]
 
-With `--json` what is known is written after every round, beside what the file says of other seeds.
+With `--json` the results are written after every round; results of other seeds stay in the file.
 The last line is JSON: the figures.
 """
 
@@ -124,15 +124,15 @@ class Round:
     """One round and what was seen of it.
 
     Attributes:
-        kind: What was going on.
+        kind: What kind of cell was running.
         ended_s: From the fault, or the interrupt that ended it, to the cell's end.
-        by_itself: Whether the cell ended without an interrupt of ours.
+        by_itself: Whether the cell ended without an interrupt by this script.
         state: Of its run; empty: there was none.
         said: The cell's error.
-        before: The step that was named and done because an earlier round had broken something.
-        steps: What was done because a message said so.
-        after_s: Until the next cell had worked, the step included.
-        wrong: What was not as promised.
+        before: The step that was taken because of an earlier round's fault.
+        steps: The steps that were taken because a message named them.
+        after_s: The time until the next cell had worked, including the step.
+        wrong: The broken promises.
     """
 
     number: int
@@ -211,7 +211,7 @@ class Chaos:
     # -- the fault ---------------------------------------------------------------------------------
 
     def _break(self, one: Round, dice: random.Random, small: Path | None) -> tuple[Cell, list[Run]]:
-        """Run the round's cell, and break something while it goes on, or before.
+        """Run the round's cell, and cause a fault before or while it runs.
 
         Returns:
             The cell as it ended, and the runs it has made.
@@ -261,7 +261,7 @@ class Chaos:
     def _begun(
         self, one: Round, before: set[Run], over: threading.Event, steps: int, dice: random.Random
     ) -> bool:
-        """Wait until the cell is where it is struck; return whether it still goes on then."""
+        """Wait until the cell is at the point of the fault; return whether it still runs."""
 
         def there() -> bool:
             if one.kind == "cell":
@@ -345,7 +345,7 @@ class Chaos:
     # -- what is seen ------------------------------------------------------------------------------
 
     def _look(self, one: Round, cell: Cell) -> None:
-        """Note how a cell ended that was not to end by itself."""
+        """Note how a cell ended that should not end by itself."""
         one.ended_s, one.by_itself = cell.ended_s, cell.by_itself
         one.said = str(cell.error or "")
         if cell.hung:
@@ -360,7 +360,7 @@ class Chaos:
             one.wrong.append("the cluster is busy although its cell has ended")
 
     def _judge(self, one: Round, cell: Cell, made: Sequence[Run]) -> None:
-        """Compare the run's state, and what is said, with what was done."""
+        """Compare the run's state and the messages with the fault."""
         if one.kind != "cell" and not made and cell.error is None:
             one.wrong.append("neither a run nor an error")
         for run in made:
@@ -383,7 +383,7 @@ class Chaos:
             one.wrong.append(f"the run did not go on, although --on-failure {going}")
 
     def _after(self, one: Round, cell: Cell, dice: random.Random) -> None:
-        """See that the next cell works, if need be after the one step that is named."""
+        """Check that the next cell works, if necessary after the step that a message names."""
         began = time.perf_counter()
         obeys, source = dice.random() < 0.5, dice.choice((SOUND, SOUND, TRAINS))
         if obeys and cell.step:
@@ -433,7 +433,7 @@ def _group(fault: str) -> str:
 
 
 def figures(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Return what is said of them."""
+    """Return the figures of the rounds."""
     first = rounds[len(rounds) // 4] if len(rounds) > 3 else rounds[0]
     return {
         "what": "chaos",
@@ -453,7 +453,7 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def write(path: Path, seed: int, disk: str, rounds: Sequence[Round]) -> None:
-    """Write what is known of one seed, beside what the file says of others."""
+    """Write the results of one seed; results of other seeds stay in the file."""
     known = json.loads(path.read_text())["seeds"] if path.exists() else []
     mine = {"seed": seed, "disk": disk, **figures(rounds)}
     mine["each"] = [{**asdict(one), "said": one.said.partition("\n")[0]} for one in rounds]
@@ -472,7 +472,7 @@ def _rounded(value: Any) -> Any:
 
 
 def tell(one: Round) -> None:
-    """Print a round in a line, and what was said where it went wrong."""
+    """Print a round in a line, and its messages if a promise was broken."""
     ended = "" if one.by_itself else "i"
     print(f"{one.number:4d} {one.kind:17} {one.fault:28} {one.ended_s:5.1f} s{ended:1} "
           f"{one.state:8} next {one.after_s:5.1f} s {', '.join(one.steps):20} "

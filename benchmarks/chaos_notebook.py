@@ -1,4 +1,4 @@
-"""What chaos.py works with: a notebook whose cells are watched, and a disk that can be full."""
+"""Helpers of chaos.py: a notebook whose cells are watched, and a disk that can be full."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ GAVE_UP = 3
 
 @dataclass
 class Cell:
-    """What a cell left behind.
+    """The outcome of a cell.
 
     Attributes:
-        text: All that is read below it, its error's message too.
-        ended_s: From what was done to it, or from its interrupt where that ended it.
-        struck: Whether it was still going on when something was to be done to it.
-        by_itself: Whether no interrupt of ours was needed.
-        hung: Whether it went on for 30 s after that interrupt.
+        text: All text below the cell, including the message of its error.
+        ended_s: Time from the fault to the cell's end, or from its interrupt if that ended it.
+        struck: Whether it was still running at the moment of the fault.
+        by_itself: Whether it ended without an interrupt by the script.
+        hung: Whether it was still running 30 s after that interrupt.
     """
 
     error: BaseException | None
@@ -55,21 +55,21 @@ class Cell:
 
     @property
     def step(self) -> str:
-        """The command that its message names: in its `next:` line, else anywhere; or empty."""
+        """The command that its message names, preferably in its `next:` line; empty if none."""
         said = NEXT.findall(str(self.error or "")) or [str(self.error or ""), self.text]
         found = [command for text in said for command in COMMAND.findall(text)]
         return found[0] if found else ""
 
     @property
     def raw(self) -> bool:
-        """Whether it ended in an error that is none of ours: not made for its reader."""
+        """Whether it ended in an error that is not Workbench's own, so not written for users."""
         return self.error is not None and not isinstance(
             self.error, WorkbenchError | KeyboardInterrupt
         )
 
 
 class Attendant(threading.Thread):
-    """Sits beside a cell: does something to it, and interrupts it where it does not end."""
+    """Watches a cell: causes a fault, and interrupts the cell if it does not end."""
 
     def __init__(self, patience_s: float, strike: Strike | None) -> None:
         super().__init__(name="chaos-attendant", daemon=True)
@@ -81,7 +81,7 @@ class Attendant(threading.Thread):
         self._patience_s, self._strike = patience_s, strike
 
     def now(self) -> None:
-        """What is to be measured begins."""
+        """Begin the measured time."""
         self.since = time.perf_counter()
 
     def run(self) -> None:
@@ -131,7 +131,7 @@ class Notebook:
         return f"%cluster start {self.engines}"
 
     def run(self, source: str, patience_s: float, strike: Strike | None = None) -> Cell:
-        """Run a cell, with somebody beside it; its error is handed back, not raised."""
+        """Run a cell that an attendant watches; its error is returned, not raised."""
         beside, result = Attendant(patience_s, strike), None
         captured: Any = None
         beside.start()
@@ -154,7 +154,7 @@ class Notebook:
         )
 
     def follow(self, step: str) -> Cell:
-        """Do what a message names."""
+        """Take the step that a message names."""
         done = self.run(step, 2 * LIMIT_S)
         if done.error is None and session.cluster is None:
             done = self.run(self.start_line, 2 * LIMIT_S)
@@ -173,7 +173,7 @@ def _read(captured: Any, error: BaseException | None) -> str:
 
 
 def press_interrupt() -> None:
-    """What the notebook's interrupt button does."""
+    """Do what the notebook's interrupt button does."""
     main = threading.main_thread().ident
     assert main is not None
     signal.pthread_kill(main, signal.SIGINT)
@@ -182,12 +182,12 @@ def press_interrupt() -> None:
 class Disks:
     """Small disks, a fresh one for each round that needs one, which can be full.
 
-    Where root may mount them they are real: file systems of 6 MB in memory, seen by this process
-    and its descendants alone, filled by a file. Elsewhere a limit on the size of files takes their
-    place, for this process and its descendants: a write fails as on a full disk.
+    If root may mount them they are real: file systems of 6 MB in memory that only this process and
+    its descendants see, filled by a file. Otherwise a limit on the size of files replaces them, for
+    this process and its descendants: a write fails as on a full disk.
 
     Attributes:
-        kind: Which of the two, in words.
+        kind: Which of these two kinds, in words.
     """
 
     SIZE = "6m"
@@ -200,7 +200,7 @@ class Disks:
         self.kind = f"tmpfs of {self.SIZE}" if self._private else "limit on the size of files"
 
     def fresh(self) -> Path:
-        """Return a folder on a disk of its own."""
+        """Return a folder on a separate disk."""
         self._count += 1
         path = self._place / f"disk-{self._count}"
         path.mkdir()
@@ -211,7 +211,7 @@ class Disks:
 
     @contextlib.contextmanager
     def full(self, disk: Path) -> Iterator[None]:
-        """Have no room on it for a while."""
+        """Keep the disk full for a while."""
         if self._private:
             fill = disk / "fill"
             try:
@@ -230,7 +230,7 @@ class Disks:
 
 
 def _own_mounts() -> bool:
-    """Have mounts of our own, which end with the last of our processes; return whether we do."""
+    """Make separate mounts, which end with our last process; return whether this worked."""
     if not sys.platform.startswith("linux") or os.geteuid() or not shutil.which("mount"):
         return False
     clone_newns = 0x00020000
@@ -248,7 +248,7 @@ def _call(*words: str) -> None:
 
 
 def _fill(path: Path) -> None:
-    """Write a file until there is no room for one more page."""
+    """Write a file until there is no space for one more page."""
     with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
         for size in (64 << 10, 4 << 10):
             with contextlib.suppress(OSError):
@@ -259,7 +259,7 @@ def _fill(path: Path) -> None:
 
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """Let no file of this process and its descendants grow."""
+    """Prevent all files of this process and its descendants from growing."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     mine = psutil.Process()
     pids = [mine.pid, *(child.pid for child in mine.children(recursive=True))]

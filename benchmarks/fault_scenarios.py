@@ -1,4 +1,4 @@
-"""What scenarios of faults are made of: a registry, and the cluster that they share."""
+"""Parts of the fault scenarios: a registry, and the cluster that they share."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Scenario:
     """One row of the table.
 
     Attributes:
-        provoke: Provokes the fault once on a stage; returns the seconds that count.
+        provoke: Provokes the fault once on a stage; returns the measured seconds.
         fault: What happens, in words.
         promise_s: How long it may take.
         command: What a user types to see it.
-        most: Repeats that make sense; for faults that cost a cluster each time.
+        most: Largest useful number of repeats, for faults that cost a cluster each time.
     """
 
     name: str
@@ -76,12 +76,12 @@ class Stage:
             cluster.stop()
 
     def stamp(self) -> Stamp:
-        """Return a fresh place where an engine writes down when it did something."""
+        """Return a fresh file into which an engine writes a time."""
         return Stamp(Path(tempfile.mkstemp(dir=self.folder)[1]))
 
 
 class Stamp:
-    """A moment in an engine, read here: both use this host's monotonic clock."""
+    """A time in an engine that this process can use: both read this host's monotonic clock."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -106,7 +106,7 @@ def soon(condition: Callable[[], Any], timeout_s: float = WAIT_S) -> None:
     """Wait until a condition holds.
 
     Raises:
-        TimeoutError: It did not within `timeout_s`.
+        TimeoutError: The condition was not true within `timeout_s`.
     """
     end, pause = time.monotonic() + timeout_s, threading.Event()
     while not condition():

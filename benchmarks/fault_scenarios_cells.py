@@ -1,4 +1,4 @@
-"""Errors and interrupts of cells and runs; every one ends with a proof that the engines work."""
+"""Errors and interrupts of cells and runs; each scenario ends with a check of the engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fit(before: str = "", data: str = DATA, callbacks: str = "()") -> str:
 
 
 def prove(stage: Stage, engines: int = 4) -> None:
-    """The next cell all-reduces, on the same engines."""
+    """Check that the next cell does an all-reduce on the same engines."""
     cluster = stage.cluster(engines)
     task = cluster.execute(TOGETHER)
     assert task.over.wait(WAIT_S), "the next cell hangs"

@@ -1,4 +1,4 @@
-"""Deaths of engines: how soon they are named, and how soon training goes on without them."""
+"""Deaths of engines: how soon they are named, and how soon training continues without them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RANK = 1
 
 
 def going(stage: Stage, strategy: str = "mirrored", **more: Any) -> Any:
-    """Start a run and wait until it trains, its first checkpoint written where it has any."""
+    """Start a run and wait until it trains and has written its first checkpoint, if any."""
     run = stage.cluster().run(FIT, strategy=strategy, **more)
     soon(lambda: run.is_over or run.history.totals.steps >= 40)
     if folder := more.get("checkpoint"):
@@ -43,7 +43,7 @@ def kill(cluster: Any, engine: int) -> float:
 
 
 def named(stage: Stage, strategy: str, engine_of: Any) -> float:
-    """Seconds from a kill until the run says who is gone."""
+    """Seconds from a kill until the run names the dead engine."""
     cluster, run = stage.cluster(), going(stage, strategy)
     engine = engine_of(run)
     began = kill(cluster, engine)

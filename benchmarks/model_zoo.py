@@ -1,7 +1,7 @@
 """Ten small models in the forms in which public code writes them, each with data and a loss.
 
 Nothing is downloaded: configurations are tiny, weights random. Dropout is off and numbers are
-float64, so that what strategies train can be compared.
+float64, so that the results of strategies can be compared.
 
     case = model_zoo.CASES["hf_gpt2"]()
     wb.fit(case.model, case.data, **case.objective, optimizer=case.optimizer, ...)
@@ -99,7 +99,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """Returns logits and the loss where targets are given, as nanoGPT does; else logits alone."""
+    """Returns logits and, if targets are given, the loss, as nanoGPT does."""
 
     def __init__(self, *, tied: bool, width: int = 16, blocks: int = 3) -> None:
         super().__init__()
@@ -378,10 +378,10 @@ VISION = Path(sys.prefix) / "vision"
 
 @contextlib.contextmanager
 def _vision() -> Iterator[None]:
-    """Let timm and torchvision be imported, also beside a torch that they were not built for.
+    """Make timm and torchvision importable, also with a torch that they were not built for.
 
-    The compiled ops do not load then, and the import ends at the two that torchvision describes all
-    the same. The models use none of them: a declaration is enough.
+    Then the compiled ops do not load, and the import fails at the two ops that torchvision still
+    describes. The models use none of them, so a declaration is enough.
     """
     sys.path.append(str(VISION))
     try:
@@ -410,7 +410,7 @@ def timm_vit() -> Case:
 
 
 def torchvision_resnet18() -> Case:
-    """Return torchvision's ResNet-18; BatchNorm evaluates, since over shares it differs."""
+    """Return torchvision's ResNet-18; BatchNorm, which would differ over shares, evaluates."""
     with _vision():
         from torchvision.models import resnet18
 

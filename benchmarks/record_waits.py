@@ -1,8 +1,9 @@
-"""Records what workers' waits look like: fault-free runs, and the same with a known slow worker.
+"""Records the waits of workers: in fault-free runs, and in the same runs with a known slow worker.
 
 python benchmarks/record_waits.py [--steps 300] [--to docs/measured/waits.npz]
 
-`tests/unit/test_culprit.py` draws from these rows who is named as slow, and how often wrongly.
+`tests/unit/test_culprit.py` uses these rows to count which worker is named as slow, and how often
+wrongly.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ SHORT = {"start_s": "<f4", "end_s": "<f4", "ready_s": "<f4", "local_loss": "<f2"
 
 
 def packed(folder: Path, workers: int) -> np.ndarray:
-    """Return a run's rows as (steps, ranks), of the fields that say who waited."""
+    """Return a run's rows as (steps, ranks), of the fields that describe waits."""
     each = [np.fromfile(records_path(folder, rank), RECORD) for rank in range(workers)]
     steps = min(map(len, each))
     rows = np.stack([one[:steps] for one in each], axis=1)

@@ -1,9 +1,9 @@
-"""The same cells and faults in other tools, each in a Jupyter kernel of its own.
+"""The same cells and faults in other tools, each in a separate Jupyter kernel.
 
     python benchmarks/rivals.py [--tool NAME ...] [--repeats 3] [--limit 20] [--json FILE]
 
-A tool that is not installed is left out. Nothing of a tool is changed: cells are sent to the kernel
-as a notebook sends them, faults come from outside.
+A tool that is not installed is left out. The tools are unchanged: cells are sent to the kernel
+as a notebook sends them, and faults come from outside.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Book:
             raise RuntimeError(f"{len(pids)} of {WORKERS} workers: {text[-500:]}")
 
     def source(self, body: str) -> str:
-        """Return a cell for all workers; the process group is there when `body` runs."""
+        """Return a cell for all workers; the process group exists when `body` runs."""
         self._cells += 1  # workers that end with a cell meet in a file of their own
         head = GROUP.replace("PIDS", str(self.folder / "pids"))
         head = head.replace("STORE", str(self.folder / f"store-{self._cells}"))
@@ -229,7 +229,7 @@ class Book:
 
 @contextlib.contextmanager
 def book(tool: Tool) -> Iterator[Book]:
-    """A fresh book, and nothing of it afterwards."""
+    """A fresh book; all its processes end afterwards."""
     with tempfile.TemporaryDirectory(prefix="rivals-", ignore_cleanup_errors=True) as folder:
         made = None
         try:
@@ -250,7 +250,7 @@ def wait_for(path: Path, limit_s: float = 30.0) -> None:
 
 
 def raises(page: Book, limit_s: float) -> tuple[float | None, str]:
-    """One rank raises, the others wait for it in all_reduce: how long until the cell ends?"""
+    """One rank raises an error, the others wait in all_reduce: how long until the cell ends?"""
     at = page.folder / "raised"
     body = (
         f"if rank == 1:\n    open({str(at)!r}, 'w').close()\n    raise ValueError('mine')\n"
@@ -265,7 +265,7 @@ def raises(page: Book, limit_s: float) -> tuple[float | None, str]:
 
 
 def killed(page: Book, limit_s: float) -> tuple[float | None, str]:
-    """A worker is SIGKILLed while all of them train: how long until the cell ends?"""
+    """A worker receives SIGKILL while all workers train: how long until the cell ends?"""
     at = page.folder / "going"
     body = (
         f"if rank == 1:\n    open({str(at)!r}, 'w').close()\n"
@@ -303,7 +303,7 @@ def interrupted(page: Book, limit_s: float) -> tuple[float | None, str]:
 
 
 def orphans(page: Book, limit_s: float) -> tuple[float | None, str]:
-    """The kernel is SIGKILLed while a cell runs: how many processes are left after 10 s?"""
+    """The kernel receives SIGKILL while a cell runs: how many processes remain after 10 s?"""
     page.send(page.source("while True: pass"))
     time.sleep(1.0)
     kernel = page.manager.provisioner.pid  # type: ignore[union-attr]
@@ -332,7 +332,7 @@ def starts(page: Book, limit_s: float) -> tuple[float | None, str]:
 
 
 def answers(page: Book, limit_s: float) -> tuple[float | None, str]:
-    """A cell with one all_reduce, again and again: the median time until it ends."""
+    """A cell with one all_reduce, run many times: the median time until it ends."""
     times_s = []
     for _ in range(10):
         began = time.monotonic()
@@ -372,7 +372,7 @@ def main() -> None:
 
 
 def measure(name: str, fault: str, repeats: int, limit_s: float) -> dict[str, object]:
-    """Return a row: what was measured, None where the cell had not ended at the limit."""
+    """Return a row with the measured values; None if the cell had not ended at the limit."""
     figures: list[float | None] = []
     says: list[str] = []
     for _ in range(repeats):

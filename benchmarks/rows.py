@@ -1,10 +1,11 @@
-"""Take the rows of docs/performance.md anew, one command after the other, and keep what they print.
+"""Measure the rows of docs/performance.md again, one command after the other, and keep the output.
 
     python benchmarks/rows.py [--only TEXT] [--to docs/measured/performance.json] [--list]
 
 Each command writes one entry: when it ran, the machine's load before it, and every line of JSON
-that it printed, which holds the single turns behind its medians. An entry replaces the one of the
-same command; others stay. Run it with nothing else on the machine.
+that it printed, which contains the single measurements of its medians. An entry replaces the older
+entry of the same command; other entries stay. Run this script when nothing else runs on the
+machine.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def take(command: str) -> dict[str, object]:
     """Run one command; return its entry.
 
     Raises:
-        RuntimeError: It failed, or printed no figures.
+        RuntimeError: The command failed, or printed no figures.
     """
     file, *arguments = command.split()
     load, began = os.getloadavg()[0], time.time()
@@ -91,7 +92,7 @@ def take(command: str) -> dict[str, object]:
 
 
 def main() -> None:
-    """Take the rows; a command that fails is named and costs no other."""
+    """Measure the rows; a command that fails is named, and the others still run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="commands that have it")
     parser.add_argument("--to", type=Path, default=FOLDER.parent / "docs/measured/performance.json")

@@ -1,21 +1,22 @@
-"""Many runs in one kernel: what grows? Strategies and world sizes mixed, with kills and interrupts.
+"""Many runs in one kernel: what grows? Strategies, world sizes and faults vary.
 
-After each run the kernel and everything it started are counted: memory, file descriptors, threads,
-processes, shared memory, temporary files. Printed are the slopes per 100 runs behind the warm-up,
-by least squares: over all, and over the earlier and the later half, which tells what levels off
-from what leaks; and how the runs ended. With `--json` what is known is written after every run.
+After each run the script counts the resources of the kernel and of all processes that it started:
+memory, file descriptors, threads, processes, shared memory, temporary files. It prints the slopes
+per 100 runs after the warm-up, by least squares: over all runs, and over the earlier and the later
+half. The halves show whether a growth ends or is a leak. It also prints how the runs ended. With
+`--json` the results are written after every run.
 
     python benchmarks/soak.py [--runs 200] [--seed 0] [--json docs/measured/soak.json]
 
-A killed engine gives way to a fresh one, which is smaller; so how engines grow is seen without
+A fresh engine, which is smaller, replaces a killed one. So measure the growth of engines without
 kills:
 
     python benchmarks/soak.py --faults interrupt raise --json docs/measured/soak-no-kills.json
 
-What restarts leave behind is counted by itself: single engines, all engines, a killed controller or
-warm parent with the restart that follows, and a cluster stopped for a new one take turns, each
-followed by a small run. Counted is what the kernel holds: threads, open files by kind, memory. The
-last line is JSON: the figures.
+Restarts are measured separately. The script alternates among these kinds: single engines, all
+engines, a killed controller or warm parent with the restart that follows, and a cluster that is
+stopped and started again. A small run follows each restart. The script counts the kernel's threads,
+open files by kind, and memory. The last line is JSON: the figures.
 
     python benchmarks/soak.py --restarts 150 --json docs/measured/restarts.json
 """
@@ -62,7 +63,7 @@ KINDS = {"socket:": "sockets", "pipe:": "pipes", "anon_inode:": "events", "/": "
 
 @dataclass
 class Count:
-    """What there is after a run."""
+    """The resources after a run."""
 
     run: int
     kernel_mb: float
@@ -77,11 +78,11 @@ class Count:
 
 @dataclass
 class Held:
-    """What the kernel holds after a restart and the run that followed.
+    """The kernel's resources after a restart and the run that followed.
 
     Attributes:
         files: Open files; `sockets`, `pipes`, `events` (of polls) and `paths` are the kinds.
-        seconds: The restart and the run.
+        seconds: Time of the restart and the run.
         end: How the run ended.
     """
 
@@ -107,7 +108,7 @@ HELD = ("threads", "files", "sockets", "pipes", "events", "paths", "rss_mb", "ps
 
 
 def count(run: int) -> Count:
-    """Count what belongs to this kernel."""
+    """Count the resources of this kernel."""
     me = psutil.Process()
     children = me.children(recursive=True)
     engines_mb, engine_files = 0.0, 0
@@ -131,7 +132,7 @@ def count(run: int) -> Count:
 
 @dataclass(frozen=True)
 class Round:
-    """One run, and what befalls it."""
+    """One run, and its fault."""
 
     strategy: str
     workers: int
@@ -139,7 +140,7 @@ class Round:
 
     @staticmethod
     def draw(dice: random.Random, faults: Sequence[str] = FAULTS) -> Round:
-        """Return any strategy that this machine can run; one of the faults, or as often none."""
+        """Return a random strategy that this machine can run, with a fault or without one."""
         entry = dice.choice([e for e in catalog.strategies("torch") if e.anywhere])
         workers = 1 if entry.max_workers == 1 else dice.choice((2, 2, 3))
         all_of = ("none",) * len(faults) + tuple(faults)
@@ -178,7 +179,7 @@ def one(cluster: wb.Cluster, what: Round, dice: random.Random) -> str:
 
 
 def slopes(counts: Sequence[Count | Held], figures: Sequence[str] = FIGURES) -> dict[str, float]:
-    """Return what each figure grows by per 100 runs; NaN where there are fewer than two runs."""
+    """Return the growth of each figure per 100 runs; NaN where there are fewer than two runs."""
     if len(counts) < 2:
         return dict.fromkeys(figures, float("nan"))
     at = [one.run for one in counts]
@@ -190,14 +191,14 @@ def slopes(counts: Sequence[Count | Held], figures: Sequence[str] = FIGURES) -> 
 
 @dataclass
 class Soaked:
-    """What was seen so far: a count, an end and a time for each run."""
+    """The results so far: a count, an end and a time for each run."""
 
     counts: list[Count]
     ends: Counter[str]
     seconds: list[float]
 
     def found(self) -> dict[str, Any]:
-        """Return it with the slopes behind the warm-up: over all, and over each half."""
+        """Return the results with the slopes after the warm-up: of all runs and of each half."""
         kept = self.counts[int(len(self.counts) * WARM_UP) :]
         half = len(kept) // 2
         return {
@@ -214,13 +215,13 @@ class Soaked:
         }
 
     def write(self, path: Path) -> None:
-        """Write it all, figures rounded to what they are worth."""
+        """Write all results, with figures rounded to useful digits."""
         found = {**self.found(), "counts": [list(asdict(one).values()) for one in self.counts]}
         path.write_text(json.dumps(_rounded(found)) + "\n")
 
 
 def soak(runs: int, seed: int, faults: Sequence[str] = FAULTS, path: Path | None = None) -> Soaked:
-    """Do the runs, and write what is known to `path` after each."""
+    """Do the runs, and write the results to `path` after each run."""
     dice, seen = random.Random(seed), Soaked([], Counter(), [])
     with wb.Cluster(2) as cluster:
         for number in range(runs):
@@ -254,7 +255,7 @@ def thread_names() -> dict[str, int]:
 
 
 def held(number: int, kind: str, seconds: float, end: str) -> Held:
-    """Count what this kernel holds; what is garbage is let go of first."""
+    """Count the resources of this kernel, after a garbage collection."""
     gc.collect()
     me, files = psutil.Process(), open_files()
     memory = me.memory_full_info()
@@ -266,7 +267,7 @@ def held(number: int, kind: str, seconds: float, end: str) -> Held:
 
 
 def restarted(cluster: wb.Cluster, kind: str, number: int) -> wb.Cluster:
-    """Restart a part of the cluster, or all of it; return the one to go on with."""
+    """Restart a part of the cluster, or all of it; return the cluster to continue with."""
     if kind == "stop and start":
         cluster.stop()
         return wb.Cluster(2)

@@ -2,8 +2,8 @@
 
     python benchmarks/vitals.py [--engines 64] [--turns 12]
 
-Starts so many processes that sleep, as large as an engine's beginning, takes samples of them as
-`%cluster`'s table and the panel do, and prints the CPU time of this thread for each.
+Starts the given number of sleeping processes, as large as a new engine. It takes samples of them as
+`%cluster`'s table and the panel do, and prints the CPU time of this thread for each sample.
 """
 
 from __future__ import annotations

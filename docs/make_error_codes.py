@@ -2,9 +2,9 @@
 
     python docs/make_error_codes.py
 
-Code, kind and words are read from the sources, which are not imported; what is filled in while
-running stands as `{name}`. A code that is gone from the sources must be in `RETIRED`
-(`workbench/errors.py`), so that its number is never given again.
+Code, kind and words are read from the sources, which are not imported. A part of a message that is
+filled in at run time is written as `{name}`. A code that was removed from the sources must be in
+`RETIRED` (`workbench/errors.py`), so that its number is never used again.
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ PREFIXES: dict[str, str] = {
     "DataError": "DATA",
     "WorkbenchWarning": "WARN",
 }
-"""Per class: the middle of its codes. What derives from one of them has its base's."""
+"""Per class: the middle part of its codes. A subclass has the middle part of its base."""
 
 PARTS: dict[str, str] = {
-    "PLAN": "What was asked for cannot be run; no engine was touched",
-    "FIT": "What is to be trained cannot be trained this way",
-    "RUN": "A run failed, was interrupted, or cannot be read",
-    "CLUSTER": "Engines are missing, could not start, or died",
-    "DATA": "A data set was asked for in a way that does not exist",
+    "PLAN": "A request that cannot be run; no engine was used",
+    "FIT": "A training that is not possible in this way",
+    "RUN": "A run that failed, was interrupted, or cannot be read",
+    "CLUSTER": "Engines that are missing, could not start, or died",
+    "DATA": "A request for data that does not exist",
     "GEN": "Other errors",
     "WARN": "Warnings",
 }
-"""The parts of the page: which codes, what they have in common."""
+"""The parts of the page: the middle of the codes, and the title."""
 
 TOLD: dict[str, str] = {
-    "WB-CLUSTER-010": "{why this notebook let go of the cluster}",
-    "WB-CLUSTER-024": "{what the server that starts engines failed at, and the end of its log}",
+    "WB-CLUSTER-010": "{why this notebook no longer owns the cluster}",
+    "WB-CLUSTER-024": "{the error of the server that starts engines, and the end of its log}",
     "WB-FIT-136": "{why rank 0 could not measure the model's layers}",
     "WB-RUN-049": "{why a rank could not show its names to the labs' page}",
     "WB-RUN-052": "{rank} failed: {its NameError; the name exists in the notebook}",
-    "WB-RUN-064": "{what kept the run from beginning}",
+    "WB-RUN-064": "{why the run could not begin}",
     "WB-RUN-066": "{rank} failed: {its error} / {rank} died: {how} / {rank} stalled",
-    "WB-RUN-068": "{which notebook has the run now}",
-    "WB-RUN-070": "{why no fresh engine could take a spent one's place}",
-    "WB-RUN-082": "{rank} died: {how, and why the run did not go on without it}",
-    "WB-RUN-083": "{rank} died: {how, and why the run could not be begun again}",
-    "WB-RUN-084": "{rank} died: {how, and what went wrong when the run was begun again}",
-    "WB-RUN-085": "{the error that a stored run had ended in}",
+    "WB-RUN-068": "{the notebook that has the run now}",
+    "WB-RUN-070": "{why no fresh engine could replace a spent engine}",
+    "WB-RUN-082": "{rank} died: {how, and why the run did not continue without it}",
+    "WB-RUN-083": "{rank} died: {how, and why the run could not start again}",
+    "WB-RUN-084": "{rank} died: {how, and the error when the run started again}",
+    "WB-RUN-085": "{the error of a stored run}",
 }
-"""What stands on the page for words that are put together elsewhere."""
+"""The text on the page for messages that are composed elsewhere."""
 
 HEAD = """# All errors by code
 
 <!-- Written by make_error_codes.py. -->
 
 Each error and warning of Workbench has a code, at the end of its first line and as `error.code`:
-`There is no strategy of that name. [WB-PLAN-...]`. It stays when the words change, so search for
-it here and test for it in your own code. An error that tells of a rank's error shows the rank's
-code. `{name}` is filled in while running. What the most common ones say in full, and what was done
-about them, is in [errors.md](errors.md).
+`There is no strategy with this name. [WB-PLAN-...]`. The code stays the same if the words change.
+So search for the code on this page, and test for it in your own code. If an error reports the error
+of a rank, it shows the rank's code. `{name}` is replaced by a value at run time.
+[errors.md](errors.md) shows the most frequent errors in full, with the step that solves each one.
 """
 
 
@@ -79,7 +79,7 @@ class Site(NamedTuple):
     Attributes:
         where: `workbench/plan.py:12`.
         kind: The class that is made.
-        given: Its code as it stands there; None where that is no literal, or missing.
+        given: Its code as written there; None if the code is missing or is not a literal.
         words: What is wrong, as written there.
     """
 
@@ -90,7 +90,7 @@ class Site(NamedTuple):
 
 
 def kinds(trees: Iterable[ast.Module]) -> dict[str, str]:
-    """Return the middle of the codes per class of the package that is an error of ours."""
+    """Return the middle of the codes for each error class of the package."""
     found = dict(PREFIXES)
     classes = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
     size = 0
@@ -104,14 +104,14 @@ def kinds(trees: Iterable[ast.Module]) -> dict[str, str]:
 
 
 def name_of(node: ast.expr) -> str:
-    """Return the last word of `errors.PlanError`; empty where it is no name."""
+    """Return the last word of `errors.PlanError`; empty if the node is not a name."""
     return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
 
 
 def sites(sources: Mapping[str, str]) -> list[Site]:
     """Return every place of these modules that makes an error.
 
-    A class with words of its own gives its code to `__init__` of its base: that is its place.
+    A class with its own words passes its code to `__init__` of its base. This call is its place.
 
     Args:
         sources: By path.
@@ -135,7 +135,7 @@ def sites(sources: Mapping[str, str]) -> list[Site]:
 
 
 def _codes_inside(one: ast.ClassDef) -> bool:
-    """Whether a class's `__init__` says which code its errors have, and takes none."""
+    """Whether a class's `__init__` sets the code of its errors, and has no `code` argument."""
     for method in one.body:
         if isinstance(method, ast.FunctionDef) and method.name == "__init__":
             taken = [*method.args.args, *method.args.kwonlyargs]
@@ -176,7 +176,7 @@ def _site(path: str, kind: str, call: ast.Call, scopes: tuple[ast.AST, ...]) -> 
 
 
 def _words(node: ast.expr, scopes: tuple[ast.AST, ...], depth: int = 0) -> list[str]:
-    """Return what an expression can say."""
+    """Return the texts that an expression can have."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return [node.value]
     if isinstance(node, ast.JoinedStr):
@@ -207,7 +207,7 @@ def _piece(value: ast.expr) -> str:
 
 
 def _meant(node: ast.Name | ast.Call, scopes: tuple[ast.AST, ...]) -> list[ast.expr]:
-    """Return what a name was set to, or what a function of the module returns."""
+    """Return the values that a name was set to, or that a function of the module returns."""
     if isinstance(node, ast.Call):
         return [
             one.value
@@ -250,7 +250,7 @@ def places() -> list[Site]:
 
 
 def retired() -> frozenset[str]:
-    """Return the codes of errors that are no more."""
+    """Return the codes of errors that were removed."""
     from workbench.errors import RETIRED
 
     return RETIRED
@@ -271,13 +271,14 @@ def next_free(codes: Iterable[str]) -> dict[str, str]:
 
 
 def make_page(page: str) -> str:
-    """Return the page made anew.
+    """Return the page with its current content.
 
     Args:
-        page: As it is: a code on it may not vanish without being retired.
+        page: The old page: each code on it must be in the sources or in `RETIRED`.
 
     Raises:
-        ValueError: One did, or words stand in `TOLD` for an error that does not need them.
+        ValueError: A code is in neither of them, or `TOLD` has words for an error that does not
+            need them.
     """
     found = {site.given: site for site in places() if site.given}
     old = {match[0] for match in CODE.finditer(page)}

@@ -36,15 +36,15 @@ CLUSTER: dict[str, tuple[str, str]] = {
         "%cluster start 8 --launcher slurm --launcher-option qos=high",
     ),
     "--listen": (
-        "loopback, or the address from which the hosts are reached",
+        "loopback; with hosts, the address from which the notebook reaches them",
         "%cluster start 4 --launcher slurm --listen eth0",
     ),
-    "--ports": ("any that are free", "%cluster start 4 --launcher slurm --ports 20000-20100"),
+    "--ports": ("any free ports", "%cluster start 4 --launcher slurm --ports 20000-20100"),
     "--start-timeout": (
         "2 minutes; Slurm: a day",
         "%cluster start 8 --launcher slurm --start-timeout 10m",
     ),
-    "--framework": ("torch, where it is installed", "%cluster start 2 --framework tensorflow"),
+    "--framework": ("torch, if it is installed", "%cluster start 2 --framework tensorflow"),
     "--keep": ("off: it ends with the notebook", "%cluster start 8 --keep"),
     "--idle-timeout": ("never; a day with `--keep`", "%cluster start 2 --idle-timeout 30m"),
     "--take": ("off", "%cluster attach ID --take"),
@@ -56,15 +56,24 @@ CLUSTER: dict[str, tuple[str, str]] = {
 """Per flag of `%cluster`: its default in words, a line that uses it."""
 
 ACTIONS: dict[str, tuple[str, str]] = {
-    "start": ("%cluster start 4", "starts engines, or adds some until there are so many (2)"),
-    "status": ("%cluster", "a row per engine: device, CPU, memory, what it does, its last words"),
-    "restart": ("%cluster restart 1", "fresh engines under the same ids; all where none is named"),
-    "logs": ("%cluster logs 1", "the last lines of engines' logs; of all where none is named"),
-    "stacks": ("%cluster stacks", "where every thread of every engine is, now"),
-    "debug": ("%cluster debug", "the frames of the rank that failed first, or of the one named"),
+    "start": (
+        "%cluster start 4",
+        "starts engines; if engines run already, adds engines up to this number (default 2)",
+    ),
+    "status": ("%cluster", "a row per engine: device, CPU, memory, state, last log line"),
+    "restart": (
+        "%cluster restart 1",
+        "fresh engines under the same ids; without an id, all engines",
+    ),
+    "logs": (
+        "%cluster logs 1",
+        "the last lines of the engines' logs; without an id, of all engines",
+    ),
+    "stacks": ("%cluster stacks", "the current stack of every thread of every engine"),
+    "debug": ("%cluster debug", "the frames of the rank that failed first, or of the named rank"),
     "free": (
         "%cluster free",
-        "drops the cells' variables on all engines, and gives GPUs back until the next cell or run",
+        "deletes the cells' variables on all engines, and releases GPUs until the next cell or run",
     ),
     "attach": ("%cluster attach ID", "takes over a kept cluster, with its run"),
     "stop": ("%cluster stop", "ends all engines"),
@@ -149,11 +158,11 @@ def names() -> str:
 NAMES: dict[str, tuple[str, str]] = {
     "rank": ("both", "this worker's index, 0 to `world_size - 1`"),
     "local_rank": ("both", "its index among the workers of its host"),
-    "world_size": ("both", "workers of this cell or run; servers do not count"),
-    "device": ("both", "what this worker computes on: `cpu`, `cuda:0`; under TensorFlow `GPU:0`"),
-    "wb": ("both", "the package: `wb.fit`, `wb.prepare`, `wb.log`, `wb.data`, ..."),
-    "dist": ("PyTorch", "`torch.distributed`, its process group ready"),
-    "strategy": ("TensorFlow", "the run's `tf.distribute.Strategy`, in whose scope the cell is"),
+    "world_size": ("both", "number of workers of this cell or run; servers do not count"),
+    "device": ("both", "this worker's device: `cpu`, `cuda:0`; under TensorFlow `GPU:0`"),
+    "wb": ("both", "the package Workbench: `wb.fit`, `wb.prepare`, `wb.log`, `wb.data`, ..."),
+    "dist": ("PyTorch", "`torch.distributed`, with a ready process group"),
+    "strategy": ("TensorFlow", "the run's `tf.distribute.Strategy`; the cell runs in its scope"),
 }  # fmt: skip
 """What is injected, for which framework, what it is."""
 

@@ -22,7 +22,7 @@ BEGIN, END = "<!-- promises: written by make_promises.py -->", "<!-- end of prom
 DIES = {
     "worker": "A worker dies",
     "server": "A server dies",
-    "warned": "A worker is warned before it goes, with `--checkpoint`",
+    "warned": "A worker is warned before it is ended, with `--checkpoint`",
 }
 UNKNOWN = "-"
 

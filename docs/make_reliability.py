@@ -47,26 +47,53 @@ GROWTH = {
     "temporary": "temporary folders",
 }
 
+FAULTS = {
+    "one rank raises, the others wait in all_reduce": (
+        "one rank raises an error, the others wait in all_reduce"
+    ),
+    "one rank raises, the others sleep": "one rank raises an error, the others sleep",
+    "one rank raises in its data, mirrored": "one rank raises an error in its data, `mirrored`",
+    "Stop at a step boundary, mirrored": "Stop at the end of a step, `mirrored`",
+    "interrupt of a cell whose ranks wait in all_reduce for one that sleeps": (
+        "interrupt of a cell: ranks wait in all_reduce for a rank that sleeps"
+    ),
+    "one rank raises under TensorFlow's multi-worker mirrored": (
+        "one rank raises an error under TensorFlow's `multi_worker_mirrored`"
+    ),
+    "a worker is SIGKILLed: named": "a worker receives SIGKILL: time until it is named",
+    "a server is SIGKILLed: named": "a server receives SIGKILL: time until it is named",
+    "a worker is SIGKILLed: replaced, first step after it": (
+        "a worker receives SIGKILL and is replaced: time until the next step"
+    ),
+    "a worker is SIGKILLed: the others go on, first step after it": (
+        "a worker receives SIGKILL and the others continue: time until the next step"
+    ),
+    "an agent is SIGKILLed": "an agent receives SIGKILL",
+    "all processes of a host are SIGKILLed": "all processes of a host receive SIGKILL",
+    "the notebook's kernel is SIGKILLed": "the notebook's kernel receives SIGKILL",
+}
+"""Words of the page for faults whose measured names are shorter."""
+
 CHAOS = {
-    "an engine killed, or all": ("kill engine", "kill engines"),
+    "one engine killed, or all engines": ("kill engine", "kill engines"),
     "the controller killed, or a process of its own": ("kill controller", "kill part"),
     "the warm parent killed": ("kill warm parent",),
     "the store's keeper killed": ("kill keeper",),
-    "one of these killed before the cell": (
+    "one of these processes killed before the cell": (
         "kill engine when idle", "kill part when idle", "kill controller when idle",
         "kill warm parent when idle",
     ),
-    "an engine halted": ("halt engine",),
-    "another process halted": (
+    "an engine suspended": ("halt engine",),
+    "another process suspended": (
         "halt controller", "halt part", "halt warm parent", "halt keeper",
     ),
-    "interrupted, once or twice": ("interrupt", "interrupt twice"),
-    "stopped, paused, or its engines restarted": (
+    "cell interrupted, once or twice": ("interrupt", "interrupt twice"),
+    "cell stopped, paused, or its engines restarted": (
         "stop", "pause, resume, stop", "pause, interrupt", "restart",
     ),
     "a rank raises": ("raise",),
-    "the disk full, before or while it trains": ("disk fills", "disk full before"),
-    "the same of the checkpoints' disk": (
+    "the disk of the runs full, before or during the training": ("disk fills", "disk full before"),
+    "the disk of the checkpoints full": (
         "checkpoint disk fills", "checkpoint disk full before",
     ),
 }  # fmt: skip
@@ -74,7 +101,7 @@ CHAOS = {
 HELD = {
     "threads": "threads",
     "files": "open files",
-    "sockets": "of these sockets",
+    "sockets": "sockets among the open files",
     "pipes": "pipes",
     "events": "event counters and polls",
     "paths": "files and devices by path",
@@ -94,15 +121,15 @@ def seconds(value: float | None) -> str:
 def faults(rows: list[dict[str, Any]]) -> str:
     """Return the table of what was promised and measured."""
     lines = [
-        "| fault | how to see it | promise | median | worst | of |",
+        "| fault | how to see it | promise | median | worst | repeats |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
         command = f"`{row['command']}`" if row["command"] else ""
         failed = f", {len(row['failed'])} failed" if row["failed"] else ""
         lines.append(
-            f"| {row['fault']} | {command} | {row['promise_s']:g} s | {seconds(row['median_s'])} "
-            f"| {seconds(row['worst_s'])} | {row['repeats']}{failed} |"
+            f"| {FAULTS.get(row['fault'], row['fault'])} | {command} | {row['promise_s']:g} s "
+            f"| {seconds(row['median_s'])} | {seconds(row['worst_s'])} | {row['repeats']}{failed} |"
         )
     return "\n".join(lines)
 
@@ -134,8 +161,8 @@ def cell(fault: str, row: dict[str, Any] | None) -> str:
 def soak(found: dict[str, Any], without_kills: dict[str, Any]) -> str:
     """Return the table of what grew over many runs."""
     lines = [
-        f"| per 100 runs, behind the first {without_kills['behind']} | with kills "
-        "| without | its earlier half | its later half |",
+        f"| growth per 100 runs, after the first {without_kills['behind']} | with kills "
+        "| without kills | without, earlier half | without, later half |",
         "|---|---|---|---|---|",
     ]
     for name, words in GROWTH.items():
@@ -155,8 +182,9 @@ def soak(found: dict[str, Any], without_kills: dict[str, Any]) -> str:
 def chaos(seeds: list[dict[str, Any]]) -> str:
     """Return the table of what became of rounds of random faults."""
     lines = [
-        "| broken | rounds | the cell ends: median | worst | the next cell works at once "
-        "| after the step named | until it has: median | worst | not as promised |",
+        "| fault | rounds | time until the cell ends: median | worst | next cell works at once "
+        "| next cell works after the named step | time until it has worked: median | worst "
+        "| not as promised |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     rounds = [one for seed in seeds for one in seed["each"]]
@@ -206,14 +234,16 @@ def a_class(found: dict[str, Any]) -> str:
         "ready: first, median, last": lambda one: " / ".join(
             f"{one[f'{which}_ready_s']:.1f} s" for which in ("first", "median", "last")
         ),
-        "memory (PSS) of all, ready": lambda one: f"{one['idle_pss_mb'] / 1e3:.1f} GB",
-        "memory (PSS) of all, training": lambda one: f"{one['training_pss_mb'] / 1e3:.1f} GB",
+        "memory (PSS) of all notebooks, ready": lambda one: f"{one['idle_pss_mb'] / 1e3:.1f} GB",
+        "memory (PSS) of all notebooks, training": lambda one: (
+            f"{one['training_pss_mb'] / 1e3:.1f} GB"
+        ),
         "steps/s of a notebook: least, median, most": lambda one: " / ".join(
             f"{one[f'{which}_steps_per_s']:.1f}" for which in ("least", "median", "most")
         ),
-        "steps/s of all together": lambda one: f"{one['all_steps_per_s']:.0f}",
+        "steps/s of all notebooks together": lambda one: f"{one['all_steps_per_s']:.0f}",
         "Jain's index of fairness (1: all equal)": lambda one: f"{one['jain']:.3f}",
-        "cores that other work took meanwhile": lambda one: f"{one['others_cores']:.1f}",
+        "cores that other work used at the same time": lambda one: f"{one['others_cores']:.1f}",
     }
     one = ways[0]
     each_gb = one["training_pss_mb"] / 1e3 / one["notebooks"]
@@ -225,12 +255,12 @@ def a_class(found: dict[str, Any]) -> str:
         *(f"| {words} | " + " | ".join(map(say, ways)) + " |" for words, say in rows.items()),
         "",
         f"{one['notebooks']} notebooks of {one['engines']} engines on {one['cores']} cores, one "
-        "measurement of each way. Extrapolated, not run: "
+        "measurement each. The following is extrapolated, not measured: "
         f"{STUDENTS} such notebooks that train hold {STUDENTS} × {each_gb:.2f} = "
         f"{STUDENTS * each_gb:.0f} GB. The last is ready after {STUDENTS} / {one['notebooks']} × "
-        f"{one['last_ready_s']:.0f} s = {last_s:.0f} s on {one['cores']} cores, after about "
-        f"{server_s:.0f} s on {SERVER_CORES} cores if starts go on scaling with cores. So take a "
-        f"server with {SERVER_CORES} cores and {server_gb(STUDENTS * each_gb)} GB.",
+        f"{one['last_ready_s']:.0f} s = {last_s:.0f} s on {one['cores']} cores, and after about "
+        f"{server_s:.0f} s on {SERVER_CORES} cores if starts scale with the number of cores. "
+        f"So take a server with {SERVER_CORES} cores and {server_gb(STUDENTS * each_gb)} GB.",
     ]
     return "\n".join(lines)
 

@@ -3,8 +3,8 @@
     python docs/make_strategies.py
 
 No framework is imported: docstrings are read from the source. Indented blocks in them are the
-diagrams. A docstring that names a file or folder beside it in backquotes (`compression.py`) has
-that file's page added, where it gives a source.
+diagrams. If a docstring names a file or folder next to it in backquotes (`compression.py`), the
+docstring of that file is added, if it gives a source.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ HEAD = """# Strategies
 
 <!-- Written by docs/make_strategies.py from the catalog and the strategies' docstrings. -->
 
-How the work and the parameters are laid out over the workers. The same recipe runs under every one
-of them: change the word after `%%distributed`. Options are set with `-o name=value`.
-Words of other systems and names of classes lead to a strategy as well: `megatron`,
+A strategy divides the work and the parameters among the workers. The same recipe runs under every
+strategy: only change the word after `%%distributed`. `-o name=value` sets an option.
+You can also use words of other systems and names of classes: `megatron`,
 `DistributedDataParallel`, `MultiWorkerMirroredStrategy`.
 
-All of them are tested on CPUs of one machine, but for `tpu`, of which only the refusals are tested.
-Nothing on this page was ever run on a GPU, on a TPU or over several machines
-([never run](never-run.md)).
+All strategies except `tpu` are tested on CPUs of one machine. For `tpu`, tests check only that it
+is refused with the right errors. Nothing on this page was ever run on a GPU, on a TPU or on several
+machines ([never run](never-run.md)).
 
 ## Loops of your own in PyTorch
 
-`wb.prepare(model, optimizer, loader)` gives back the same module. Gradients are averaged at the end
-of each backward, so the loss may come about in any way: `model(x)`, a method
-(`model.training_step(batch)`), parts of the model, a gradient penalty by `torch.autograd.grad`.
-Layers may be frozen, unfrozen and added, and optimizers exchanged in mid-loop, at the same step on
-every rank. `model.no_sync()` lets gradients add up without averaging, as in
-DistributedDataParallel; there is no `model.module`: it is `model`.
+`wb.prepare(model, optimizer, loader)` returns the same module. Gradients are averaged at the end
+of each backward. So you can compute the loss in any way: with `model(x)`, a method
+(`model.training_step(batch)`), parts of the model, or a gradient penalty by `torch.autograd.grad`.
+During the loop you can freeze, unfreeze and add layers, and replace the optimizer. Do this at the
+same step on every rank. `model.no_sync()` adds up gradients without averaging, as in
+DistributedDataParallel. There is no `model.module`: use `model`.
 
-A loop over several models hands over each pair, the loader with the first:
+If a loop trains several models, pass each pair of model and optimizer, and the loader with the
+first pair:
 
 ```text
 netD, optD, loader = wb.prepare(netD, optD, loader)
 netG, optG = wb.prepare(netG, optG)
 ```
 
-All of them are averaged and [compared](metrics.md#equal-copies). A step ends with an optimizer of
-the first pair; what the loop does after it counts to the next step, as `other`. So hand over first
-the pair that steps last in an iteration, where that time matters. `one_device` and `mirrored` take
-several pairs. The run's final weights are those of the first model; a checkpoint needs the others
-in `keep=`.
+The gradients of all these models are averaged, and their copies are
+[compared](metrics.md#equal-copies). A step ends when the optimizer of the first pair steps. The
+time after that counts as `other` of the next step. If this time matters, pass first the pair whose
+optimizer steps last in an iteration. `one_device` and `mirrored` accept several pairs. The run's
+final weights are those of the first model. For checkpoints, name the other models in `keep=`.
 
-An optimizer that steps over parameters nobody averages is named in a warning.
+A warning names each optimizer with parameters whose gradients are not averaged.
 """
 
 
@@ -84,12 +85,12 @@ def overview(entries: Iterable) -> str:
         )
         for entry in entries
     ]
-    return table(("strategy", "term", "steps", "used with", "suits"), rows)
+    return table(("strategy", "term", "steps", "used with", "suitable for"), rows)
 
 
 WAYS = {
     "fit": "`wb.fit`", "prepare": "`wb.prepare`", "keras": "`model.fit`",
-    "loop": "own loop with `strategy`",
+    "loop": "your own loop with `strategy`",
 }  # fmt: skip
 
 
@@ -105,11 +106,11 @@ def anchor(entry) -> str:
 def cadence(entry) -> str:
     """Return whether workers step together."""
     if entry.sync:
-        return "together"
+        return "synchronous"
     return (
-        f"each on its own; together with `{entry.sync_option}`"
+        f"asynchronous; synchronous with `{entry.sync_option}`"
         if entry.sync_option
-        else ("each on its own")
+        else ("asynchronous")
     )
 
 
@@ -137,48 +138,54 @@ def naive(path: Path) -> Iterator[str]:
 
 
 def flags(entry) -> str:
-    """Return what an example line may add: TensorFlow's name."""
+    """Return the flag that an example line needs for TensorFlow; empty for PyTorch."""
     return "" if entry.framework == "torch" else f" --framework {entry.framework}"
 
 
 def facts(entry) -> str:
-    """Return the rest of what the catalog says, as a list."""
+    """Return the other facts of the catalog about a strategy, as a list."""
     from workbench import catalog
 
-    lines = [f"- described in: {entry.source}"]
+    lines = [f"- source: {entry.source}"]
     if entry.aliases:
-        lines.append("- also called: " + ", ".join(f"`{alias}`" for alias in entry.aliases))
+        lines.append("- other names: " + ", ".join(f"`{alias}`" for alias in entry.aliases))
     if entry.max_workers is not None:
         lines.append(f"- workers: at most {entry.max_workers}")
     if entry.servers_option:
-        lines.append(f"- servers: as many as option `{entry.servers_option}` says")
+        lines.append(f"- servers: option `{entry.servers_option}` sets the number")
     elif entry.servers:
-        lines.append(f"- servers: {entry.servers}, started by itself")
+        lines.append(f"- servers: {entry.servers}, started automatically")
     if entry.copies_option:
-        lines[-1] += f"; `{entry.copies_option}=2` keeps what each holds on another one too"
+        lines[-1] += (
+            f"; `{entry.copies_option}=2` keeps a copy of each server's part on another server"
+        )
     if entry.max_workers != 1 and entry.anywhere:
-        able = "can share a GPU (`--devices cuda`)" if entry.shares_gpu else "need a GPU each"
+        able = "can share a GPU (`--devices cuda`)" if entry.shares_gpu else "need one GPU each"
         who = "replicas" if entry.one_engine and not entry.remote_workers else "workers"
         lines.append(f"- on GPUs, {who} {able}")
     if missing := sorted(catalog.FIT_FEATURES - entry.supports):
         lines.append("- not supported: " + ", ".join(f"`{name}`" for name in missing))
     if entry.links:
-        lines.append("- `--inject bandwidth=...` and `latency=...` are simulated on its links")
-    lines.append(f"- lost at most when a run goes on from its last checkpoint: {entry.loses}")
+        lines.append(
+            "- `--inject bandwidth=...` and `latency=...` are simulated on the strategy's links"
+        )
+    lines.append(f"- largest loss if a run continues from its last checkpoint: {entry.loses}")
     if entry.max_workers == 1:
         return "\n".join(lines)
     if not entry.anywhere:
         lines.append(
-            "- never run on its device ([never run](never-run.md)): that several workers give what "
-            "one device gives is what TensorFlow says, and no test here shows it"
+            "- never run on its device ([never run](never-run.md)): TensorFlow's documentation "
+            "says that several workers give the result of one device; no test here checks this"
         )
     elif entry.exact_with is None:
-        lines.append("- several workers do not give what one device gives")
+        lines.append("- several workers do not give the result of one device")
     elif entry.exact_with:
         given = ", ".join(f"`{name}={value}`" for name, value in entry.exact_with)
-        lines.append(f"- several workers give what one device gives, up to rounding, with {given}")
+        lines.append(
+            f"- with {given}, several workers give the result of one device, up to rounding"
+        )
     else:
-        lines.append("- several workers give what one device gives, up to rounding")
+        lines.append("- several workers give the result of one device, up to rounding")
     return "\n".join(lines)
 
 
@@ -243,7 +250,7 @@ def to_markdown(text: str) -> str:
             continue
         if block:
             body = "\n".join(line[4:] for line in block).rstrip()
-            # A continued list item is indented too, but less; what is fenced stands on its own.
+            # Continued list items have a smaller indent; a fenced block needs empty lines.
             parts.append(f"```text\n{body}\n```\n")
             block = []
         parts.append(line)

@@ -1,9 +1,10 @@
 """What is lost at most when a worker or a server dies, and the test that shows it.
 
-One line for each kind of death and each value of `--on-failure`: strategy, the case, who dies,
-`--on-failure`, what is lost, the test. `docs/make_promises.py` makes the tables of
-docs/recovery.md from these lines; a test fails if one of the tests does not exist. If a line does
-not say what is lost, the strategy's entry says it: `dies_with` under `heal`, `loses` elsewhere.
+There is one line for each kind of death and each value of `--on-failure`: the strategy, the case,
+the process that dies, `--on-failure`, the loss, and the test. `docs/make_promises.py` makes the
+tables of docs/recovery.md from these lines; a test fails if one of the tests does not exist. If a
+line does not say what is lost, the strategy's entry says it: `dies_with` under `heal`, `loses` in
+other cases.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ PROMISES: tuple[Promise, ...] = (
     Promise("parameter_server", "`replicas=2`", "server", "heal", NOTHING,
             _BOTH + "[at their own pace-s0]"),
     Promise("parameter_server", "", "server", "replace", STEPS, _TF_SERVER, "tensorflow"),
-    # A worker is warned before it has to go; there is a checkpoint.
+    # A worker is warned before it is ended; there is a checkpoint.
     Promise("mirrored", "", "warned", "stop", STOPPED, _STAYS),
     Promise("mirrored", "", "warned", "replace", NOTHING, _WARNED),
     Promise("mirrored", "", "warned", "heal", NOTHING, _GOES),

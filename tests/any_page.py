@@ -27,14 +27,14 @@ def illegible(figure: Any) -> list[str]:
 
 
 def is_transparent(png: bytes) -> bool:
-    """Whether the page is seen through the picture's edges."""
+    """Whether the edges of the picture are transparent."""
     alpha = imread(io.BytesIO(png))[..., 3]
     edges = (alpha[0], alpha[-1], alpha[:, 0], alpha[:, -1])
     return not any(edge.any() for edge in edges)
 
 
 def is_on_paper(png: bytes) -> bool:
-    """Whether the picture brings a page along."""
+    """Whether the picture has its own background."""
     return bool((imread(io.BytesIO(png))[..., 3] == 1).all())
 
 

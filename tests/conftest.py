@@ -1,4 +1,4 @@
-"""What holds for all tests: nothing is read from or left in the user's folders."""
+"""Settings of all tests: tests read and write no files in the user's folders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Guard against leaks; heed SIGINT as an engine does: jobs of shells ignore it."""
+    """Guard against leaks; react to SIGINT as an engine does, because jobs of shells ignore it."""
     config.pluginmanager.register(LeakGuard(), "workbench-leaks")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is left to `--long`; put what takes longest first in the processes of `-n`."""
+    """Mark the tests of `--long`; in the processes of `-n`, put the longest tests first."""
     long_tests.mark(items, whole=not any("::" in argument for argument in config.args))
     if getattr(config.option, "loadgroup", False):  # set in the processes of `--dist loadgroup`
         spread(items)

@@ -40,7 +40,7 @@ class DapClient:
         return answer.get("body") or {}
 
     def event(self, name: str) -> dict[str, Any]:
-        """Return the next event of that name."""
+        """Return the next event with this name."""
         while True:
             for event in self.events:
                 if event["event"] == name:

@@ -1,4 +1,4 @@
-"""What tests of debugging share: somebody at the keyboard, and how the cluster stands."""
+"""Helpers of the debugging tests: simulated typing, and the state of the cluster."""
 
 import builtins
 
@@ -22,7 +22,7 @@ wb.fit(nn.Linear(64, 10), wb.data.synthetic(256, shape=(64,), classes=10), batch
 
 
 class Typist:
-    """Somebody at the keyboard: each line answers one prompt; a function is called for its line."""
+    """Simulates typing: each line answers one prompt; a function returns its line."""
 
     def __init__(self, monkeypatch, *lines):
         self.lines, self.prompts = list(lines), []

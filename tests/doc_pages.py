@@ -1,6 +1,6 @@
-"""The pages of `docs/` and the README: their blocks of code, and what is said about each.
+"""The pages of `docs/` and the README: their blocks of code, and the instructions for each.
 
-A comment directly above a block says how it is to be taken; GitHub and the site do not show it:
+A comment directly above a block says how the tests use it; GitHub and the site do not show it:
 
     <!-- not run: why -->      it is not run
     <!-- fails: words -->      it fails, and its error holds these words
@@ -48,7 +48,7 @@ class Block:
 
     @property
     def not_run(self) -> str:
-        """Why it is not run; empty where it is."""
+        """Why the block is not run; empty if it is run."""
         return self.said.get("not run", "")
 
 
@@ -83,7 +83,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def _said_above(lines: list[str]) -> dict[str, str]:
-    """Return what the comments say that stand directly above."""
+    """Return the text of the comments directly above a block."""
     text, said = "\n".join(lines).rstrip(), {}
     while text.endswith("-->"):
         start = text.rindex("<!--")

@@ -1,6 +1,7 @@
-"""Envelopes as their platforms run them: an empty folder, a fresh environment, what pip installs.
+"""Runs envelopes as their platforms do: in an empty folder and environment, with pip's packages.
 
-What pip would fetch is fetched once, before; what runs then has no network but its own loopback.
+The packages for pip are downloaded once, before. The job then has no network except its own
+loopback.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def written(folder: Path, on: str, **resources: Any) -> Path:
 
 
 def fetched(job: Path, into: Path, *more: str) -> Path:
-    """Fetch what a job's requirements name, and more; skip where that cannot be had."""
+    """Download the packages of a job's requirements, and more; skip the test if this fails."""
     done = subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "-w", str(into), "-r", "requirements.txt",
          *more],
@@ -61,7 +62,7 @@ def fetched(job: Path, into: Path, *more: str) -> Path:
 
 
 def installed(venv: Path, wheels: Path, *what: str) -> Path:
-    """Have pip install something from what was fetched."""
+    """Install something with pip from the downloaded packages."""
     done = subprocess.run(
         [f"{venv}/bin/python", "-m", "pip", "install", "-q", *what],
         env=bare(venv.with_name("home"), wheels), capture_output=True, text=True, timeout=RUN_S,
@@ -78,7 +79,7 @@ def bare(home: Path, wheels: Path, **more: str) -> dict[str, str]:
 
 
 def site(wheels: Path) -> dict[str, str]:
-    """Return how pip is told of the site's mirror; what is not imported is not compiled."""
+    """Return pip's options for the site's mirror; packages are not compiled before their import."""
     return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_NO_COMPILE": "1"}
 
 
@@ -91,7 +92,7 @@ def fresh(at: Path, *options: str) -> Path:
 def layered(at: Path, base: Path, *, without: tuple[str, ...] = ()) -> Path:
     """Make an environment that has another one's packages, but for some; it may get more.
 
-    Packages are linked, each by itself, so that pip sees them there, and changes nothing of theirs.
+    Each package is linked separately, so pip sees the packages there and does not change them.
     """
     fresh(at, "--without-pip")
     (theirs,) = (base / "lib").glob("python3*/site-packages")
@@ -107,7 +108,7 @@ def layered(at: Path, base: Path, *, without: tuple[str, ...] = ()) -> Path:
 
 @contextlib.contextmanager
 def short_folder() -> Iterator[Path]:
-    """Hand out a folder of few letters, for names of sockets; nothing of it is left."""
+    """Yield a folder with a short name, for names of sockets; it is removed at the end."""
     made = Path(tempfile.mkdtemp(prefix="wb-"))
     try:
         yield made
@@ -117,7 +118,7 @@ def short_folder() -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Node:
-    """What one machine runs, and where what it prints is kept."""
+    """The commands of one machine, and the file with their output."""
 
     words: Sequence[str]
     cwd: Path
@@ -126,7 +127,7 @@ class Node:
 
 
 class Apart:
-    """A place without a network but its own loopback; what was started in it ends with it."""
+    """A place whose only network is its own loopback; processes started in it end with it."""
 
     def __init__(self) -> None:
         self._outer = subprocess.Popen(
@@ -150,7 +151,7 @@ class Apart:
         return subprocess.Popen(command, text=True, stdin=subprocess.DEVNULL, **about)
 
     def run(self, words: Sequence[str], cwd: Path, **about: Any) -> str:
-        """Run a command in there and return what it wrote, once it has ended well."""
+        """Run a command in there and return its output after it has ended without an error."""
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with self.start(words, cwd, **streams, **about) as process:
             said, _ = process.communicate(timeout=RUN_S)
@@ -159,7 +160,7 @@ class Apart:
 
     @contextlib.contextmanager
     def nodes(self, nodes: Sequence[Node]) -> Iterator[list[subprocess.Popen[str]]]:
-        """Start commands side by side; at the end of the block all of them must end well."""
+        """Start commands at the same time; at the end of the block all must end well."""
         with contextlib.ExitStack() as stack:
             started = []
             for node in nodes:
@@ -193,12 +194,12 @@ def in_notebook() -> Mapping[str, np.ndarray]:
 
 
 def followed(log: Path, process: subprocess.Popen[str]) -> Any:
-    """Follow what a process prints, by a command that ends with it, as `kubectl logs -f` does."""
+    """Follow the output of a process, by a command that ends with it, as `kubectl logs -f` does."""
     return follow(["tail", "-n", "+1", "-f", f"--pid={process.pid}", str(log)], wait_s=RUN_S)
 
 
 def has_ended_as(run: Any, weights: Mapping[str, np.ndarray]) -> None:
-    """Assert that a run is whole, and that its weights are others' to the last bit."""
+    """Assert that a run is complete, and that its weights equal the given ones to the last bit."""
     assert (run.state, run.error) == ("finished", None)
     assert run.history.totals.steps == STEPS
     assert set(run.history["rank"]) == {0, 1}

@@ -1,4 +1,4 @@
-"""`docs/errors.md`: written from the mistakes that the tests make, and held against them."""
+"""`docs/errors.md`: written from the mistakes that the tests make, and compared with them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from mistakes import GOOD, MODEL, Mistake
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 WRITE = os.environ.get("WORKBENCH_WRITE_DOCS") == "1"
-HEAD = """# Mistakes, and what they say
+HEAD = """# Mistakes and their messages
 
 <!-- Written by the tests (WORKBENCH_WRITE_DOCS=1 python -m pytest tests -k mistake). -->
 
-The first line of each ends in its code, `[WB-FIT-...]`, which stays when the words change; a list
-of all codes is in [error-codes.md](error-codes.md).
+The first line of each message ends in a code, `[WB-FIT-...]`. The code stays the same if the words
+change. [error-codes.md](error-codes.md) lists all codes.
 
-Each of these is made for real in the tests: the error below is what was shown, the next step is
-followed, and the cluster works after it. Cells are shown without what they share:
+The tests really make each of these mistakes. The page shows the error that appeared. The test then
+follows the next step and checks that the cluster works. The cells are shown without these common
+lines:
 
 ```python
 import torch
@@ -33,18 +34,18 @@ VARYING = [
     (r"\bengine-\d+\b", "engine-…"),
     (r"\bIn\[\d+\]", "In[…]"),
 ]
-"""What differs from machine to machine and from run to run."""
+"""The parts that differ from machine to machine and from run to run."""
 
 
 def settled(text: str) -> str:
-    """Return a message without what differs from run to run."""
+    """Return a message without the parts that differ from run to run."""
     for pattern, instead in VARYING:
         text = re.sub(pattern, instead, text)
     return text.strip()
 
 
 def short(cell: str) -> str:
-    """Return a cell without what all of them share."""
+    """Return a cell without the lines that all cells share."""
     lines = [
         line
         for line in cell.strip().split("\n")
@@ -61,7 +62,7 @@ def part(mistake: Mistake, shown: str) -> str:
     blocks = [f"## {mistake.title}\n", f"```python\n{short(mistake.cell)}\n```"]
     blocks.append(f"```text\n{settled(shown)}\n```")
     if mistake.cure:
-        blocks.append(f"Followed:\n\n```python\n{short(mistake.cure)}\n```")
+        blocks.append(f"After the next step:\n\n```python\n{short(mistake.cure)}\n```")
     return "\n".join(blocks) + "\n"
 
 
@@ -74,7 +75,7 @@ def parts() -> dict[str, str]:
 
 
 def check(mistake: Mistake, shown: str) -> None:
-    """Hold the page against what was shown, or write it there."""
+    """Compare the page with the shown message, or write the message into the page."""
     there, now = parts(), part(mistake, shown)
     if not WRITE:
         assert there.get(mistake.title, "").strip() == now.strip(), (

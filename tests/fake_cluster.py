@@ -1,4 +1,4 @@
-"""A cluster that is none, for the queue: its runs end when a test says so."""
+"""A simulated cluster for the queue: its runs end when a test says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that never happened, shown live in a notebook while its cell blocks."""
+"""A made-up run, shown live in a notebook while its cell blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def play(
 ) -> list[str]:
     """Show steps until Stop is pressed or `limit_s` is over; return the commands received.
 
-    With `block` the cell waits for the end, otherwise the run goes on in the background.
+    With `block` the cell waits for the end, otherwise the run continues in the background.
     """
     received: list[str] = []
     stop, paused = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""The words that a figure draws, and where they stand."""
+"""The words that a figure draws, and their positions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def words_of(figure: Any) -> list[tuple[str, Any]]:
-    """Every text that is drawn, with the box it takes in pixels."""
+    """Every drawn text, with its box in pixels."""
     renderer = figure.canvas.get_renderer()
     figure.draw(renderer)
     found = list(figure.texts)

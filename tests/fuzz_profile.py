@@ -1,4 +1,4 @@
-"""How hard the fuzz tests try: short and repeatable, or long with `WORKBENCH_FUZZ=long`."""
+"""The number of fuzz examples: few and repeatable, or many with `WORKBENCH_FUZZ=long`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LONG = os.environ.get("WORKBENCH_FUZZ") == "long"
 
 
 def tries(short: int) -> settings:
-    """Return settings for about `short` examples; a hundred times as many where asked for."""
+    """Return settings for about `short` examples; with WORKBENCH_FUZZ=long, 100 times more."""
     return settings(
         max_examples=100 * short if LONG else short,
         derandomize=not LONG,

@@ -42,7 +42,7 @@ def text(source: str) -> dict[str, Any]:
 
 
 def cells(answers: dict[str, str] | None = None, numbers: Any = tuple(STUBS)) -> list[Any]:
-    """The lab's cells with these answers; the empty ones elsewhere."""
+    """The lab's cells with these answers; all other cells are empty."""
     made = [text("# A lab"), code(BEGIN, "a", ("step",)), code(TORCH, "b", ("step",))]
     for number in numbers:
         answer = (answers or {}).get(number, STUBS[number])
@@ -63,7 +63,7 @@ def write(path: Path, made: list[Any], lab: int | None = 1) -> Path:
 
 
 def hand_in(folder: Path, name: str, **answers: str) -> Path:
-    """Write a notebook with good answers but for these: `e1_2="..."`."""
+    """Write a notebook with correct answers, except these: `e1_2="..."`."""
     given = {key[1:].replace("_", "."): f"# YOUR CODE {key[1:].replace('_', '.')}\n{value}"
              for key, value in answers.items()}  # fmt: skip
     for number, source in given.items():
@@ -90,7 +90,7 @@ if os.fork() == 0:
 
 
 def tagged():
-    """The living processes that were told to outlive their notebook."""
+    """The living processes that were started to survive their notebook."""
     return _living(lambda process: TAG in process.cmdline())
 
 
@@ -114,7 +114,7 @@ _TRACE = {"SYS_PTRACE": 19, "SYS_ADMIN": 21, "PERFMON": 38}
 
 
 def without_rights():
-    """In a process that begins: give up root's rights over files and processes (Linux)."""
+    """In a starting process: give up root's rights over files and processes (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         for right in {**_OVERRIDE, **_TRACE}.values():
             ctypes.CDLL(None).prctl(_CAPBSET_DROP, right, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Rows of runs that never happened, with known causes, for tests of metrics and history."""
+"""Rows of made-up runs, with known causes, for tests of metrics and history."""
 
 from __future__ import annotations
 

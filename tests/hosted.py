@@ -1,8 +1,8 @@
-"""Engines on hosts that are none: agents on this machine that think they are elsewhere.
+"""Engines on simulated hosts: agents on this machine that behave as on another machine.
 
-Each agent is a process with a name, a TMPDIR and a HOME of its own. That makes its engines "not
-here" for the kernel (`EngineInfo.is_here`), so that all that is done for other machines is done for
-them, without root, ssh or namespaces. Disks, clocks and loopback are shared.
+Each agent is a process with its own name, TMPDIR and HOME. So for the kernel its engines are on
+another machine (`EngineInfo.is_here`), and the kernel treats them so, without root, ssh or
+namespaces. Disks, clocks and loopback are shared.
 
     with hosted_cluster(tmp_path, 2) as cluster:
         run = cluster.run(...)
@@ -93,7 +93,7 @@ class LocalAgents:
 def hosted_cluster(
     folder: Path, engines: int = 2, names: Sequence[str] = ("left", "right"), **about: object
 ) -> Iterator[Cluster]:
-    """Yield a cluster whose engines are on hosts of these names, as many on each.
+    """Yield a cluster with engines on hosts with these names, equally many on each.
 
     Args:
         folder: For what the hosts have of their own: `<name>/tmp`, `<name>/home`.

@@ -1,4 +1,4 @@
-"""Job folders for tests, and their processes, started without torchrun's agent: it takes seconds.
+"""Job folders for tests, and their processes, started without torchrun's slow agent.
 
 folder = job_folder(tmp_path, plan)
 with started(folder, 2) as processes:
@@ -52,7 +52,7 @@ def processes_of(plan: Plan) -> int:
 
 
 def environment(rank: int, world_size: int, port: int, **more: str) -> dict[str, str]:
-    """What torchrun's agent would tell a rank, but that rank 0 hosts the store."""
+    """The environment that torchrun's agent gives a rank, except that rank 0 hosts the store."""
     ours = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return {**os.environ, **{k: str(v) for k, v in ours.items()}, "OMP_NUM_THREADS": "1", **more}
 
@@ -65,11 +65,11 @@ def started(
     each: Sequence[Mapping[str, str]] = (),
     **more: str,
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start a job's processes; those that are left are ended.
+    """Start a job's processes; at the end, remaining processes are ended.
 
     Args:
-        each: What the environment of each rank has besides.
-        more: What all have; what is empty is taken out.
+        each: Additional environment variables of each rank.
+        more: Variables of all ranks; empty ones are removed.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""What tests of kept clusters share: kernels that keep one, and the command line."""
+"""Helpers for tests of kept clusters: kernels that keep a cluster, and the command line."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Labs run as a student would, with every answer that their sources know: right, wrong and none."""
+"""Runs labs as a student does, with every answer in their sources: right, wrong and empty."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def marked(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class Tried:
-    """What the check said of one answer.
+    """The result of the check for one answer.
 
     Attributes:
         answer: `empty`, `wrong 1`, ..., `right 1`, ... or `solution`.
@@ -71,7 +71,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def run(cells: list[Any], folder: Path) -> None:
-    """Run cells in a kernel of their own; errors stay in their outputs."""
+    """Run cells in a separate kernel; errors stay in their outputs."""
     made = v4.new_notebook(cells=cells)
     client = NotebookClient(
         made, timeout=CELL_TIMEOUT_S, kernel_name="python3", allow_errors=True,
@@ -116,7 +116,7 @@ def _may_raise(cell: Any) -> bool:
 
 
 def plain(cell: Any) -> str:
-    """Return what a cell shows, as text."""
+    """Return the output of a cell, as text."""
     return "\n".join(output.get("data", {}).get("text/plain", "") for output in cell.outputs)
 
 

@@ -1,8 +1,9 @@
-"""Fails a test, by its name, that leaves something of this process behind.
+"""Fails each test after which this process has additional resources, and names the test.
 
-A test is held against what there was when its wider fixtures were there; a file against what there
-was before its first test, so that what its fixtures hold must go with them; all tests of the
-process against its beginning. What `lending` keeps for the next file is asked for there.
+For a test, the guard compares the resources with those after its wider fixtures were made. For a
+file, it compares with those before its first test, so the resources of fixtures must end with them.
+For all tests of the process, it compares with the beginning. `lending` says what it keeps for the
+next file.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class LeakGuard:
 
     @pytest.fixture(autouse=True)
     def nothing_is_left(self, request: pytest.FixtureRequest) -> Iterator[None]:
-        """Look before the test's own fixtures are made and after they are gone."""
+        """Look before the test's own fixtures are made and after they have ended."""
         shares = request.node.get_closest_marker("leaks")
         if shares is not None and not (shares.args and str(shares.args[0]).strip()):
             pytest.fail('Say what the tests share: @pytest.mark.leaks("why").', pytrace=False)
@@ -59,7 +60,7 @@ class LeakGuard:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any]
     ) -> Generator[None, object, object]:
-        """Note what fixtures make that outlive a test."""
+        """Note the resources that fixtures with a wider scope make."""
         if fixturedef.scope == "function":
             return (yield)
         before = leaks.look()
@@ -76,7 +77,7 @@ class LeakGuard:
     def pytest_runtest_makereport(
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Note that a test failed: what it did not come to end is not its only trouble."""
+        """Note that a test failed: resources that it could not end are then a consequence."""
         report = yield
         if report.failed and report.when != "teardown":
             item.stash[_failed] = self._failed_in_file = self._failed = True
@@ -143,7 +144,7 @@ def _running() -> list[Any]:
 
 
 def _kept(clusters: list[Any]) -> Kept:
-    """Return what lending keeps, and what clusters of wider fixtures stand on by now."""
+    """Return the resources that `lending` keeps, and those of clusters of wider fixtures."""
     lending = sys.modules.get("lending")
     kept = lending.kept_resources() if lending is not None else Kept()
     for cluster in clusters:

@@ -1,6 +1,6 @@
-"""What this process holds that outlives a test: looked at before and after, and compared.
+"""Finds the resources of this process that remain after a test: it compares before and after.
 
-Linux tells it under `/proc`; elsewhere only threads, variables and folders are looked at.
+On Linux they are in `/proc`; on other systems only threads, variables and folders are compared.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ GROUND = re.compile(r"^workbench-(router|warm|warm-look|watch-\d+|engines|prewar
 
 @dataclass
 class Kept:
-    """What is kept on purpose, and may come and go between two looks."""
+    """Resources that are kept on purpose, and may change between two looks."""
 
     pids: set[int] = field(default_factory=set)
     folders: set[str] = field(default_factory=set)
@@ -83,7 +83,7 @@ class Kept:
 
 
 def look() -> Held:
-    """Return what this process holds now."""
+    """Return the current resources of this process."""
     held: Held = Counter({("cwd", os.getcwd()): 1})
     for name, value in os.environ.items():
         if name not in PYTESTS:
@@ -114,14 +114,14 @@ def _names(folder: str) -> list[str]:
 
 
 def _descriptors() -> Iterator[str]:
-    """Return what each open descriptor leads to."""
+    """Return the target of each open descriptor."""
     for number in _names("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile, as the one that lists them
             yield os.readlink(f"/proc/self/fd/{number}")
 
 
 def children() -> set[int]:
-    """Return the processes that this one has started itself; dead ones too, until waited for."""
+    """Return the processes that this one has started, including ended ones not yet waited for."""
     found: set[int] = set()
     for thread in _names("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/children") as file:
@@ -130,7 +130,7 @@ def children() -> set[int]:
 
 
 def left(before: Held, allowed: Callable[[Thing], bool] = lambda thing: False) -> list[Thing]:
-    """Return what is held that was not before, and is not gone after a while either."""
+    """Return the resources that are new and that remain after a short time."""
     found = _new(before, look(), allowed)
     if found:
         gc.collect()
@@ -153,11 +153,11 @@ def _new(before: Held, after: Held, allowed: Callable[[Thing], bool]) -> list[Th
 
 
 def excuse(thing: Thing, kept: Kept, linked: bool) -> str:
-    """Return why something may stay; empty where it may not.
+    """Return why a resource may stay; empty if it must not.
 
     Args:
-        kept: What is kept on purpose.
-        linked: Whether processes of a wider fixture, or kept ones, are talked to.
+        kept: The resources that are kept on purpose.
+        linked: Whether there are connections to kept processes, or to those of a wider fixture.
     """
     kind, which = thing
     if kind == "env":
@@ -195,7 +195,7 @@ def _reason(reasons: dict[str, str], name: str) -> str:
 
 
 def _of_helpers() -> set[str]:
-    """Return what leads to Python's own helper processes, and to event loops that stay."""
+    """Return the descriptors of Python's own helper processes, and of event loops that stay."""
     tracker = getattr(multiprocessing.resource_tracker, "_resource_tracker", None)
     server = getattr(multiprocessing.forkserver, "_forkserver", None)
     numbers = [getattr(tracker, "_fd", None), getattr(server, "_forkserver_alive_fd", None)]
@@ -214,7 +214,7 @@ def _of_helpers() -> set[str]:
 
 
 def _whose(folder: str) -> str:
-    """Return what other process a file or folder in the temporary folder is of; empty: ours."""
+    """Return the other process that owns a file or folder in the temporary folder; empty: ours."""
     if not os.path.isdir(folder):
         return "a log says nothing of whose it is, and other processes leave theirs here too"
     try:
@@ -225,7 +225,7 @@ def _whose(folder: str) -> str:
 
 
 def _whose_memory(name: str) -> str:
-    """Return what other process shared memory is of; empty: ours."""
+    """Return the other process that owns shared memory; empty: ours."""
     said = re.match(r"torch_(\d+)_", name)
     if said and int(said[1]) not in _family():
         return f"it is of process {said[1]}"
@@ -265,7 +265,7 @@ def _command(pid: int) -> str:
 
 
 def described(things: Iterable[Thing], before: Held) -> list[str]:
-    """Return, in words, what was left."""
+    """Return the remaining resources in words."""
     was = dict(which for kind, which in before if kind == "env")
     return sorted(_words(kind, which, was) for kind, which in things)
 

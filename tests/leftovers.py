@@ -1,4 +1,4 @@
-"""A stage for kernels that die: what they started, and what is left of it."""
+"""A stage for kernels that die: the processes that they started, and what remains of them."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ HEAD = """
 
 
 class Stage:
-    """An environment of its own: temporary folder, runs, and a mark on every process.
+    """A separate environment: temporary folder, runs, and a mark on every process.
 
     Attributes:
         seen: Everything that processes of this stage were seen to hold: sockets, shared memory.
@@ -58,7 +58,7 @@ class Stage:
         }  # fmt: skip
 
     def kernel(self, code, *, tail="time.sleep(600)"):
-        """Start a stand-in for a kernel that runs `code` and says lines."""
+        """Start a process that replaces a kernel: it runs `code` and prints lines."""
         source = textwrap.dedent(HEAD) + textwrap.dedent(code) + "\n" + tail
         return subprocess.Popen(
             [sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, env=self.env
@@ -92,7 +92,7 @@ class Stage:
         return processes
 
     def left(self):
-        """What is there now that should not be."""
+        """The resources that should no longer exist."""
         listening = {
             ("tcp", c.laddr.port)
             for c in psutil.net_connections("inet")
@@ -109,7 +109,7 @@ class Stage:
         ]
 
     def wait_empty(self, timeout_s=10):
-        """Wait until nothing is left; return how long it took and what is left after all."""
+        """Wait until nothing remains; return how long it took and what still remains."""
         began = time.monotonic()
         while (left := self.left()) and time.monotonic() - began < timeout_s:
             time.sleep(0.1)

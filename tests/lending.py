@@ -1,9 +1,9 @@
-"""Lends clusters to tests that need none of their own making.
+"""Lends clusters to tests that do not have to start one themselves.
 
-Most of a start is the import of the framework in the warm parent, and ipyparallel's controller.
-These are kept for the next test of the process that asks. What makes a cluster new is new each
-time: the `Cluster`, its engines, with ids from 0, and the store they meet at. A test that looks at
-starting or ending itself, or wants a warm parent that has another environment, starts its own.
+Most of a start's time is the import of the framework in the warm parent, and ipyparallel's
+controller. Both are kept for the next test of this process. The rest is new each time: the
+`Cluster`, its engines with ids from 0, and their store. A test starts its own cluster if it tests
+the start or the end, or needs a warm parent with another environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SETTLE_S = 10
 
 @contextlib.contextmanager
 def lent(workers: int, **settings: Any) -> Iterator[Cluster]:
-    """Start a cluster, on what an earlier one stood on if there is such; no engine is left."""
+    """Start a cluster, with kept parts of an earlier one if possible; no engine remains."""
     cluster = Cluster(workers, engines=take(), **settings)
     try:
         yield cluster
@@ -36,7 +36,7 @@ def lent(workers: int, **settings: Any) -> Iterator[Cluster]:
 
 
 def take() -> Engines | None:
-    """Return what a cluster can be started on: engines of which none was started, or None."""
+    """Return parts with which a cluster can start: an engine pool without engines, or None."""
     while _spare:
         if (engines := _spare.pop()).reusable:
             return engines
@@ -45,7 +45,7 @@ def take() -> Engines | None:
 
 
 def take_back(cluster: Cluster) -> None:
-    """Stop a cluster, but keep what the next one can stand on."""
+    """Stop a cluster, but keep the parts that the next cluster can use."""
     if not _is_quiet(cluster):
         cluster.stop()
     elif (engines := cluster.hand_back()) is not None:
@@ -53,7 +53,7 @@ def take_back(cluster: Cluster) -> None:
 
 
 def give(engines: Engines) -> None:
-    """Keep engines of which none was started; one of a kind is enough."""
+    """Keep an engine pool without engines; one of each kind is enough."""
     if _spare or not engines.reusable:
         engines.stop()
     else:
@@ -63,7 +63,7 @@ def give(engines: Engines) -> None:
 def mend() -> None:
     """Give every cluster of this process fresh engines if it lost one, or is still busy.
 
-    A test that failed leaves them so to those that follow, and to itself when it is repeated.
+    A failed test leaves such clusters to the tests that follow, and to its own repetition.
     """
     for cluster in registry.running_clusters():
         if _is_quiet(cluster) and all(info.state == "idle" for info in cluster.engines):
@@ -81,7 +81,7 @@ def _is_quiet(cluster: Cluster) -> bool:
 
 
 def kept_resources() -> Kept:
-    """Return what is kept for the next who asks, for `leak_guard`."""
+    """Return the kept resources, for `leak_guard`."""
     kept = Kept()
     for engines in _spare:
         kept.add(engines.about(), str(engines.folder()))
@@ -90,6 +90,6 @@ def kept_resources() -> Kept:
 
 @atexit.register
 def end() -> None:
-    """Stop what is kept."""
+    """Stop the kept parts."""
     while _spare:
         _spare.pop().stop()

@@ -1,4 +1,4 @@
-"""Which sockets and files of ours others could reach; for tests."""
+"""Finds our sockets and files that others could use; for tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_ports() -> Iterator[tuple[str, str, int]]:
 
 
 def beyond_loopback() -> set[tuple[str, str]]:
-    """Return (process, address) of what can be reached from other machines."""
+    """Return (process, address) of sockets that other machines can connect to."""
     return {(name, ip) for name, ip, _ in open_ports() if not ip.startswith(LOOPBACK)}
 
 
@@ -44,7 +44,7 @@ def unix_sockets() -> set[str]:
 
 
 def reachable_by_others(path: str | Path) -> bool:
-    """Whether another user gets to a path: neither it nor a folder above is ours alone."""
+    """Whether another user can open a path: neither it nor a folder above is only ours."""
     path = Path(path)
     for place in [path, *path.parents]:
         status = os.stat(place)

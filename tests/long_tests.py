@@ -1,9 +1,9 @@
-"""What `./run-tests` leaves to `./run-tests --long`, and which case of the same mechanism stays.
+"""The tests that only `./run-tests --long` runs, and the case of each mechanism that stays.
 
-The rules stand in `long_tests.txt`. A rule names tests by `file::test[case]`, `*` standing for any
-text. All of them move, but for those that `stays` names; where all of a test's cases move, `stays`
-names another test of the mechanism. A rule that fits no test, or whose mechanism would be left
-without a test, ends the collection.
+The rules are in `long_tests.txt`. A rule names tests by `file::test[case]`; `*` means any text. All
+of them move, except those that `stays` names. If all cases of a test move, `stays` names another
+test of the mechanism. A rule that matches no test, or that leaves its mechanism without a test,
+ends the collection.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 @dataclass(frozen=True)
 class Rule:
-    """Tests that take long for what they show besides.
+    """Tests that take long and add little to the quick suite.
 
     Attributes:
         moves: Pattern of the tests' ids, from `tests/` on.
@@ -33,7 +33,7 @@ class Rule:
 def read(text: str) -> list[Rule]:
     """Return the rules of a table: under a file's name, `moves <- stays & stays`.
 
-    What stays and names no file is in the same one as what moves.
+    If `stays` names no file, it is the file of `moves`.
     """
     found, file = [], ""
     for line in text.splitlines():
@@ -56,7 +56,7 @@ def mark(items: Iterable[pytest.Item], whole: bool) -> None:
         whole: Whether all tests of the files are there, so that rules can be checked.
 
     Raises:
-        pytest.UsageError: A rule fits no test of its file, or leaves its mechanism without one.
+        pytest.UsageError: A rule matches no test of its file, or leaves its mechanism without one.
     """
     by_file: dict[str, dict[str, pytest.Item]] = {}
     for item in items:

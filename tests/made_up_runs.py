@@ -76,7 +76,7 @@ def eight(steps: int = 60, seeds: int = 1, stem: str = "") -> list[RunSummary]:
 
 
 def partial() -> list[RunSummary]:
-    """A whole run beside ones that were stopped, failed, or never made a step."""
+    """A complete run, and runs that were stopped, failed, or never made a step."""
     return [
         make_run("one_device", compute_s=0.02, transfer_s=0.0, evals={"accuracy": 0.9}),
         make_run("halted", 2, strategy="mirrored", steps=7, state="stopped"),

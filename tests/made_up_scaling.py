@@ -23,7 +23,7 @@ def run_of(
     noise: float = 0.0,
     **more: Any,
 ) -> RunSummary:
-    """Return a run whose steps take so long, of which 10 ms are communication with several."""
+    """Return a run with this step time; with several workers, 10 ms of it are communication."""
     sent_s = 0.01 if workers > 1 else 0.0
     rows = make_rows(
         steps, workers, compute_s=step_s - sent_s, transfer_s=sent_s, data_s=0.0, other_s=0.0,

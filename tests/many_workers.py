@@ -1,4 +1,4 @@
-"""A notebook's session with many workers that never were: for the panel's speed and its widths."""
+"""A notebook's session with many simulated workers, to test the panel's speed and widths."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FakeVitals:
 
 @dataclass(eq=False)
 class FakeRun:
-    """A run that goes on: what the panel's parts ask of `Run`."""
+    """A running run with the parts of `Run` that the panel uses."""
 
     workers: int
     name: str = "many"
@@ -103,7 +103,7 @@ class FakeRun:
 
 
 class FakeCluster:
-    """What the panel's parts ask of `Cluster`."""
+    """The parts of `Cluster` that the panel uses."""
 
     framework, devices_asked, is_busy = "torch", "auto", False
     launch = LaunchSettings()
@@ -123,7 +123,7 @@ class FakeCluster:
 
 
 def install(workers: int) -> FakeRun:
-    """Have the notebook's session show such a cluster and its run."""
+    """Make the notebook's session show such a cluster and its run."""
     from workbench.execution.registry import runs
     from workbench.notebook.session import session
 

@@ -15,7 +15,7 @@ def title(mistake: Mistake) -> str:
 
 
 def make(book: Notebook, mistake: Mistake) -> None:
-    """Make the mistake, read its error, do what it advises, and see that the cluster works."""
+    """Make the mistake, read its error, follow its advice, and check that the cluster works."""
     if mistake.before:
         book.ok(mistake.before)
     cell = book.refused(mistake.cell)
@@ -29,5 +29,5 @@ def make(book: Notebook, mistake: Mistake) -> None:
 
 
 def works(book: Notebook) -> None:
-    """See that both engines of the cluster answer."""
+    """Check that both engines of the cluster answer."""
     assert book.ok("%%distributed\nworld_size").lines() == ["[ranks 0-1] 2"]

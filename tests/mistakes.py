@@ -1,8 +1,8 @@
 """Mistakes of users, named: each cell, the code of its error, and what the error advises.
 
 The tables are in `mistakes_of_lines.py`, `mistakes_of_cells.py` and `mistakes_of_keras.py`.
-`cluster/test_mistakes.py` makes every one of them on real engines, follows the advice, and holds
-`docs/errors.md` against what was shown.
+`cluster/test_mistakes.py` makes every mistake on real engines, follows the advice, and compares
+`docs/errors.md` with the messages.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ GOOD = {
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake, and the way out that its error names.
+    """One mistake, and the solution that its error names.
 
     Attributes:
         title: What went wrong, as a user would say it.
         cell: What was typed.
-        code: The error's, empty where there is none; what it says stands on the page.
-        cure: What the error advises, followed; empty where the advice is not a cell.
+        code: The error's code, empty if there is none; its text is on the page.
+        cure: The cell that follows the advice; empty if the advice is not a cell.
         before: A cell that must have run before.
-        framework: What the engines have.
-        where: `line`: refused before an engine was touched; `engines`: they found out.
+        framework: The framework of the engines.
+        where: `line`: refused before an engine was used; `engines`: found on the engines.
         within_s: It is reported in this time.
     """
 

@@ -1,4 +1,4 @@
-"""Mistakes that engines with PyTorch find out (see `mistakes.py`)."""
+"""Mistakes that engines with PyTorch find (see `mistakes.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes that are named before an engine is touched (see `mistakes.py`)."""
+"""Mistakes that are reported before an engine is used (see `mistakes.py`)."""
 
 from __future__ import annotations
 

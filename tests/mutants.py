@@ -1,19 +1,19 @@
-"""Breaks the product in one place after the other, and asks the tests whether they notice.
+"""Breaks the product in one place at a time, and checks whether the tests notice.
 
     python tests/mutants.py                         # all of them, about five minutes
     python tests/mutants.py ring seed --jobs 2      # those whose names begin so, two at a time
     python tests/mutants.py --report mutants.json
 
-The mutants stand in `mutants.toml`. Each is one change of a file of `workbench`, made in a copy of
-the checkout, and names the tests of the quick suite that should fail of it. The same tests run
-without the change before: they must pass. What Python a process of the tests imports is written
-down (`GUARD`), and engines are asked once: a test that runs on another checkout proves nothing.
+The mutants are in `mutants.toml`. Each mutant is one change of a file of `workbench`, made in a
+copy of the checkout. It names the tests of the quick suite that should fail because of it. Before,
+the same tests run without the change and must pass. `GUARD` records which package the processes of
+the tests import, and engines are asked once, because a test on another checkout proves nothing.
 
-A mutant is killed where a test fails, also where pytest's own time limit ends a test that hangs. A
-run that only the limit of this command ends is undecided, which counts as survived.
+A mutant is killed if a test fails, also if pytest's own time limit ends a test that hangs. If only
+the limit of this command ends the run, the result is undecided, which counts as survived.
 
-Ends with 0 where all were killed, 1 where one survived, 2 where a mutant fits the files no more or
-something else than a test went wrong.
+The exit status is 0 if all were killed, 1 if one survived, and 2 if a mutant no longer fits the
+files or there was an error outside of the tests.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Mutant:
     """One place that is broken.
 
     Attributes:
-        name: What it is called on the command line.
-        breaks: What no longer holds, as a sentence.
+        name: Its name on the command line.
+        breaks: The property that is broken, as a sentence.
         file: Below `workbench/`.
         old, new: The text of the file, which is there once, and what takes its place.
         caught_by: Files or functions of the tests, below `tests/`.
@@ -138,7 +138,7 @@ class Outcome:
 
 @dataclass
 class Finding:
-    """What became of one mutant."""
+    """The result of one mutant."""
 
     name: str
     breaks: str
@@ -155,7 +155,7 @@ class StrayImportError(Exception):
 
 
 def stale(mutant: Mutant, root: Path = ROOT) -> str:
-    """Return why a mutant no longer fits its file, empty where it does."""
+    """Return why a mutant no longer fits its file; empty if it fits."""
     path = root / mutant.path
     if not path.is_file():
         return f"{mutant.path} is not there"
@@ -229,7 +229,7 @@ def run(copy: Path, arguments: Sequence[str], limit_s: float) -> tuple[int | Non
 
 
 def end_all(token: str, process: subprocess.Popen[Any]) -> None:
-    """End what a run has left behind: a mutant may be just that its children are not ended."""
+    """End the remaining processes of a run: a mutant may be that children are not ended."""
     for other in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # another user's, or gone
             if other.pid == process.pid or other.environ().get(TOKEN) == token:
@@ -295,7 +295,7 @@ class Bench:
         probe(self._unchanged)
 
     def unchanged(self, mutant: Mutant) -> Outcome:
-        """Return what the mutant's tests say without it; of the same tests it is asked once."""
+        """Return the result of the mutant's tests without the change; they run only once."""
         key = mutant.caught_by, mutant.only
         with self._lock:
             if key not in self._known:
@@ -303,7 +303,7 @@ class Bench:
             return self._known[key]
 
     def try_out(self, mutant: Mutant) -> Finding:
-        """Return what became of a mutant."""
+        """Return the result of a mutant."""
         before = self.unchanged(mutant)
         about = mutant.name, mutant.breaks, str(mutant.path)
         if before.verdict != "passed":
@@ -326,7 +326,7 @@ class Bench:
 
 
 def chosen(names: Sequence[str]) -> list[Mutant]:
-    """Return the mutants whose names begin so; all where none is named.
+    """Return the mutants whose names begin with one of these; without names, all.
 
     Raises:
         SystemExit: No mutant's name begins with one of them.

@@ -1,7 +1,7 @@
 """Skips tests whose libraries are not installed, without importing these.
 
-`pytest.importorskip` loads what it asks for, which costs seconds for a framework. Tests that only
-the engines, or processes they start, need it for ask here instead.
+`pytest.importorskip` imports the library, which takes seconds for a framework. Tests use `need`
+instead if only the engines, or processes that they start, need the library.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 
 def need(*modules: str) -> None:
-    """Skip the calling test, or the module at whose head this stands, unless all are installed."""
+    """Skip the calling test, or the calling module, if one of these is not installed."""
     for module in modules:
         if find_spec(module) is None:
             pytest.skip(f"{module} is not installed", allow_module_level=True)

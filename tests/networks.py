@@ -1,4 +1,4 @@
-"""Two hosts, as far as the network goes: namespaces joined by a cable, each with a loopback."""
+"""The networks of two hosts: namespaces joined by a cable, each with a loopback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADDRESSES = "10.79.0.2", "10.79.0.3"
 
 @contextlib.contextmanager
 def two() -> Iterator[tuple[str, str]]:
-    """Make two network namespaces; their names. They know each other by `ADDRESSES` alone."""
+    """Make two network namespaces; their names. They know each other only by `ADDRESSES`."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
     if shutil.which("ip") is None:
@@ -64,7 +64,7 @@ def enter(name: str) -> None:
     """Put the calling thread, and the threads it starts from now on, into a namespace.
 
     Raises:
-        OSError: It could not be entered.
+        OSError: The namespace cannot be entered.
     """
     libc = ctypes.CDLL(None, use_errno=True)  # os.setns is there from Python 3.12 on
     with open(f"/run/netns/{name}") as namespace:

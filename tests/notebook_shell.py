@@ -17,7 +17,7 @@ WAIT_S = 30
 
 @dataclass
 class Cell:
-    """What a cell left behind."""
+    """The outcome of a cell."""
 
     stdout: str
     stderr: str
@@ -27,7 +27,7 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """All that a user reads below the cell."""
+        """All text below the cell."""
         plain = [str(data.get("text/plain", "")) for data in self.displays]
         return "\n".join([self.stdout, self.stderr, *plain])
 
@@ -43,7 +43,7 @@ class Notebook:
         self.namespace = self.shell.user_ns
 
     def run(self, source: str) -> Cell:
-        """Run a cell; its error is handed back, not raised."""
+        """Run a cell; its error is returned, not raised."""
         before = time.perf_counter()
         with capture_output() as captured:
             result = self.shell.run_cell(source, store_history=True)
@@ -78,7 +78,7 @@ def notebook(engines: int = 0, *, fresh: bool = False):
     """A notebook with the extension loaded and, maybe, a cluster; leaves no engine.
 
     Args:
-        fresh: Whether its cluster must be started from nothing, and nothing kept of it (`lending`).
+        fresh: Whether its cluster starts without kept parts, and nothing of it is kept (`lending`).
     """
     import lending
 
@@ -120,5 +120,5 @@ def soon(condition, timeout_s: float = WAIT_S) -> bool:
 
 
 def interrupt_main_thread() -> None:
-    """What the notebook's interrupt button does."""
+    """Do what the notebook's interrupt button does."""
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)

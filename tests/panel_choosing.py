@@ -1,4 +1,4 @@
-"""The panel's choice without a browser: its two parts, in front of a cluster that is none."""
+"""The panel's choice without a browser: its two parts, with a simulated cluster."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cards(panel: Panel) -> dict[str, Any]:
 
 
 def do(panel: Panel, action: str, /, **fields: Any) -> tuple[Any, Any]:
-    """Do it; return what it answers, and the newest error."""
+    """Do an action; return its answer, and the newest error."""
     found = []
     panel.notices.clear()
     panel.do(action, fields, lambda value, **_: found.append(value))

@@ -1,4 +1,4 @@
-"""What a hand does to the panel, and what an eye finds amiss, for tests in a real browser."""
+"""Uses the panel in a real browser, and finds visible defects; for tests."""
 
 OPEN = "%load_ext workbench\nimport workbench as wb\nwb.panel()"
 
@@ -17,7 +17,7 @@ def press(book, name, within=".wbp"):
 
 
 def slide(book, label, value):
-    """Move a slider as a hand would: the browser's own events."""
+    """Move a slider by the browser's own events."""
     book.page.get_by_label(label, exact=True).evaluate(
         """(input, value) => {
           input.value = value;
@@ -105,6 +105,6 @@ def heard(page):
 
 
 def amiss(page):
-    """What stands outside the panel, overlaps, or has no name, on the tab that is open."""
+    """Elements of the open tab that are outside the panel, overlap, or have no name."""
     unnamed = [role for role, name in heard(page) if role in NAMED and not name.strip()]
     return page.evaluate(OUTSIDE) + page.evaluate(OVERLAPS) + unnamed

@@ -1,4 +1,4 @@
-"""Runs that never happened, of workers and links that are known, for tests of predictions."""
+"""Made-up runs of known workers and links, for tests of predictions."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def made_run(
     name: str = "made",
     **options: Any,
 ) -> Any:
-    """Return what a prediction reads of a run.
+    """Return the data of a run that a prediction reads.
 
     Args:
-        own_s: (steps, workers) seconds of own work.
+        own_s: (steps, workers) seconds of computation.
         step_s: (steps,) or (steps, workers) seconds of the whole step.
-        bubble: Whether all but own work was a pipeline's bubble.
+        bubble: Whether all time except the computation was a pipeline's bubble.
     """
     steps, ranks = own_s.shape
     length = np.broadcast_to(step_s.T, (ranks, steps)).T
@@ -63,7 +63,7 @@ def ring_run(
     rng: np.random.Generator, message_s: float, byte_s: float, *, steps: int = 120,
     workers: int = 2, size_bytes: float = GRADIENTS_BYTES, **given: Any,
 ) -> Any:  # fmt: skip
-    """Return a run of a ring all-reduce over a link whose messages cost what is said."""
+    """Return a run of a ring all-reduce over a link with the given cost of a message."""
     own = draw_own(rng, steps, workers)
     each = 2 * (workers - 1) * (message_s + byte_s * size_bytes / workers)
     sent = 2 * (workers - 1) / workers * size_bytes
@@ -73,7 +73,7 @@ def ring_run(
 
 
 def draw_own(rng: np.random.Generator, steps: int, workers: int) -> np.ndarray:
-    """Return own work with a long tail: 0.1 s and more."""
+    """Return computation times with a long tail: 0.1 s and more."""
     return 0.1 + 0.02 * rng.gamma(1.0, 1.0, (steps, workers))
 
 
@@ -84,7 +84,7 @@ BATCH = 64
 
 
 def own_of(samples: float) -> float:
-    """Return by what own work of so many samples is that of `draw_own`: a tenth stays."""
+    """Return the factor of `draw_own` for this number of samples; a tenth is constant."""
     return 0.1 + 0.9 * samples / BATCH
 
 
@@ -99,7 +99,7 @@ def scaled_runs(
     counts: tuple[int, ...] = (2, 4), *, steps: int = 120, weak: bool = False, seed: int = 11,
     strategy: str = "mirrored", name: str = "", **options: Any,
 ) -> list[Any]:  # fmt: skip
-    """Return one device, and as many rings as asked for, of which all is known."""
+    """Return one device and the given rings; all their values are known."""
     rng = np.random.default_rng(seed)
     found, ring = [], {"allreduce": "ring"} if strategy == "mirrored" else {}
     for workers in (1, *counts):

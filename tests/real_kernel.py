@@ -1,4 +1,4 @@
-"""A Jupyter kernel in a process of its own, whose cells can be run and read."""
+"""A Jupyter kernel in a separate process, whose cells can be run and read."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CELL_LIMIT_S = 120
 
 @dataclass
 class Shown:
-    """What a cell left behind: all that a reader sees, and its error, empty where there is none."""
+    """The output of a cell: all visible text, and its error, empty if there is none."""
 
     text: str
     error: str
 
 
 class Kernel:
-    """Runs cells one after the other, as a notebook's Run All does: nobody can type."""
+    """Runs cells one after the other, as a notebook's Run All does: no input is possible."""
 
     def __init__(self, manager: Any, client: Any) -> None:
         self._manager, self._client = manager, client
@@ -56,7 +56,7 @@ class Kernel:
 
 @contextlib.contextmanager
 def kernel(folder: Path) -> Iterator[Kernel]:
-    """Start a kernel that works in a folder; it ends, and what it started, with the context."""
+    """Start a kernel that works in a folder; the kernel and its processes end with the context."""
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     manager, client = start_new_kernel(kernel_name="python3", cwd=str(folder), env=env)

@@ -1,4 +1,4 @@
-"""What tests of recovery share: what is trained, who is killed, and what must hold at the end."""
+"""Helpers of the recovery tests: the training, the killed engines, and the checks at the end."""
 
 import contextlib
 import os
@@ -34,9 +34,9 @@ HEALING_STEPS = 240
 
 
 def healing_cell(folder, before="", more="", steps=HEALING_STEPS, model=MODEL):
-    """Return a cell whose steps take long enough to be disturbed, until its file `hurry` is there.
+    """Return a cell with steps that are long enough to disturb, until the file `hurry` exists.
 
-    So all that is to happen happens in the run, however long this machine takes for it.
+    So all faults happen during the run, also on a slow machine.
     """
     source = (
         "import os, pathlib, signal, time\n"
@@ -83,7 +83,7 @@ def every_step_counts_once(run, steps=STEPS):
 
 
 def counts_once(run, steps=HEALING_STEPS):
-    """Every step once; of the last before a death the row of who died may be missing."""
+    """Check that every step has each row once; the dead worker's last row may be missing."""
     run.history.finish()
     rank, step, samples = (run.history[name] for name in ("rank", "step", "samples"))
     assert len(set(zip(rank.tolist(), step.tolist(), strict=True))) == len(step)

@@ -3,7 +3,7 @@
     python tests/reports.py test-reports
 
 Writes `junit.xml`, all rounds in one, and `durations.txt`: seconds and name of every test with its
-fixtures, the longest first. Shows the longest and how many passed, failed and were skipped.
+fixtures, the longest first. Shows the longest tests and how many passed, failed and were skipped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def counts(whole: ElementTree.Element) -> dict[str, int]:
 
 
 def main(folder: Path) -> None:
-    """Write both files and show what matters of them."""
+    """Write both files and show a summary."""
     whole = merge(folder)
     ElementTree.ElementTree(whole).write(folder / "junit.xml", "utf-8", xml_declaration=True)
     times = durations(whole)

@@ -1,4 +1,4 @@
-"""Cells that train with PyTorch for as long as a test wants, and how far their run has come."""
+"""Cells that train with PyTorch until a test ends them, and the progress of their run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Which tests one process of `pytest -n N --dist loadgroup --no-loadscope-reorder` runs, and when.
 
-A file's tests share a cluster, so they stay together. Where each test starts a kernel of its own
-they need not, and a file that takes minutes would be the last to end. What takes longest begins
-first, for the same reason.
+A file's tests share a cluster, so they stay together. If each test starts its own kernel, they are
+spread, because a file that takes minutes would be the last to end. The longest tests begin first
+for the same reason.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LONGEST = (
 
 
 class Together(LoadScopeScheduling):  # type: ignore[misc,unused-ignore]
-    """Sends the tests of a file to one process, but for those that stand alone.
+    """Sends the tests of a file to one process, except tests that are independent.
 
     Marks of `xdist_group` would say the same, but pytest-xdist 3.8 writes them into ids that
     pytest 9 no longer reads.

@@ -3,12 +3,12 @@
 Importing TensorFlow and Keras takes longer than many a file, so it is done once, as for engines:
 the parent imports and never runs an operation (`workbench.cluster.forkserver.preload`).
 
-TensorFlow's runs of a file follow each other in one process, as in an engine. It has been seen to
-end that process by a segmentation fault; the file is then repeated, twice at most.
+TensorFlow's runs of a file happen one after the other in one process, as in an engine. TensorFlow
+has sometimes ended that process by a segmentation fault. Then the file is repeated, at most twice.
 
     python tests/tensorflow_files.py "not long" "not timing" 2 --reruns 2    # two files at a time
 
-Where WORKBENCH_TEST_REPORTS names a folder, each file leaves a report there.
+If WORKBENCH_TEST_REPORTS names a folder, each file writes a report there.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def files(kind: str, folder: Path = TESTS) -> list[Path]:
 def run_all(jobs: dict[str, Job], at_once: int, show: Callable[[str], object] = print) -> int:
     """Run each job in a forked process; return how many failed.
 
-    A job that a signal ends is repeated. What a job printed is shown when it has ended.
+    A job that a signal ends is repeated. The output of a job is shown after its end.
 
     Args:
-        jobs: What returns an exit status, by name.
+        jobs: Functions that return an exit status, by name.
         at_once: How many run at a time.
         show: Where to.
     """
@@ -114,7 +114,7 @@ def _fork(job: Job, report: IO[bytes]) -> int:
 
 
 def preload() -> bool:
-    """Import what the files use, as an engine's parent does; say whether forking is safe then."""
+    """Import the files' libraries, as an engine's parent does; return whether forking is safe."""
     from importlib.util import find_spec
 
     import pytest  # noqa: F401
@@ -133,7 +133,7 @@ def preload() -> bool:
 
 
 def _pytest(arguments: Sequence[str], forked: bool) -> int:
-    """Run pytest in this process, or in its place."""
+    """Run pytest in this process, or replace this process by it."""
     if not forked:
         os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])
     import pytest
@@ -142,7 +142,7 @@ def _pytest(arguments: Sequence[str], forked: bool) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the files; return 1 where one failed."""
+    """Run the files; return 1 if one failed."""
     suite, kind, at_once, *others = arguments
     marks = f"tensorflow and not (cluster or browser) and {suite} and {kind}"
     off = [word for plugin in UNUSED for word in ("-p", f"no:{plugin}")]

@@ -1,4 +1,4 @@
-"""What the Trace Event Format says of the events that Workbench writes, as a checker.
+"""Checks Workbench's events by the rules of the Trace Event Format.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -89,7 +89,7 @@ def check_event(event: dict[str, Any]) -> None:
 
 
 def check_nesting(events: list[dict[str, Any]]) -> None:
-    """Check that the slices of each thread nest, as they come: each inside the one it is in."""
+    """Check that the slices of each thread are nested correctly, in their order."""
     threads = defaultdict(list)
     for event in events:
         if event["ph"] == "X":

@@ -58,7 +58,7 @@ def engines(n, warm=None, **settings):
 
 @contextlib.contextmanager
 def stopped(pid):
-    """Have a process stand still, as one that is busy with something else for long."""
+    """Suspend a process, so that it behaves like a process that is busy for a long time."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -85,10 +85,10 @@ def alive(pid):
 
 @contextlib.contextmanager
 def kernel(code, **words):
-    """Run code that stands in for a notebook's kernel; yield (process, what it printed first).
+    """Run code that replaces a notebook's kernel; yield (process, its first output).
 
     Args:
-        code: A template; what it prints first is JSON. `paths` is where these tests' modules are.
+        code: A template; its first output is JSON. `paths` are the folders of these tests' modules.
     """
     code = textwrap.dedent(code).format(paths=[str(Path(__file__).parent)], **words)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

@@ -130,7 +130,7 @@ def test_fraud_is_found_about_as_well_as_it_can_be(book):
 
 def test_recall_is_the_share_of_the_fraud_that_is_found(book):
     """As counted from the model's answers; 2,000 test payments are not a multiple of the batch."""
-    line = "--recipe fraud_mlp -p samples=10_000 --steps 120 --plot off"
+    line = "--recipe fraud_mlp -p samples=10_000 -p lr=0.01 --plot off"
     book.ok(f"%distributed mirrored {line}")
     run, (x, y) = book["_run"], wb.data.payments("test", samples=10_000, arrays=True)
     weights, out = run.weights(), x

@@ -40,8 +40,8 @@ def _labs_plain(value):
 del _labs_plain
 """
 
-COLUMNS = ("rank", "step", "step_s", "start_s", "compute_s", "sync_wait_s", "samples", "loss",
-           "blamed_rank")  # fmt: skip
+COLUMNS = ("rank", "step", "step_s", "start_s", "compute_s", "sync_wait_s", "transfer_s",
+           "samples", "loss", "blamed_rank")  # fmt: skip
 """The columns of a run's history that checks may ask for."""
 
 _FIGURES = ("workers", "samples_per_s", "sent_step_bytes", "memory_bytes", "servers")

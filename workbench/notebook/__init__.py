@@ -11,6 +11,6 @@ In reading order:
     scaling    what several numbers of workers gained: figure, table, files
     compare    `wb.compare`, `wb.strategies`, `wb.diagram`, `wb.calibrate`: what there is to know
     sweep      `wb.sweep`: every combination of what is given in lists, and what came of it
-    completion what Tab offers of a run, a cluster and a history
+    completion  what Tab offers of a run, a cluster and a history
     auto       `%%distributed auto`, `wb.choose`: short runs, a ranking, one to train under
 """

@@ -1,6 +1,6 @@
 """Points of a class as CSV, in the columns of `nbgrader export`.
 
-Source of the columns: nbgrader 0.9, `nbgrader/plugins/export.py`. One column is ours: `remarks`
+Source of the columns: the class `CsvExportPlugin` of nbgrader 0.9. One column is ours: `remarks`
 says which exercises are not right. Points come from the checks' cells of the lab as it was handed
 out (`metadata.nbgrader.points`), so a teacher may change them there.
 """

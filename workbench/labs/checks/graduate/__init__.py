@@ -4,6 +4,11 @@ In reading order:
 
     lab_10  data parallelism from hooks
     lab_11  sharded optimizer state, and a tensor-parallel block
-    lab_12  compression and local steps at equal bytes, and federated branches
+    lab_12  compression and local steps at equal bytes
+    branches  the rest of lab 12: federated branches, noise and masks
     lab_13  a scaling study
+    on_engines  what these checks ask of answers on the engines
+
+`branches` has the checks of lab 12's federated branches, and `on_engines` has what several checks
+ask of answers on the engines.
 """

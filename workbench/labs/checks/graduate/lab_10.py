@@ -1,0 +1,460 @@
+"""Lab 10: data parallelism from hooks.
+
+Answers run on the engines with a model and a wire of the check's own, so that a cell that was
+changed cannot decide what is right.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...answers import exercise
+from .on_engines import filled, floats, have
+
+if TYPE_CHECKING:
+    from ...answers import Check
+
+_WIRE = """
+class _LabsWire:
+    def __init__(self):
+        self.messages, self.sizes, self.begun, self.during = 0, [], [], None
+    def all_reduce(self, x):
+        self.begin(x).wait()
+    def begin(self, x):
+        self.messages += 1
+        self.sizes.append(x.numel() * x.element_size())
+        self.begun.append(None if self.during is None else self.during())
+        work = dist.all_reduce(x.detach(), async_op=True)
+        return work
+    def broadcast(self, x, source=0):
+        dist.broadcast(x, source)
+
+def _labs_net(seed, unused=False):
+    torch.manual_seed(seed)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Tanh(), torch.nn.Linear(7, 3),
+        torch.nn.Linear(3, 2)).double()
+    net[3].bias.requires_grad_(False)
+    return net
+
+def _labs_grads(net):
+    return [torch.zeros(1) if p.grad is None else p.grad.detach().clone()
+            for p in net.parameters() if p.requires_grad]
+
+def _labs_data(seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+    return x, torch.randn(6, 2, generator=generator, dtype=torch.float64)
+"""
+_FORGET = "\ndel _LabsWire, _labs_net, _labs_grads, _labs_data, _labs_look\n"
+
+_SAME = """
+def _labs_look():
+    net, wire = _labs_net(rank), _LabsWire()
+    net[1].running_mean.fill_(float(rank) + 1)
+    same_weights(net, wire)
+    tensors = [*net.parameters(), *net.buffers()]
+    return torch.cat([t.detach().double().reshape(-1) for t in tensors])
+_labs_answer = _labs_look()
+"""
+
+_NAIVE = """
+def _labs_look():
+    net, wire = _labs_net(0), _LabsWire()
+    before = []
+    for place, p in enumerate(p for p in net.parameters() if p.requires_grad):
+        p.grad = None if (place == 1 and rank == 0) else torch.full_like(p, place + 10.0 ** rank)
+    average_naive(net, wire)
+    kept = net[3].bias.grad is None
+    return [torch.cat([g.reshape(-1) for g in _labs_grads(net)]), [wire.messages, int(kept)]]
+_labs_answer = _labs_look()
+"""
+
+_FLAT = """
+def _labs_look():
+    wire = _LabsWire()
+    shapes = [(3, 4), (1,), (2, 2, 2), ()]
+    given = [torch.full(s, i + 10.0 ** rank, dtype=torch.float64) for i, s in enumerate(shapes)]
+    average_flat(given, wire)
+    return [torch.cat([g.reshape(-1) for g in given]), [wire.messages]]
+_labs_answer = _labs_look()
+"""
+
+_BUCKETS = """
+def _labs_look(sizes, frozen, limit):
+    given = [torch.nn.Parameter(torch.zeros(size, dtype=torch.float64), i not in frozen)
+             for i, size in enumerate(sizes)]
+    found = make_buckets(iter(given) if frozen else given, limit)
+    if found is None:
+        return None
+    place = {id(p): i for i, p in enumerate(given)}
+    return [[place.get(id(p), -1) for p in bucket] for bucket in found]
+_labs_answer = [_labs_look(*one) for one in %r]
+del _labs_look
+"""
+_TRIALS = [
+    ([4, 4, 4, 4], [], 64), ([4, 4, 4, 4], [1], 64), ([1, 50, 2, 3], [], 64), ([8], [], 8),
+    ([2, 2, 2, 2, 2, 2, 2], [0, 3], 48), ([3, 3, 3], [], 10_000),
+]  # fmt: skip
+"""Numbers of each parameter (8 bytes each), which are frozen, and the limit in bytes."""
+
+_PARALLEL = """
+def _labs_look(kind, limit, steps, quiet, unused):
+    net, wire = _labs_net(rank), _LabsWire()
+    parallel = kind(net, wire, limit)
+    weights = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+    told, done = [], []
+    net[0].weight.register_hook(lambda gradient: done.append(1))
+    wire.during = lambda: len(done)
+    for step in range(steps):
+        net.zero_grad(set_to_none=True)
+        x, y = _labs_data(10 * step + rank)
+        def loss(part):
+            out = parallel(x[part])
+            left_out = unused and rank == 0
+            out = out.detach() * net[0].weight.sum() if left_out else out
+            return ((out - y[part]) ** 2).mean()
+        wire.messages, wire.sizes, wire.begun = 0, [], []
+        done.clear()
+        if quiet:
+            with parallel.no_sync():
+                loss(slice(0, 3)).backward()
+            told.append(wire.messages)
+            done.clear()
+            loss(slice(3, 6)).backward()
+        else:
+            loss(slice(0, 6)).backward()
+        early = sum(1 for one in wire.begun if one == 0)
+        parallel.finish()
+        told += [wire.messages, early, sum(wire.sizes)]
+    grads = torch.cat([g.reshape(-1) for g in _labs_grads(net)])
+    net2 = _labs_net(0)
+    mine = []
+    for other in range(world_size):
+        x, y = _labs_data(10 * (steps - 1) + other)
+        net2.zero_grad(set_to_none=True)
+        for p, q in zip(net2.buffers(), _labs_net(0).buffers()):
+            p.copy_(q)
+        parts = [slice(0, 3), slice(3, 6)] if quiet else [slice(0, 6)]
+        for part in parts:
+            out = net2(x[part])
+            out = out.detach() * net2[0].weight.sum() if unused and other == 0 else out
+            ((out - y[part]) ** 2).mean().backward()
+        mine.append([torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                     for p in net2.parameters() if p.requires_grad])
+    true = torch.cat([sum(parts).reshape(-1) / world_size for parts in zip(*mine)])
+    return [weights, grads, true, told]
+_labs_answer = _labs_look(KIND, LIMIT, STEPS, QUIET, UNUSED)
+"""
+"""A step's gradients by the answer, and those of one device that computes all shares."""
+
+_SMALL, _LARGE = 1, 1 << 20
+"""Limits in bytes: every parameter in a bucket of its own; all in one."""
+
+_CASES = (
+    (8, 33e3, 0.012, 0.006, 5e6), (4, 1.0, 0.1, 0.5, 2.0), (12, 10.0, 1.0, 0.0, 1e9),
+    (6, 3.0, 0.01, 1.0, 1.0),
+)  # fmt: skip
+"""Blocks, bytes of each, its backward time, latency and bandwidth: what is tried."""
+
+
+def _true_s(way: str, blocks: int, of_block: float, backward: float, latency: float,
+            speed: float, buckets: int) -> float:  # fmt: skip
+    messages = {"naive": 2 * blocks, "flat": 1, "bucketed": buckets}
+    if way in messages:
+        return messages[way] * latency + blocks * of_block / speed
+    each = blocks // buckets
+    free = 0.0
+    for bucket in range(1, buckets + 1):
+        free = max(free, bucket * each * backward) + latency + each * of_block / speed
+    return free - blocks * backward
+
+
+@exercise("10.1", "What each version should cost")
+def predicted(c: Check) -> None:
+    """Call `exposed_s` with several wires. Compare its results with a walk over the messages."""
+    for way in ("naive", "flat", "bucketed", "overlapped"):
+        for blocks, of_block, backward, latency, speed in _CASES:
+            for buckets in (1, 2, blocks):
+                asked = (way, blocks, of_block, backward, latency, speed, buckets)
+                found = c.number_from("exposed_s", *asked)
+                true = _true_s(*asked)
+                c.need(
+                    math.isclose(found, true, rel_tol=1e-6, abs_tol=1e-9),
+                    f"exposed_s{asked} returned {found:.4g}, but the messages take {true:.4g} s.",
+                    "go through the messages one by one: when is each ready, when is the wire free?"
+                    if way == "overlapped"
+                    else "count the messages, and add the time of all bytes",
+                )
+        c.expect(True, f"{way}: the exposed time is right for every wire that was tried", "")
+
+
+@exercise("10.2", "Equal weights and naive averaging", where="the engines")
+def naive(c: Check) -> None:
+    """Call both functions on the engines. Compare the tensors, and count the messages."""
+    workers = have(c, "same_weights", "average_naive")
+    found = c.ask(_WIRE + _SAME + _FORGET)
+    first = floats(c, found[0], "same_weights")
+    off = [rank for rank, one in enumerate(found) if not np.array_equal(np.asarray(one), first)]
+    c.need(
+        not off,
+        f"After same_weights worker {off[0] if off else 0} has other values than worker 0.",
+        "parameters and buffers, such as BatchNorm's running mean, must be those of worker 0",
+    )
+    again = c.ask(_WIRE + _SAME.replace("same_weights(net, wire)", "pass") + _FORGET)
+    c.expect(
+        np.array_equal(first, np.asarray(again[0], dtype=float)),
+        "all workers have the weights and buffers of worker 0",
+        "worker 0 itself was changed",
+        "a broadcast from worker 0 leaves its values as they are",
+    )
+    found = c.ask(_WIRE + _NAIVE + _FORGET)
+    _mean_of(c, "average_naive", found, workers, _naive_truth(workers))
+    c.expect(
+        all(int(one[1][0]) == 7 for one in found),
+        "one message for each parameter that needs a gradient",
+        f"the workers sent {[int(one[1][0]) for one in found]} messages for 7 such parameters",
+        "a frozen parameter needs none, and a missing gradient is sent as zeros",
+    )
+
+
+def _naive_truth(workers: int) -> np.ndarray[Any, Any]:
+    counts = (35, 7, 7, 7, 21, 6, 2)  # of the net's parameters without the frozen bias
+    total = sum(10.0**rank for rank in range(workers))
+    found = []
+    for place, count in enumerate(counts):
+        whole = workers * place + total
+        missing = (place + 1.0) if place == 1 else 0.0
+        found += [(whole - missing) / workers] * count
+    return np.array(found)
+
+
+def _mean_of(
+    c: Check, name: str, found: list[Any], workers: int, true: np.ndarray[Any, Any]
+) -> None:
+    """End the check unless every worker has the mean."""
+    for rank, one in enumerate(found):
+        values = floats(c, one[0], name, true.shape)
+        off = int(np.argmax(np.abs(values - true)))
+        c.need(
+            bool(np.allclose(values, true, rtol=1e-9)),
+            f"After {name} a gradient of worker {rank} is {values[off]:.6g}, but the mean over "
+            f"{workers} workers is {true[off]:.6g}.",
+            "the mean is the sum divided by the number of workers, written back into .grad; a "
+            "worker without a gradient adds zeros and still counts",
+        )
+    c.expect(True, f"{name} gives every worker the mean", "")
+
+
+@exercise("10.3", "One message", where="the engines")
+def flat(c: Check) -> None:
+    """Call `average_flat` with tensors of several shapes. Compare the means, count the messages."""
+    workers = have(c, "average_flat")
+    found = c.ask(_WIRE + _FLAT + _FORGET)
+    total = sum(10.0**rank for rank in range(workers)) / workers
+    true = np.array([total + i for i, count in enumerate((12, 1, 8, 1)) for _ in range(count)])
+    _mean_of(c, "average_flat", found, workers, true)
+    c.expect(
+        all(int(one[1][0]) == 1 for one in found),
+        "one message carries all gradients",
+        f"the workers sent {[int(one[1][0]) for one in found]} messages",
+        "copy all gradients into one tensor with torch.cat before you send it",
+    )
+
+
+@exercise("10.4", "Buckets", where="the engines")
+def buckets(c: Check) -> None:
+    """Call `make_buckets` with several parameters and limits. Compare the order and the sizes."""
+    have(c, "make_buckets")
+    answers = c.ask(_BUCKETS % (_TRIALS,))[0]
+    for (sizes, frozen, limit), found in zip(_TRIALS, answers, strict=True):
+        filled(c, found, "make_buckets")
+        case = f"make_buckets with parameters of {[8 * n for n in sizes]} bytes"
+        case += f" (number {frozen} frozen)" if frozen else ""
+        got = [[int(place) for place in bucket] for bucket in found]
+        wanted = _buckets(sizes, frozen, limit)
+        order, right = list(chain.from_iterable(got)), list(chain.from_iterable(wanted))
+        c.need(
+            sorted(order) == sorted(right),
+            f"{case}, limit {limit}: the buckets hold the parameters {got}.",
+            "each parameter that needs a gradient is in one bucket, and frozen ones are in none",
+        )
+        c.need(
+            order == right,
+            f"{case}, limit {limit}: the order is {order}.",
+            "the first bucket holds the last parameters, whose gradients are ready first",
+        )
+        c.need(
+            got == wanted,
+            f"{case}, limit {limit}: the buckets are {got}.",
+            "begin a new bucket when the next parameter would exceed the limit; no bucket is empty",
+        )
+    c.expect(True, "every bucket is as full as the limit allows, in reverse order", "")
+
+
+def _buckets(sizes: list[int], frozen: list[int], limit: int) -> list[list[int]]:
+    found: list[list[int]] = []
+    size = 0
+    for place in reversed(range(len(sizes))):
+        if place in frozen:
+            continue
+        if not found or size + 8 * sizes[place] > limit:
+            found.append([])
+            size = 0
+        found[-1].append(place)
+        size += 8 * sizes[place]
+    return found
+
+
+def _trained(
+    c: Check, kind: str, limit: int, *, quiet: bool = False, unused: bool = False, steps: int = 2
+) -> list[Any]:
+    """Return what steps of an answer's class gave, after checking weights and gradients."""
+    source = _PARALLEL
+    given = {"KIND": kind, "LIMIT": limit, "STEPS": steps, "QUIET": quiet, "UNUSED": unused}
+    for name, value in given.items():
+        source = source.replace(name, str(value))
+    found = c.ask(_WIRE + source + _FORGET)
+    first = floats(c, found[0][0], "the weights")
+    for rank, (weights, grads, true, _) in enumerate(found):
+        c.need(
+            np.array_equal(np.asarray(weights, dtype=float), first),
+            f"After {kind}(...) worker {rank} has other weights than worker 0.",
+            "__init__ makes the weights equal",
+        )
+        values, truth = floats(c, grads, "finish"), np.asarray(true, dtype=float)
+        where = "when a layer was not used on worker 0" if unused else f"with a limit of {limit}"
+        c.need(
+            values.shape == truth.shape and bool(np.allclose(values, truth, atol=1e-10)),
+            f"After finish() the gradients of worker {rank} are not the means ({where}).",
+            "divide by world_size, write every part back into .grad, and forget the messages of "
+            "the step before",
+        )
+    return found
+
+
+@exercise("10.5", "Hooks and overlap", where="the engines")
+def parallel(c: Check) -> None:
+    """Train two steps with several limits. Compare gradients, messages, and when they begin."""
+    have(c, "DataParallel", "make_buckets", "same_weights")
+    small = _trained(c, "DataParallel", _SMALL)
+    c.expect(True, "weights and averaged gradients equal those of one device", "")
+    told = [[int(one) for one in worker[3]] for worker in small]
+    c.need(
+        all(one[0] == one[3] == 7 for one in told),
+        f"With a limit of {_SMALL} byte a step has {told[0][0]} messages, but 7 parameters need "
+        "a gradient.",
+        "each bucket is one message in each step",
+    )
+    c.expect(
+        all(one[1] >= 4 for one in told),
+        "messages begin while the backward pass is still running",
+        f"only {told[0][1]} of 7 messages began before the backward pass reached the first layer",
+        "begin a bucket in the hook, as soon as its last gradient arrives",
+    )
+    whole = _trained(c, "DataParallel", _LARGE)
+    messages = [int(worker[3][0]) for worker in whole]
+    c.expect(
+        all(one == 1 for one in messages),
+        "a large limit gives one message",
+        f"with a limit of {_LARGE} bytes a step has {messages[0]} messages",
+        "the message of a bucket is one tensor with all its gradients",
+    )
+    for limit in (_SMALL, 200):
+        _trained(c, "DataParallel", limit, unused=True)
+    c.expect(True, "a layer that one worker did not use changes nothing for the others", "")
+
+
+@exercise("10.6", "Accumulation without messages", where="the engines")
+def accumulating(c: Check) -> None:
+    """Train with two backward passes in a step. Count the messages of each, compare the sums."""
+    have(c, "Accumulating")
+    there = c.ask("_labs_answer = callable(getattr(Accumulating, 'no_sync', None))")
+    c.need(
+        all(there),
+        "`Accumulating` has no method `no_sync`.",
+        "write it with @contextlib.contextmanager: a yield between two lines that change a flag",
+    )
+    found = _trained(c, "Accumulating", _SMALL, quiet=True)
+    told = [[int(one) for one in worker[3]] for worker in found]
+    c.expect(
+        all(one[0] == 0 and one[4] == 0 for one in told),
+        "a backward pass inside no_sync() sends nothing",
+        f"inside no_sync() {told[0][0]} messages were sent",
+        "the hook must do nothing there",
+    )
+    c.expect(
+        all(one[1] == 7 and one[2] >= 4 for one in told),
+        "the backward pass after it sends the sum of both, while it is running",
+        f"the step has {told[0][1]} messages for 7 parameters, and {told[0][2]} of them began "
+        "during the backward pass",
+        "after no_sync() has ended, the hooks work again",
+    )
+    _trained(c, "Accumulating", _SMALL)
+    c.expect(True, "without no_sync() it still averages every backward pass", "")
+
+
+@exercise("10.8", "The product's exposed time")
+def exposed(c: Check) -> None:
+    """Call `exposed_of` with the run of `mirrored`, and compare it with the run's own columns."""
+    run = c.run("product")
+    found = c.number_from("exposed_of", run)
+    history = run.history
+    both = np.asarray(history["sync_wait_s"]) + np.asarray(history["transfer_s"])
+    true = float(np.median(both[np.asarray(history["step"]) >= 2]))
+    c.expect(
+        math.isclose(found, true, rel_tol=1e-6),
+        "it is the median of wait and transfer together, without the first two steps",
+        f"exposed_of(run) is {found:.4g} s, but the columns give {true:.4g} s",
+        "add both columns for each row, leave out steps 0 and 1, and take the median",
+    )
+
+
+_UNEQUAL = (
+    ([33e3] * 8, [0.012] * 8, 0.006, 5e6),
+    ([1e3, 1e3, 9e5, 1e3, 1e3, 1e3], [0.01, 0.01, 0.2, 0.01, 0.01, 0.01], 0.004, 1e7),
+    ([5e4] * 12, [0.002] * 12, 0.02, 1e8),
+    ([4e5, 1e4, 1e4, 1e4], [0.001, 0.05, 0.05, 0.05], 0.001, 1e7),
+)  # fmt: skip
+"""Bytes and backward times of blocks, from the first to the last; latency and bandwidth."""
+
+
+def _exposed_s(
+    sizes: list[float], backward: list[float], latency: float, speed: float, k: int
+) -> float:
+    ready = free = 0.0
+    pairs = list(zip(sizes, backward, strict=True))[::-1]
+    for first in range(0, len(pairs), k):
+        part = pairs[first : first + k]
+        ready += sum(seconds for _, seconds in part)
+        free = max(free, ready) + latency + sum(size for size, _ in part) / speed
+    return free - ready
+
+
+@exercise("10.7", "How large a bucket should be")
+def best(c: Check) -> None:
+    """Call `best_blocks` with several models and wires, and compare with all possible buckets."""
+    for sizes, backward, latency, speed in _UNEQUAL:
+        found = c.number_from("best_blocks", sizes, backward, latency, speed)
+        times = {
+            k: _exposed_s(sizes, backward, latency, speed, k) for k in range(1, len(sizes) + 1)
+        }
+        case = f"blocks of {[f'{size:g}' for size in sizes]} bytes, latency {latency:g} s"
+        c.need(
+            found in times,
+            f"For {case} best_blocks returned {found:g}.",
+            f"return a whole number of blocks, from 1 to {len(sizes)}",
+        )
+        least = min(times.values())
+        c.need(
+            times[int(found)] <= least * (1 + 1e-9),
+            f"For {case} {found:g} blocks in a bucket leave {times[int(found)]:.4g} s exposed, but "
+            f"{least:.4g} s are possible.",
+            "try every number of blocks; the backward pass begins with the last block, and the "
+            "last bucket may be smaller",
+        )
+    c.expect(True, "no other size leaves less time exposed", "")

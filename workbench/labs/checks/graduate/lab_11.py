@@ -1,0 +1,431 @@
+"""Lab 11: sharded optimizer state, and a tensor-parallel block.
+
+Answers run on the engines with models and links of the check's own. The truth is computed there by
+plain PyTorch on one worker's copy of everything.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...answers import exercise
+from .on_engines import floats, have
+
+if TYPE_CHECKING:
+    from ...answers import Check
+
+_LOOK = "\n_labs_answer = _labs_look()\ndel _labs_look\n"
+
+_FLAT = """
+def _labs_look():
+    found = []
+    for shapes in ([(2, 3), (4,)], [(1,), (1,), (1,)], [(5, 5)], [(2,), (3, 2), (1, 1, 3)]):
+        given, number = [], 0
+        for shape in shapes:
+            count = torch.Size(shape).numel()
+            given.append((torch.arange(count, dtype=torch.float64) + number + 1).view(shape))
+            number += count
+        flat = flatten(given)
+        if flat is None:
+            return None
+        back = unflatten(flat, given)
+        if back is None:
+            return [flat, None]
+        same = len(back) == len(given) and all(
+            a.shape == b.shape and bool((a == b).all()) for a, b in zip(back, given))
+        found.append([len(flat), number, flat[:number].clone(), flat[number:].clone(), int(same)])
+    return found
+"""
+
+_ZERO = """
+class _LabsLink:
+    def __init__(self):
+        self.said = []
+    def all_reduce(self, x):
+        self.said.append(["all_reduce", x.numel()])
+        dist.all_reduce(x)
+    def reduce_scatter(self, x):
+        self.said.append(["reduce_scatter", x.numel()])
+        whole = x.clone()
+        dist.all_reduce(whole)
+        return whole.view(world_size, -1)[rank].clone()
+    def all_gather(self, part):
+        self.said.append(["all_gather", part.numel()])
+        parts = [torch.empty_like(part) for _ in range(world_size)]
+        dist.all_gather(parts, part.contiguous())
+        return torch.cat(parts)
+
+def _labs_look():
+    def net():
+        torch.manual_seed(3)
+        return torch.nn.Sequential(
+            torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
+    def data(step, of):
+        generator = torch.Generator().manual_seed(100 * step + of)
+        return torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    make = lambda p: torch.optim.AdamW(p, 0.05, weight_decay=0.1)
+    mine, true, link = net(), net(), _LabsLink()
+    zero, adam = Zero1(mine, link, make), make(true.parameters())
+    if not hasattr(zero, "step"):
+        return None
+    for step in range(4):
+        mine.zero_grad(), true.zero_grad()
+        mine(data(step, rank)).square().mean().backward()
+        for of in range(world_size):
+            (true(data(step, of)).square().mean() / world_size).backward()
+        link.said.clear()
+        zero.step()
+        adam.step()
+    off = max(float((a - b).abs().max()) for a, b in zip(mine.parameters(), true.parameters()))
+    held = zero.state_bytes()
+    states = [t for s in adam.state.values() for t in s.values() if t.numel() > 1]
+    whole = sum(t.numel() * t.element_size() for t in states)
+    names = [said[0] for said in link.said]
+    return [off, -1 if held is None else float(held), whole, names, type(held).__name__]
+"""
+
+_CONJUGATE = """
+def _labs_look():
+    found = []
+    for operator in (F, G):
+        x = (torch.arange(3, dtype=torch.float64) + 10.0 ** rank).requires_grad_()
+        kept = x.detach().clone()
+        out = operator.apply(x)
+        if not isinstance(out, torch.Tensor):
+            return None
+        weight = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) * (rank + 1)
+        given = weight.clone()
+        out.backward(weight)
+        untouched = bool((x.detach() == kept).all()) and bool((weight == given).all())
+        gradient = torch.zeros(3, dtype=torch.float64) if x.grad is None else x.grad
+        found += [out.detach().clone(), gradient.clone(), int(untouched)]
+    return found
+"""
+
+_MLP = """
+def _labs_look():
+    torch.manual_seed(5)
+    d, h = 4, 6 * world_size
+    first, second = torch.nn.Linear(d, h).double(), torch.nn.Linear(h, d).double()
+    mlp = ParallelMLP(first, second)
+    counts = [p.numel() for p in mlp.parameters()]
+    x = torch.randn(5, d, dtype=torch.float64)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out = mlp(a)
+    if not isinstance(out, torch.Tensor):
+        return None
+    true = second(torch.nn.functional.gelu(first(b)))
+    weight = torch.randn(5, d, dtype=torch.float64)
+    out.backward(weight)
+    true.backward(weight)
+    grads = sorted(float(p.grad.abs().sum()) for p in mlp.parameters() if p.grad is not None)
+    rows = slice(rank * h // world_size, (rank + 1) * h // world_size)
+    parts = [first.weight.grad[rows], first.bias.grad[rows], second.weight.grad[:, rows],
+             second.bias.grad]
+    wanted = sorted(float(p.abs().sum()) for p in parts)
+    return [float((out - true).abs().max()), float((a.grad - b.grad).abs().max()), sum(counts),
+            sum(p.numel() for p in parts), grads, wanted]
+"""
+
+_ATTENTION = """
+def _labs_look():
+    torch.manual_seed(6)
+    d, heads = 4 * world_size, 2 * world_size
+    qkv, out = torch.nn.Linear(d, 3 * d).double(), torch.nn.Linear(d, d).double()
+    attention = ParallelAttention(qkv, out, heads)
+    x = torch.randn(2, 5, d, dtype=torch.float64)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    found = attention(a)
+    if not isinstance(found, torch.Tensor):
+        return None
+    q, k, v = [part.view(2, 5, heads, -1).transpose(1, 2) for part in qkv(b).chunk(3, -1)]
+    mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    true = out(mixed.transpose(1, 2).reshape(2, 5, d))
+    weight = torch.randn(2, 5, d, dtype=torch.float64)
+    if found.shape != true.shape:
+        return [float("inf"), float("inf"), 0, 1, 1.0, 0.0]
+    found.backward(weight)
+    true.backward(weight)
+    count = sum(p.numel() for p in attention.parameters())
+    wanted = (3 * d * d + 3 * d + d * d) // world_size + d
+    total = sum(float(p.grad.square().sum()) for p in attention.parameters() if p.dim() == 2)
+    both = torch.tensor([total], dtype=torch.float64)
+    dist.all_reduce(both)
+    right = float(qkv.weight.grad.square().sum() + out.weight.grad.square().sum())
+    return [float((found - true).abs().max()), float((a.grad - b.grad).abs().max()), count, wanted,
+            both.item(), right]
+"""
+
+_SAVED = """
+def _labs_look():
+    torch.manual_seed(0)
+    found = []
+    x = torch.randn(7, 8)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    found.append([saved_bytes(net, x), 4 * 7 * (8 + 16 + 16)])
+    y = torch.randn(10, requires_grad=True)
+    found.append([saved_bytes(lambda z: z * z, y), 40])
+    found.append([saved_bytes(lambda z: (z.exp() * z.exp()).sum(), y), None])
+    found.append([saved_bytes(lambda z: z + 1, y), 0])
+    return [[-1.0 if a is None else float(a), -1.0 if b is None else float(b)] for a, b in found]
+"""
+
+
+def _bytes(workers: int, stage: int) -> float:
+    return sum(
+        part / workers if stage > 2 - place else float(part) for place, part in enumerate((4, 4, 8))
+    )
+
+
+@exercise("11.1", "What a worker holds")
+def held(c: Check) -> None:
+    """Call both functions for all stages, and compare the bytes and the largest models."""
+    for parameters, workers in ((1_000_000, 4), (7_000_000_000, 64), (10, 1), (999, 7)):
+        for stage in range(4):
+            found = c.number_from("held_bytes", parameters, workers, stage)
+            c.need(
+                math.isclose(found, parameters * _bytes(workers, stage), rel_tol=1e-9),
+                f"held_bytes({parameters:,}, {workers}, {stage}) returned {found:.6g}.",
+                "look at the row of this stage: which of the three parts are divided by N?",
+            )
+    c.expect(True, "the bytes are right for every stage", "")
+    for memory, workers in ((80e9, 64), (1e6, 3), (24e9, 1)):
+        for stage in range(4):
+            found = c.number_from("largest", memory, workers, stage)
+            of = _bytes(workers, stage)
+            c.need(
+                found == int(found) and found * of <= memory < (found + 1) * of * (1 + 1e-12),
+                f"largest({memory:g}, {workers}, {stage}) returned {found:,.0f}.",
+                "divide the memory by the bytes per parameter, and round down",
+            )
+    c.expect(True, "one parameter more would not fit", "")
+
+
+@exercise("11.2", "One long vector", where="the engines")
+def flat(c: Check) -> None:
+    """Call both functions with several shapes. Check the numbers, the padding and the shapes."""
+    workers = have(c, "flatten", "unflatten")
+    for found in c.ask(_FLAT + _LOOK):
+        c.need(
+            found is not None and not (len(found) == 2 and found[1] is None),
+            "`flatten` or `unflatten` returned None.",
+            "fill in both functions, and return the results",
+        )
+        for length, numbers, values, padding, same in found:
+            given = np.asarray(values, dtype=float)
+            c.need(
+                len(given) == numbers and np.array_equal(given, np.arange(numbers) + 1.0),
+                f"The vector of {int(numbers)} numbers begins with {given[:4]}.",
+                "put the tensors one after the other, each read row by row",
+            )
+            wanted = math.ceil(numbers / workers) * workers
+            c.need(
+                length == wanted and not np.any(np.asarray(padding, dtype=float)),
+                f"The vector of {int(numbers)} numbers has the length {int(length)}, but with "
+                f"{workers} workers it must be {wanted}, with zeros at the end.",
+                "how many zeros are missing to the next multiple of world_size? -7 % 3 is 2",
+            )
+            c.need(
+                bool(same),
+                "`unflatten(flatten(tensors), tensors)` does not give the tensors back.",
+                "each tensor begins where the one before ended",
+            )
+    c.expect(True, "all tensors come back, whatever their number and shape", "")
+
+
+@exercise("11.3", "ZeRO stage 1", where="the engines")
+def zero(c: Check) -> None:
+    """Train four steps with weight decay. Compare weights, state and collectives with Adam's."""
+    workers = have(c, "Zero1", "flatten", "unflatten")
+    found = c.ask(_ZERO + _LOOK)
+    c.need(
+        all(one is not None for one in found) and all(one[4] != "NoneType" for one in found),
+        "`Zero1` has empty methods.",
+        "fill in __init__, step and state_bytes",
+    )
+    off = max(float(one[0]) for one in found)
+    c.need(
+        off < 1e-10,
+        f"After four steps the weights differ from those of an undivided AdamW by {off:.2g}.",
+        "the gradient of a part is the mean over the workers; after the step, every worker needs "
+        "all new parts",
+    )
+    c.expect(True, "the weights equal those of an undivided optimizer", "")
+    share = max(float(one[1]) / float(one[2]) for one in found)
+    c.expect(
+        share <= 1.15 / workers,
+        f"each worker holds about 1/{workers} of the optimizer's state",
+        f"a worker holds {share:.0%} of the state of an undivided optimizer",
+        "give only this worker's part to make_optimizer",
+    )
+    names = [[str(name) for name in one[3]] for one in found]
+    c.expect(
+        all(sorted(one) == ["all_gather", "reduce_scatter"] for one in names),
+        "a step is one reduce-scatter and one all-gather",
+        f"a step used {', '.join(names[0]) or 'no collective of the link'}",
+        "send only through the link",
+    )
+
+
+@exercise("11.4", "What the stages send")
+def sent(c: Check) -> None:
+    """Call `sent_bytes` for several models and stages."""
+    for parameters, workers in ((1_000_000, 2), (28_810, 3), (7_000_000_000, 64)):
+        for stage, times in ((0, 2), (1, 2), (3, 3)):
+            found = c.number_from("sent_bytes", parameters, workers, stage)
+            true = times * 4 * parameters * (workers - 1) / workers
+            c.need(
+                math.isclose(found, true, rel_tol=1e-9),
+                f"sent_bytes({parameters:,}, {workers}, {stage}) returned {found:.5g}.",
+                "count the reduce-scatters and all-gathers of a step; each sends (N-1)/N of all "
+                "bytes",
+            )
+    c.expect(
+        True, "stage 1 sends what an all-reduce sends, and stage 3 sends 1.5 times as much", ""
+    )
+
+
+@exercise("11.5", "Two conjugate operators", where="the engines")
+def conjugate(c: Check) -> None:
+    """Apply both operators. Compare results and gradients with sums over the workers."""
+    workers = have(c, "F", "G")
+    own = "getattr(one, name) is not getattr(torch.autograd.Function, name)"
+    there = c.ask(
+        f"_labs_answer = all({own} for one in (F, G) for name in ('forward', 'backward'))"
+    )
+    c.need(
+        all(there),
+        "`F` or `G` lacks forward or backward.",
+        "write both as static methods: forward(ctx, x) and backward(ctx, gradient)",
+    )
+    found = c.ask(_CONJUGATE + _LOOK)
+    c.need(
+        all(one is not None for one in found),
+        "`F.apply(x)` or `G.apply(x)` did not return a tensor.",
+        "write forward and backward as static methods",
+    )
+    total = sum(10.0**rank for rank in range(workers))
+    weights = np.array([1.0, 2.0, 3.0])
+    all_weights = weights * sum(range(1, workers + 1))
+    for rank, one in enumerate(found):
+        own = np.arange(3) + 10.0**rank
+        values = [floats(c, one[place], "apply", (3,)) for place in (0, 1, 3, 4)]
+        wanted = [own, all_weights, workers * np.arange(3) + total, weights * (rank + 1)]
+        words = [
+            ("F forward", "it is the identity"),
+            ("F backward", "it adds up the gradients of all workers"),
+            ("G forward", "it adds up the inputs of all workers"),
+            ("G backward", "it is the identity"),
+        ]
+        for value, true, (name, hint) in zip(values, wanted, words, strict=True):
+            c.need(
+                bool(np.allclose(value, true)),
+                f"{name} gives {value} on worker {rank}, but {true} is right.",
+                hint,
+            )
+        c.need(
+            bool(one[2]) and bool(one[5]),
+            "An operator changed its input, or the gradient that it was given.",
+            "copy it with .clone() before dist.all_reduce",
+        )
+    c.expect(True, "F is the identity forward, G backward; in the other direction each adds up", "")
+
+
+@exercise("11.6", "The divided MLP", where="the engines")
+def mlp(c: Check) -> None:
+    """Call `ParallelMLP` forward and backward. Compare with the undivided layers."""
+    have(c, "ParallelMLP", "F", "G")
+    found = c.ask(_MLP + _LOOK)
+    c.need(
+        all(one is not None for one in found),
+        "`ParallelMLP(...)(x)` did not return a tensor.",
+        "fill in __init__ and forward, and return the result",
+    )
+    for rank, (off, off_input, count, wanted, grads, true) in enumerate(found):
+        c.need(
+            float(off) < 1e-10,
+            f"On worker {rank} the result differs from the undivided one by {float(off):.2g}.",
+            "the bias of the second layer is added once, after the sum over the workers",
+        )
+        c.need(
+            int(count) == int(wanted),
+            f"Worker {rank} holds {int(count)} parameters, but its parts have {int(wanted)}.",
+            "keep only this worker's rows of first, and its columns of second",
+        )
+        c.need(
+            float(off_input) < 1e-10,
+            f"On worker {rank} the gradient of the input differs by {float(off_input):.2g}.",
+            "every worker used x, so the gradients of all workers must be added up: apply F to x",
+        )
+        mine, right = np.asarray(grads, dtype=float), np.asarray(true, dtype=float)
+        c.need(
+            mine.shape == right.shape and bool(np.allclose(mine, right)),
+            f"On worker {rank} the gradients of the parts are not those of the undivided layers.",
+            "G must not add up gradients: each worker's part has its own",
+        )
+    c.expect(True, "result, input gradient and all parts equal the undivided MLP", "")
+
+
+@exercise("11.7", "Divided heads", where="the engines")
+def attention(c: Check) -> None:
+    """Call `ParallelAttention` forward and backward. Compare with all heads on one worker."""
+    have(c, "ParallelAttention", "F", "G")
+    found = c.ask(_ATTENTION + _LOOK)
+    c.need(
+        all(one is not None for one in found),
+        "`ParallelAttention(...)(x)` did not return a tensor.",
+        "fill in __init__ and forward, and return the result",
+    )
+    for rank, (off, off_input, count, wanted, norm, right) in enumerate(found):
+        c.need(
+            float(off) < 1e-10,
+            f"On worker {rank} the result differs from the undivided one by {float(off):.2g}.",
+            "queries, keys and values are three blocks of rows in qkv.weight: take this worker's "
+            "heads from each of the three; the mask is causal; the bias of out is added once",
+        )
+        c.need(
+            int(count) == int(wanted),
+            f"Worker {rank} holds {int(count)} parameters, but its parts have {int(wanted)}.",
+            "keep only the rows and columns of this worker's heads",
+        )
+        c.need(
+            float(off_input) < 1e-10 and math.isclose(float(norm), float(right), rel_tol=1e-9),
+            f"On worker {rank} gradients are not those of the undivided layers.",
+            "F at the input, G after the output's weights",
+        )
+    c.expect(True, "result and gradients equal those of all heads on one worker", "")
+
+
+@exercise("11.8", "What autograd saves", where="the engines")
+def saved(c: Check) -> None:
+    """Call `saved_bytes` with a model and with functions whose saved tensors are known."""
+    have(c, "saved_bytes")
+    answers: list[list[Any]] = c.ask(_SAVED + _LOOK)[0]
+    (net, net_true), (square, square_true), (twice, _), (plus, plus_true) = answers
+    c.need(
+        float(net) >= 0,
+        "`saved_bytes` returned None.",
+        "add up the bytes of the tensors that pack saw, and return the sum",
+    )
+    c.need(
+        float(square) == float(square_true),
+        f"z * z saves z, which has 40 bytes, but saved_bytes gives {float(square):g}.",
+        "autograd saves z twice: count a tensor once, by its data_ptr()",
+    )
+    c.need(
+        float(net) == float(net_true),
+        f"For an MLP of 7 samples saved_bytes gives {float(net):g}, but the input and both hidden "
+        f"tensors have {float(net_true):g} bytes.",
+        "weights are saved too, but they are no activations: leave out function.parameters()",
+    )
+    c.need(
+        float(plus) == float(plus_true),
+        f"z + 1 saves nothing, but saved_bytes gives {float(plus):g}.",
+        "count only what pack was called with",
+    )
+    c.expect(float(twice) >= 80, "each activation counts once, and parameters do not count",
+             f"two different results of exp count as {float(twice):g} bytes",
+             "two tensors with different addresses are two tensors")  # fmt: skip

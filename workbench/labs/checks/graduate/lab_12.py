@@ -1,0 +1,408 @@
+"""Lab 12: fewer bytes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....data import digits_arrays
+from ...answers import Check, exercise
+from . import branches
+from .on_engines import Floats, filled, floats, have
+
+LIMIT_S = 25.0
+"""For an answer that hangs on the engines."""
+
+BUDGET_SHARE = 0.10
+"""How far the bytes of a run may be from those of `dense`."""
+
+EXACT = 1e-5
+"""Float32 sums of workers, in another order."""
+
+FEDERATED = branches.__name__
+"""The module with exercises 12.6 to 12.8, which this import registers."""
+
+_PACK = """
+def _labs_look():
+    found = []
+    for v in {vectors!r}:
+        v = torch.tensor(v)
+        kept = v.clone()
+        message = {pack}(v{more})
+        if message is None:
+            return [None]
+        back = {unpack}(message, len(v))
+        found.append([str(message.dtype), list(message.shape), back, bool((v == kept).all())])
+    return found
+_labs_answer = _labs_look()
+del _labs_look
+"""
+
+
+@exercise("12.1", "Three compressors", where="the engines")
+def compressors(c: Check) -> None:
+    """The bytes of each message, and what the receiver reads."""
+    have(c, "Post", "pack_top_k", "unpack_top_k", "pack_int8", "unpack_int8", "pack_sign",
+          "unpack_sign")  # fmt: skip
+    draw = np.random.default_rng(121)
+    vectors = [draw.normal(size=size).astype(np.float32) for size in (200, 37, 5)]
+    vectors.append(np.zeros(9, np.float32))
+    trials: tuple[tuple[str, str, Any, Any], ...] = (
+        ("top_k", ", 0.1", lambda v: 8 * max(1, int(0.1 * len(v))), _top_k),
+        ("int8", "", lambda v: 4 + len(v), None),
+        ("sign", "", lambda v: 4 - (-len(v) // 8), lambda v: _sign(v)),
+    )
+    for name, more, size_bytes, truth in trials:
+        source = _PACK.format(
+            vectors=[one.tolist() for one in vectors], pack=f"pack_{name}", unpack=f"unpack_{name}",
+            more=more,
+        )  # fmt: skip
+        found = c.ask(source, limit_s=LIMIT_S, hint=f"call pack_{name} with torch.randn(7)")[0]
+        for v, one in zip(vectors, found, strict=False):
+            filled(c, one, f"pack_{name}")
+            _one_message(c, name, v, one, size_bytes(v), truth)
+    c.expect(True, "all three messages have the right bytes, and come back right", "")
+
+
+def _one_message(
+    c: Check, name: str, v: NDArray[np.float32], one: Any, size_bytes: int, truth: Any
+) -> None:
+    dtype, shape, back, same = one
+    c.need(same, f"pack_{name} changed the vector that it was given.", "work on a new tensor")
+    c.need(
+        dtype == "torch.uint8" and len(shape) == 1,
+        f"pack_{name} returned a {dtype} of the shape {tuple(shape)}.",
+        "a message is a vector of bytes: tensor.view(torch.uint8) shows them",
+    )
+    c.need(
+        shape[0] == size_bytes,
+        f"For {len(v)} numbers, the message of pack_{name} has {shape[0]} bytes.",
+        "count the bytes in the table: a place or a float32 number takes 4, an int8 takes 1",
+    )
+    read = floats(c, back, f"unpack_{name}", v.shape)
+    if truth is None:  # 8 bits: no number is off by more than half a step
+        step = float(np.abs(v).max()) / 127
+        off = float(np.abs(read - v).max(initial=0.0))
+        c.need(
+            off <= 0.5 * step * 1.001 + 1e-7,
+            f"After 8 bits a number is off by {off:.3g}; one step of the scale is {step:.3g}.",
+            "round to the nearest whole number, do not cut",
+        )
+        return
+    expected = truth(v)
+    worst = int(np.abs(read - expected).argmax())
+    c.need(
+        bool(np.allclose(read, expected, rtol=1e-5, atol=1e-6)),
+        f"unpack_{name}(pack_{name}(v)): number {worst} is {v[worst]:.3g} in v, and comes back as "
+        f"{read[worst]:.3g}.",
+        "largest in magnitude: a large negative number counts too"
+        if name == "top_k"
+        else "the scale is the mean magnitude, and a bit of 1 means +scale",
+    )
+
+
+def _top_k(v: NDArray[np.float32]) -> Floats:
+    kept = np.argsort(-np.abs(v), kind="stable")[: max(1, int(0.1 * len(v)))]
+    found = np.zeros(len(v))
+    found[kept] = v[kept]
+    return found
+
+
+def _sign(v: NDArray[np.float32]) -> Floats:
+    return np.where(v >= 0, 1.0, -1.0) * float(np.abs(v).mean())
+
+
+_FEEDBACK = """
+def _labs_look():
+    def pack(v):  # the largest number of the vector, and its place
+        place = v.abs().argmax().reshape(1)
+        return torch.cat([place.int().view(torch.uint8), v[place].contiguous().view(torch.uint8)])
+    def unpack(message, size):
+        v = torch.zeros(size)
+        v[message[:4].view(torch.int32).long()] = message[4:].view(torch.float32)
+        return v
+    found = []
+    for feedback in (True, False):
+        post, calls = Post(), 0
+        sender = Sender(pack, unpack, 6, feedback)
+        means, kept = [], True
+        for step in {gradients!r}:
+            g = torch.tensor(step[rank])
+            mean = sender.mean(g, post)
+            kept = kept and bool((g == torch.tensor(step[rank])).all())
+            means.append(None if mean is None else mean.clone())
+        found.append([means, sender.error, kept, post.sent_bytes])
+    return found
+_labs_answer = _labs_look()
+del _labs_look
+"""
+
+
+@exercise("12.2", "Error feedback", where="the engines")
+def feedback(c: Check) -> None:
+    """The mean of what was sent, and the memory of what was not."""
+    workers = have(c, "Post", "Sender")
+    draw = np.random.default_rng(122)
+    gradients = draw.normal(size=(7, workers, 6)).round(3)
+    source = _FEEDBACK.format(gradients=gradients.tolist())
+    found = c.ask(source, limit_s=LIMIT_S, hint="use the formulae of section 2, line by line")
+    for place, used in enumerate((True, False)):
+        memory = np.zeros((workers, 6))
+        words = "with" if used else "without"
+        for step, g in enumerate(gradients):
+            wanted = g + memory
+            sent = np.where(_largest(wanted), wanted, 0.0)
+            memory = wanted - sent if used else memory
+            for worker in found:
+                mean = floats(c, worker[place][0][step], "Sender.mean", (6,))
+                c.need(
+                    bool(np.allclose(mean, sent.mean(0), atol=EXACT)),
+                    f"{words} feedback: in step {step} `mean` returned a wrong vector.",
+                    "send pack(gradient + memory); the memory is what this worker wanted to send, "
+                    "minus what its own message holds"
+                    if used
+                    else "without feedback the memory must stay zero",
+                )
+        for rank, worker in enumerate(found):
+            error = floats(c, worker[place][1], "Sender.error", (6,))
+            c.need(
+                bool(np.allclose(error, memory[rank], atol=EXACT)),
+                f"{words} feedback: the memory of worker {rank} is wrong after {len(gradients)} "
+                "steps.",
+                "what was sent plus the memory must be the sum of this worker's gradients",
+            )
+            c.need(
+                worker[place][2],
+                "`mean` changed the tensor `gradient` of its caller.",
+                "make a new tensor: gradient + self.error, not gradient += ...",
+            )
+            c.need(
+                worker[place][3] == len(gradients) * (workers - 1) * 8,
+                "`mean` did not send exactly one message in each call.",
+                "call post.gather(message) once",
+            )
+    c.expect(True, "what was sent plus the memory is the sum of the gradients, on every worker", "")
+
+
+def _largest(v: Floats) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = np.abs(v) == np.abs(v).max(axis=1, keepdims=True)
+    return found
+
+
+_LOOPS = """
+class _LabsTask:
+    def begin(self):
+        return torch.tensor([1.0, -1.0, 2.0])
+    def gradient(self, w):
+        return (rank + 1) * 0.1 * (w - rank)
+    def loss(self, w):
+        return float((w**2).sum())
+class _LabsSender:
+    def mean(self, gradient, post):
+        return post.mean(gradient)
+_labs_answer = [
+    compressed_sgd(_LabsTask(), _LabsSender(), 4, 0.5, Post()),
+    local_sgd(_LabsTask(), 3, 4, 0.5, Post()),
+]
+del _LabsTask, _LabsSender
+"""
+
+
+@exercise("12.3", "Local steps", where="the engines")
+def loops(c: Check) -> None:
+    """Both loops, on a task whose result is known."""
+    n = have(c, "Post", "compressed_sgd", "local_sgd")
+    found = c.ask(_LOOPS, limit_s=LIMIT_S, hint="both loops begin with w = task.begin()")
+    pulls, goals = 0.1 * np.arange(1, n + 1)[:, None], np.arange(n)[:, None]
+    ring_bytes = 2 * (n - 1) / n * 4 * 3
+    for place, (name, every) in enumerate((("compressed_sgd", 1), ("local_sgd", 3))):
+        w, points = np.array([1.0, -1.0, 2.0]), []
+        for turn in range(4):
+            copies = np.repeat(w[None], n, axis=0)
+            for _ in range(every):
+                copies = copies - 0.5 * pulls * (copies - goals)
+            w = copies.mean(0)
+            points.append([(turn + 1) * ring_bytes, float((w**2).sum())])
+        for worker in found:
+            answer = filled(c, worker[place], name)
+            c.need(
+                isinstance(answer, (list, tuple)) and len(answer) == 2,
+                f"`{name}` must return two things: the weights and the curve.",
+                "return w, curve",
+            )
+            weights = floats(c, answer[0], name, (3,))
+            c.need(
+                bool(np.allclose(weights, w, atol=1e-4)),
+                f"`{name}` ends with {weights.round(3).tolist()}, which is not what "
+                f"{4 * every} steps give.",
+                "each worker takes `every` steps on its own copy, each with a new gradient at the "
+                "copy, then all take the mean of the copies"
+                if every > 1
+                else "w = w - lr * sender.mean(task.gradient(w), post)",
+            )
+            curve = floats(c, answer[1], f"{name}'s curve")
+            c.need(
+                curve.shape == (4, 2),
+                f"The curve of `{name}` has the shape {curve.shape}, but must have (4, 2).",
+                "append [post.sent_bytes, task.loss(w)] after each step, or after each round",
+            )
+            c.need(
+                bool(np.allclose(curve, points, rtol=1e-3)),
+                f"The curve of `{name}` does not show the bytes and the loss after each average.",
+                "append the point after the average, with the loss of the averaged weights",
+            )
+    c.expect(True, "both loops end where they should, with the right bytes", "")
+
+
+_CURVES = {
+    "slow": [[100.0, 2.0], [200.0, 1.5], [300.0, 1.2]],
+    "fast": [[50.0, 1.9], [150.0, 1.7], [260.0, 0.4], [400.0, 0.5]],
+    "late": [[250.0, 0.1]],
+}
+
+
+@exercise("12.4", "At equal bytes")
+def equal_bytes(c: Check) -> None:
+    """Curves read at a budget, and three runs that sent as much as each other."""
+    for name, budget, truth in (("slow", 200, 1.5), ("slow", 299, 1.5), ("fast", 1000, 0.5),
+                                ("fast", 270, 0.4)):  # fmt: skip
+        seen = c.number_from("loss_at", _CURVES[name], budget)
+        c.need(
+            math.isclose(seen, truth),
+            f"loss_at({_CURVES[name]}, {budget}) returned {seen:g}.",
+            "take the last point whose bytes are at most the budget, not the best point",
+        )
+    c.need(
+        c.call("loss_at", _CURVES["late"], 200) == math.inf,
+        "loss_at of a curve that begins above the budget is not infinite.",
+        'return float("inf") if no point is within the budget',
+    )
+    for budget, order in ((170, ["fast", "slow", "late"]), (255, ["late", "slow", "fast"])):
+        found = c.call("ranking", _CURVES, budget)
+        c.need(
+            list(found) == order,
+            f"ranking(curves, {budget}) returned {list(found)}.",
+            "sort the names by loss_at(curve, budget_bytes), the lowest loss first",
+        )
+    c.expect(True, "both functions read curves at a budget", "")
+    dense = c.run("dense")
+    sent = {}
+    for name, option in (("dense", "compress"), ("topk", "compress"), ("local", "every")):
+        run = c.run(name)
+        steps = int(run.history["step"].max(initial=-1)) + 1
+        sent[name] = steps * run.summarise().sent_step_bytes
+        if name == "dense":
+            continue
+        value = str(run.plan.options.get(option))
+        c.need(
+            run.plan.workers == dense.plan.workers and value in ("topk:0.01", "16"),
+            f"The run {name!r} has {run.plan.workers} workers and {option}={value}.",
+            "use five workers and the option in the text of the exercise",
+        )
+        c.need(
+            {k: v.shape for k, v in run.weights().items()}
+            == {k: v.shape for k, v in dense.weights().items()},
+            f"The run {name!r} trained another model than 'dense'.",
+            "use --recipe dense",
+        )
+        c.expect(
+            abs(sent[name] / sent["dense"] - 1) <= BUDGET_SHARE,
+            f"the run {name!r} sent as many bytes as 'dense'",
+            f"in the run {name!r} each worker sent {sent[name]:.0f} bytes, and in 'dense' "
+            f"{sent['dense']:.0f}",
+            "divide the budget by the bytes of one step; a round of `local` is 16 steps",
+        )
+    losses = {name: _final_loss(c, name) for name in sent}
+    c.expect(
+        c.text("winner", tuple(losses)) == min(losses, key=lambda name: losses[name]),
+        "`winner` is the run with the lowest loss",
+        "`winner` is not the run with the lowest loss",
+        "compare final_loss(wb.runs[name]) of the three runs",
+    )
+
+
+def _final_loss(c: Check, name: str) -> float:
+    """Return the loss of a run's final weights over the digits, as the lab computes it."""
+    x, y = digits_arrays("train", False)
+    w1, b1, w2, b2 = (np.asarray(one, dtype=float) for one in c.run(name).weights().values())
+    out = np.tanh(np.asarray(x, dtype=float).reshape(len(x), -1) @ w1.T + b1) @ w2.T + b2
+    out -= out.max(1, keepdims=True)
+    rows = np.arange(len(y))
+    return float((np.log(np.exp(out).sum(1)) - out[rows, np.asarray(y, dtype=int)]).mean())
+
+
+@exercise("12.5", "Gossip")
+def gossip(c: Check) -> None:
+    """The mixing matrix, its second eigenvalue, and what a measured decay says."""
+    for n in (3, 5, 8):
+        matrix = _matrix(c, c.call("ring_matrix", n), f"ring_matrix({n})", n)
+        one = np.eye(n)
+        truth = (one + np.roll(one, 1, axis=1) + np.roll(one, -1, axis=1)) / 3
+        c.need(
+            bool(np.allclose(matrix, truth)),
+            f"ring_matrix({n}) is not the matrix of a ring: its rows sum to "
+            f"{matrix.sum(1).round(2).tolist()}.",
+            "a ring has no ends: worker 0 and worker n-1 are neighbours",
+        )
+    c.expect(True, "`ring_matrix` is right", "")
+    swap = np.array([[0.1, 0.9], [0.9, 0.1]])
+    ring = np.array([[2, 1, 0, 1], [1, 2, 1, 0], [0, 1, 2, 1], [1, 0, 1, 2]]) / 4
+    for matrix, second in ((swap, 0.8), (ring, 0.5)):
+        found = c.number_from("second_eigenvalue", matrix)
+        c.need(
+            math.isclose(found, second, abs_tol=1e-6),
+            f"second_eigenvalue of {matrix.tolist()} returned {found:.4g}.",
+            "sort the magnitudes: a negative eigenvalue of -0.8 counts as 0.8",
+        )
+    for matrix, factor, rounds in ((swap, 0.1, 11), (ring, 0.1, 4), (ring, 0.5, 1)):
+        found = c.number_from("rounds_to", matrix, factor)
+        c.need(
+            found == rounds,
+            f"rounds_to({matrix.tolist()}, {factor}) returned {found:g}.",
+            "the smallest whole t with second ** t <= factor",
+        )
+    c.expect(True, "`second_eigenvalue` and `rounds_to` are right", "")
+    for n in (2, 8):
+        found = c.call("exponential_matrices", n)
+        c.need(
+            isinstance(found, (list, tuple)) and len(found) == int(math.log2(n)),
+            f"exponential_matrices({n}) must return a list of {int(math.log2(n))} matrices.",
+            "append one matrix for each hop: 1, 2, 4, ...",
+        )
+        for place, one in enumerate(found):
+            matrix = _matrix(c, one, f"exponential_matrices({n})[{place}]", n)
+            truth = (np.eye(n) + np.roll(np.eye(n), 2**place, axis=0)) / 2
+            c.need(
+                bool(np.allclose(matrix, truth)),
+                f"exponential_matrices({n})[{place}] is wrong in row "
+                f"{int(np.abs(matrix - truth).sum(1).argmax())}.",
+                "row i has 1/2 in column i, and 1/2 in column (i - 2**j) % n",
+            )
+    c.expect(True, "`exponential_matrices` is right", "")
+    t = np.arange(8)
+    for factor, noise in ((0.5, 0.0), (0.9, 0.05)):
+        spreads = 3.0 * factor**t * np.exp(noise * np.cos(3.0 * t))
+        slope = float(np.exp(np.polyfit(t, np.log(spreads), 1)[0]))
+        found = c.number_from("decay", spreads.tolist())
+        c.need(
+            math.isclose(found, slope, rel_tol=1e-3),
+            f"decay of a spread that falls by {factor} in each round returned {found:.4g}.",
+            "fit a straight line through the logarithms of all spreads, and return exp(slope)",
+        )
+    c.expect(True, "`decay` finds the factor of a measured spread", "")
+
+
+def _matrix(c: Check, value: Any, name: str, n: int) -> Floats:
+    try:
+        found = np.asarray(value, dtype=float)
+    except (TypeError, ValueError):
+        c.wrong(f"{name} is not an array of numbers.", "begin with np.zeros((n, n))")
+    c.need(
+        found.shape == (n, n),
+        f"{name} has the shape {found.shape}, but must have {(n, n)}.",
+        "one row and one column for each worker",
+    )
+    return found

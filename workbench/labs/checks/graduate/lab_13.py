@@ -1,0 +1,350 @@
+"""Lab 13: a scaling study."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...answers import close, exercise
+from .on_engines import floats, have
+
+if TYPE_CHECKING:
+    from ...answers import Check, RunFacts
+
+LIMIT_S = 25.0
+"""For an answer that hangs on the engines."""
+
+SHARE = 0.02
+"""How far a number that is read from a run may be off: a student may round it."""
+
+WORKERS, STEPS = 16, 12
+"""The run that checks the prediction."""
+
+LINK = (0.020, 20_000, 5e6)
+"""The lab's link: seconds, bytes of the gradients, bytes per second."""
+
+_SIZES = ((2, 64, 64, 96, 16), (3, 32, 128, 50, 4), (1, 128, 16, 96, 1))
+
+
+@exercise("13.1", "The work of a step")
+def work(c: Check) -> None:
+    """Parameters, FLOPs and the rule of thumb."""
+    for layers, width, context, vocabulary, sequences in _SIZES:
+        sizes = (layers, width, context, vocabulary)
+        layer = 12 * width**2 + 13 * width
+        numbers = (2 * vocabulary + context + 2) * width + vocabulary + layers * layer
+        found = c.number_from("parameters", *sizes)
+        c.need(
+            found == numbers,
+            f"parameters{sizes} returned {found:.0f}.",
+            "add up the rows of the table; the parts of a layer count once for each layer",
+        )
+        weights = layers * 12 * width**2 + width * vocabulary
+        tokens = sequences * context
+        forward = 2 * weights * tokens + layers * 4 * context**2 * width * sequences
+        found = c.number_from("step_flops", *sizes, sequences)
+        c.need(
+            found != forward,
+            f"step_flops{(*sizes, sequences)} returned the FLOPs of the forward pass.",
+            "a training step has a backward pass, which takes twice as many",
+        )
+        c.need(
+            found == 3 * forward,
+            f"step_flops{(*sizes, sequences)} returned {found:.4g}.",
+            "2 FLOPs for each weight of a product and token; two products of attention in each "
+            "layer, for each sequence; no embeddings, norms or biases",
+        )
+        found = c.number_from("thumb_flops", *sizes, sequences)
+        c.need(
+            found == 6 * numbers * tokens,
+            f"thumb_flops{(*sizes, sequences)} returned {found:.4g}.",
+            "six times all parameters, times the tokens of a step",
+        )
+    c.expect(True, "all three formulae are right, for three sizes", "")
+
+
+_RATES = """
+def _labs_look():
+    calls = []
+    def work():
+        calls.append(None)
+        time.sleep((0.08, 0.05, 0.01, 0.01, 0.05)[min(len(calls), 5) - 1])
+    seconds = best_s(work, 4)
+    kept = globals()["best_s"]
+    asked = []
+    def pretend(work, repeats):
+        work()
+        asked.append(repeats)
+        return 0.5
+    try:
+        globals()["best_s"] = pretend
+        rates = [matmul_rate(24, 3), copy_rate(1000, 7)]
+    finally:
+        globals()["best_s"] = kept
+    return [seconds, len(calls), rates, asked]
+_labs_answer = _labs_look() if rank == 0 else None
+del _labs_look
+"""
+
+
+@exercise("13.2", "Peak and bandwidth", where="the engines")
+def rates(c: Check) -> None:
+    """The best of several times, and rates computed from it."""
+    have(c, "best_s", "matmul_rate", "copy_rate")
+    seconds, calls, found, asked = c.ask(
+        _RATES, limit_s=LIMIT_S, hint="call best_s(lambda: None, 3) in a new cell on the engines"
+    )[0]
+    shortest_s = float(floats(c, seconds, "best_s", ()))
+    c.need(
+        calls == 5,
+        f"best_s(work, 4) called work {calls} times.",
+        "once without counting it, then `repeats` times",
+    )
+    c.need(
+        0.009 <= shortest_s < 0.045,
+        f"For calls that take 50, 10, 10 and 50 ms after a first call of 80 ms, best_s returned "
+        f"{1e3 * shortest_s:.0f} ms.",
+        "return the shortest time of a single call, not the mean",
+    )
+    c.expect(True, "`best_s` leaves out the first call and returns the shortest time", "")
+    c.need(
+        asked == [3, 7],
+        "matmul_rate and copy_rate do not measure with `best_s(work, repeats)`.",
+        "call best_s once in each, with the number of repeats that the function is given",
+    )
+    for name, rate, truth, hint in (
+        (
+            "matmul_rate(24, 3)",
+            found[0],
+            2 * 24**3 / 0.5,
+            "n * n * n multiplications and additions",
+        ),
+        ("copy_rate(1000, 7)", found[1], 8 * 1000 / 0.5, "4 bytes are read, and 4 are written"),
+    ):
+        value = float(floats(c, rate, name, ()))
+        c.need(
+            math.isclose(value, truth, rel_tol=1e-6),
+            f"If a call takes 0.5 s, {name} returned {value:.4g}.",
+            hint,
+        )
+    c.expect(True, "both rates are right", "")
+
+
+@exercise("13.3", "The roofline")
+def roofline(c: Check) -> None:
+    """Intensities, the limit, and what sets it."""
+    for m, k, n in ((1024, 64, 256), (1, 512, 512), (8, 8, 8)):
+        found = c.number_from("matmul_intensity", m, k, n)
+        truth = 2 * m * k * n / (4 * (m * k + k * n + m * n))
+        c.need(
+            math.isclose(found, truth, rel_tol=1e-6),
+            f"matmul_intensity({m}, {k}, {n}) returned {found:.4g}.",
+            "FLOPs per byte: a float32 number has 4 bytes, and all three matrices are moved",
+        )
+    for flops, reads, writes in ((8, 1, 1), (1, 2, 1)):
+        found = c.number_from("elementwise_intensity", flops, reads, writes)
+        c.need(
+            math.isclose(found, flops / (4 * (reads + writes)), rel_tol=1e-6),
+            f"elementwise_intensity({flops}, {reads}, {writes}) returned {found:.4g}.",
+            "4 bytes for each number that is read or written",
+        )
+    c.expect(True, "both intensities are right", "")
+    for intensity, side in ((1.0, "memory"), (4.9, "memory"), (20.0, "compute")):
+        found = c.number_from("attainable", intensity, 1e11, 2e10)
+        c.need(
+            math.isclose(found, min(1e11, 2e10 * intensity)),
+            f"attainable({intensity}, 1e11, 2e10) returned {found:.3g}.",
+            "the lower of the two limits",
+        )
+        word = c.call("bound", intensity, 1e11, 2e10)
+        c.need(
+            word == side,
+            f"bound({intensity}, 1e11, 2e10) returned {word!r}.",
+            "below the intensity at which both limits are equal, the memory sets the limit",
+        )
+    found = c.number_from("mfu", 3e9, 0.1, 1e11)
+    c.need(
+        math.isclose(found, 0.3),
+        f"mfu(3e9, 0.1, 1e11) returned {found:.4g}.",
+        "FLOPs per second, divided by the peak: a share from 0 to 1",
+    )
+    c.expect(True, "the roofline and the MFU are right", "")
+
+
+@exercise("13.4", "MFU of a run")
+def used(c: Check) -> None:
+    """The median step, its MFU and its tokens per second."""
+    run = c.run("alone")
+    steps = run.history["step"]
+    c.need(
+        int(steps.max(initial=-1)) >= 24,
+        "The run 'alone' has fewer than 25 steps.",
+        "run its cell again as it is in the lab",
+    )
+    truth = float(np.median(run.history["step_s"][steps >= 5]))
+    found = c.number_of("step_time_s")
+    c.need(
+        close(found, truth, SHARE),
+        f"`step_time_s` is {found:.4g}, which does not agree with the history.",
+        "take the rows with step >= 5, and their median, in seconds",
+    )
+    c.expect(True, "`step_time_s` is the median step", "")
+    machine = c.value("machine")
+    c.need(
+        isinstance(machine, dict) and "peak" in machine,
+        "The notebook has no measured peak.",
+        "solve exercise 13.2, and run the cells below it",
+    )
+    flops = c.number_from("step_flops", *_SIZES[0])
+    for name, value in (
+        ("used", flops / truth / float(machine["peak"])),
+        ("tokens_per_s", 16 * 64 / truth),
+    ):
+        found = c.number_of(name)
+        c.expect(
+            close(found, value, 2 * SHARE),
+            f"`{name}` agrees with the median step",
+            f"`{name}` is {found:.4g}, which does not agree with the median step",
+            "a share of the peak: mfu(FLOPs of a step, step_time_s, peak)"
+            if name == "used"
+            else "a step has 16 sequences of 64 tokens",
+        )
+
+
+@exercise("13.5", "Amdahl and Gustafson")
+def laws(c: Check) -> None:
+    """The serial share by least squares, and what the laws say."""
+    exact = [0.08 * (0.25 + 0.75 / n) for n in (1, 2, 4, 8)]
+    noisy = [1.0, 0.61, 0.38, 0.31]
+    for step_s, truth in ((exact, 0.25), (noisy, _share((1, 2, 4, 8), noisy)),
+                          ([1.0, 0.4, 0.15, 0.02], 0.0)):  # fmt: skip
+        found = c.number_from("serial_share", [1, 2, 4, 8], step_s)
+        c.need(
+            abs(found - truth) < 1e-3,
+            f"serial_share([1, 2, 4, 8], {[round(s, 3) for s in step_s]}) returned {found:.4g}.",
+            "a straight line in 1/n: the constant is what remains for very many workers",
+        )
+    c.expect(True, "`serial_share` is the least-squares share", "")
+    for s, n in ((0.2, 4), (0.05, 64), (0.0, 8)):
+        for name, truth in (
+            ("strong_speedup", 1 / (s + (1 - s) / n)),
+            ("weak_speedup", s + (1 - s) * n),
+        ):
+            found = c.number_from(name, s, n)
+            c.need(
+                math.isclose(found, truth, rel_tol=1e-6),
+                f"{name}({s}, {n}) returned {found:.4g}.",
+                "Amdahl is the law of strong scaling, Gustafson that of weak scaling",
+            )
+    for s, efficiency, truth in ((0.2, 0.45, 7), (0.01, 0.79, 27), (0.5, 0.9, 1)):
+        found = c.number_from("most_workers", s, efficiency)
+        c.need(
+            found == truth,
+            f"most_workers({s}, {efficiency}) returned {found:g}.",
+            "the efficiency is the strong speed-up divided by n: try n = 1, 2, 3, ...",
+        )
+    c.need(
+        c.call("most_workers", 0.0, 0.5) == math.inf,
+        "most_workers(0.0, 0.5) is not infinite.",
+        "without a serial share every number of workers is efficient: return math.inf",
+    )
+    c.expect(True, "the laws and `most_workers` are right", "")
+
+
+def _share(workers: tuple[int, ...], step_s: list[float]) -> float:
+    b, a = np.polyfit(1 / np.asarray(workers, dtype=float), step_s, 1)
+    return float(a / (a + b))
+
+
+@exercise("13.6", "A prediction and its check")
+def prediction(c: Check) -> None:
+    """The formula, the run of 16 workers, and how far both predictions were off."""
+    for n, compute_s, link in ((2, 0.1, LINK), (64, 0.05, (1e-3, 4e6, 1e9)), (8, 0.0, LINK)):
+        truth = compute_s + math.log2(n) * (link[0] + link[1] / link[2])
+        found = c.number_from("predicted_step_s", n, compute_s, *link)
+        c.need(
+            math.isclose(found, truth, rel_tol=1e-6),
+            f"predicted_step_s({n}, {compute_s}, ...) returned {found:.4g}.",
+            "log2(n) rounds, and in each round a message of all bytes",
+        )
+        found = c.number_from("compute_from", truth, n, *link)
+        c.need(
+            math.isclose(found, compute_s, rel_tol=1e-6, abs_tol=1e-9),
+            f"compute_from of a step with {n} workers returned {found:.4g}.",
+            "the same formula, solved for the compute time",
+        )
+    c.expect(True, "the formula is right, in both directions", "")
+    two, many = c.run("two"), c.run("many")
+    steps = int(many.history["step"].max(initial=-1)) + 1
+    c.need(
+        many.plan.workers >= WORKERS and steps >= STEPS,
+        f"The run 'many' has {many.plan.workers} workers and {steps} steps.",
+        f"run the recipe `two` on {WORKERS} workers for {STEPS} steps",
+    )
+    c.need(
+        many.plan.options.get("allreduce") == "recursive_doubling",
+        "The run 'many' uses another all-reduce than 'two'.",
+        "use the options of the cell that trains 'two'",
+    )
+    message_s = LINK[0] + LINK[1] / LINK[2]
+    rounds = math.log2(many.plan.workers)
+    own_s = _mean_step_s(two) - message_s + rounds * message_s
+    found = c.number_of("own_error")
+    truth = _mean_step_s(many) / own_s - 1
+    c.expect(
+        abs(found - truth) < 0.01,
+        "`own_error` compares the run with your formula",
+        f"`own_error` is {found:.3g}, which does not agree with the two runs",
+        "c comes from the mean step of `two` without step 0; divide measured by predicted, minus 1",
+    )
+    found = c.number_of("product_error")
+    c.expect(
+        abs(found) < 1.0 and found < truth and found != c.number_of("own_error"),
+        "`product_error` compares the run with the product's prediction",
+        f"`product_error` is {found:.3g}; the product predicts a longer step than your formula",
+        "take the point with 16 workers of many_predicted.points, and step_s[0] of it",
+    )
+
+
+def _mean_step_s(run: RunFacts) -> float:
+    steps: NDArray[Any] = run.history["step"]
+    return float(run.history["step_s"][steps >= 1].mean())
+
+
+@exercise("13.7", "Cost, and a job")
+def cost(c: Check) -> None:
+    """The price of an epoch, the cheapest number of workers, and the job folder."""
+    for rows, batch, step_s, workers, price in ((1000, 100, 3.6, 4, 2.0), (1001, 100, 0.5, 1, 9.0)):
+        found = c.number_from("epoch_cost", rows, batch, step_s, workers, price)
+        c.need(
+            math.isclose(found, math.ceil(rows / batch) * step_s / 3600 * workers * price),
+            f"epoch_cost({rows}, {batch}, {step_s}, {workers}, {price}) returned {found:.4g}.",
+            "whole steps, times the hours of a step, times the workers, times the price",
+        )
+    offers = [(1, 100.0, 5.0), (2, 60.0, 6.0), (4, 40.0, 6.0), (8, 30.0, 9.0)]
+    for deadline_s, truth in ((200, 1), (70, 4), (45, 4), (35, 8), (10, 0)):
+        found = c.number_from("cheapest", offers, deadline_s)
+        c.need(
+            found == truth,
+            f"cheapest({offers}, {deadline_s}) returned {found:g}.",
+            "drop what is too slow, then take the lowest cost, then the shortest time; 0 if "
+            "nothing remains",
+        )
+    c.expect(True, "`epoch_cost` and `cheapest` are right", "")
+    names = [str(one) for one in c.items("job_files")]
+    c.expect(
+        {"train.py", "run.json", "requirements.txt", "README.md"} <= set(names)
+        and names == sorted(names),
+        "`job_files` are the files of a job folder",
+        f"`job_files` has {len(names)} names, and some files of a job folder are missing",
+        "list the folder that to_job returns: the files, sorted, without folders",
+    )
+    c.expect(
+        c.text("job_strategy") == "one_device",
+        "`job_strategy` is the strategy of the run",
+        f"`job_strategy` is {c.text('job_strategy')!r}",
+        "read run.json with json.loads and look for the key of the strategy",
+    )
