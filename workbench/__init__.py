@@ -1,31 +1,31 @@
-"""Workbench: distributed training in a notebook, with live numbers that are true.
+"""Workbench: distributed training in a notebook, with correct live numbers.
 
-Importing this package loads no framework; every name below is loaded when it is first used. In the
+Importing this package loads no framework; every name below is loaded at its first use. In the
 notebook: `%load_ext workbench`, `import workbench as wb`. On the engines the injected `wb` is this
-same package. `docs/architecture.md` has the picture; the folders, from what stands alone to what
-uses all of them:
+same package. `docs/architecture.md` has the picture; the folders, from those without dependencies
+to those that use all others:
 
-    errors       what every error says: what happened, what was seen, what is allowed, the next step
-    catalog/     which strategies are there, what can each do, what does it send
-    cookbook/    what is trained: recipes
+    errors       the errors, each with what happened, what is allowed and the next step
+    catalog/     the strategies, their abilities and their messages
+    cookbook/    recipes for training
     data/        small data sets for lessons and tests
-    shared/      what do the notebook's side and the engines' side both know
-    devices/     which accelerators are there, who has them, what does an engine see of them
+    shared/      modules that the notebook's side and the engines' side share
+    devices/     the accelerators, their owners, and the devices that an engine sees
     engine/      what happens on an engine
     strategies/  how is a model trained on several workers: one file each
     cluster/     how are engines started, watched and ended
-    history/     what is known about a run, step by step
-    prediction/  what would other workers, links or options make of a run
-    views/       how is it drawn
+    history/     the data of a run, step by step
+    prediction/  how fast would a run be with other workers, links or options
+    views/       how are runs drawn
     export/      a plan as a folder that trains it elsewhere
     execution/   a run from its request to its end
-    session/     one cluster and all that can be asked of it
-    jobs/        runs on other machines: conducted there, followed and steered from here
-    notebook/    what a notebook sees: its session, recipes, comparisons
-    panels/      the workbench with the mouse
-    magics       what does each magic's line ask for
+    session/     one cluster, and everything that its user can do with it
+    jobs/        runs on other machines: controlled there by a conductor, followed from here
+    notebook/    the notebook's objects: its session, recipes, comparisons
+    panels/      Workbench controlled with the mouse
+    magics       the magics
     labs/        the exercises: made, checked, graded
-    doctor/      does this machine, its GPUs, another host work
+    doctor/      checks of this machine, its GPUs and other hosts
     cli          the `workbench` command of a shell
     __main__     the same as `python -m workbench`
 """
@@ -84,7 +84,7 @@ __all__ = [*_LAZY, "load_ipython_extension", "unload_ipython_extension"]
 
 
 def need_a_system_that_works() -> None:
-    """Report on Windows what is needed, before an import of a POSIX module fails.
+    """On Windows, report the requirement before an import of a POSIX module fails.
 
     Raises:
         ClusterError: This is Windows.
@@ -94,7 +94,7 @@ def need_a_system_that_works() -> None:
 
         raise ClusterError(
             "On Windows, Workbench needs WSL2, which runs Linux inside Windows.",
-            seen="a Python of Windows itself",
+            seen="Python for Windows",
             allowed="Linux, macOS, WSL2",
             next_step="run `wsl --install` in PowerShell as administrator, restart, open Ubuntu, "
             "and install Workbench and JupyterLab there",
@@ -125,7 +125,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """Stop what the extension started, unless the cell loads it again (`%reload_ext`)."""
+    """Stop the cluster of the extension, unless the cell loads it again (`%reload_ext`)."""
     importlib.import_module("workbench.magics").unregister(shell)
 
 

@@ -1,4 +1,4 @@
-"""`python -m workbench`: the `workbench` command, from a checkout too that nobody installed."""
+"""`python -m workbench`: the `workbench` command, also from a checkout that is not installed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import sys
 
 def main() -> int:
     """Run the command line; return its exit status."""
-    if sys.argv[1:2] == ["doctor"]:  # it works also where the rest of the package cannot be loaded
+    if sys.argv[1:2] == ["doctor"]:  # it also works if the rest of the package cannot be loaded
         from .doctor.command import run_alone
 
         return run_alone(sys.argv[2:])
     if sys.argv[1:2] == ["run"]:
         from .jobs.here import is_rank, run_rank
 
-        if is_rank():  # torchrun has started it: an engine, which loads nothing of the command line
+        if (
+            is_rank()
+        ):  # torchrun has started this process: it is an engine and does not load the command line
             return run_rank(sys.argv[2:])
     try:
         from .cli import main as all_commands

@@ -1,9 +1,10 @@
-"""`workbench demo`, `lab`, `labs`, `grade`, `ps`, `stop` and `doctor`: the main job from a shell.
+"""`workbench demo`, `lab`, `labs`, `grade`, `ps`, `stop` and `doctor`: the main tasks from a shell.
 
-`ps` and `stop` are about the clusters of this user on this machine; `labs` makes labs from their
-sources, `grade` runs what students hand in. `lab`, which opens JupyterLab, is one letter away: who
-mixes them up is led to the other. Where the package's notebooks are is known here as well.
-`doctor` is a package of its own; `run`, `compare`, `jobs`, `follow` and `control` are in `jobs/`.
+`ps` and `stop` are about the clusters of this user on this machine. `labs` makes labs from their
+sources, `grade` runs the notebooks that students hand in. `lab` opens JupyterLab; if a user
+confuses `lab` and `labs`, the error names the other command. This module also finds the folder of
+the package's notebooks. `doctor` is a separate package; `run`, `compare`, `jobs`, `follow` and
+`control` are in `jobs/`.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def _write_html(notebook: NotebookNode, page: Path) -> None:
 
 
 def _summary(notebook: NotebookNode) -> str:
-    """Return the text of the notebook's comparison, or of its last table where it has none."""
+    """Return the text of the notebook's comparison, or of its last table otherwise."""
     tables = [
         output
         for cell in notebook.cells
@@ -159,9 +160,9 @@ def _summary(notebook: NotebookNode) -> str:
 
 
 def _lab(rest: list[str]) -> int:
-    """Open JupyterLab on a copy of the notebooks, so that the originals stay as they are.
+    """Open JupyterLab on a copy of the notebooks, so that the originals stay unchanged.
 
-    What the copy has already is the user's, and left alone.
+    Files that the copy already has belong to the user and are not changed.
     """
     check_opening(rest)
     _need("jupyterlab")
@@ -180,7 +181,7 @@ def _lab(rest: list[str]) -> int:
 
 
 def _trust(notebooks: list[Path]) -> None:
-    """Sign our own notebooks: of those that are not signed, Jupyter shows no drawing."""
+    """Sign Workbench's notebooks, because Jupyter shows no drawings of unsigned notebooks."""
     nbformat = _need("nbformat")
     from nbformat.sign import NotebookNotary
 
@@ -193,19 +194,19 @@ NOBODY = "nobody"
 
 
 def add_cluster_commands(commands: Any) -> None:
-    """Add our commands to the command line."""
+    """Add Workbench's commands to the command line."""
     listing = commands.add_parser("ps", help="list your clusters on this machine")
     listing.add_argument("--json", action="store_true", help="for programs")
-    stop = commands.add_parser("stop", help="end clusters, whoever owns them")
+    stop = commands.add_parser("stop", help="end clusters, even if another notebook owns them")
     stop.add_argument("id", nargs="*", metavar="ID", help="ids as workbench ps lists them")
     stop.add_argument("--all", action="store_true", help="all your clusters on this machine")
 
 
 def run_clusters(given: argparse.Namespace) -> int:
-    """Run one of our commands; return its exit status.
+    """Run one of Workbench's commands; return its exit status.
 
     Raises:
-        ClusterError: There is no such cluster.
+        ClusterError: There is no cluster with this id.
     """
     if given.command == "ps":
         found = [describe(one) for one in folders.clusters()]
@@ -239,7 +240,7 @@ COLUMNS = ("id", "since", "engines", "framework", "running", "owner", "idle for"
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Return the clusters as a table, a line each."""
+    """Return the clusters as a table, one line each."""
     if not found:
         return "no clusters"
     lines = [COLUMNS, *(_row(one) for one in found)]
@@ -267,7 +268,7 @@ def _stop(ids: Sequence[str], *, everything: bool) -> int:
     unknown = [name for name in ids if name not in found]
     if unknown or bool(ids) == everything:
         raise ClusterError(
-            "There is no such cluster." if unknown else "Which cluster should be stopped?",
+            "There is no cluster with this id." if unknown else "Which cluster should be stopped?",
             seen=", ".join(unknown) or None,
             allowed=", ".join(found) or "none: there is no cluster",
             next_step="workbench ps lists them; workbench stop --all ends all your clusters",
@@ -289,9 +290,9 @@ SOURCES = "lab_*.md"
 OPENS = "workbench lab (without s) opens JupyterLab on the notebooks"
 NOT_GRADED, INTERRUPTED = 2, 130
 _GRADE = """\
-Runs each notebook's exercises in the original lab, in separate processes.
-Exit status: 0 everything was graded and is right; 1 everything was graded, but not everything is
-right; 2 something could not be graded, or an argument is wrong."""
+Runs the exercises of each notebook in the original lab, in separate processes.
+Exit status: 0 everything was graded and is correct; 1 everything was graded, but
+not everything is correct; 2 something could not be graded, or an argument is wrong."""
 
 
 def add_lab_commands(commands: Any) -> None:
@@ -360,10 +361,10 @@ def run_labs(given: argparse.Namespace) -> int:
 
 
 def check_opening(rest: list[str]) -> None:
-    """Refuse labs' sources among the arguments for JupyterLab.
+    """Raise an error if the arguments for JupyterLab contain a lab's source.
 
     Raises:
-        PlanError: There is one; the message names the command that takes them.
+        PlanError: An argument is a lab's source; the message names the right command.
     """
     for before, text in zip(["", *rest], rest, strict=False):
         is_value = re.fullmatch(r"--([\w-]+-dir|\w+\.[\w.]+)", before)  # --ServerApp.root_dir DIR
@@ -381,7 +382,7 @@ def check_opening(rest: list[str]) -> None:
 
 
 def _check_sources(sources: list[Path]) -> None:
-    """Refuse an empty list, and files that are not sources of labs; name the right command."""
+    """Refuse an empty list, and files that are not lab sources; name the right command."""
     if not sources:
         raise PlanError(
             "workbench labs makes notebooks from labs' sources, but none was given.",
@@ -393,7 +394,7 @@ def _check_sources(sources: list[Path]) -> None:
         if source.is_dir() or source.suffix == ".ipynb":
             within = any(source.glob(SOURCES))
             raise PlanError(
-                "workbench labs makes notebooks from labs' sources, and this is not one.",
+                "workbench labs makes notebooks from labs' sources, but this file is not a source.",
                 seen=str(source),
                 allowed="files lab_N.md",
                 next_step=f"workbench labs {source / SOURCES}" if within else OPENS,
@@ -450,7 +451,7 @@ def _grade(given: argparse.Namespace) -> int:
 
 
 def _save(saved: Saved | None, content: str) -> bool:
-    """Write everything to the file, if there is one; return whether that failed."""
+    """Write all results to the file, if one is given; return whether that failed."""
     try:
         if saved is not None:
             saved.finish(content)
@@ -497,10 +498,10 @@ SHARED = Path("share/distributed-workbench/notebooks")
 
 
 def notebooks_folder() -> Path:
-    """Return the folder with the notebooks: of the checkout, or as installed.
+    """Return the folder with the notebooks, of the checkout or of the installed package.
 
     Raises:
-        WorkbenchError: There is none.
+        WorkbenchError: The folder does not exist.
     """
     for folder in (Path(__file__).parents[1] / "notebooks", Path(sys.prefix) / SHARED):
         if (folder / QUICKSTART).exists():

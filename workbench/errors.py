@@ -8,15 +8,16 @@ from collections.abc import Iterable
 from typing import Any
 
 RETIRED: frozenset[str] = frozenset()
-"""Codes of errors that are no more; their numbers are never given again."""
+"""Codes of errors that no longer exist. Their numbers are never used again."""
 
 _CODED = re.compile(r"\[(WB-[A-Z]+-\d{3})\]$")
 
 
 def _coded(what: str, code: str) -> tuple[str, str]:
-    """Return the words with the code at the end of their first line, and the code.
+    """Return the message with the code at the end of its first line, and the code.
 
-    Words that tell of another error of ours (a rank's, a stored run's) end in that one's code.
+    A message may report another Workbench error (a rank's, a stored run's). It then ends in the
+    code of that error.
     """
     first, *rest = what.split("\n")
     if told := _CODED.search(first):
@@ -27,14 +28,14 @@ def _coded(what: str, code: str) -> tuple[str, str]:
 
 
 def _shown(seen: object) -> str:
-    """Return a value as it is shown: what a program has said stands in lines of its own."""
+    """Return a value as it is shown; text of several lines begins on a new line."""
     if not isinstance(seen, str) or "\n" not in seen.strip():
         return repr(seen)
     return "".join(f"\n    {line}" for line in seen.strip().splitlines())
 
 
 def _unmade(kind: type[BaseException], *args: object) -> BaseException:
-    """Return an error whose attributes are put in by whoever copies it or sends it on."""
+    """Return an error without attributes; the code that copies or unpickles it sets them."""
     return kind.__new__(kind, *args)
 
 
@@ -43,15 +44,16 @@ class WorkbenchError(Exception):
 
     Args:
         what: One sentence that says what is wrong.
-        code: What the error is called, whatever its words become: `WB-PLAN-012`. One per place
-            of this package that raises, and docs/error-codes.md lists all; code of others that
-            raises our errors, such as a strategy of theirs, has none.
-        seen: The value that was met, shown with `repr` unless it is a string with spaces.
-        allowed: What would have been accepted.
-        next_step: What the user can do now.
+        code: The error's fixed name, such as `WB-PLAN-012`; it stays when the message changes. Each
+            place in this package that raises has its own code; docs/error-codes.md lists all. Other
+            people's code that raises these errors, such as their own strategy, has none.
+        seen: The value that was found, shown with `repr` unless it is a string with spaces.
+        allowed: The values that are accepted.
+        next_step: The action that the user can take now.
 
     Attributes:
-        code: As shown: of an error that tells of a rank's error of ours, that one's.
+        code: The code that is shown. If the error reports a rank's Workbench error, it is the code
+            of that error.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class WorkbenchError(Exception):
         return _unmade, (type(self), *self.args), vars(self)
 
     def _render_traceback_(self) -> list[str]:
-        """IPython's hook: a mistake in a line needs the message, not our stack."""
+        """IPython's hook: a mistake in a magic's line needs the message, not Workbench's stack."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -102,8 +104,9 @@ class RunError(WorkbenchError, RuntimeError):
     """A run failed or was interrupted; the cell that started it is marked as an error.
 
     Attributes:
-        brief: What a notebook shows in place of the message where the failure stands above it.
-        shown: Whether it does.
+        brief: The text that a notebook shows instead of the message if the failure is already shown
+            above.
+        shown: Whether the failure is already shown above.
     """
 
     brief: str | None = None
@@ -124,11 +127,11 @@ class RunStopped(Exception):
 
 
 class WorkbenchWarning(UserWarning):
-    """Base of all warnings given by Workbench; what it says ends in its code.
+    """Base of all warnings given by Workbench; the message ends in the warning's code.
 
     Args:
-        what: What the user should know.
-        code: As of an error: `WB-WARN-001`.
+        what: The message for the user.
+        code: The warning's fixed name, such as `WB-WARN-001`.
     """
 
     def __init__(self, what: str, *, code: str) -> None:
@@ -140,7 +143,7 @@ class WorkbenchWarning(UserWarning):
 
 
 class RunDamagedWarning(WorkbenchWarning):
-    """A run was loaded from a folder in which part of its files is missing or damaged."""
+    """A run was loaded from a folder in which some files are missing or damaged."""
 
 
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?(e[+-]?\d+)?")

@@ -1,4 +1,4 @@
-"""`%cluster`, `%%distributed`, `%%rank`, `%push`, `%pull`: lines to the session, nothing more."""
+"""`%cluster`, `%%distributed`, `%%rank`, `%push`, `%pull`: parse lines and call the session."""
 
 from __future__ import annotations
 
@@ -86,8 +86,10 @@ class WorkbenchMagics(Magics):
             cluster = session.need_cluster()
             had = cluster.pool.devices.held
             cluster.free()
-            also = "; its GPUs are free for others until the next cell or run" if had else ""
-            print(f"the variables of earlier cells are gone on all engines{also}")  # noqa: T201
+            also = (
+                "; its GPUs are free for other processes until the next cell or run" if had else ""
+            )
+            print(f"the variables of earlier cells were deleted on all engines{also}")  # noqa: T201
         else:
             show(session.need_cluster().status())
 
@@ -122,7 +124,7 @@ class WorkbenchMagics(Magics):
             print(kept_words(cluster.keeping))  # noqa: T201
 
     def _note(self, words: str) -> None:
-        """Print what the user should know, once in this notebook."""
+        """Print a note for the user, only once in this notebook."""
         if words not in self._noted:
             self._noted.add(words)
             print(words)  # noqa: T201
@@ -170,7 +172,7 @@ class WorkbenchMagics(Magics):
 
     @line_magic
     def panel(self, line: str) -> None:
-        """Show the panel: pick, run, compare and break strategies with the mouse."""
+        """Show the panel: select, run, compare and disturb strategies with the mouse."""
         if rest := strip_comment(line).strip():
             raise PlanError(
                 "%panel takes no arguments.", seen=rest, next_step="%panel", code="WB-PLAN-061"
@@ -219,7 +221,7 @@ class WorkbenchMagics(Magics):
             result.raise_error()
 
     def _write_job(self, asked: RunRequest, recipe: Recipe) -> None:
-        """Write the cell as a job, in place of training it."""
+        """Write the cell as a job instead of training it."""
         if not asked.to_job or len(asked.strategies) != 1 or asked.seeds:
             raise PlanError(
                 "A job is one cell under one strategy, written into a folder.",
@@ -253,27 +255,27 @@ class WorkbenchMagics(Magics):
         return f"In[{self._number()}]"
 
     def _number(self) -> int:
-        """Return the number of the cell that is running.
+        """Return the number of the running cell.
 
-        IPython counts on before a cell runs (9.x) or after it (8.x); what it was given is kept
-        before, at the cell's number.
+        IPython increases its counter before a cell runs (9.x) or after it (8.x). It stores the
+        cell's source before, under the cell's number.
         """
         kept = self.shell.history_manager
         held = 0 if kept is None else len(kept.input_hist_raw) - 1
         return held if held > 0 else int(self.shell.execution_count)
 
     def _refuse_body(self) -> None:
-        """Raise where a cell's body stands below `%distributed`, which takes none.
+        """Raise an error if `%distributed` is the first line of a cell with code below it.
 
         Raises:
-            PlanError: The lines below would run in the notebook, and were meant for the engines.
+            PlanError: The lines below are meant for the engines but would run in the notebook.
         """
         kept = self.shell.history_manager
         raw = str(kept.input_hist_raw[-1]) if kept is not None and kept.input_hist_raw else ""
         first, _, body = raw.lstrip().partition("\n")
         if first.startswith("%distributed") and meant_for_engines(body, self.shell.user_ns):
             raise PlanError(
-                "%distributed is one line and takes no cell. The lines below it would run in "
+                "%distributed is a single line and takes no cell. The lines below it would run in "
                 "the notebook.",
                 seen=first,
                 allowed="put %%distributed above the code that the engines should run",
@@ -283,10 +285,10 @@ class WorkbenchMagics(Magics):
 
 
 def meant_for_engines(body: str, namespace: dict[str, Any]) -> bool:
-    """Whether lines below `%distributed` are code that engines run: they train, or use a rank.
+    """Whether lines below `%distributed` are code for engines: they train, or use a rank.
 
     Args:
-        namespace: The notebook's, which has no rank unless the user made one.
+        namespace: The notebook's namespace, which has a rank only if the user defined one.
     """
     try:
         tree = ast.parse(body)
@@ -310,7 +312,7 @@ _FRAMEWORKS = frozenset({"torch", "tensorflow", "keras"})
 
 
 def _explained(error: RunError, namespace: dict[str, Any]) -> RunError:
-    """Add what the notebook knows: a name the engines lack may exist here."""
+    """Add advice from the notebook: a name that the engines lack can exist there."""
     outcome = outcome_behind(error)
     if outcome is None or outcome.ename != "NameError":
         return error
@@ -329,7 +331,7 @@ def _explained(error: RunError, namespace: dict[str, Any]) -> RunError:
 
 
 def _autoreload(shell: Any) -> str:
-    """Return the notebook's autoreload mode, empty when it is off."""
+    """Return the notebook's autoreload mode; empty if it is off."""
     magics = shell.magics_manager.registry.get("AutoreloadMagics")
     reloader = getattr(magics, "_reloader", None)
     if reloader is None or not reloader.enabled:
@@ -367,7 +369,7 @@ def _complete(shell: Any, event: Any) -> list[str]:
 
 
 def _parameters_of(words: list[str]) -> list[str]:
-    """Return the parameters of the recipe that a line names, else of the last one."""
+    """Return the parameters of the recipe in a line, otherwise of the last recipe."""
     named = dict(pairwise(words)).get("--recipe", "")
     found = recipes.get(named) if named else session.recipe
     return [] if found is None else list(found.parameters)
@@ -389,7 +391,7 @@ def register(shell: Any) -> None:
 
 
 def unregister(shell: Any) -> None:
-    """Stop the cluster when the cell is over, unless the extension is loaded again by then."""
+    """Stop the cluster at the end of the cell, unless the cell loads the extension again."""
 
     def cell_over(*_: object) -> None:
         shell.events.unregister("post_run_cell", cell_over)

@@ -200,7 +200,7 @@ def test_one_ranks_error_ends_the_others_wait_and_the_next_cell_works(book):
         "    raise ValueError('mine')\n"
         "dist.all_reduce(torch.ones(1))\n",
         "Rank 1 (engine 1) failed: ValueError: mine",
-        "with it: rank 0: ",
+        "Also failed: rank 0: ",
     )
     assert cell.seconds < 5
     assert "KeyboardInterrupt" not in cell.stdout

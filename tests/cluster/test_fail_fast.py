@@ -57,13 +57,13 @@ def test_one_raises_while_the_others_wait_in_a_collective(book, stamp):
         "%%distributed\nif rank == 1:\n    STAMP\n    raise ValueError('mine')\ndist.all_reduce(x)"
     )
     cell, seconds = fails(
-        book, stamp, source, "Rank 1 (engine 1) failed: ValueError: mine", "with it: ranks 0, 2"
+        book, stamp, source, "Rank 1 (engine 1) failed: ValueError: mine", "Also failed: ranks 0, 2"
     )
     assert seconds < PROMISE_S
     errors = [line for line in cell.lines() if line.startswith("[rank")]
     assert all(line.startswith("[rank 1]") for line in errors)  # the reason alone, in full
     assert any("Cell In[" in line and line.endswith("line 4") for line in errors)
-    assert any(line.startswith("with it: ranks 0, 2: ") for line in cell.lines())
+    assert any(line.startswith("Also failed: ranks 0, 2: ") for line in cell.lines())
 
 
 @pytest.mark.timing
@@ -73,7 +73,7 @@ def test_one_raises_while_the_others_sleep_or_compute(book, stamp):
             "%%distributed\nimport time\nif rank == 1:\n    STAMP\n    raise ValueError('mine')\n"
             f"{others}"
         )
-        _, seconds = fails(book, stamp, source, "mine", "with it: ranks 0, 2: interrupted")
+        _, seconds = fails(book, stamp, source, "mine", "Also failed: ranks 0, 2: interrupted")
         assert seconds < PROMISE_S
 
 
@@ -92,7 +92,7 @@ def test_a_cell_that_swallows_the_first_interrupt_is_interrupted_again(book, sta
         "%%distributed\nimport time\nif rank == 1:\n    STAMP\n    raise ValueError('mine')\n"
         "try:\n    time.sleep(1000)\nexcept KeyboardInterrupt:\n    time.sleep(1000)\n"
     )
-    fails(book, stamp, source, "mine", "with it: ranks 0, 2: interrupted")
+    fails(book, stamp, source, "mine", "Also failed: ranks 0, 2: interrupted")
 
 
 def test_what_is_folded_is_there_on_demand(book, stamp):
@@ -104,7 +104,7 @@ def test_what_is_folded_is_there_on_demand(book, stamp):
     reason, _, folded = html.partition("<details")
     assert "ValueError" in reason
     assert "KeyboardInterrupt" not in reason
-    assert "with it: ranks 0, 2" in folded
+    assert "Also failed: ranks 0, 2" in folded
     assert "KeyboardInterrupt" in folded or "Connection closed by peer" in folded
     assert task.cause == 1
 
@@ -117,7 +117,7 @@ def test_two_mistakes_are_both_shown(book, stamp):
     )
     assert "ValueError: mine" in cell.stdout
     assert "LookupError: mine" in cell.stdout
-    assert "with it: rank 2" in cell.stdout
+    assert "Also failed: rank 2" in cell.stdout
 
 
 def test_a_call_that_never_returns_is_ended_by_pid_and_said_so(book):

@@ -140,7 +140,7 @@ def test_several_deaths_are_named_one_by_one():
         "Rank 1 is gone: Engine 1 (pid 101) died: killed by SIGKILL.",
         "  its log ends:",
         "    no more memory",
-        "  gone too: Rank 2 (engine 2)",
+        "  also gone: Rank 2 (engine 2)",
     ]
     assert outcome.next_step(outcomes) == "%cluster restart 1 2"
     assert outcome.next_step({1: died(1), 2: died(2)}) == "%cluster restart"
@@ -150,7 +150,7 @@ def test_several_deaths_are_named_one_by_one():
 def test_who_died_otherwise_than_the_first_is_said_how():
     outcomes = {1: died(1), 2: died(2, Ending(code=3))}
     text = outcome.death_words(1, outcomes, Member.of_ranks)
-    assert text.endswith("gone too: Rank 2 (engine 2): exited with code 3")
+    assert text.endswith("also gone: Rank 2 (engine 2): exited with code 3")
 
 
 def test_an_engine_of_another_machine_is_named_with_its_host():
@@ -163,7 +163,7 @@ def test_an_engine_of_another_machine_is_named_with_its_host():
 def test_many_deaths_do_not_fill_the_screen():
     outcomes = {i: died(i) for i in range(9)}
     text = outcome.death_words(0, outcomes, Member.of_ranks)
-    assert text.endswith("gone too: 4 more")
+    assert text.endswith("also gone: 4 more")
 
 
 def test_signals_are_called_by_their_names():

@@ -177,7 +177,7 @@ def test_followed_logs_end_with_their_engines(tmp_path):
         said.append,
         lambda s: path.open("a").write("last"),
     )
-    assert "".join(said) == "one\nlast\n--- engine 3 is gone\n"
+    assert "".join(said) == "one\nlast\n--- engine 3 has ended\n"
 
 
 def talk(paused_can_prompt=None):

@@ -43,8 +43,8 @@ def test_code_of_others_may_raise_our_errors_without_a_code() -> None:
 
 
 def test_the_code_ends_the_first_line_of_several() -> None:
-    error = PlanError("No.\n  with it: rank 1", code="WB-PLAN-000", next_step="this")
-    assert str(error) == "No. [WB-PLAN-000]\n  with it: rank 1\n  next:    this"
+    error = PlanError("No.\n  Also failed: rank 1", code="WB-PLAN-000", next_step="this")
+    assert str(error) == "No. [WB-PLAN-000]\n  Also failed: rank 1\n  next:    this"
 
 
 def test_an_error_that_tells_of_anothers_has_that_ones_code() -> None:

@@ -65,7 +65,8 @@ def test_who_only_felt_it_follows_and_the_lost_are_no_part_of_it():
     assert end.cause == 1
     assert end.followed == [0]
     said = (
-        "Rank 1 (engine 1) failed: ValueError: mine\n  with it: rank 0: Connection closed by peer"
+        "Rank 1 (engine 1) failed: ValueError: mine\n"
+        "  Also failed: rank 0: Connection closed by peer"
     )
     assert end.failure().what == said
 

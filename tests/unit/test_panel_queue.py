@@ -127,7 +127,7 @@ def test_what_waits_is_moved_taken_out_and_given_up(panel):
     panel.do("queue.remove", {"number": b})
     assert names(panel) == ["c"]
     panel.do("queue.remove", {"number": a})
-    assert "is not waiting" in panel.notices[-1].text
+    assert "is no longer waiting" in panel.notices[-1].text
     panel.do("queue.keep_going", {"on": True})
     assert panel.wire()["queue"]["keep_going"] is True
     panel.do("queue.stop_all", {})

@@ -370,7 +370,7 @@ def test_so_far_is_predicted_that_what_was_run_keeps_half_of_the_doublings(
         (lambda: scaled_runs((2, 4), steps=12), "The run has too few steps to predict from."),
         (
             lambda: scaled_runs((2, 4), strategy="tensor_parallel"),
-            "how a layer's work divides over more workers is not known",
+            "how a layer's computation divides over more workers is not known",
         ),
     ],
 )

@@ -214,7 +214,7 @@ def test_a_failure_in_the_background_is_told_with_the_output(engines):
     text = task.board.text()
     assert "Rank 1 is gone: Engine 1 (pid 5) died: SIGKILL." in text
     assert "%cluster restart 1" in text
-    assert text.count("with it: rank 0") == 1
+    assert text.count("Also failed: rank 0") == 1
     assert "Rank 1 is gone" in task.board.html()
 
 

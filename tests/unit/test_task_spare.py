@@ -115,7 +115,7 @@ def test_of_two_servers_that_hold_the_same_both_may_not(lost):
     assert len(lost) == 1
     told = str(task.failure())
     assert told.startswith("Server s0 is gone")
-    assert "gone too: Server s3" in told
+    assert "also gone: Server s3" in told
 
 
 def test_no_server_may_die_before_all_have_met(lost):

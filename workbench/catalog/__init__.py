@@ -1,10 +1,10 @@
-"""Every strategy as data: names, options, roles, what it can do, where it is described.
+"""Every strategy as data: its names, options, roles, abilities and source.
 
-No code lives here and nothing is imported but the errors, so the kernel, the engines, the
-documentation and the tests read the same table. To add a strategy, add one entry in `entries.py`
-and one file under `strategies/`.
+This package has no strategy code and imports only the errors. So the kernel, the engines, the
+documentation and the tests all read the same table. To add a strategy, add one entry in
+`entries.py` and one file under `strategies/`.
 
-    spec           what can be said of a strategy and of an option
+    spec           which properties do a strategy and an option have
     schedules      what does each pipeline schedule ask for and promise
     diagrams       what is a picture of a step made of, and how do collectives look in it
     step_messages  who sends what to whom in a step of each strategy
@@ -26,7 +26,7 @@ CATALOG: tuple[Strategy, ...] = (*TORCH, *TENSORFLOW)
 
 
 def strategies(framework: str | None = None) -> list[Strategy]:
-    """Return the entries of the catalog, those of one framework where it is given."""
+    """Return the entries of the catalog; only those of one framework if it is given."""
     return [entry for entry in CATALOG if framework in (None, entry.framework)]
 
 
@@ -36,7 +36,7 @@ def names(framework: str | None = None) -> list[str]:
 
 
 def plain(word: str) -> str:
-    """Return a word without what varies: `MultiWorkerMirroredStrategy`, `multi-worker_mirrored`."""
+    """Return a normal form, equal for `MultiWorkerMirroredStrategy` and `multi-worker_mirrored`."""
     return word.lower().removesuffix("strategy").replace("_", "").replace("-", "")
 
 
@@ -45,12 +45,12 @@ def _is_called(entry: Strategy, name: str) -> bool:
 
 
 def canonical(name: str, framework: str | None = None) -> str:
-    """Return the name that an alias stands for; in any framework where none is given.
+    """Return the strategy's name for an alias; without a framework, any framework counts.
 
-    Names of classes lead there too (`DistributedDataParallel`), however they are written.
+    Names of classes (`DistributedDataParallel`) work too, in any spelling.
 
     Raises:
-        PlanError: No strategy has that name, or the framework has none of that name.
+        PlanError: No strategy has this name, or the framework has no strategy with this name.
     """
     for entry in strategies() if framework is None else ():
         if _is_called(entry, name):
@@ -62,7 +62,7 @@ def lookup(name: str, framework: str = "torch") -> Strategy:
     """Return the entry for a name or alias.
 
     Raises:
-        PlanError: No strategy has that name, or the framework has none of that name.
+        PlanError: No strategy has this name, or the framework has no strategy with this name.
     """
     if framework not in FRAMEWORKS:
         raise unknown("framework", framework, FRAMEWORKS)

@@ -1,14 +1,14 @@
-"""What a step of a strategy sends, as data: who sends what to whom, when, and how much.
+"""The messages in a step of a strategy, as data: sender, receiver, content, time and size.
 
-A `Diagram` is nodes (workers, servers, devices), and phases in the order of time. A phase is work,
-messages, or both; its arrows leave together unless `order` says otherwise. Sizes are formulas over
-a few unknowns (`M`, the bytes of the model's gradients), so they hold for every model, and can be
-compared with what a run has measured.
+A `Diagram` is nodes (workers, servers, devices), and phases in the order of time. A phase has
+computation, messages, or both; its arrows start together unless `order` says otherwise. Sizes are
+formulas with a few unknowns (`M`, the bytes of the model's gradients). So the sizes are valid for
+every model and can be compared with a run's measurements.
 
-Each strategy's description is a small function that its entry of the catalog names (`messages`);
-what all of them send is in `step_messages.py`. Collectives that several share are functions here:
-each takes the ids of the members in order and returns phases; with one member there is nobody to
-talk to, and none. `unit` is the size of the whole tensor. Nothing here draws.
+Each strategy's description is a small function that its catalog entry names (`messages`). These
+functions are in `step_messages.py`. Collectives that several strategies use are functions here.
+Each takes the ids of the members in order and returns phases; one member alone has no phase. `unit`
+is the size of the whole tensor. Nothing here draws.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def workers(layout: Layout, holds: str) -> tuple[Node, ...]:
 
 
 def around(outer: Sequence[Node], inner: Sequence[Node]) -> tuple[Node, ...]:
-    """Return some nodes with others in their middle, so that arrows to these are short."""
+    """Return some nodes with other nodes in the middle, so that arrows to the middle are short."""
     half = (len(outer) + 1) // 2
     return (*outer[:half], *inner, *outer[half:])
 
@@ -72,7 +72,7 @@ def _turn(members: Ids, kind: Kind, size: Size, times: int) -> tuple[Arrow, ...]
 
 
 def scatter_ring(members: Ids, kind: Kind, unit: str, title: str, text: str) -> tuple[Phase, ...]:
-    """Return n-1 rounds on a ring, in each of which everybody hands on a chunk."""
+    """Return n-1 rounds on a ring; in each round, every member sends a chunk to the next."""
     n = len(members)
     if n < 2:
         return ()
@@ -81,7 +81,7 @@ def scatter_ring(members: Ids, kind: Kind, unit: str, title: str, text: str) -> 
 
 
 def ring(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
-    """Return a ring all-reduce: each sends 2 (N-1)/N of the tensor."""
+    """Return a ring all-reduce: each member sends 2 (N-1)/N of the tensor."""
     add = "In each round, every worker adds the arriving chunk and sends on the next. Each then "
     return (
         *scatter_ring(members, kind, unit, "Reduce-scatter", f"{add}holds one chunk of the sum."),
@@ -98,10 +98,10 @@ def ring_at_once(
     """Return a ring all-reduce drawn as one phase.
 
     Args:
-        every: The phase ends every so many-th step.
-        by: What the number of members is called in formulas.
-        turn: Which of them, 1 to `every`; the last unless given.
-        fragments: How many parts of the tensor have a turn each; it is one of them that is sent.
+        every: The phase takes place at the end of every `every`-th step.
+        by: The symbol for the number of members in formulas.
+        turn: In which of these steps, 1 to `every`; by default the last.
+        fragments: Into how many parts the tensor is divided; this phase sends one part.
     """
     n = len(members)
     if n < 2:
@@ -115,22 +115,22 @@ def ring_at_once(
 
 
 def reduce_to_one(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
-    """Return an all-reduce through the first member: it sends N-1 times the tensor."""
+    """Return an all-reduce through the first member, which sends the tensor N-1 times."""
     root, *others = members
     if not others:
         return ()
     size = whole(unit)
     return (
-        Phase("Reduce", "One worker adds up what all others send.",
+        Phase("Reduce", "One worker adds up the tensors of all other workers.",
               arrows=tuple(Arrow(one, root, kind, size) for one in others), formula=unit),
-        Phase("Broadcast", "It sends the sum to all.",
+        Phase("Broadcast", "It sends the sum to all workers.",
               arrows=tuple(Arrow(root, one, kind, size) for one in others),
               formula=f"{unit} to each"),
     )  # fmt: skip
 
 
 def recursive_doubling(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
-    """Return log2 N rounds in which partners exchange what they have."""
+    """Return log2 N rounds in which partners exchange their sums."""
     n, size = len(members), whole(unit)
     p = 1 << (n.bit_length() - 1)
     beyond = [(members[rank], members[rank - p]) for rank in range(p, n)]
@@ -143,7 +143,7 @@ def recursive_doubling(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]
         arrows = tuple(
             Arrow(members[rank], members[rank ^ (1 << k)], kind, size) for rank in range(p)
         )
-        text = f"Partners {1 << k} apart exchange what they have and add it."
+        text = f"Partners {1 << k} apart exchange their sums and add them."
         phases.append(Phase(f"Exchange {k + 1}", text, arrows=arrows, formula=unit))
     if beyond:
         arrows = tuple(Arrow(b, a, kind, size) for a, b in beyond)
@@ -181,16 +181,19 @@ ALL_REDUCE: dict[str, tuple[Callable[[Ids, Kind, str], tuple[Phase, ...]], str]]
     "reduce_to_one": (reduce_to_one, REDUCE),
     "recursive_doubling": (recursive_doubling, DOUBLING),
 }
-"""An all-reduce by the name its option has: its phases, and where it is described."""
+"""An all-reduce algorithm of the option `allreduce`: its phases, and its source."""
 
 
 def exchange_with_server(
     layout: Layout, servers: Ids, unit: str, kind: Kind, title: str, text: str, *, up: bool
 ) -> Phase:
-    """Return every worker's messages to (`up`) or from all servers, who share the tensor."""
+    """Return every worker's messages to (`up`) or from all servers.
+
+    The servers divide the tensor.
+    """
     if len(servers) == 1:
         sizes = [whole(unit)]
-    else:  # tensors stay whole, so parts are not quite equal: each is an unknown of its own
+    else:  # tensors are not cut, so the parts differ in size: each part has its own unknown
         sizes = [Size(1.0, f"{unit}{index}", f"{unit}/S") for index in range(len(servers))]
     arrows = tuple(
         Arrow(worker, server, kind, size) if up else Arrow(server, worker, kind, size)
@@ -203,11 +206,14 @@ def exchange_with_server(
 def copies(
     layout: Layout, chains: Sequence[Sequence[int]], unit: str, *, together: bool
 ) -> tuple[Phase, ...]:
-    """Return what servers send on to those that hold a copy of their part; none without copies.
+    """Return the messages from servers to the servers with copies of their parts.
+
+    None without copies.
 
     Args:
-        chains: Of each part, the servers that hold it.
-        together: Whether one sum is sent on for all workers, else each one's push.
+        chains: For each part, the servers that hold it.
+        together: Whether one sum is sent on for all workers; otherwise each worker's push is sent
+            on.
     """
     one = len(chains) == 1
     arrows = tuple(
@@ -227,7 +233,7 @@ def copies(
 
 
 def server_units(unit: str, servers: int) -> dict[str, str]:
-    """Return what the unknowns of several servers mean; of one there are none."""
+    """Return the meaning of the unknowns of several servers; one server has none."""
     if servers < 2:
         return {}
     parts = {f"{unit}{i}": f"bytes of the part that server {i} holds" for i in range(servers)}
@@ -237,11 +243,11 @@ def server_units(unit: str, servers: int) -> dict[str, str]:
 def chain(
     stages: Sequence[str], microbatches: int, *, backward: bool, first: int = 0
 ) -> tuple[Arrow, ...]:
-    """Return what stages hand on, or what comes back.
+    """Return the messages between stages, forward or back.
 
     Args:
-        stages: Who holds each stage, in order; the same one may hold several.
-        first: Number of the first stage, for the names of the unknowns.
+        stages: The holder of each stage, in order; one node can hold several stages.
+        first: The number of the first stage, for the names of the unknowns.
     """
     links = []
     for stage, (source, target) in enumerate(itertools.pairwise(stages)):
@@ -258,7 +264,7 @@ def chain(
 
 
 def handed_units(stages: int) -> dict[str, str]:
-    """Return what the unknowns of a chain mean."""
+    """Return the meaning of the unknowns of a chain of stages."""
     return {
         f"A{s}": f"bytes that stage {s} sends on for the whole batch" for s in range(stages - 1)
     }
@@ -274,7 +280,7 @@ KINDS: dict[str, str] = {
     "average": "parameters to be averaged",
     "work": "work to do",
 }
-"""What travels, in the words of legends."""
+"""What an arrow carries, in the words of the legend."""
 
 MOST_WORKERS = 64
 
@@ -284,8 +290,8 @@ class Size:
     """The size of one message.
 
     Attributes:
-        factor: Times `unit` it is.
-        unit: The unknown it depends on, a key of `Diagram.units`.
+        factor: The size is `factor` times `unit`.
+        unit: The unknown in the formula, a key of `Diagram.units`.
         text: The formula as people write it: `M/N`.
     """
 
@@ -296,12 +302,12 @@ class Size:
 
 @dataclass(frozen=True)
 class Node:
-    """Somebody who takes part.
+    """A participant: a worker, a server or a device.
 
     Attributes:
         id: `w0`, `s0`, `c`: short, unique.
-        rank: The worker's rank; None for whoever has none.
-        holds: What it keeps between steps, in words.
+        rank: The worker's rank; None for other nodes.
+        holds: What the node keeps between steps, in words.
     """
 
     id: str
@@ -318,8 +324,8 @@ class Arrow:
     Attributes:
         size: Of each message.
         times: How many such messages follow each other within the phase.
-        order: When within the phase the first one leaves: 0 with the phase.
-        counted_with: Id of the worker with whose bytes it is counted, where that is not `source`.
+        order: The start of the first message within the phase; 0: when the phase starts.
+        counted_with: Id of the worker that counts these bytes, if it is not `source`.
     """
 
     source: str
@@ -332,12 +338,12 @@ class Arrow:
 
     @property
     def payer(self) -> str:
-        """Id of the node whose `sent_bytes` has these messages."""
+        """Id of the node whose `sent_bytes` counts these messages."""
         return self.counted_with or self.source
 
     @property
     def factor(self) -> float:
-        """How many times its unit this arrow sends in all."""
+        """The total size of this arrow's messages, as a multiple of the unit."""
         return self.size.factor * self.times
 
 
@@ -347,9 +353,9 @@ class Phase:
 
     Attributes:
         busy: Ids of the nodes that compute.
-        every: The phase takes place in every so many-th step.
-        offset: Which of them: steps whose number, counted from 0, leaves this rest.
-        formula: What each sender sends, in words; empty where nothing is sent.
+        every: The phase takes place in every `every`-th step.
+        offset: In which of these steps: the step's number, counted from 0, modulo `every`.
+        formula: What each sender sends, in words; empty if nothing is sent.
     """
 
     title: str
@@ -361,13 +367,13 @@ class Phase:
     formula: str = ""
 
     def happens(self, step: int) -> bool:
-        """Whether it is part of a step, counted from 0."""
+        """Whether the phase is part of this step; steps count from 0."""
         return step % self.every == self.offset
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a strategy's description is made for; options are whole."""
+    """The workers and options for which a diagram is made; every option has a value."""
 
     workers: int
     servers: int
@@ -381,7 +387,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a strategy's own function says; see `Diagram`."""
+    """What a strategy's `messages` function returns; see `Diagram`."""
 
     nodes: tuple[Node, ...]
     phases: tuple[Phase, ...]
@@ -398,8 +404,9 @@ class Diagram:
         nodes: From left to right as they are drawn.
         phases: In the order of time.
         units: What the unknowns of the formulas mean.
-        together: Whether workers take the step together; else each goes through the phases alone.
-        source: Where the bytes are derived.
+        together: Whether workers take the step together; otherwise each goes through the phases
+            alone.
+        source: The publication that derives the bytes.
     """
 
     strategy: str
@@ -415,23 +422,23 @@ class Diagram:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def node(self, name: str) -> Node:
-        """Return the node of that id."""
+        """Return the node with this id."""
         return next(node for node in self.nodes if node.id == name)
 
     def of_rank(self, rank: int) -> Node:
-        """Return the worker of that rank."""
+        """Return the worker with this rank."""
         return next(node for node in self.nodes if node.rank == rank)
 
     def sent_bytes(self, name: str, units: Mapping[str, float], step: int) -> float:
-        """Return what a node sends in a step, or has others send, by the formulas.
+        """Return the bytes of a node's messages in a step, computed from the formulas.
 
         Args:
             name: The node's id.
-            units: Bytes of each unknown; one that is missing counts as not known.
+            units: Bytes of each unknown; a missing unknown counts as not known.
             step: Counted from 0: some phases are not part of every step.
 
         Returns:
-            Bytes; NaN where an unknown that matters is missing.
+            Bytes; NaN if a needed unknown is missing.
         """
         return float(
             sum(
@@ -472,13 +479,13 @@ def messages(
 
     Args:
         strategy: A name or alias of the catalog.
-        workers: How many; a strategy with a lower limit takes fewer.
-        options: As `-o` takes them; the others are at their defaults.
+        workers: How many workers; a strategy with a lower limit uses fewer.
+        options: Options as in `-o`; all others have their defaults.
 
     Raises:
         PlanError: The strategy or an option is unknown, or the options do not fit the workers.
     """
-    from . import lookup  # the package is whole by now
+    from . import lookup  # imported here, because the package is complete only now
 
     entry = lookup(strategy, framework)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:

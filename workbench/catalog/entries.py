@@ -20,7 +20,7 @@ _PIPELINE_OPTIONS = (
     ),
     Option(
         "stages_per_worker", "int", None, minimum=1, maximum=64, optional=True,
-        help="stages each worker holds (interleaved: 2 unless given; zero_bubble: 1)",
+        help="stages each worker holds (interleaved: 2 by default; zero_bubble: 1)",
     ),
     Option(
         "split_at", "str", None, optional=True,
@@ -111,7 +111,7 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "link", "choice", "auto", choices=("auto", "shared_memory", "unix", "tcp"),
-                help="what parameters and gradients travel through; auto takes the fastest",
+                help="how parameters and gradients are sent; auto takes the fastest way",
             ),
         ),
     ),
@@ -119,7 +119,7 @@ TORCH: tuple[Strategy, ...] = (
         name="parameter_server",
         framework="torch",
         term="asynchronous data parallelism (parameter server)",
-        summary="Servers hold the parameters; each worker pushes and pulls at its own pace.",
+        summary="Servers hold the parameters; each worker pushes and pulls at its own speed.",
         module="workbench.strategies.torch.parameter_server:ParameterServer",
         keeps="weights",
         messages="workbench.catalog.step_messages:parameter_server",
@@ -136,8 +136,9 @@ TORCH: tuple[Strategy, ...] = (
         servers_option="servers",
         copies_option="replicas",
         sync_option="sync",
-        loses="the steps since the last checkpoint, pushes under way when it was taken, and the "
-        "steps by which other workers were ahead of worker 0; with sync=true only the first",
+        loses="the steps since the last checkpoint, the pushes being sent when it was "
+              "taken, and the steps by which other workers were ahead of worker 0; with "
+              "sync=true only the steps since the checkpoint",
         links=True,
         excludes=(
             ("sync", "max_staleness"), ("sync", "staleness_aware_lr"), ("sync", "pull_every"),
@@ -147,7 +148,7 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "servers", "int", 1, minimum=1, maximum=64,
-                help="how many servers share the parameters, divided by bytes",
+                help="how many servers divide the parameters among them, by bytes",
             ),
             Option(
                 "max_staleness", "int", None, minimum=0, optional=True,
@@ -175,7 +176,7 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "link", "choice", "auto", choices=("auto", "shared_memory", "unix", "tcp"),
-                help="what parameters and gradients travel through; auto takes the fastest",
+                help="how parameters and gradients are sent; auto takes the fastest way",
             ),
         ),
     ),
@@ -238,8 +239,7 @@ TORCH: tuple[Strategy, ...] = (
         name="hybrid",
         framework="torch",
         term="data x model parallelism",
-        summary="Several pipelines side by side; each takes a share of the batch, stage by stage "
-        "gradients are added up.",
+        summary="Pipelines each take a share of the batch; equal stages add up their gradients.",
         module="workbench.strategies.torch.hybrid:Hybrid",
         keeps="part",
         messages="workbench.catalog.step_messages:hybrid",
@@ -257,7 +257,7 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "stages", "int", None, minimum=1, maximum=4096, optional=True,
-                help="workers that form one pipeline; none: 2 where they divide evenly",
+                help="workers that form one pipeline; none: 2 if they divide evenly",
             ),
             *_PIPELINE_OPTIONS,
         ),
@@ -335,8 +335,7 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "fragments", "int", 1, minimum=1, maximum=64,
-                help="fragments of the parameters, averaged in turn over `every` steps, so "
-                "that less is sent at once",
+                help="parts of the parameters, averaged one by one, so that less is sent at once",
             ),
             Option(
                 "fraction", "float", 1.0, minimum=0.001, maximum=1,
@@ -362,7 +361,7 @@ TORCH: tuple[Strategy, ...] = (
         supports=FIT_FEATURES - {"clip_norm"},
         exact_with=None,
         heals=True,
-        dies_with="what it had not passed on to its neighbours, and its optimizer's state",
+        dies_with="the updates it had not sent to its neighbours, and its optimizer's state",
         loses="the steps since the last checkpoint; with another number of workers also the "
         "differences between replicas: all start from their mean",
         links=True,
@@ -416,8 +415,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
         ways=_TENSORFLOW_WAYS,
         supports=FIT_FEATURES,
         one_engine=True,
-        # In a ring of CPUs a process can build one strategy only: the keys of its collectives are
-        # taken for good, and a second one fails with another's shapes.
+        # In a ring of CPUs, a process can build only one strategy. The keys of its collectives stay
+        # in use, so a second strategy fails because its shapes differ.
         needs_gpus=(("cross_device_ops", "nccl"), ("cross_device_ops", "ring")),
         options=(
             Option(
@@ -478,8 +477,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="model_split",
         framework="tensorflow",
         term="model parallelism, one stage after the other",
-        summary="The layers of one model are on several devices; the batch goes through them in "
-        "turn, so memory is saved and time is not.",
+        summary="The layers of one model are on several devices; a batch passes through all. "
+                "Saves memory, not time.",
         module="workbench.strategies.tensorflow.model_split:ModelSplit",
         keeps="part",
         messages="workbench.catalog.step_messages:tensorflow_model_split",
@@ -505,7 +504,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="A replica on each core of a TPU; gradients are added up over its own links.",
         module="workbench.strategies.tensorflow.tpu:Tpu",
         messages="workbench.catalog.step_messages:tpu",
-        suits="a TPU; it was never run on one, only its refusals are tested",
+        suits="a TPU; it was never run on a TPU: the tests only check its error messages",
         source="tf.distribute.TPUStrategy; Jouppi et al., In-Datacenter Performance Analysis of a "
         "Tensor Processing Unit, ISCA 2017",
         ways=_TENSORFLOW_WAYS,
@@ -533,18 +532,18 @@ TENSORFLOW: tuple[Strategy, ...] = (
         sync=False,
         one_engine=True,
         remote_workers=True,
-        loses="the steps since the last checkpoint; no push is under way when one is taken",
+        loses="the steps since the last checkpoint, which is taken when no push is being sent",
         servers_option="servers",
         exact_with=None,
         options=(
             Option(
                 "servers", "int", 1, minimum=1, maximum=64,
-                help="how many servers the variables are placed on, in turn",
+                help="how many servers hold the variables, which are dealt out one by one",
             ),
             Option(
                 "partitioner", "str", "none", pattern=r"none|fixed:0*[1-9]\d*|min_size:0*[1-9]\d*",
                 form="none, fixed:PARTS, min_size:BYTES",
-                help="cut each variable of an own loop into parts, spread over the servers",
+                help="cut each variable into parts on all servers (only in your own loop)",
             ),
         ),
     ),

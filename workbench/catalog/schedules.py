@@ -1,7 +1,7 @@
-"""What happens when, as pure data: no framework, both sides read it.
+"""The order of a schedule's operations, as pure data that kernel and engines read.
 
-What the pipeline schedules ask for and promise, and in which step of a round fragments of the
-parameters meet (`turns`).
+It says what the pipeline schedules need and how long they idle, and in which step of a round each
+fragment of the parameters is averaged (`turns`).
 
 F = forward, B = backward of a microbatch; two stages, four microbatches:
 
@@ -13,7 +13,7 @@ F = forward, B = backward of a microbatch; two stages, four microbatches:
                              stage 1  .  F0 B0 F1 B1 F2 B2 F3 B3 .     so less memory than gpipe
     interleaved              as 1f1b, each worker holds several thinner stages
     zero_bubble              backward in two parts: gradients of the inputs at once, those of the
-                             weights where there would be a gap
+    weights where there would be a gap
 
 The bubble is the share of the time in which a worker has nothing to do.
 """
@@ -33,11 +33,12 @@ class Schedule:
 
     Attributes:
         source: Where it is described.
-        most: Most microbatches; None where there is no limit.
-        fills: Whether it needs a microbatch per worker, and equal rounds of about so many.
-        rounds: Whether its microbatches must divide into such rounds.
-        stages: Stages per worker unless given; None: always one.
-        gap: Time of a worker's idle slot, in forward + backward of a stage.
+        most: The highest number of microbatches; None if there is no limit.
+        fills: Whether it needs at least one microbatch per worker, and equal rounds of about that
+            many.
+        rounds: Whether the number of microbatches must divide into such rounds.
+        stages: Default number of stages per worker; None: always one.
+        gap: Length of a worker's idle slot; the unit is forward + backward of a stage.
     """
 
     source: str
@@ -55,7 +56,7 @@ SCHEDULES: dict[str, Schedule] = {
     "interleaved": Schedule(
         "Narayanan et al., Megatron-LM, SC 2021, section 2.2", rounds=True, stages=2
     ),
-    # ZB-H1, where forward and both halves of backward take equally long: a third of 1F1B's gap.
+    # ZB-H1. If forward and both halves of backward take equally long, the gap is a third of 1F1B's.
     "zero_bubble": Schedule(
         "Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2",
         rounds=True, stages=1, gap=1 / 3,
@@ -90,13 +91,13 @@ def stages_per_worker(options: Mapping[str, Any]) -> int:
 
 
 def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | None = None) -> int:
-    """Return how many microbatches to use: what was asked for, checked, or two per worker.
+    """Return how many microbatches to use: the requested number, checked, or two per worker.
 
     Args:
-        batch_size: Samples of a batch; None where it is not known yet.
+        batch_size: Samples of a batch; None if it is not known yet.
 
     Raises:
-        PlanError: The schedule cannot work with so many.
+        PlanError: The schedule cannot work with this number.
     """
     name, count = options["schedule"], options["microbatches"]
     schedule = SCHEDULES[name]
@@ -142,10 +143,10 @@ def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | Non
 
 
 def at_least(count: int, name: str, workers: int) -> int:
-    """Return how many microbatches a schedule takes: so many, or a few more in equal rounds.
+    """Return how many microbatches a schedule takes: `count`, or a few more to fill equal rounds.
 
     Args:
-        count: At least one per worker where the schedule needs that.
+        count: Must be at least one per worker if the schedule needs that.
     """
     while SCHEDULES[name].rounds and count % max(1, count // workers):
         count += 1
@@ -153,14 +154,14 @@ def at_least(count: int, name: str, workers: int) -> int:
 
 
 def pipeline_workers(options: Mapping[str, Any], workers: int) -> int:
-    """Return how many workers form a pipeline: as asked for, else 2 where they divide evenly."""
+    """Return how many workers form a pipeline: as requested, otherwise 2 if they divide evenly."""
     return int(options["stages"] or (1 if workers % 2 else 2))
 
 
 def check_schedule(options: Mapping[str, Any], workers: int, batch_size: int | None) -> None:
-    """Raise PlanError when the options do not fit each other or the number of workers."""
+    """Raise PlanError if the options do not fit each other or the number of workers."""
     stages_per_worker(options)
-    if "stages" in options:  # pipelines side by side, each with a share of the batch
+    if "stages" in options:  # several pipelines, each with a share of the batch
         every, workers = workers, pipeline_workers(options, workers)
         if every % workers:
             raise PlanError(
@@ -175,16 +176,16 @@ def check_schedule(options: Mapping[str, Any], workers: int, batch_size: int | N
 
 
 def turns(options: Mapping[str, Any]) -> list[int]:
-    """Return after which step of a round, 1 to `every`, each fragment of the parameters meets.
+    """Return after which step of a round, 1 to `every`, each fragment is averaged.
 
-    The turns are spread evenly; the last fragment meets where the round ends.
+    These steps are spread evenly; the last fragment is averaged at the end of the round.
     """
     every, fragments = int(options["every"]), int(options["fragments"])
     return [(place + 1) * every // fragments for place in range(fragments)]
 
 
 def check_turns(options: Mapping[str, Any], workers: int, batch_size: int | None) -> None:
-    """Raise PlanError where a round has too few steps to give each fragment one of its own."""
+    """Raise PlanError if a round has fewer steps than fragments."""
     every, fragments = options["every"], options["fragments"]
     if fragments > every:
         raise PlanError(

@@ -16,9 +16,9 @@ Way = Literal["fit", "prepare", "keras", "loop"]
 
 FRAMEWORKS: tuple[Framework, ...] = ("torch", "tensorflow")
 MEET_IN_STORE = frozenset({"torch"})
-"""Frameworks whose workers find each other in the keeper's store."""
+"""Frameworks whose workers find each other through the keeper's store."""
 
-# Arguments of `wb.fit` that a strategy may be unable to honour; the others work everywhere.
+# Arguments of `wb.fit` that some strategies do not support; all others work everywhere.
 FIT_FEATURES = frozenset(
     {
         "step_fn", "eval_data", "metrics", "scheduler", "clip_norm", "accumulate",
@@ -33,8 +33,9 @@ class Option:
     """One `-o name=value` of a strategy.
 
     Attributes:
-        pattern: For text: the regular expression it must match as a whole; `form` says it in words.
-        only_with: Another option (name, value) without which this one means nothing.
+        pattern: For text: the regular expression that the whole value must match; `form` describes
+            it in words.
+        only_with: Another option (name, value) that this one needs; otherwise it has no effect.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Option:
         """Turn what the user wrote into a value.
 
         Raises:
-            PlanError: It is of the wrong type or out of range.
+            PlanError: The value has the wrong type or is out of range.
         """
         if self.optional and (text is None or str(text).lower() == "none"):
             return None
@@ -103,7 +104,7 @@ class Option:
 
     @property
     def holds_commas(self) -> bool:
-        """Whether its value is text that may hold commas."""
+        """Whether its value is text that can contain commas."""
         return self.kind == "str" and not self.pattern
 
     @property
@@ -130,10 +131,10 @@ class Option:
 
 
 def chained(parts: int, copies: int) -> tuple[tuple[int, ...], ...]:
-    """Return which servers hold each part, on a ring of as many servers as that takes.
+    """Return which servers hold each part; the servers form a ring of the needed size.
 
-    Part 0 is on s0 and s1, part 1 on s1 and s2, the last one on its own server and s0. Where there
-    are fewer parts than copies, further servers hold copies alone.
+    Part 0 is on s0 and s1, part 1 on s1 and s2, the last part on its own server and s0. If there
+    are fewer parts than copies, additional servers hold only copies.
     """
     count = max(parts, copies)
     return tuple(
@@ -143,61 +144,63 @@ def chained(parts: int, copies: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class Strategy:
-    """How the work and the parameters are laid out.
+    """A strategy: how it divides the computation and the parameters among workers.
 
     Attributes:
         name: What the user types.
-        framework: The framework this entry is for; a name may have an entry in each.
+        framework: The framework of this entry; a name can have an entry in each framework.
         term: The field's standard term.
         summary: One line, for lists and cards.
         module: `package.module:Class`, imported by engines only.
-        sync: Synchronous strategies are proved equal to one device and stop at an agreed step.
+        sync: Whether it is synchronous. Tests compare such strategies with one device, and their
+            workers stop at the same step.
         data_parallel: Whether workers take shares of the batch (throughput is summed over them).
         ways: How it can be used.
         supports: Arguments of `wb.fit` (of FIT_FEATURES) that it honours.
-        max_workers: Most workers it can use; None where there is no limit.
-        servers: Servers it always needs.
+        max_workers: The highest number of workers; None if there is no limit.
+        servers: How many servers it always needs.
         servers_option: Name of the option that says how many servers it needs instead.
         copies_option: Name of the option that says how many servers hold each part.
         sync_option: Name of the option that makes an asynchronous strategy synchronous.
-        excludes: Pairs of options of which only one may differ from its default.
-        links: Whether it has its own links, on which bandwidth and latency can be simulated.
+        excludes: Pairs of options; only one of each pair can differ from its default.
+        links: Whether it has its own links; bandwidth and latency can be simulated on them.
         one_engine: Whether one engine runs the cell, whatever the number of replicas.
-        remote_workers: Whether that engine only gives out work, and each worker is another engine.
+        remote_workers: Whether that engine only gives out steps, and each worker is another engine.
         replicated: Whether each worker holds all of the model and of the optimizer's state between
-            steps, so that a run goes on from what a survivor has.
-        heals: Whether a training of `wb.fit` continues without a restart when a worker dies, with
-            nothing done again and nothing lost but what `dies_with` says, and with a fresh worker
-            as soon as there is one.
-        sheds: Whether a worker that is slow for long can have a smaller share of each batch: shares
-            are weighted by their samples, so the result is the same.
-        dies_with: What is lost with a worker then, at most; empty where nothing is.
+            steps, so that a run can continue from the state of any surviving worker.
+        heals: Whether a training of `wb.fit` continues without a restart when a worker dies. No
+            step is repeated, only what `dies_with` says is lost, and a new worker joins when it has
+            started.
+        sheds: Whether a worker that stays slow can get a smaller share of each batch. Shares are
+            weighted by their samples, so the result is the same.
+        dies_with: The most that is lost with such a worker; empty if nothing is lost.
         copy_rule: `package.module:function` of (options, workers), pure: how many workers hold a
             copy of the model together; empty: one.
-        unhealed: Why it does not.
-        unhealed_with: Options (name, value) under which it does not.
-        spares_workers: Whether the others go on without a pause when a worker dies, as long as they
-            wait for nobody and it is not rank 0, which evaluates and saves. The rest of its share
-            of the steps is lost.
-        whole: Whether every worker ends with the whole model; else each has its share of it, and
-            builds no more than that where the model is given as a function.
+        unhealed: Why it does not heal.
+        unhealed_with: Options (name, value) with which it does not heal.
+        spares_workers: Whether the other workers continue without a pause when a worker dies. They
+            do if they wait for no worker and the dead one is not rank 0, which evaluates and saves.
+            The rest of the dead worker's steps is lost.
+        whole: Whether every worker has the whole model at the end. Otherwise each has a part, and
+            builds only this part if the model is given as a function.
         keeps: What a worker holds between steps: `all` of weights, gradients and optimizer state;
             `weights` and gradients, while servers hold the state; or its `part` of everything.
-        fills: Whether it gives a model without memory (device `meta`) its weights, each worker its
-            part of them; one given as a function is built for real by rank 0 alone.
+        fills: Whether each worker fills its part of a model without memory (device `meta`) with
+            weights. Of a model given as a function, only rank 0 builds the real one.
         loses: The maximum loss when a run continues from its last checkpoint.
         rules: `package.module:function` of (options, workers, batch size or None), pure: raises
-            PlanError where options do not fit each other, before an engine is touched.
+            PlanError if options do not fit each other, before an engine does anything.
         messages: `package.module:function` of a `messages.Layout`, pure: what a step sends to whom.
         takes_turns: Whether workers depend on each other's results within a step, so that a slow
-            one shows as the others' bubble rather than as a wait at the step's end.
-        exact_with: Options (name, value) under which several workers give what one device gives,
-            up to rounding; None where none do. Empty for what is always exact.
-        linear_only: Whether that holds only for optimizers linear in the gradient (SGD, momentum).
+            worker causes bubbles in the others instead of a wait at the step's end.
+        exact_with: Options (name, value) with which several workers give the result of one device,
+            up to rounding. None: no options do. Empty: the result is always exact.
+        linear_only: Whether this is true only for optimizers linear in the gradient (SGD,
+            momentum).
         needs_gpus: Options (name, value) that need a GPU per replica.
-        shares_gpu: Whether workers can share a GPU: what they send is broadcast or added up, which
-            gloo can do with GPU tensors, or goes through the host.
-        anywhere: Whether a machine without special devices can run it.
+        shares_gpu: Whether workers can share a GPU. They can if messages go through the host, or
+            are broadcasts and sums, which gloo can do with GPU tensors.
+        anywhere: Whether it runs on a machine without special devices.
         source: Where the algorithm is described.
     """
 
@@ -249,44 +252,47 @@ class Strategy:
         return self.sync or bool(self.sync_option and options.get(self.sync_option))
 
     def is_exact(self, options: dict[str, Any]) -> bool:
-        """Whether it trains what one device trains, up to rounding, under these options."""
+        """Whether these options give the result of one device, up to rounding."""
         if self.exact_with is None or not self.is_sync(options):
             return False
         return all(options.get(name) == value for name, value in self.exact_with)
 
     def copy_workers(self, options: dict[str, Any], workers: int) -> int:
-        """Return how many workers hold a copy of the model together: r has part r modulo that."""
+        """Return how many workers hold a copy of the model together.
+
+        Rank r has part r modulo this number.
+        """
         if not self.copy_rule:
             return 1
         module, _, rule = self.copy_rule.partition(":")
         return int(getattr(importlib.import_module(module), rule)(options, workers))
 
     def part_count(self, options: dict[str, Any]) -> int:
-        """Return in how many parts servers hold the parameters, under these options."""
+        """Return into how many parts these options divide the parameters on the servers."""
         return int(options[self.servers_option]) if self.servers_option else self.servers
 
     def server_count(self, options: dict[str, Any]) -> int:
-        """Return how many servers a run needs: one a part, and no two copies on one."""
+        """Return how many servers a run needs: one per part, and each copy on another server."""
         parts = self.part_count(options)
         return max(parts, self._copies(options)) if parts else 0
 
     def chains(self, options: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
-        """Return which servers hold each part: its own first, then those with copies."""
+        """Return which servers hold each part: its own server, then those with copies."""
         return chained(self.part_count(options), self._copies(options))
 
     def _copies(self, options: dict[str, Any]) -> int:
         return int(options.get(self.copies_option, 1)) if self.copies_option else 1
 
     def helpers(self, options: dict[str, Any], workers: int) -> tuple[str, ...]:
-        """Return what the engines are called that a run needs besides those that run the cell."""
+        """Return the names of the engines that a run needs in addition to the cell's engines."""
         remote = [f"worker {rank}" for rank in range(workers)] if self.remote_workers else []
         return (*remote, *(f"server s{index}" for index in range(self.server_count(options))))
 
     def option(self, name: str, others: Iterable[Strategy] = ()) -> Option:
-        """Return the option of that name.
+        """Return the option with this name.
 
         Args:
-            others: Strategies that are named if the option is one of theirs.
+            others: Strategies that the error names if they have the option.
 
         Raises:
             PlanError: The strategy has no such option.
@@ -311,14 +317,14 @@ class Strategy:
         raise unknown(f"option of {self.name}", name, [option.name for option in self.options])
 
     def settings(self, given: dict[str, Any], others: Iterable[Strategy] = ()) -> dict[str, Any]:
-        """Return every option's value: the given ones parsed, the others at their defaults.
+        """Return the value of every option: given values parsed, the others by default.
 
         Args:
             others: As `option` takes them.
 
         Raises:
-            PlanError: An option is unknown, was not understood, excludes another one, or means
-                nothing without another one.
+            PlanError: An option is unknown or invalid, excludes another option, or needs another
+                option.
         """
         parsed = {name: self.option(name, others).parse(value) for name, value in given.items()}
         values = {option.name: parsed.get(option.name, option.default) for option in self.options}

@@ -1,6 +1,6 @@
 """What each strategy sends in a step: one function for each, named by its entry of the catalog.
 
-PyTorch's sizes are those that `sent_bytes` counts; TensorFlow itself does not count the bytes.
+For PyTorch, `sent_bytes` counts the same sizes; TensorFlow does not count its bytes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def _update(layout: Layout, text: str = OPTIMIZER) -> Phase:
 def one_device(layout: Layout) -> Parts:
     """One worker; nothing is sent."""
     work = _work(layout, "One worker computes the gradient of the whole batch.")
-    phases = (work, _update(layout, "It takes the step."))
+    phases = (work, _update(layout, "The worker takes the step."))
     return Parts(diagrams.workers(layout, _WHOLE), phases, {}, "nothing is sent")
 
 
 def mirrored(layout: Layout) -> Parts:
-    """All-reduce of the gradients, by the algorithm and compression asked for."""
+    """All-reduce of the gradients, with the requested algorithm and compression."""
     compress, asked = str(layout.options["compress"]), str(layout.options["allreduce"])
     algorithm = "backend" if asked == "auto" else asked
     many = L if algorithm == "hierarchical" else N
@@ -62,7 +62,7 @@ def mirrored(layout: Layout) -> Parts:
 
 
 def _gathered(layout: Layout) -> tuple[Phase, ...]:
-    """Return the ring on which everybody's choice of numbers goes around."""
+    """Return the ring on which the chosen values of all workers travel."""
     n = layout.workers
     if n < 2:
         return ()
@@ -104,7 +104,7 @@ def _held_by(server: int, chains: tuple[tuple[int, ...], ...], holds: str) -> st
 
 
 def central_storage(layout: Layout) -> Parts:
-    """Gradients to the one server, parameters back."""
+    """Send gradients to the single server, and parameters back."""
     ids = ("s0",)
     push = diagrams.exchange_with_server(
         layout, ids, "M", "gradients", "Push", "Each worker sends its gradient.", up=True
@@ -121,7 +121,7 @@ def central_storage(layout: Layout) -> Parts:
 
 
 def parameter_server(layout: Layout) -> Parts:
-    """Push and pull with every server, together or at each worker's own pace."""
+    """Push to and pull from every server, together or at each worker's own speed."""
     ids = tuple(f"s{index}" for index in range(int(layout.options.get("servers", 1))))
     every, bound = int(layout.options["pull_every"]), layout.options["max_staleness"]
     together = bool(layout.options["sync"])
@@ -133,12 +133,12 @@ def parameter_server(layout: Layout) -> Parts:
         layout, ids, "M", "weights", "Pull", "The newest parameters come back.", up=False
     )
     pull = Phase(pulled.title, pulled.text, (), pulled.arrows, every, every - 1, pulled.formula)
-    alone = "Every push is a step of its own, taken when it arrives."
+    alone = "Every push is a separate step, taken when it arrives."
     step = Phase(
         "Optimizer", "One step with all workers' gradients." if together else alone, ids
     )  # fmt: skip
     notes = (
-        [] if together else ["No worker waits for another: each takes its steps at its own pace."]
+        [] if together else ["No worker waits for another: each takes its steps at its own speed."]
     )
     if bound is not None:
         notes = [f"A worker more than {bound} steps ahead of the slowest is held back."]
@@ -160,7 +160,9 @@ def sharded(layout: Layout) -> Parts:
             layout.ids, "weights", "U", "All-gather, backward",
             "Layers that were freed after forward are gathered again.",
         )  # fmt: skip
-        units["U"] = "bytes of the layers of their own (unit_mb), which are freed in between"
+        units["U"] = (
+            "bytes of the layers that are gathered separately (unit_mb) and freed in between"
+        )
     scatter = diagrams.scatter_ring(
         layout.ids, "gradients", "M", "Reduce-scatter",
         "Each worker ends with the summed gradient of its own shard.",
@@ -177,7 +179,7 @@ def sharded(layout: Layout) -> Parts:
 
 
 def _pipeline(layout: Layout, workers: int) -> tuple[int, int, str]:
-    """Return stages, microbatches and what the schedule does with them."""
+    """Return the stages, the microbatches and the schedule."""
     per_worker = schedules.stages_per_worker(layout.options)
     batches = schedules.microbatches(layout.options, workers)
     name = str(layout.options["schedule"])
@@ -185,7 +187,7 @@ def _pipeline(layout: Layout, workers: int) -> tuple[int, int, str]:
 
 
 def model_split(layout: Layout) -> Parts:
-    """Activations go from stage to stage, their gradients come back."""
+    """Activations travel from stage to stage, and their gradients travel back."""
     schedules.check_schedule(layout.options, layout.workers, None)
     stages, batches, source = _pipeline(layout, layout.workers)
     holders = [layout.ids[stage % layout.workers] for stage in range(stages)]
@@ -202,7 +204,7 @@ def model_split(layout: Layout) -> Parts:
 
 
 def hybrid(layout: Layout) -> Parts:
-    """Pipelines side by side; the holders of a stage add up its gradients."""
+    """Several pipelines; the workers that hold the same stage add up its gradients."""
     schedules.check_schedule(layout.options, layout.workers, None)
     width = int(layout.options["stages"] or (1 if layout.workers % 2 else 2))
     stages, batches, source = _pipeline(layout, width)
@@ -213,7 +215,7 @@ def hybrid(layout: Layout) -> Parts:
         column = [row[place] for row in rows]
         for phase in diagrams.ring_at_once(column, "gradients", f"G{place}", "", "", by="D"):
             arrows += phase.arrows
-    text = "The holders of the same stage add up its gradients."
+    text = "The workers that hold the same stage add up its gradients."
     meet = (Phase("All-reduce by stage", text, (), tuple(arrows), formula="G/D, 2(D-1) rounds"),)
     units = diagrams.handed_units(stages) if width > 1 else {}
     units |= {f"G{p}": f"bytes of the gradients of stage {p}'s worker" for p in range(width)}
@@ -233,7 +235,7 @@ def _flow(layout: Layout, chains: list[list[str]], batches: int) -> tuple[Phase,
     forward = tuple(a for one in chains for a in diagrams.chain(one, batches, backward=False))
     backward = tuple(a for one in chains for a in diagrams.chain(one, batches, backward=True))
     size = "A/m, m microbatches" if batches > 1 else "A"
-    text = "Each stage computes its input and sends its activations on."
+    text = "Each stage computes its activations and sends them to the next stage."
     back = "The gradients of the activations come back, stage by stage."
     return (
         Phase("Forward", text, layout.ids, forward, formula=size if forward else ""),
@@ -250,8 +252,8 @@ def _mixed(batches: int) -> tuple[str, ...]:
     if batches == 1:
         return ()
     return (
-        "Microbatches follow each other, so stages work at the same time; the schedule decides how "
-        "forward and backward take turns.",
+        "Microbatches follow each other, so stages work at the same time; the "
+        "schedule decides in which order forward and backward run.",
     )
 
 
@@ -281,7 +283,7 @@ def tensor_parallel(layout: Layout) -> Parts:
 
 
 def local_sgd(layout: Layout) -> Parts:
-    """Steps alone; parameters meet at the end of a round, or each fragment in its turn."""
+    """Local steps; parameters are averaged at the end of a round, or fragment by fragment."""
     options, notes = layout.options, []
     schedules.check_turns(options, layout.workers, None)
     outer, fragments = options["outer"] == "nesterov", int(options["fragments"])
@@ -289,17 +291,18 @@ def local_sgd(layout: Layout) -> Parts:
     if options["fraction"] < 1:
         notes.append("In each round some workers are not drawn. They send zeros to the sum.")
     if outer:
-        holds = f"{_WHOLE}; where the round began and the outer momentum"
+        holds = f"{_WHOLE}; the parameters at the start of the round and the outer momentum"
         source = "Douillard et al., DiLoCo, 2023, algorithm 1"
         notes.append(
-            "The outer step starts where the round began and follows the workers' mean change: "
+            "The outer step starts from the parameters at the start of the round and "
+            "adds the workers' mean change: "
             f"learning rate {options['outer_lr']:g}, Nesterov momentum "
             f"{options['outer_momentum']:g}. Nothing else is sent for it."
         )
     if fragments > 1:
         source = f"{source}; Douillard et al., Streaming DiLoCo, 2025"
     phases = (
-        _work(layout), _update(layout, "Each worker takes its own step, so copies drift."),
+        _work(layout), _update(layout, "Workers take separate steps: copies drift apart."),
         *_meetings(layout, "take an outer step from their mean" if outer else "become their mean"),
     )  # fmt: skip
     units = {"P": "bytes of parameters and floating-point buffers", **N}
@@ -316,7 +319,9 @@ def _meetings(layout: Layout, what: str) -> tuple[Phase, ...]:
         often = "All" if every == 1 else f"Every {every} steps all"
         return ring("Average", f"{often} parameters {what}.", every=every)
     turns = schedules.turns(layout.options)
-    if every % fragments == 0:  # the turns are equally far from each other: one phase tells of all
+    if (
+        every % fragments == 0
+    ):  # the turns are equally far apart, so one phase describes all of them
         text = f"The parameters of one fragment {what}; each of the {fragments} has its turn "
         return ring("Average in turn", f"{text}every {every} steps.", every=turns[0])
     return tuple(
@@ -347,7 +352,7 @@ def gossip(layout: Layout) -> Parts:
         for index, hops in enumerate(rounds)
     )  # fmt: skip
     phases = (
-        _work(layout), _update(layout, "Each worker takes its own step, so copies drift."), *meet
+        _work(layout), _update(layout, "Workers take separate steps: copies drift apart."), *meet
     )  # fmt: skip
     units = {"P": "bytes of parameters and floating-point buffers"} if n > 1 else {}
     source = "Lian et al., D-PSGD, NIPS 2017; Ying et al., exponential graphs, NeurIPS 2021"
@@ -355,7 +360,7 @@ def gossip(layout: Layout) -> Parts:
 
 
 def _graph(graph: str, n: int) -> list[list[int]]:
-    """Return how far each worker's messages go, step after step."""
+    """Return for each step the distance between sender and receiver, in ranks."""
     if n == 1:
         return []
     if graph == "ring":
@@ -378,8 +383,12 @@ def _devices(layout: Layout, holds: str) -> tuple[Node, ...]:
 def tensorflow_one_device(layout: Layout) -> Parts:
     """One replica; nothing is sent."""
     phases = (
-        Phase("Forward and backward", "One replica computes the whole batch.", layout.ids),
-        Phase("Optimizer", "It takes the step.", layout.ids),
+        Phase(
+            "Forward and backward",
+            "One replica computes the gradient of the whole batch.",
+            layout.ids,
+        ),
+        Phase("Optimizer", "The worker takes the step.", layout.ids),
     )
     return Parts(_devices(layout, _TENSORFLOW_WHOLE), phases, {}, "nothing is sent")
 
@@ -422,7 +431,7 @@ def tpu(layout: Layout) -> Parts:
 
 
 def tensorflow_central_storage(layout: Layout) -> Parts:
-    """Variables lie on one device; gradients go there, variables are read from there."""
+    """One device holds the variables: it receives gradients, and all devices read from it."""
     apart = layout.options["parameter_device"] == "cpu"
     home = "h" if apart else layout.ids[0]
     others = [name for name in layout.ids if name != home]
@@ -437,7 +446,7 @@ def tensorflow_central_storage(layout: Layout) -> Parts:
     push = tuple(Arrow(one, home, "gradients", size) for one in others)
     phases = [
         Phase("Forward and backward", _SHARE, layout.ids),
-        Phase("Optimizer", "The gradients are added up and applied once.", (home,)),
+        Phase("Optimizer", "The device adds up the gradients and applies them once.", (home,)),
     ]
     if others:
         phases.insert(0, Phase("Read", "Every device reads the variables.", arrows=read,
@@ -448,7 +457,7 @@ def tensorflow_central_storage(layout: Layout) -> Parts:
 
 
 def tensorflow_model_split(layout: Layout) -> Parts:
-    """The whole batch goes through the devices in turn."""
+    """The whole batch goes through the devices one after another."""
     ids = layout.ids
     nodes = tuple(
         Node(name, "device", f"device {rank}", f"stage {rank}", rank)
@@ -456,7 +465,7 @@ def tensorflow_model_split(layout: Layout) -> Parts:
     )
     formula = "A" if len(ids) > 1 else ""
     phases = (
-        Phase("Forward", "One stage after the other computes the whole batch.", ids,
+        Phase("Forward", "The stages compute the whole batch one after another.", ids,
               diagrams.chain(ids, 1, backward=False), formula=formula),
         Phase("Backward", "The gradients of the activations come back.", ids,
               diagrams.chain(ids, 1, backward=True), formula=formula),
@@ -469,7 +478,7 @@ def tensorflow_model_split(layout: Layout) -> Parts:
 
 
 def tensorflow_parameter_server(layout: Layout) -> Parts:
-    """A coordinator hands out closures; workers read from and write to the servers."""
+    """A coordinator sends closures to workers, which read from and write to the servers."""
     servers = tuple(f"s{index}" for index in range(layout.servers))
     inner = (
         Node("c", "coordinator", "coordinator", "the order of the steps"),
@@ -486,13 +495,13 @@ def tensorflow_parameter_server(layout: Layout) -> Parts:
         Phase("Forward and backward", "It computes the gradient of its batch.", layout.ids),
         diagrams.exchange_with_server(layout, servers, "M", "gradients", "Push",
                                       "It sends the gradients to the servers.", up=True),
-        Phase("Optimizer", "Every push is a step of its own, taken when it arrives.", servers),
+        Phase("Optimizer", "Every push is a separate step, taken when it arrives.", servers),
     )  # fmt: skip
     units = {
         **M, **diagrams.server_units("M", len(servers)),
-        "T": "bytes of a closure and of the samples it is sent",
+        "T": "bytes of a closure and of its samples",
     }  # fmt: skip
     nodes = diagrams.around(diagrams.workers(layout, "nothing between steps"), inner)
     source = "tf.distribute.ParameterServerStrategy; Li et al., Parameter Server, OSDI 2014"
-    notes = ("No worker waits for another: each takes its steps at its own pace.",)
+    notes = ("No worker waits for another: each takes its steps at its own speed.",)
     return Parts(nodes, phases, units, source, notes)

@@ -1,6 +1,6 @@
 """Calls into engines over ipyparallel: a function entered by name, its outputs as they come.
 
-Those that engines have not answered yet are kept here too.
+Calls that engines have not answered yet are kept here too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..errors import ClusterError
 log = logging.getLogger("workbench.cluster")
 TELEMETRY = "workbench_telemetry"
 OURS = {"workbench": True}
-"""Metadata of our requests: engines leave out what we do not read (`engine/entry.py`)."""
+"""Metadata of Workbench's requests: engines leave out data that is not read (`engine/entry.py`)."""
 OUTPUTS = frozenset(
     {"stream", "display_data", "execute_result", "error", "clear_output", "update_display_data"}
 )
@@ -39,19 +39,19 @@ def enter(name: str, args: tuple[Any, ...]) -> Any:
 
 _ENTER = PrePickled(enter)
 MAX_FRAMES = 60
-"""So many parts of a list ipyparallel sends each by itself; of a longer one it makes one part."""
+"""ipyparallel sends up to this number of list items separately; a longer list becomes one item."""
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """One value of an engine, as it travels.
+    """One value of an engine, in the form in which it is sent.
 
     Attributes:
         frames: How many of the message's frames are its own.
         kind: Its class.
         remade: Whether that class was defined again since the value was made.
-        parts: How its content can be had apart: `x.state_dict()`, `vars(x)`; empty where it cannot.
-        fault: Why it could not be packed; empty where it was.
+        parts: An expression for its content: `x.state_dict()`, `vars(x)`; empty if there is none.
+            fault: Why it could not be packed; empty if it was packed.
     """
 
     name: str
@@ -64,12 +64,11 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Unread:
-    """A value that stays where it is, since it cannot be read here.
+    """A value that stays on its engine, because it cannot be read here.
 
     Attributes:
-        parcel: What is known of it.
-        module, lacks: Name that this process does not have; empty where it is something else.
-        fault: What packing or reading it ended in.
+        parcel: The known facts about it. module, lacks: The name that this process does not have;
+            empty if there is another cause. fault: The error of packing or reading.
     """
 
     parcel: Parcel
@@ -79,9 +78,9 @@ class Unread:
 
 
 def enter_for_values(name: str, args: tuple[Any, ...]) -> list[Any]:
-    """Call `module:function`, which returns values by name; pack each of them by itself.
+    """Call `module:function`, which returns values by name; pack each value separately.
 
-    Reading the user's own objects may fail, which must not take the reply along.
+    Reading the user's own objects can fail; the rest of the reply must still be sent.
     """
     parcels: list[Parcel] = []
     frames: list[Any] = []
@@ -90,7 +89,7 @@ def enter_for_values(name: str, args: tuple[Any, ...]) -> list[Any]:
         fault = ""
         try:
             packed = serialize_object(value)
-        except Exception as error:  # what __getstate__ raises is up to the value
+        except Exception as error:  # a value's __getstate__ can raise any error
             fault = f"{type(error).__name__}: {error}"
         cls = type(value)
         now = getattr(sys.modules.get(cls.__module__), cls.__qualname__, cls)
@@ -123,12 +122,12 @@ def read_values(reply: Sequence[Any]) -> dict[str, Any]:
 
 
 class _Finder(pickle.Unpickler):
-    """Takes note of the first name that is not to be found here."""
+    """Notes the first name that does not exist here."""
 
     lacks = ("", "")
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what the name stands for."""
+        """Return the object with this name."""
         try:
             return super().find_class(module, name)
         except (ImportError, AttributeError):
@@ -150,7 +149,7 @@ def travels(value: Any) -> bool:
     """Whether a value can be sent to an engine."""
     try:
         serialize_object(value)
-    except Exception:  # what __getstate__ raises is up to the value
+    except Exception:  # a value's __getstate__ can raise any error
         return False
     return True
 
@@ -171,7 +170,7 @@ class Call:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def finish(self, result: Any) -> None:
-        """Settle the call, whatever is still on its way."""
+        """Complete the call, even if messages are still being sent."""
         with self._lock:
             if self.done.is_set():
                 return
@@ -181,10 +180,10 @@ class Call:
             try:
                 callback(self)
             except Exception:  # noqa: PERF203 - one that fails keeps no other back
-                log.exception("What follows from a call of engine %d went wrong", self.engine)
+                log.exception("A callback after a call of engine %d failed", self.engine)
 
     def when_done(self, callback: Callable[[Call], None]) -> None:
-        """Call back once, also when the call is over already."""
+        """Call back once, even if the call is already over."""
         with self._lock:
             over = self.done.is_set()
             if not over:
@@ -203,18 +202,18 @@ class Call:
 
 
 CLEANED_S = 0.02
-"""By then ipyparallel has forgotten a call that has ended."""
+"""After this time ipyparallel has forgotten a call that has ended."""
 _LATEST = "_workbench_latest"  # of a client: message of each engine's latest call with outputs
 
 
 def _go_on_hearing(client: Any, engine: int, future: Any) -> None:
-    """Have outputs of an engine's latest call come in also after its end, from threads it began.
+    """Receive outputs of an engine's latest call even after its end, from threads that it started.
 
-    ipyparallel forgets a call with its reply, callbacks and all.
+    ipyparallel forgets a call and its callbacks when the reply comes.
     """
     futures, loop = getattr(client, "_futures", None), getattr(client, "_io_loop", None)
     if futures is None or loop is None or not future.done():
-        return  # the two are ipyparallel's own: without them late output is lost
+        return  # both are internals of ipyparallel; without them late output is lost
     latest: dict[int, str] = vars(client).setdefault(_LATEST, {})
 
     def again() -> None:
@@ -245,8 +244,8 @@ def submit(
     Args:
         on_output: `on_output(engine, message_type, content)` for each output, in order, on the
             client's thread.
-        on_frames: Telemetry frames that came over ipyparallel.
-        for_values: Whether it returns the user's values, by name: they are for `read_values`.
+        on_frames: Called with telemetry frames that came over ipyparallel. for_values: Whether it
+            returns the user's values, by name, for `read_values`.
     """
     call = Call(engine)
 
@@ -258,7 +257,7 @@ def submit(
             on_output(engine, kind, message["content"])
 
     def hook(future: Any) -> None:
-        # Before the request is sent, so that no output can come too early to be heard.
+        # Before the request is sent, so that no early output is lost.
         future.iopub_callbacks.append(on_iopub)
         future.add_done_callback(lambda f: call._part_done(f.result(), is_reply=True))
         future.output.add_done_callback(lambda f: call._part_done())
@@ -277,13 +276,13 @@ def submit(
 
 
 class Gathering:
-    """A client's event loop that is woken once for all requests which are sent together.
+    """A client's event loop that is woken only once for all requests that are sent together.
 
-    Each would wake it by itself, and its thread and the sender's would take turns for the
-    interpreter with every request.
+    Otherwise each request would wake the loop, and its thread and the sender's would compete for
+    the interpreter.
 
     Args:
-        flush: Sends at once what was put into the stream; it would send one in each of its turns.
+        flush: Sends all messages in the stream at once; otherwise the loop sends one per iteration.
     """
 
     def __init__(self, loop: Any, flush: Callable[[], object] = lambda: None) -> None:
@@ -294,7 +293,10 @@ class Gathering:
         return getattr(self._loop, name)
 
     def add_callback(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Have the loop's thread call back; after the block where this thread is `together`."""
+        """Let the loop's thread call back.
+
+        Inside a `together` block of this thread, after the block.
+        """
         waiting = getattr(self._here, "waiting", None)
         if waiting is None:
             self._loop.add_callback(callback, *args, **kwargs)
@@ -303,7 +305,7 @@ class Gathering:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Send all requests made in the block from this thread when the block ends."""
+        """Send all requests that this thread makes in the block when the block ends."""
         if getattr(self._here, "waiting", None) is not None:
             yield
             return
@@ -325,10 +327,10 @@ class Gathering:
 
 
 class Pending:
-    """The calls under way, by engine; safe from any thread.
+    """The running calls, by engine; safe from any thread.
 
     Args:
-        on_idle: Told of an engine whose last call has ended; must return quickly.
+        on_idle: Called with an engine whose last call has ended; must return quickly.
     """
 
     def __init__(self, on_idle: Callable[[int], None]) -> None:
@@ -337,7 +339,7 @@ class Pending:
         self._lock = threading.Lock()
 
     def add(self, call: Call) -> None:
-        """Take a call in until it is done."""
+        """Keep a call until it is done."""
         with self._lock:
             self._calls.setdefault(call.engine, []).append(call)
         call.when_done(self._settle)

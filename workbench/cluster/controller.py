@@ -1,8 +1,8 @@
-"""ipyparallel's controller, which ends by itself when nobody is left whom it could serve.
+"""ipyparallel's controller, which ends by itself when the cluster has no owner left.
 
-The warm parent ends the controller when the kernel is gone. This is for when the warm parent is
-gone too, or never was: the cluster's folder names the process that must be alive for the cluster to
-be in use (`own`, in `folders.py`), and the controller looks whether it is.
+The warm parent ends the controller when the kernel has ended. This program covers the case that the
+warm parent has ended too, or never existed. The cluster's folder names the process that must be
+alive while the cluster is in use (`own`, in `folders.py`), and the controller checks that it is.
 """
 
 from __future__ import annotations
@@ -27,19 +27,24 @@ from .processes import is_halted
 
 LOOK_S = 1.0
 TOPICS = (b"heartmonitor", b"tracktask", b"intask", b"outtask", b"inbcast", b"outbcast")
-"""What the hub is told. Requests to single engines and their outputs are not for it: it would keep
-a record of each that nobody reads, and took longer for them than the engines for an empty cell."""
+"""The messages that the hub receives.
+
+Requests to single engines and their outputs are not sent to it. It would keep unused records of
+them, which took longer than an empty cell on the engines.
+"""
 PATIENCE = 3
-"""Looks in a row that must find the owner dead: its successor may be about to sign. And so many
-that must find a part of the controller halted."""
+"""So many checks in a row must find the owner dead, because a successor may be about to take over.
+
+The same number must find a part of the controller halted.
+"""
 LOST = "controller-lost.json"
-"""Says in the cluster's folder for which part's sake the controller ended (`lost_part`)."""
+"""A file in the cluster's folder: the part whose loss ended the controller (`lost_part`)."""
 PART_LOST = 70
-"""The controller's exit code then."""
+"""The controller's exit code in this case."""
 
 
 def config(folder: Path) -> Config:
-    """Return ipyparallel's settings for a controller of ours, and the mark for all processes."""
+    """Return ipyparallel's settings for Workbench's controller, and its processes' mark."""
     root = str(Path(__file__).resolve().parents[2])
     code = (
         f"import sys; sys.path.append({root!r}); "
@@ -54,17 +59,17 @@ def config(folder: Path) -> Config:
 
 
 _abandoned = threading.Event()
-"""Set when nobody is left to serve: then its own end is what the controller's parts end of."""
+"""Set when the cluster has no owner left: then the controller's parts end because it ends."""
 
 
 def watch(folder: Path) -> None:
-    """Wait until the folder's owner is gone, then end this process group and the folder."""
+    """Wait until the folder's owner has ended, then end this process group and the folder."""
     misses = 0
     while misses < PATIENCE:
         time.sleep(LOOK_S)
         misses = 0 if _in_use(folder) else misses + 1
     _abandoned.set()
-    folders.end_family(folder)  # its own children, and engines that nobody forked
+    folders.end_family(folder)  # its own children, and engines that were not forked
     folders.remove(folder)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -75,7 +80,7 @@ def _in_use(folder: Path) -> bool:
 
 
 def await_loss(parts: Mapping[str, Any], look_s: float = LOOK_S) -> dict[str, Any]:
-    """Wait until a part of the controller ends, or is halted; return which, for `lost_part`.
+    """Wait until a part of the controller ends or is halted; return this part, for `lost_part`.
 
     Args:
         parts: Processes of `multiprocessing`, by name.
@@ -93,9 +98,9 @@ def await_loss(parts: Mapping[str, Any], look_s: float = LOOK_S) -> dict[str, An
 
 
 def lost_part(folder: Path) -> dict[str, Any] | None:
-    """Return for which part's sake the controller ended: `name`, `pid`, `code`; None: for none.
+    """Return the part whose loss ended the controller: `name`, `pid`, `code`; None: no part.
 
-    The code is negative for a signal, and None where the part was halted.
+    The code is negative for a signal, and None if the part was halted.
     """
     found: dict[str, Any] | None = folders.read_json(folder / LOST)
     return found
@@ -109,7 +114,7 @@ def main() -> None:
     from ipyparallel.controller.app import IPController
 
     class Controller(IPController):  # type: ignore[misc]
-        """ipyparallel's, whose hub hears of what it must act on and of nothing else."""
+        """ipyparallel's controller, whose hub receives only messages on which it must act."""
 
         def init_hub(self) -> None:
             super().init_hub()
@@ -131,9 +136,9 @@ def main() -> None:
         ending = False
 
         def _end_with_a_part(self, parts: Mapping[str, Any]) -> None:
-            """End when one of our processes is gone: calls would get lost, and nobody would know.
+            """End when a process of the controller has ended, because calls would be lost silently.
 
-            Their owner sees this process end, and who ended first.
+            The owner sees that this process ends, and which process ended first.
             """
             lost = await_loss(parts)
             if self.ending or _abandoned.is_set():

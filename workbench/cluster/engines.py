@@ -44,7 +44,7 @@ __all__ = ["NOBODY", "EngineInfo", "Engines", "Listeners"]
 log = logging.getLogger("workbench.cluster")
 FETCH_TIMEOUT_S = 60.0
 ORPHAN_S = 3.0
-"""How long an engine that was not forked does without its kernel before it ends."""
+"""How long an engine that was not forked waits for its lost kernel before it ends."""
 
 
 class Engines:
@@ -56,7 +56,7 @@ class Engines:
         folder, key: Of a kept cluster that is taken over (`take_over`); by default fresh ones.
 
     Attributes:
-        idle_timeout_s: After how long of doing nothing a kept cluster ends (0: never); None: it is
+        idle_timeout_s: A kept cluster ends after being idle for this time (0: never); None: it is
             not kept.
     """
 
@@ -79,7 +79,7 @@ class Engines:
             self.router = ControlRouter(
                 self._heard, address, key, secret=launch.launcher != LOCAL, ports=launch.ports
             )
-        except BaseException:  # no port is free, most likely
+        except BaseException:  # probably no port is free
             self._ground.stop()
             raise
         self.engines: dict[int, EngineInfo] = {}
@@ -95,7 +95,10 @@ class Engines:
         return ClusterServices(framework, self.launch, self._engine_left, self._helper_left, folder)
 
     def listen(self, listeners: Listeners) -> None:
-        """Tell others from now on; for engines that were prepared before their cluster existed."""
+        """Use other callbacks from now on.
+
+        For engines that were prepared before their cluster existed.
+        """
         self._listeners = listeners
 
     def prewarm(self) -> None:
@@ -104,7 +107,7 @@ class Engines:
 
     @property
     def put_off(self) -> str:
-        """Why the framework was not imported ahead of need, in words; empty where it was."""
+        """Why the framework was not imported in advance, in words; empty if it was."""
         warm = self._ground.warm
         return "" if warm is None else warm.put_off
 
@@ -119,11 +122,11 @@ class Engines:
 
     @property
     def hosted(self) -> HostedEngines | None:
-        """The agents and hosts of engines that are started by agents; None of any others."""
+        """The agents and hosts of engines that agents started; None for other engines."""
         return self._ground.hosted
 
     def can_fork(self, framework: str) -> bool:
-        """Whether engines that have this framework are forked from a warm parent here."""
+        """Whether engines with this framework are forked from a warm parent here."""
         return self._ground.can_fork(framework)
 
     @property
@@ -140,10 +143,10 @@ class Engines:
         """Start `count` more engines and attach them; return their ids.
 
         Args:
-            report: Told how far it is, on this and on other threads.
+            report: Called with the progress, on this and on other threads.
 
         Raises:
-            ClusterError: They did not come up; says what their log says.
+            ClusterError: They did not start; the error shows the end of their logs.
         """
         ids = list(range(self._next_id, self._next_id + count))
         self._next_id += count
@@ -220,7 +223,7 @@ class Engines:
             raise processes.EngineDiedError(engine, info.pid, how, host=info.elsewhere)
         if info is None:
             raise ClusterError(
-                "That engine is not there.",
+                "This engine does not exist.",
                 seen=engine,
                 allowed=f"one of {self.ids}",
                 next_step=f"%cluster restart {engine}",
@@ -235,7 +238,7 @@ class Engines:
         return call
 
     def together(self) -> AbstractContextManager[None]:
-        """Have the calls that this thread submits in the block go out together, at its end."""
+        """Send the calls that this thread submits in the block together, at its end."""
         return self._ground.together()
 
     def _idle(self, engine: int) -> None:
@@ -272,12 +275,12 @@ class Engines:
         return {engine: calls.read_values(reply) for engine, reply in replies.items()}
 
     def host_of(self, engine: int) -> Host | None:
-        """Return the host of an engine that an agent has started; None of any other."""
+        """Return the host of an engine that an agent has started; None for other engines."""
         return self._ground.host_of(engine)
 
     @property
     def host_files(self) -> HostFiles | None:
-        """What runs read and write on hosts with agents; None where there are none."""
+        """The files that runs read and write on hosts with agents; None if there are no agents."""
         return None if self._ground.hosted is None else self._ground.hosted.files
 
     def signal(self, engine: int, sig: int) -> None:
@@ -287,9 +290,10 @@ class Engines:
             self._ground.signal(engine, info.pid, sig)
 
     def give_up(self, engine: int) -> None:
-        """Settle an engine that was killed when no process reports its end.
+        """Complete the calls of an engine that was killed, if no process reports its end.
 
-        Its warm parent would, but may be halted; the hub's heartbeats are slow, or halted too.
+        Normally its warm parent reports it, but it can be halted; the hub's heartbeats are slow, or
+        halted too.
         """
         info = self.engines.get(engine)
         if info is None or info.state == "dead" or self.launch.launcher != LOCAL:
@@ -307,8 +311,8 @@ class Engines:
     def restart(self, ids: Iterable[int], framework: str = "") -> list[int]:
         """End engines and start new ones as their replacements, with the same ids.
 
-        Where none can be reached any more, since the controller died or no longer answers, all of
-        them give way.
+        If no engine can be reached because the controller died or does not answer, all engines are
+        replaced.
         """
         gone = list(ids)
         for engine in gone:
@@ -332,7 +336,7 @@ class Engines:
         """Let the next restart ask for other hosts if the cluster has no host left."""
         hosted = self._ground.hosted
         if hosted is not None and hosted.is_over and not self._ground.broken:
-            self._ground.broken = "none of its hosts is left"
+            self._ground.broken = "none of its hosts exists any more"
 
     def _replace(self, gone: Sequence[int], framework: str) -> list[int]:
         for engine in gone:
@@ -344,16 +348,16 @@ class Engines:
 
     @property
     def reusable(self) -> bool:
-        """Whether another cluster can be started on these, after a `reset`."""
+        """Whether another cluster can use these processes after a `reset`."""
         return not self._stopping and not self.kept and self._ground.reusable
 
     def reset(self, framework: str = "") -> None:
         """Return to the state before the first engine; the controller and warm parents stay.
 
-        All engines and the store they meet at end, and nobody hears of it; ids count from 0 again.
+        All engines and their store end without notices; ids count from 0 again.
 
         Args:
-            framework: What the next engines have imported; by default what these were to have.
+            framework: The framework of the next engines; by default the same as before.
 
         Raises:
             ClusterError: The store does not end.
@@ -377,7 +381,7 @@ class Engines:
         """Return what is known about an engine, dead or alive.
 
         Raises:
-            ClusterError: There never was one of that id.
+            ClusterError: There never was an engine with this id.
         """
         info = self.engines.get(engine)
         if info is None:
@@ -405,7 +409,7 @@ class Engines:
         self._lost(info, how)
 
     def _helper_left(self, what: str, pid: int, how: processes.Ending) -> None:
-        """A process that is no engine ended; without the controller no engine is of use."""
+        """A process that is not an engine ended; without the controller no engine can be used."""
         if self._stopping:
             return
         self._listeners.helper(f"{what[0].upper()}{what[1:]} (pid {pid}) died: {how}.")
@@ -418,7 +422,7 @@ class Engines:
                     self._lost(info, how)
 
     def _lost(self, info: EngineInfo, how: processes.Ending) -> None:
-        """Settle what an engine that is no more leaves behind."""
+        """Clean up after an engine that has ended."""
         info.state, info.exit = "dead", how
         self.router.forget(info.id)
         stranded = self._calls.take(info.id)
@@ -432,7 +436,7 @@ class Engines:
         """Return where an engine's log is.
 
         Raises:
-            ClusterError: There never was an engine of that id.
+            ClusterError: There never was an engine with this id.
         """
         self.known(engine)
         return self._ground.log_path(engine)
@@ -466,10 +470,10 @@ class Engines:
         return self.idle_timeout_s is not None
 
     def keep(self, idle_timeout_s: float) -> None:
-        """Let engines that are started from now on outlive this kernel; before the first one.
+        """Let engines outlive this kernel; call it before the first engine is started.
 
         Raises:
-            ClusterError: They are not forked here, so nobody would look after them.
+            ClusterError: They are not forked here, so no warm parent would look after them.
         """
         if not self._ground.forks:
             raise ClusterError(
@@ -481,7 +485,7 @@ class Engines:
         self.idle_timeout_s = idle_timeout_s
 
     def about(self) -> dict[str, Any]:
-        """Return what the cluster's folder says about its processes (`folders.py`)."""
+        """Return the description of its processes for the cluster's folder (`folders.py`)."""
         return {
             **self._ground.about(),
             "engines": {str(i): described(one) for i, one in self.engines.items()},
@@ -492,10 +496,10 @@ class Engines:
         }
 
     def take_over(self, about: Mapping[str, Any], *, take: bool) -> None:
-        """Become the owner of the engines that another kernel left.
+        """Become the owner of engines that another kernel has left.
 
         Raises:
-            ClusterError: They are gone, or have an owner.
+            ClusterError: They have ended, or have an owner.
         """
         ground = self._ground
         self.idle_timeout_s = float(about["idle_timeout_s"])
@@ -509,7 +513,7 @@ class Engines:
         self.invite()
 
     def invite(self) -> None:
-        """Say in the cluster's folder where engines reach this kernel."""
+        """Write into the cluster's folder where engines reach this kernel."""
         folders.write_json(self._ground.folder / folders.CONTROL, {"url": self.router.url})
 
     def expect(self, engine: int) -> Call:
@@ -527,11 +531,14 @@ class Engines:
         return call
 
     def when_taken(self, callback: Callable[[int], None]) -> None:
-        """Have the pid told of a kernel that takes the cluster over from us."""
+        """Set a callback that gets the pid of a kernel that takes this cluster over."""
         self._ground.parents.on_taken = callback
 
     def release(self, reason: str) -> None:
-        """Release all processes, which continue without us; waiting calls get the reason."""
+        """Release all processes, which continue without this kernel.
+
+        Waiting calls get the reason.
+        """
         self._stopping = True
         for call in self._calls.all():
             call.finish(ClusterError(reason, code="WB-CLUSTER-010"))
@@ -541,7 +548,7 @@ class Engines:
             self.router.close()
 
     def _home(self) -> dict[str, Any]:
-        """Return what engines are told about their end, and where they write what they do."""
+        """Return the engines' settings: when they end, and where they write their activity."""
         if self._ground.hosted is not None:
             return {}  # its agent ends it
         if not self._ground.forks:
@@ -555,7 +562,7 @@ def _own_place() -> str:
 
 
 def _nothing(*_: object) -> None:
-    """Do nothing; nobody wants to be told."""
+    """Do nothing."""
 
 
 _KNOWN = ("uuid", "pid", "host", "place", "python", "device")
@@ -566,12 +573,12 @@ class EngineInfo:
     """One engine as the kernel sees it.
 
     Attributes:
-        id: Permanent; never given to another engine of this cluster but its replacement.
-        place: What tells its host from others (`cluster_env.host_token`).
-        address: Of its host, by which other hosts reach it; empty on this machine.
+        id: Permanent; in this cluster only its replacement gets the same id. place: The token of
+            its host (`cluster_env.host_token`). address: The address at which other hosts reach its
+            host; empty on this machine.
         state: idle, busy, dead.
         exit: How it ended; None while it lives.
-        frameworks: What it has imported.
+        frameworks: The frameworks that it has imported.
     """
 
     id: int
@@ -593,10 +600,10 @@ class EngineInfo:
 
     @property
     def elsewhere(self) -> str:
-        """The name of its host; empty where it runs on this machine."""
+        """The name of its host; empty if it runs on this machine."""
         return "" if self.is_here else self.host
 
-    began: float = 0.0  # its start time, which tells it from a later process with the same pid
+    began: float = 0.0  # its start time, to distinguish it from a later process with the same pid
 
 
 @dataclass(frozen=True)
@@ -606,15 +613,15 @@ class Listeners:
     message: Callable[[int, Up], None]
     death: Callable[[EngineInfo], None]
     helper: Callable[[str], None] = lambda text: None
-    """Told, in words, when a process of the cluster that is no engine ended."""
+    """Called, with a text, when a process of the cluster that is not an engine ended."""
 
 
 NOBODY = Listeners(message=lambda engine, message: None, death=lambda engine: None)
-"""Who hears of engines that belong to no cluster yet, or to none any more."""
+"""The callbacks for engines that belong to no cluster yet, or no longer."""
 
 
 def described(info: EngineInfo) -> dict[str, Any]:
-    """Return what another kernel must know about an engine, for `recalled`."""
+    """Return an engine's description for another kernel, for `recalled`."""
     return {
         **{name: getattr(info, name) for name in _KNOWN},
         "frameworks": sorted(info.frameworks),
@@ -623,7 +630,7 @@ def described(info: EngineInfo) -> dict[str, Any]:
 
 
 def recalled(engine: int, about: Mapping[str, Any]) -> EngineInfo:
-    """Return an engine as another kernel has described it."""
+    """Return an engine from another kernel's description."""
     known = {key: value for key, value in about.items() if key in _KNOWN}
     info = EngineInfo(engine, **known, frameworks=set(about["frameworks"]))
     info.began = float(about["create_time"])

@@ -1,15 +1,16 @@
 """Private folders of clusters: connection files, logs, pids. Never the user's IPython profile.
 
-What a folder says about its cluster, for `workbench ps` and whoever takes it over:
+The files that describe a cluster, for `workbench ps` and for a kernel that takes it over:
 
     cluster.json         who owns it, its engines and other processes
-    task.jsonl           what it was asked to run and has not settled: the last line says it
+    task.jsonl           the request that is not yet completed: the last line counts
     control.json         where engines reach their owner
-    doing/engine-<i>.jsonl  what engine i does (`engine/activity_log.py`)
+    doing/engine-<i>.jsonl  the activity of engine i (`engine/activity_log.py`)
 
-Everything is read with distrust: a crash may have left half of it, and any number of dead pids.
+The content is not trusted: after a crash, files can be incomplete and pids can be dead.
 
-From them follows which engines a user has on this machine, in whichever notebook or kept cluster.
+From these files follows which engines a user has on this machine, in all notebooks and kept
+clusters.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ import psutil
 from ..shared.cluster_env import MARK, TMP, last_page
 
 PREFIX = "workbench-"
-FOLDER_VARIABLE = "IPP_PROFILE_DIR"  # in which ipyparallel tells a controller its folder
+# the variable in which ipyparallel gives a controller its folder
+FOLDER_VARIABLE = "IPP_PROFILE_DIR"
 OWNER_FILE = "owner.json"
-# psutil derives start times from the wall clock, which may be adjusted in between.
+# psutil computes start times from the wall clock, which can be adjusted in between.
 CLOCK_SLACK_S = 2.0
 _PARTS = ("security", "log", "pid", "startup", TMP, "doing")
 END_S = 2.0
@@ -46,7 +48,7 @@ UNFINISHED_S = 600.0
 def create() -> Path:
     """Return a fresh profile folder for one cluster, readable by this user alone.
 
-    Folders that dead processes left are removed on the way.
+    It also removes folders that dead processes left.
 
     It holds what ipyparallel expects of a profile (`security/`, `log/`, `pid/`, `startup/`),
     `owner.json`, which names the process that must be alive for the folder to be in use, `tmp/`
@@ -61,7 +63,7 @@ def create() -> Path:
 
 
 def own(folder: Path, pid: int) -> None:
-    """Say which process keeps the folder in use (the kernel; a kept cluster's warm parent)."""
+    """Write which process keeps the folder in use (the kernel; a kept cluster's warm parent)."""
     write_json(folder / OWNER_FILE, identity(pid))
 
 
@@ -72,17 +74,17 @@ def owner(folder: Path) -> dict[str, Any] | None:
 
 
 def identity(pid: int) -> dict[str, Any]:
-    """Return what distinguishes a process from a later one with the same pid."""
+    """Return the start time, which distinguishes a process from a later one with the same pid."""
     return {"pid": pid, "create_time": psutil.Process(pid).create_time()}
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a small file of JSON in one go, readable by this user alone."""
+    """Write a small JSON file in one operation, readable only by this user."""
     write_text(path, json.dumps(value))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file in one go, readable by this user alone."""
+    """Write a small file in one operation, readable only by this user."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(text)
@@ -98,7 +100,7 @@ def read_json(path: Path) -> Any:
 
 
 def is_ours(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a folder that `create` may have made: the only ones ever removed."""
+    """Whether a path can be a folder made by `create`; only such folders are ever removed."""
     folder = Path(path)
     root = Path(tempfile.gettempdir()).resolve()
     try:
@@ -115,7 +117,7 @@ def is_ours(path: str | os.PathLike[str]) -> bool:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a cluster's folder; anything that is not one is left alone."""
+    """Remove a cluster's folder; any other folder is not touched."""
     if is_ours(path):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -137,8 +139,7 @@ def controllers(path: str | os.PathLike[str]) -> list[int]:
 def family(path: str | os.PathLike[str]) -> list[psutil.Process]:
     """Return this user's processes that belong to a cluster, without this one.
 
-    They carry its folder in their environment: what the kernel started for it, and whatever cells
-    started in turn.
+    Their environment contains its folder. They were started by the kernel, or by cells.
     """
     found, folder = [], os.fspath(path)
     for process in psutil.process_iter():
@@ -153,9 +154,9 @@ def family(path: str | os.PathLike[str]) -> list[psutil.Process]:
 
 
 def end_family(path: str | os.PathLike[str]) -> None:
-    """SIGKILL a cluster's processes, twice, because one may just have started another.
+    """SIGKILL a cluster's processes, twice, because a process may just have started another.
 
-    Resource trackers get a moment to unlink what the others had.
+    Resource trackers get a moment to remove the shared memory of the others.
     """
     for _ in range(5):
         left = family(path)
@@ -170,7 +171,7 @@ def end_family(path: str | os.PathLike[str]) -> None:
 def _await_end(processes: list[psutil.Process]) -> None:
     """Wait until processes have ended, for `END_S` at most.
 
-    Zombies have ended: in a container the first process may take its time to reap them, or never.
+    Zombies count as ended, because in a container the first process may reap them late or never.
     """
     end = time.monotonic() + END_S
     while any(map(_lives, processes)) and time.monotonic() < end:
@@ -229,7 +230,7 @@ def _owner_alive(folder: Path) -> bool:
     try:
         text = (folder / OWNER_FILE).read_text()
     except FileNotFoundError:
-        # Of a process that is just starting; or it died just then; or it is not ours after all.
+        # The process is just starting, or has just died, or is not Workbench's.
         return not _abandoned(folder)
     except (OSError, ValueError):
         return False
@@ -241,7 +242,7 @@ def _owner_alive(folder: Path) -> bool:
 
 
 def _abandoned(folder: Path) -> bool:
-    """Whether a folder without an owner is one that `create` began long ago and never finished."""
+    """Whether `create` began this folder without an owner long ago and never finished it."""
     try:
         names = {path.name for path in folder.iterdir()}
         age_s = time.time() - folder.stat().st_mtime
@@ -260,8 +261,8 @@ class Found:
     """A cluster of this user on this machine.
 
     Attributes:
-        about: What `cluster.json` says, and `task.jsonl` as `task`.
-        doing: What each living engine does.
+        about: The content of `cluster.json`, with `task.jsonl` as `task`. doing: The activity of
+            each living engine.
     """
 
     folder: Path
@@ -280,7 +281,7 @@ class Found:
 
     @property
     def owner(self) -> Mapping[str, Any] | None:
-        """The notebook's kernel that has it, None when nobody has."""
+        """The notebook's kernel that owns it; None if there is none."""
         owner = self.about.get("owner")
         return owner if alive(owner) else None
 
@@ -292,12 +293,12 @@ class Found:
 
     @property
     def busy(self) -> str:
-        """What is running on it; empty if nothing is."""
+        """The description of what is running on it; empty if nothing is."""
         return next((str(one["what"]) for one in self.doing.values() if one["busy"]), "")
 
     @property
     def idle_s(self) -> float:
-        """For how long nothing has run on it; 0 while something does."""
+        """For how long it has been idle; 0 while something runs."""
         if self.busy:
             return 0.0
         last = max((float(one["since"]) for one in self.doing.values()), default=0.0)
@@ -310,12 +311,12 @@ def cluster_id(folder: Path) -> str:
 
 
 def folder_of(cluster: str) -> Path:
-    """Return where a cluster of that id would be; nothing is there perhaps."""
+    """Return the folder path for a cluster id; the folder may not exist."""
     return Path(tempfile.gettempdir()) / f"{PREFIX}{Path(cluster).name}"
 
 
 def alive(who: Any) -> bool:
-    """Whether that very process lives, by pid and start time."""
+    """Whether exactly this process lives, by pid and start time."""
     try:
         return same_process(int(who["pid"]), float(who["create_time"]))
     except (KeyError, TypeError, ValueError):
@@ -366,8 +367,8 @@ def clusters() -> list[Found]:
 def stop(found: Found) -> bool:
     """End a cluster regardless of its owner; return whether all its processes are gone.
 
-    Its warm parents are asked, by pid and start time; what is left then is killed. They are not
-    asked by SIGTERM, at which engines say goodbye first.
+    First its warm parents are asked to end, by pid and start time. Then the remaining processes are
+    killed. SIGTERM is not used, because engines would then report their end first.
     """
     parents = [one for one in found.about["parents"].values() if alive(one)]
     for one in parents:
@@ -398,7 +399,7 @@ def engines(uid: int | None = None) -> set[int]:
     owner = os.getuid() if uid is None else uid
     found = set()
     for process in psutil.process_iter():
-        # Others' processes may be hidden, and any may end while it is looked at.
+        # Other users' processes can be hidden, and any process can end while it is read.
         with contextlib.suppress(psutil.Error):
             if process.uids().real == owner and _is_engine(process):
                 found.add(process.pid)
@@ -414,7 +415,7 @@ def _is_engine(process: psutil.Process) -> bool:
     name, words = process.name(), process.cmdline()
     if process.status() == psutil.STATUS_ZOMBIE:
         return False
-    if _FORKED.fullmatch(name):  # given to it by `warm_child`; its command line is its parent's
+    if _FORKED.fullmatch(name):  # `warm_child` sets this name; its command line is its parent's
         return "workbench.cluster.forkserver.server" in words
     return any("ipyparallel.engine" in word for word in words) and any(
         f"/{PREFIX}" in word for word in words

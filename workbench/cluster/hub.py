@@ -2,7 +2,7 @@
 
 With it comes an engine launcher for ipyparallel that forks engines from a warm parent.
 `ipyparallel.Cluster(engines="workbench", n=4)` works by itself: the launcher then starts a warm
-parent of its own. `wb.Cluster` hands in one that is warm already.
+parent of its own. `wb.Cluster` passes one that is already warm.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .processes import Exit, watch
 
 REAPED_S = 0.5
 UNLISTED_S = 10.0
-"""How long the hub is given to let go of engines that are gone."""
+"""How long the hub may take to remove engines that have ended."""
 ANSWER_S = 20.0
 ATTEMPT_S, CONNECT_S = 10.0, 90.0
 """How long one request to connect waits, and all of them: a class whose controllers start at once
@@ -51,18 +51,18 @@ on a few cores takes longer than ipyparallel's 10 s."""
 
 
 class Controller:
-    """Starts or finds the controller, connects to it, and says who is registered there.
+    """Starts or finds the controller, connects to it, and knows which engines are registered.
 
     Args:
         folder: The cluster's.
         launcher: One of ipyparallel's, that starts engines; empty where engines are forked.
         interface: Where the controller listens; empty: on this machine only.
-        secret: Whether what travels is encrypted (CURVE), as it must be between hosts.
+        secret: Whether messages are encrypted (CURVE), as is required between hosts.
         ports: First and last port that may be listened on; None: any.
         options: For ipyparallel's launcher: `profile`, whose settings are read, and settings as
             `PBSLauncher.queue`.
-        on_left: Told when the controller's process ended.
-        on_unlisted: Told of an engine that is no longer registered.
+        on_left: Called when the controller's process ended. on_unlisted: Called with an engine that
+            is no longer registered.
 
     Attributes:
         cluster: ipyparallel's cluster; None until `start` or `reconnect`.
@@ -111,7 +111,7 @@ class Controller:
         """Connect to the controller that another kernel left.
 
         Args:
-            saved: What its launcher's `to_dict` said.
+            saved: The result of its launcher's `to_dict`.
         """
         self.cluster = cluster = self._ipyparallel()
         cluster.controller = cluster.controller_launcher_class.from_dict(saved, parent=cluster)
@@ -152,7 +152,7 @@ class Controller:
                 folder = find(get_ipython_dir(), profile).location
             except ProfileDirError as error:
                 raise ClusterError(
-                    "ipyparallel has no profile of that name.",
+                    "ipyparallel has no profile with this name.",
                     seen=f"profile={profile}",
                     next_step=f"ipython profile create --parallel --profile={profile}",
                     code="WB-CLUSTER-072",
@@ -195,12 +195,12 @@ class Controller:
         return {i: str(known[i]) for i in engines}
 
     def await_change(self, timeout_s: float) -> None:
-        """Wait until somebody registers or is struck off, or time is up."""
+        """Wait until an engine registers or is removed, or time is up."""
         self._changed.wait(timeout_s)
         self._changed.clear()
 
     def await_unlisted(self, engines: Sequence[int]) -> None:
-        """Wait until the hub has let go of engines, for `UNLISTED_S` at most."""
+        """Wait until the hub has removed engines, for `UNLISTED_S` at most."""
         end = time.monotonic() + UNLISTED_S
         while set(engines) & set(self.client.ids) and time.monotonic() < end:
             for engine in engines:
@@ -208,10 +208,10 @@ class Controller:
             self.await_change(0.1)
 
     def unlist(self, engine: int, uuid: str = "") -> None:
-        """Tell the hub that an engine is gone, as ipyparallel's nanny would; heartbeats are slow.
+        """Tell the hub that an engine has ended, as ipyparallel's nanny would; heartbeats are slow.
 
         Args:
-            uuid: Of the engine that is meant: another one may have its id by now.
+            uuid: The engine's uuid, because another engine may have its id now.
         """
         # Engines that end after the client was closed have no hub to be struck off from.
         if self.client._closed:
@@ -221,9 +221,9 @@ class Controller:
             self._strike_off(engine)
 
     def make_room(self, engines: Sequence[int]) -> None:
-        """Have the hub forget engines, also those that clients do not see; returns when it has.
+        """Make the hub forget engines, even those that clients do not see; returns when it has.
 
-        A request that the hub reads later would strike off the next engine of that id.
+        A request that the hub reads later would remove the next engine with this id.
 
         Raises:
             NoAnswerError: The hub does not answer.
@@ -241,7 +241,7 @@ class Controller:
             )
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Send what this thread asks for in the block together, at its end (`calls.Gathering`)."""
+        """Send this thread's requests in the block together, at its end (`calls.Gathering`)."""
         client = self.client
         return contextlib.nullcontext() if client is None else client._io_loop.together()
 
@@ -268,7 +268,7 @@ class Controller:
         self._on_left(end)
 
     def close(self) -> None:
-        """Disconnect; the controller goes on."""
+        """Disconnect; the controller continues."""
         if self.client is not None and not self.client._closed:
             with contextlib.suppress(Exception):
                 # Its loop closes the sockets before `close` does, and what they still have for a
@@ -326,7 +326,7 @@ def _unsigned() -> Iterator[None]:
 
 
 def free_ports(address: str, ports: tuple[int, int]) -> list[int]:
-    """Return which ports of a range nobody listens on now."""
+    """Return the ports of a range on which no process listens now."""
     found = []
     for port in range(ports[0], ports[1] + 1):
         with contextlib.suppress(OSError), socket.socket() as probe:
@@ -423,7 +423,7 @@ class WarmEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         if not self.ids:
             first = self._first_id()
             self.ids = list(range(first, first + n))
-        # What the notebook is like now, not when a thread gets round to it.
+        # The notebook's state now, not when the thread runs later.
         job = {
             "env": {**os.environ, **self.get_env()},
             "cwd": os.getcwd(),

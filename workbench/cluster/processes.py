@@ -1,9 +1,9 @@
-"""Starting our own helper processes from the kernel, and how processes end.
+"""Starts Workbench's helper processes from the kernel, and explains how processes end.
 
-How one ended is told in words: the signal, whether memory ran out, what its log says last. Who
-ended is read from the parent that reaped it. Whether memory ran out is known where the kernel says
-so: its log, where we may read it, or its counts of such kills. Elsewhere a SIGKILL of a process
-that held much of the machine's memory is called a likely one, never a sure one.
+The end is described in words: the signal, whether memory ran out, the last lines of the log. The
+parent that reaped the process knows its exit. Lack of memory is certain if the system's kernel
+reports it, in its log or in its counts of such kills. Otherwise, if a SIGKILL hit a process with
+much memory, lack of memory is only called likely.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .forkserver import keeper
 FORK = "WORKBENCH_FORK"
 """Environment variable: `off` starts engines fresh, as where no process can be forked."""
 _DEFAULTS = {
-    # Threads that spin while they wait for each other starve one another as soon as the machine has
-    # anything else to do: one_device with two threads ran 15 to 40 times slower beside other work.
+    # Threads that spin while they wait for each other block each other when the machine runs other
+    # programs: one_device with two threads ran 15 to 40 times slower beside other work.
     "OMP_WAIT_POLICY": "PASSIVE",
     # TensorFlow would take all memory of every GPU it sees, also where a cell imports it by itself.
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",
@@ -56,8 +56,8 @@ class Exit:
     """How a process ended: an exit code, or the number of the signal that killed it.
 
     Attributes:
-        held_bytes: The most memory it ever had; 0 where that is not known.
-        parent: What took it along, in words; empty where it ended by itself.
+        held_bytes: The most memory it ever had; 0 if not known. parent: The process with which it
+            ended, in words; empty if it ended alone.
     """
 
     pid: int
@@ -83,9 +83,9 @@ ExitCallback = Callable[[Exit], None]
 def signal_child(parent_pid: int, pid: int, sig: int) -> bool:
     """Signal a process if it is a child of `parent_pid`; return whether it was signalled.
 
-    A pid may be another process's as soon as its parent has reaped it. So the process is held, then
-    its parent is looked up, then what is held is signalled: where the pid changed hands in between,
-    what is held has ended, and nobody is signalled.
+    After its parent has reaped a process, its pid can belong to another process. So this function
+    opens a handle on the process, checks its parent, and then signals the handle. If the pid
+    changed its owner in between, the handle's process has ended, and no process is signalled.
     """
     try:
         held = os.pidfd_open(pid)
@@ -103,7 +103,7 @@ def signal_child(parent_pid: int, pid: int, sig: int) -> bool:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process is there and has not ended; one that nobody has reaped yet has."""
+    """Whether a process exists and has not ended; a zombie has ended."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -111,7 +111,7 @@ def lives(pid: int) -> bool:
 
 
 def left_unreaped(pid: int) -> Exit | None:
-    """Return how a process ended that its parent has not reaped; None where it lives, or is gone.
+    """Return how a zombie process ended; None if the process lives, or no longer exists.
 
     Source: proc_pid_stat(5), `state` and `exit_code`, which is a status as waitpid(2) gives it.
     """
@@ -136,7 +136,7 @@ def is_halted(pid: int) -> bool:
 
 
 def can_fork(framework: str = "torch") -> tuple[bool, str]:
-    """Say whether a warm parent can work here, and if not, why."""
+    """Return whether a warm parent can work here, and if it cannot, the reason."""
     asked = os.environ.get(FORK, "")
     if asked not in ("", "on", "off"):
         raise ClusterError(
@@ -204,9 +204,9 @@ def environment(framework: str = "torch", folder: str = "") -> dict[str, str]:
 
 
 LIKELY_SHARE = 0.1
-"""Share of the memory there is from which a SIGKILL is called a likely lack of memory."""
+"""If a killed process had at least this share of the memory, lack of memory is likely."""
 REFUSED_S = 10.0
-"""How long a refused process is thought to be why others end."""
+"""How long a refused process counts as a possible cause of other ends."""
 EXCERPT_LINES = 8
 PIDFD_POLL_S = 0.5
 
@@ -229,12 +229,11 @@ class Ending:
     """How a process ended; as text `killed by SIGKILL (perhaps out of memory: it held 3.1 GB)`.
 
     Attributes:
-        signal: Name of the signal that killed it; empty where none did.
-        code: Its exit code; None where it has none, or nobody knows it.
-        what: How it ended where that is neither of the two: `its heartbeat stopped`.
-        hint: Why, as far as that is known.
-        since: What else took it along.
-        with_all: Whether it took all engines along, so that one alone cannot be replaced.
+        signal: Name of the signal that killed it; empty if none did. code: Its exit code; None if
+            it has none or it is not known. what: How it ended in other cases: `its heartbeat
+            stopped`. hint: The likely cause, if known. since: The other process whose end caused
+            this one. with_all: Whether all engines ended with it, so that one engine cannot be
+            replaced alone.
     """
 
     signal: str = ""
@@ -264,7 +263,7 @@ class Ending:
 
 RESTARTED = Ending(what="restarted")
 """How an engine ended that its user had replaced."""
-GIVEN_UP = Ending(what="its cluster is over")
+GIVEN_UP = Ending(what="its cluster has ended")
 """How an engine ended whose controller and warm parent another cluster takes over."""
 
 
@@ -272,7 +271,7 @@ class EngineDiedError(ClusterError):
     """An engine has ended by itself or was killed.
 
     Args:
-        log: The last lines of its log that say something; empty where there are none.
+        log: The last useful lines of its log; empty if there are none.
         host: Where it was; empty on this machine.
     """
 
@@ -291,13 +290,13 @@ class EngineDiedError(ClusterError):
 
 @dataclass(frozen=True)
 class Memory:
-    """What is known of memory at a process's death.
+    """The memory situation at a process's death.
 
     Attributes:
         total_bytes: What the machine, or our control group, has at most; 0 where unknown.
         kills: How many processes were killed for lack of memory since we began to count.
         logged: Whether the kernel's log names this process.
-        refused: That a process or thread was refused for a limit, in words; empty where none was.
+        refused: A text if a limit refused a process or thread; otherwise empty.
     """
 
     total_bytes: int = 0
@@ -340,10 +339,10 @@ class MemoryWatch:
 
 
 def ending(end: Exit, memory: Memory = Memory(), by_us: str = "") -> Ending:
-    """Return how a process ended, and why as far as that can be known.
+    """Return how a process ended, and why if that can be known.
 
     Args:
-        by_us: Why we ended it ourselves; empty where we did not.
+        by_us: Why Workbench ended it; empty if it did not.
     """
     if end.signal is None:
         hint = "os._exit, or a library that ends the process" if end.code else ""
@@ -374,9 +373,9 @@ def _why_killed(held_bytes: int, held: str, memory: Memory) -> str:
 
 
 def excerpt(log: str, lines: int = EXCERPT_LINES) -> str:
-    """Return the lines of an engine's log that say most: a crash's own words, else the last ones.
+    """Return the most useful lines of an engine's log: a crash's message, otherwise the last lines.
 
-    What ipyparallel writes in passing is left out.
+    Routine messages of ipyparallel are left out.
     """
     found = [line for line in log.splitlines() if not _NOISE.search(line)]
     fatal = [i for i, line in enumerate(found) if line.startswith("Fatal Python error")]

@@ -1,4 +1,4 @@
-"""How far the start of engines is: stages in a fixed order, a share of the whole, and words."""
+"""The progress of a start of engines: stages in a fixed order, a share of the whole, and a text."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _BEGINS: dict[Stage, float] = {
 }  # fmt: skip
 """Share of a cold start that is over when a stage begins; where all was prepared ahead the first
 ones take no time, and `job`, `queue` and `hosts` are of engines on other machines. Measured with 4
-PyTorch engines on 2 cores: they say how long things take, not how many there are. Nobody knows how
-long a queue is, so its wait moves nothing (`endless`)."""
+PyTorch engines on 2 cores: they measure time, not numbers of things. The wait in a queue is
+unknown, so it does not change the share (`endless`).
+"""
 _ORDER = tuple(_BEGINS)
 _CONTROLLER = "starting the controller"
 
@@ -54,7 +55,7 @@ class Progress:
 
     @property
     def endless(self) -> bool:
-        """Whether nobody knows how long this stage takes."""
+        """Whether the duration of this stage is unknown."""
         return self.stage == "queue"
 
     def to_wire(self) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def quiet(progress: Progress) -> None:
 
 
 def steady(report: Report) -> Report:
-    """Return a report that says nothing twice in a row and whose mistakes cost no engine."""
+    """Return a report that skips repetitions and whose errors do not stop the start."""
     last: list[Progress] = []
 
     def tell(progress: Progress) -> None:
@@ -134,7 +135,7 @@ def queued(state: str, reason: str = "", position: int = 0, waited_s: float = 0.
 
 
 def _waited(seconds: float) -> str:
-    """Return a time to the second: as long as it changes, something is alive."""
+    """Return a time to the second; its changes show that the start is still running."""
     whole = int(seconds)
     hours, minutes = whole // 3600, whole // 60 % 60
     parts = [f"{hours} h" if hours else "", f"{minutes} min" if hours or minutes else ""]
@@ -142,7 +143,7 @@ def _waited(seconds: float) -> str:
 
 
 def hosts(found: int, wanted: int) -> Progress:
-    """Return how many hosts have reported; `wanted` is 0 while nobody knows how many will."""
+    """Return how many hosts have reported; `wanted` is 0 while the number is unknown."""
     of = f" of {wanted}" if wanted else ""
     return Progress("hosts", found, wanted, f"hosts that answer: {found}{of}")
 

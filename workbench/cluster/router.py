@@ -137,7 +137,7 @@ class ControlRouter:
         return frozenset(self._peers)
 
     def forget(self, engine: int) -> None:
-        """Drop an engine that has died, with whatever waits for it."""
+        """Drop an engine that has died, with all messages for it."""
         self._peers.pop(engine, None)
         self._clocks.silence(engine)
 
@@ -203,7 +203,7 @@ class ControlRouter:
                     if isinstance(message, (Records, Happened)):
                         message = self._clocks.arrived(nonce, message, at_s)
                     self._on_message(self._speakers.get(nonce, engine), message)
-        except Exception:  # one run's trouble must not deafen the others
+        except Exception:  # an error in one run must not block the others
             log.exception("A message of engine %d was not understood", engine)
 
     def _send_waiting(self) -> None:
@@ -262,7 +262,7 @@ class Questions:
     def ask(
         self, question: type[AskWhere | AskStacks], engines: Iterable[int], timeout_s: float
     ) -> dict[int, Any]:
-        """Return what each engine answered within `timeout_s`; who was silent is missing."""
+        """Return the answers of the engines within `timeout_s`; silent engines are missing."""
         asked = _Question(set(engines), StacksAnswer if question is AskStacks else WhereAnswer)
         number = next(self._numbers)
         with self._lock:
@@ -276,7 +276,7 @@ class Questions:
             return dict(asked.answers)
 
     def heard(self, answer: WhereAnswer) -> None:
-        """Take an answer; one that comes too late is nobody's."""
+        """Take an answer; a late answer is ignored."""
         with self._lock:
             asked = self._open.get(answer.ask)
             if asked is None or type(answer) is not asked.wanted:
@@ -291,7 +291,7 @@ class Questions:
 
 clock = time.perf_counter
 WINDOW = 32
-"""So many answers are kept."""
+"""How many answers are kept."""
 AT_ONCE, APART_S, EVERY_S = 8, 0.1, 10.0
 """An engine that says hello is asked so often, so far apart; from then on in this interval."""
 DRIFT = 50e-6

@@ -1,9 +1,9 @@
-"""What engines stand on: folder, controller, client, warm parent, keeper; prepared ahead of need.
+"""The services for engines: folder, controller, client, warm parent, keeper; made in advance.
 
 Local engines are forked from a warm parent where the system allows it. Everything else (another
 system, a launcher the user named) is left to ipyparallel's own launchers, unchanged.
 
-`Starter` starts engines: who forks or spawns them, under which id, how long they are waited for.
+`Starter` starts engines: how they are forked or spawned, their ids, and how long it waits.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("workbench.cluster")
 PREPARED_POLL_S = 0.1
 HEARD_S = 5.0
-"""How long the end of a helper that we killed may take to be heard of."""
+"""How long the report of a killed helper's end may take."""
 
 
 class ClusterServices:
-    """Everything of a cluster but its engines.
+    """Everything of a cluster except its engines.
 
     Args:
         on_exit: `on_exit(engine, how)` when an engine's process ended or its heart stopped.
@@ -49,7 +49,7 @@ class ClusterServices:
         folder: Of a kept cluster that is taken over (`take_over`); by default a fresh one.
 
     Attributes:
-        broken: Why no engine can be reached any more, in words; empty while all is well.
+        broken: Why engines can no longer be reached, in words; empty while they can.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ClusterServices:
 
     @property
     def reusable(self) -> bool:
-        """Whether other engines can stand on it: they are forked here, and all of it works."""
+        """Whether other engines can use these services: engines are forked here, and all works."""
         warm = self.warm
         return (
             self.forks and not self.address and not self.broken and not self._stopping
@@ -125,7 +125,7 @@ class ClusterServices:
         return self.hub.socket
 
     def together(self) -> AbstractContextManager[None]:
-        """Have what this thread asks of engines in the block go out together, at its end."""
+        """Send this thread's requests to engines in the block together, at its end."""
         return self.hub.together()
 
     def can_fork(self, framework: str) -> bool:
@@ -162,7 +162,7 @@ class ClusterServices:
             engines: For how many hosts are asked for, where engines are on others.
 
         Raises:
-            ClusterError: They did not come up.
+            ClusterError: They did not start.
         """
         if self.hosted is not None:
             self.hosted.begin(engines, self.framework, report)
@@ -209,7 +209,7 @@ class ClusterServices:
         }
 
     def take_over(self, about: Mapping[str, Any], *, take: bool) -> None:
-        """Stand on what another kernel left.
+        """Use the services that another kernel has left.
 
         Raises:
             ClusterError: It is gone, or has an owner.
@@ -232,7 +232,7 @@ class ClusterServices:
             self._error = error
 
     def release(self) -> None:
-        """Let go of everything; it goes on without us."""
+        """Release everything; it continues without this kernel."""
         self._stopping = True
         self.parents.release()
         self.hub.close()
@@ -315,7 +315,7 @@ class ClusterServices:
             self._on_helper_exit("ipyparallel's controller", end.pid, how)
 
     def _part_ending(self) -> processes.Ending | None:
-        """Return for which part's sake the controller ended; None: it died itself."""
+        """Return the part whose loss ended the controller; None: it died itself."""
         lost = controller.lost_part(self.folder)
         if lost is None:
             return None
@@ -326,10 +326,10 @@ class ClusterServices:
         return processes.Ending(what=f"{who} ended: {self._ending(end)}")
 
     def look(self) -> None:
-        """Find out whether processes are there that answer nobody, and let go of these.
+        """Find halted processes that do not answer, and give them up.
 
-        A halted one has not died, so nobody hears of it. Without the controller no engine can be
-        reached any more; of the others fresh ones are started.
+        A halted process has not died, so its end is not reported. Without the controller no engine
+        can be reached; the other processes are replaced by new ones.
         """
         if self.hosted is not None:
             self.hosted.look()
@@ -376,7 +376,8 @@ class ClusterServices:
             self.hosted.stop()
         self.hub.stop()
         self.parents.stop()
-        folders.end_family(self.folder)  # what lost its parent, and what cells started
+        # processes that lost their parent, and processes that cells started
+        folders.end_family(self.folder)
         folders.remove(self.folder)
 
 
@@ -484,7 +485,7 @@ class Starter:
             missing = sorted(set(ids) - set(client.ids))
             logs = "\n".join(self._output(one, missing) for one in sets)
             how = [f"engine {i} {self._words(left)}" for i, left in dead.items()]
-            for one in warm_sets:  # those that did start are nobody's
+            for one in warm_sets:  # the engines that did start have no owner
                 one.signal(signals.SIGKILL)
             raise ClusterError(
                 f"Engines {missing} did not start"

@@ -1,13 +1,13 @@
-"""How each engine is, as data: CPU, memory, GPUs, and the last line of its log.
+"""The state of each engine, as data: CPU, memory, GPUs, and the last line of its log.
 
-Processes of this host are read with all that they have started. Read often and for many engines, so
-every reading has a price: times and resident set cost about 30 us a process; the proportional set
-size (PSS), which alone counts pages that forked engines share, costs 2 to 5 ms an engine with
-PyTorch and is read in turn, within a budget (`PSS_BUDGET_S`). In between, what the resident set has
-grown by is added to it: new pages are the engine's own.
+Processes of this host are read together with their child processes. Readings are frequent and
+include many engines, so their cost matters: times and resident set cost about 30 us a process; the
+proportional set size (PSS), which alone counts pages that forked engines share, costs 2 to 5 ms per
+engine with PyTorch. So engines are read one after another, within a budget (`PSS_BUDGET_S`). In
+between, the growth of the resident set is added, because new pages belong to the engine alone.
 
-How busy each GPU is, and the memory of each process there, is read through NVML. NVML is asked,
-never CUDA, for the reason that `devices/` gives. Functions as in
+How busy each GPU is, and the memory of each process there, is read through NVML. Only NVML is used,
+never CUDA; `devices/` explains why. Functions as in
 https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html.
 """
 
@@ -31,7 +31,7 @@ State: TypeAlias = Literal[
 ]
 
 TAIL_BYTES = 4096
-"""Most that is read of a log at a time; of what was added only the end matters."""
+"""The most bytes read from a log at a time, because only the end matters."""
 LINE_CHARACTERS = 200
 _MACHINERY = re.compile(r"\[IPEngine[.\d]*\] ")
 """ipyparallel notes every request it handles, which would hide what the user's code says."""
@@ -41,7 +41,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
 
 @dataclass(frozen=True)
 class EngineVitals:
-    """One engine at one moment; None is what could not be known.
+    """One engine at one moment; None means not known.
 
     Attributes:
         engine: Permanent id.
@@ -56,7 +56,7 @@ class EngineVitals:
         processes: The engine and its children.
         gpu_percent: Share of the last moments in which its GPUs were busy, whoever used them.
         gpu_memory_bytes: What it and its children hold there.
-        log_line: The last line of its log, but what ipyparallel notes there.
+        log_line: The last line of its log, without ipyparallel's notes.
         uptime_s: Since its process began.
     """
 
@@ -94,7 +94,7 @@ class LastLine:
         self._text: str | None = None
 
     def read(self) -> str | None:
-        """Return the last line that says something, without control characters; None: no such.
+        """Return the last useful line, without control characters; None: there is none.
 
         A line that is still being written counts. One that does not fit in `TAIL_BYTES` is shown
         by its end.
@@ -183,7 +183,7 @@ class Family:
         self._parents: dict[int, int | None] = {}
 
     def of(self, roots: set[int]) -> dict[int, list[int]]:
-        """Return the living descendants of each root, without those below another root."""
+        """Return the living descendants of each root, without descendants of other roots."""
         living = set(self._pids())
         for gone in self._parents.keys() - living:
             del self._parents[gone]
@@ -218,7 +218,7 @@ def _parent_of(pid: int) -> int | None:
 
 @dataclass
 class _Seen:
-    """What is remembered of a process between readings."""
+    """The remembered values of a process between readings."""
 
     process: psutil.Process
     began: float
@@ -316,7 +316,7 @@ class Processes:
         return (seen.cpu_s if newborn else None), rss_bytes
 
     def _read_pss(self, pids: list[int], everybody: bool) -> None:
-        """Read the PSS of whom it was read longest ago."""
+        """Read the PSS of the engine whose last reading is oldest."""
         self._rounds += 1
         begins = time.thread_time()
         for pid in sorted(pids, key=lambda pid: self._seen[pid].read_at):
@@ -372,7 +372,7 @@ class Gpus:
         return [self._one(*which, handle) for which, handle in sorted(self._handles.items())]
 
     def close(self) -> None:
-        """Let go of NVML; the next reading opens it again."""
+        """Close NVML; the next reading opens it again."""
         if self._handles:
             with contextlib.suppress(self._nvml.NVMLError):
                 self._nvml.nvmlShutdown()
@@ -414,7 +414,7 @@ class Gpus:
         )
 
     def _ask(self, question: Callable[[Any], Any], handle: Any) -> Any:
-        """Return NVML's answer; None where this GPU or driver has none."""
+        """Return NVML's answer; None if this GPU or driver has none."""
         try:
             return question(handle)
         except self._nvml.NVMLError:

@@ -1,4 +1,4 @@
-"""What is trained: recipes, those of the user and those that come with the package.
+"""Recipes: the code that is trained. Users write recipes, and some come with the package.
 
 No framework is imported: a recipe is source code, which the engines run.
 
@@ -9,5 +9,5 @@ No framework is imported: a recipe is source code, which the engines run.
     recommender  ratings, by two embedding tables of any size
     tissue       healthy or abnormal tissue, by a residual network
     fraud        which payments are fraud, by three layers
-    sizes        which sizes are none
+    sizes        which sizes are not allowed
 """

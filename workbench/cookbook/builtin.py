@@ -15,10 +15,11 @@ from .recipe import Recipe
 
 
 class _Written(NamedTuple):
-    """A recipe in a sentence, its source by framework, and what its parameters may be.
+    """A recipe: its summary, its source for each framework, and a check of its parameters.
 
     Attributes:
-        check: Raises PlanError where parameters do not fit; None: it has none, and is no function.
+        check: Raises PlanError if parameters do not fit. None: the recipe is not a function and has
+            no parameters.
     """
 
     summary: str
@@ -76,7 +77,7 @@ def lookup(name: str, framework: str = "torch") -> Recipe:
     """Return a built-in recipe as it is written for a framework.
 
     Raises:
-        PlanError: There is none of that name, or not for that framework.
+        PlanError: There is no recipe with this name, or none for this framework.
     """
     if name not in _RECIPES:
         raise unknown("built-in recipe", name, _RECIPES)
@@ -96,7 +97,7 @@ def lookup(name: str, framework: str = "torch") -> Recipe:
 
 
 def check(recipe: Recipe) -> None:
-    """Raise PlanError where a built-in recipe's parameters do not fit each other or its data."""
+    """Raise PlanError if a built-in recipe's parameters do not fit each other or its data."""
     written = _RECIPES.get(recipe.name) if recipe.origin == ORIGIN and recipe.function else None
     if written is not None and written.check is not None:
         written.check(recipe.parameters)

@@ -1,6 +1,6 @@
-"""What is trained: the code of a cell or a function, named so that it can be run again.
+"""A recipe: the code of a cell or a function, with a name so that it can be run again.
 
-A function may be a recipe, with its parameters. How a recipe trains is read from its source,
+A function can be a recipe with parameters. Workbench reads from the source how a recipe trains,
 without running it.
 """
 
@@ -35,11 +35,11 @@ class Recipe:
             `cell In[3]`, `function` or `built-in`.
         function: For recipes made from a function: its name; the source then ends in its
             definition and is followed by a call.
-        args: What the function is called with; kept in the notebook, not in files.
-        parameters: What it is called with by name, where it was registered: every argument that
-            has a default. Plain values, so they are kept with checkpoints too.
-        name: What `--recipe` calls it; empty for a cell that has no name.
-        framework: The framework it is written for; empty where that is not known.
+        args: The positional arguments of the function; kept in the notebook, not in files.
+        parameters: The keyword arguments of a registered function: every argument that has a
+            default. They are plain values, so checkpoints store them too.
+        name: The name for `--recipe`; empty for a cell that has no name.
+        framework: The framework that it is written for; empty if it is not known.
         summary: One line, for lists.
     """
 
@@ -55,9 +55,10 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """Twelve hex digits that are equal for equal recipes; comparisons are keyed on it.
+        """Twelve hex digits that are equal for equal recipes; comparisons group runs by them.
 
-        Blank lines around the source do not count: a notebook ends a cell with one.
+        Blank lines around the source do not count, because a notebook ends a cell with a blank
+        line.
         """
         text = self.source.strip("\n")
         if self.parameters:
@@ -66,10 +67,10 @@ class Recipe:
 
     @property
     def numbered(self) -> str:
-        """The source, below comments that make its lines count as those of the user's cell.
+        """The source after comment lines, so that its line numbers equal those of the user's cell.
 
         IPython drops blank lines at a cell's beginning, but not comments. A cell that begins with
-        a magic of its own (`%%time`) is left alone: below a comment it would be none.
+        another magic (`%%time`) is not changed, because a cell magic must be in the first line.
         """
         if self.source.lstrip().startswith("%%"):
             return self.source
@@ -86,10 +87,10 @@ class Recipe:
 
     @property
     def cell(self) -> str:
-        """The source of a cell that trains it by itself: a function is defined, then called.
+        """The source of a cell that trains the recipe: a function is defined, then called.
 
         Raises:
-            PlanError: The function was given an argument that cannot be written down.
+            PlanError: The function was given an argument that cannot be written as source code.
         """
         if self.function is None:
             return self.source
@@ -108,7 +109,8 @@ class Recipe:
         """Return the recipe with other values for some of its parameters.
 
         Raises:
-            PlanError: It has no such parameter, or the value cannot be written down.
+            PlanError: The recipe has no such parameter, or the value cannot be written as source
+                code.
         """
         for name, value in values.items():
             if name not in self.parameters:
@@ -120,7 +122,7 @@ class Recipe:
                 )
             if not is_plain(value):
                 raise PlanError(
-                    f"The value of {name} cannot be written down.",
+                    f"The value of {name} cannot be written as source code.",
                     seen=type(value).__name__,
                     allowed="numbers, text, true or false, None, and lists and dicts of them",
                     next_step="create it inside the function",
@@ -129,10 +131,11 @@ class Recipe:
         return replace(self, parameters={**self.parameters, **values})
 
     def with_given(self, given: Mapping[str, Any]) -> Recipe:
-        """Return the recipe with the values of `-p`, which on a line are text.
+        """Return the recipe with the values of `-p`, which arrive as text.
 
         Raises:
-            PlanError: It has no such parameter, or the text is not of the parameter's kind.
+            PlanError: The recipe has no such parameter, or the text does not fit the parameter's
+                type.
         """
         if given and not self.parameters:
             raise PlanError(
@@ -154,10 +157,12 @@ class Recipe:
 
     @staticmethod
     def from_function(function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Recipe:
-        """Make a recipe from a function; its source travels, so it may not close over names.
+        """Make a recipe from a function.
+
+        Its source is sent to engines, so it must not be a closure.
 
         Raises:
-            PlanError: The source is not to be had, or the function is a lambda or a closure.
+            PlanError: The source cannot be read, or the function is a lambda or a closure.
         """
         try:
             source = textwrap.dedent(inspect.getsource(function))
@@ -187,7 +192,7 @@ class Recipe:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value's `repr` is source that gives it back: numbers, text, lists of them."""
+    """Whether a value's `repr` is source of the same value: numbers, text, lists of these."""
     try:
         return bool(ast.literal_eval(repr(value)) == value)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -195,13 +200,13 @@ def is_plain(value: object) -> bool:
 
 
 def read_like(default: Any, text: str, otherwise: str = "Not understood.") -> Any:
-    """Return what a text says, as a value of the default's type.
+    """Return the value of a text, in the type of the default.
 
     Args:
-        otherwise: What the error says.
+        otherwise: The message of the error.
 
     Raises:
-        PlanError: It is of another type.
+        PlanError: The text does not have this type.
     """
     if isinstance(default, str):
         return text
@@ -222,7 +227,7 @@ def read_like(default: Any, text: str, otherwise: str = "Not understood.") -> An
 
 
 def undecorated(source: str) -> str:
-    """Return a function's source without `@wb.recipe`, which is the notebook's affair."""
+    """Return a function's source without `@wb.recipe`, which only the notebook needs."""
     try:
         node = ast.parse(source).body[0]
     except (SyntaxError, IndexError):
@@ -237,7 +242,7 @@ def undecorated(source: str) -> str:
 
 
 def framework_of(source: str) -> str:
-    """Return the one framework that a source imports; empty where it is none or both."""
+    """Return the framework that a source imports; empty if it imports none or both."""
     found = {_FRAMEWORKS[name] for name in _IMPORT.findall(source)}
     return found.pop() if len(found) == 1 else ""
 
@@ -248,15 +253,15 @@ NEXT = "put @wb.recipe above def name(lr=0.1): ..."
 
 
 def recipe_of(function: Callable[..., Any], name: str = "", summary: str = "") -> Recipe:
-    """Return a function as a recipe; its arguments, which all have defaults, are its parameters.
+    """Return a function as a recipe. Its arguments are the parameters; each needs a default.
 
     Args:
         name: By default the function's own.
         summary: By default the first line of its docstring.
 
     Raises:
-        PlanError: It is not a function, its source cannot be read or uses names of an enclosing
-            function, or an argument has no default.
+        PlanError: It is not a function, or an argument has no default. Or its source cannot be
+            read, or uses names of an enclosing function.
     """
     if not inspect.isfunction(function):
         raise PlanError(
@@ -286,7 +291,7 @@ def recipe_of(function: Callable[..., Any], name: str = "", summary: str = "") -
 
 
 def check_name(name: object) -> str:
-    """Return a recipe's name as it can stand on a line, or raise PlanError."""
+    """Return a recipe's name as a magic's line can contain it, or raise PlanError."""
     text = name if isinstance(name, str) else ""
     if not text.strip() or text != text.strip() or not text.isprintable() or text[0] in "-#%":
         raise PlanError(
@@ -328,11 +333,11 @@ WORDS: dict[Way, str] = {
 
 @dataclass(frozen=True)
 class Use:
-    """What a source calls.
+    """What a recipe's source calls.
 
     Attributes:
-        way: How it trains; None where that cannot be read (a magic, a library's trainer).
-        features: Arguments of `wb.fit`, of `FIT_FEATURES`, that it surely uses.
+        way: How it trains; None if the source does not show it (a magic, a library's trainer).
+            features: The arguments in `FIT_FEATURES` that it passes to `wb.fit` for certain.
     """
 
     way: Way | None = None
@@ -341,14 +346,16 @@ class Use:
 
 @lru_cache(maxsize=64)
 def use_of(source: str) -> Use:
-    """Return how a source trains. What it does not say plainly is left open, never guessed."""
+    """Return how a source trains. If the source does not show it clearly, the answer is None."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return Use()
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     ways = {way: call for call in calls if (way := _way(call))}
-    if framework_of(source) != "tensorflow":  # a scaler and a trainer of Lightning have a fit too
+    if (
+        framework_of(source) != "tensorflow"
+    ):  # scikit-learn's scalers and Lightning's trainers also have a method `fit`
         ways.pop("keras", None)
     if "fit" in ways:
         return Use("fit", _features(ways["fit"]))
@@ -357,7 +364,7 @@ def use_of(source: str) -> Use:
 
 
 def misfit(entry: Strategy, use: Use) -> str:
-    """Return why a strategy cannot train what is used so, in one sentence; empty: it can."""
+    """Return why a strategy cannot train such a recipe, in one sentence; empty if it can."""
     if use.way is not None and use.way not in entry.ways:
         able = " or ".join(WORDS[way] for way in entry.ways)
         return f"This recipe trains with {WORDS[use.way]}; {entry.name} needs {able}."
@@ -386,7 +393,7 @@ def _features(call: ast.Call) -> frozenset[str]:
 
 
 def _unused(name: str, value: ast.expr) -> bool:
-    """Whether an argument is given as what it is by default."""
+    """Whether an argument has its default value."""
     if not isinstance(value, ast.Constant):
         return False
     return value.value in (None, False) or (name == "accumulate" and value.value == 1)

@@ -1,9 +1,9 @@
-"""The recipe `recommender`: who likes what, by two tables of which a step uses a few rows.
+"""The recipe `recommender`: ratings from two embedding tables; each step uses a few of their rows.
 
 The model is the factorisation with biases of Koren, Bell and Volinsky, Matrix Factorization
 Techniques for Recommender Systems, Computer 42(8), 2009, equation 4. Its optimizer is the one of
-Downpour SGD (Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, section 4.1): Adagrad,
-which gives every element a learning rate of its own, so that rows seen once a week learn too.
+Downpour SGD (Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, section 4.1): Adagrad.
+It gives every element its own learning rate, so that rarely used rows learn too.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def recommender(rows=1000, dim=8, lr=0.3, samples=200_000):
 
 
 def check(parameters: Mapping[str, Any]) -> None:
-    """Raise PlanError where these sizes are none of two tables."""
+    """Raise PlanError if the two tables cannot have these sizes."""
     check_counts("recommender", parameters, ("rows", "dim", "samples"))
     check_rate("recommender", parameters["lr"])
     sparse = parameters.get("sparse", False)

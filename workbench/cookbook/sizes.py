@@ -10,7 +10,7 @@ from ..errors import PlanError
 
 
 def check_counts(recipe: str, parameters: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise PlanError where one of these parameters counts nothing."""
+    """Raise PlanError if one of these parameters is not a whole number of at least 1."""
     for name in names:
         value = parameters[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

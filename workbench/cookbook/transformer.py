@@ -13,7 +13,7 @@ from ..errors import PlanError
 from .sizes import check_counts, check_rate
 
 TEST_CHARACTERS = 104_858
-"""Characters that `wb.data.corpus("test")` has at most; a test compares."""
+"""Upper limit of the characters in `wb.data.corpus("test")`; a test checks it."""
 
 TORCH = '''\
 import math
@@ -146,14 +146,14 @@ def char_transformer(layers=2, width=64, heads=4, context=64, lr=3e-3):
 
 
 def check(parameters: Mapping[str, Any]) -> None:
-    """Raise PlanError where these sizes are none of a transformer."""
+    """Raise PlanError if a transformer cannot have these sizes."""
     check_counts("char_transformer", parameters, ("layers", "width", "heads", "context"))
     check_rate("char_transformer", parameters["lr"])
     width, heads, context = (parameters[name] for name in ("width", "heads", "context"))
     if width % heads:
         fitting = [n for n in range(1, min(width, 64) + 1) if width % n == 0]
         raise PlanError(
-            "All heads of a transformer have equal parts of the width, so heads must divide it.",
+            "The heads of a transformer share its width equally, so heads must divide width.",
             seen=f"width={width}, heads={heads}",
             allowed=f"heads={', '.join(map(str, fitting))} for this width",
             next_step=f"-p heads={max(n for n in fitting if n <= heads)}, or -p width="

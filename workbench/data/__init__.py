@@ -4,7 +4,7 @@ Importing this module loads no framework. Each function returns a PyTorch data s
 `arrays=True` (and always in a TensorFlow run) a tuple `(x, y)` of NumPy arrays.
 
     generated   how are the samples computed that no file holds
-    torch_sets  how do they look as PyTorch data sets
+    torch_sets  the same data as PyTorch data sets
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .generated import (
 )
 
 VOCABULARY = "\n " + string.ascii_letters + string.digits + string.punctuation
-"""Characters of the corpus; any other is read as a blank."""
+"""Characters of the corpus; any other character counts as a space."""
 
 CORPUS_CHARACTERS = 1 << 20
 TEST_DIGITS = 360
@@ -62,7 +62,7 @@ def _digits() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
 
 
 def _digits_table() -> NDArray[np.float64]:
-    # The file is read directly: importing scikit-learn takes longer than many a first run.
+    # The file is read directly, because importing scikit-learn can take longer than a first run.
     spec = importlib.util.find_spec("sklearn")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder, "datasets", "data", "digits.csv.gz")
@@ -76,7 +76,7 @@ def _digits_table() -> NDArray[np.float64]:
 
 
 def corpus_arrays(split: str, block: int) -> Pair:
-    """Return x, y (n, block) int64: blocks of text, and the same moved on by one character."""
+    """Return x, y (n, block) int64: blocks of text, and the same shifted by one character."""
     text = _corpus()
     cut = len(text) * 9 // 10
     part = text[:cut] if split == "train" else text[cut:]
@@ -130,13 +130,13 @@ SPLITS = ("train", "test")
 
 
 def digits(split: str = "train", *, arrays: bool = False, as_mnist: bool = False) -> Any:
-    """Return handwritten digits: 1,437 to train with, 360 to test.
+    """Return handwritten digits: 1,437 for training, 360 for testing.
 
     Args:
         split: `train` or `test`; the split is fixed.
         arrays: Return `(x, y)` as NumPy arrays instead of a PyTorch data set.
-        as_mnist: Enlarge the 8 x 8 images to MNIST's 28 x 28. They are real digits, but not
-            MNIST's: fewer, and as blurred as 64 pixels are.
+        as_mnist: Enlarge the 8 x 8 images to MNIST's 28 x 28. They are real digits, but not the
+            digits of MNIST: there are fewer, and they are blurred.
 
     Returns:
         Pairs of x, float32 in 0..1 of shape (1, 8, 8) or (1, 28, 28), and y, int64 in 0..9.
@@ -162,7 +162,7 @@ def corpus(split: str = "train", *, block: int = 64, arrays: bool = False) -> An
         arrays: Return `(x, y)` as NumPy arrays instead of a PyTorch data set.
 
     Returns:
-        Pairs of x and y, int64 of shape (block,): y is x moved on by one character. A number is
+        Pairs of x and y, int64 of shape (block,): y is x shifted by one character. A number is
         the character's place in `wb.data.VOCABULARY`; the data set has `.vocabulary`,
         `.encode(text)` and `.decode(numbers)`. The text depends on the version of Python.
 
@@ -181,12 +181,12 @@ def synthetic(
     seed: int = 0,
     arrays: bool = False,
 ) -> Any:
-    """Return made-up samples of any size, generated when they are asked for.
+    """Return artificial samples of any size, generated when they are requested.
 
     Args:
         samples: How many.
         shape: Shape of one x.
-        classes: How many classes; each has a pattern, and x is the pattern under noise.
+        classes: How many classes. Each class has a pattern, and x is the pattern plus noise.
         seed: Another seed gives other samples.
         arrays: Return `(x, y)` as NumPy arrays, all in memory.
 
@@ -212,17 +212,17 @@ def ratings(
     seed: int = 0,
     arrays: bool = False,
 ) -> Any:
-    """Return made-up ratings that users give items, generated when they are asked for.
+    """Return artificial ratings of items by users, generated when they are requested.
 
-    Which user rates is even; a few items get most of the ratings. A rating is half the user's bias,
-    half the item's, 0.7 times how well their four tastes agree, and noise: so its variance is
-    0.99 + noise**2, and no model's mean squared error can be below noise**2 but by chance. Biases
-    and tastes are fixed numbers of each user and item, of mean 0 and variance 1.
+    All users rate equally often, but a few items get most of the ratings. A rating is a sum: half
+    the user's bias, half the item's bias, 0.7 times how well their four tastes agree, and noise. So
+    its variance is 0.99 + noise**2. A model's mean squared error can only be below noise**2 by
+    chance. Biases and tastes are fixed numbers of each user and item, with mean 0 and variance 1.
 
     Args:
-        split: `train` or `test`: other ratings, of the same users and items.
+        split: `train` or `test`. Both have the same users and items, but different ratings.
         rows: How many users there are, and how many items.
-        samples: Ratings to train with; to test there are a tenth as many, at least 1.
+        samples: Number of training ratings. The test has a tenth of this number, at least 1.
         noise: Standard deviation of the random part.
         seed: Another seed gives other users and items.
         arrays: Return `(x, y)` as NumPy arrays, all in memory.
@@ -232,7 +232,7 @@ def ratings(
         float32.
 
     Raises:
-        DataError: There is no such split, a size counts nothing, or the noise is below 0.
+        DataError: There is no such split, a size is below 1, or the noise is below 0.
     """
     count, least = _count("samples", samples), isinstance(noise, (int, float)) and noise >= 0
     if not least or not math.isfinite(noise):
@@ -355,7 +355,10 @@ def fraud_chance(x: Any) -> NDArray[np.float64]:
 
 
 def _takes_arrays() -> bool:
-    """Return whether a TensorFlow run is under way in this engine: PyTorch's sets are no use."""
+    """Return whether a TensorFlow run is active here.
+
+    It cannot use PyTorch's data sets.
+    """
     engine = sys.modules.get("workbench.engine.context")
     run = None if engine is None else engine.current()
     return run is not None and run.spec.framework != "torch"

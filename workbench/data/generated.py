@@ -18,7 +18,7 @@ Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
 Floats = NDArray[np.float64]
 
 TASTES = 4
-"""Numbers of a user and of an item whose products make a rating."""
+"""How many hidden taste values each user and each item has; their products make a rating."""
 
 SIDE_PIXELS = 96
 """Height and width of an image of tissue."""
@@ -35,7 +35,7 @@ FRAUD = 0.02
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Samples that are computed from their index, so none is stored."""
+    """Samples that are computed from their index, so no sample is stored."""
 
     samples: int
     shape: tuple[int, ...]
@@ -64,10 +64,10 @@ class Synthetic:
 
 @dataclass(frozen=True)
 class Ratings:
-    """Ratings that are computed from their index, by rules that are known: see `ratings`.
+    """Ratings that are computed from their index, by the known rules that `ratings` describes.
 
     Attributes:
-        first: Index of the first one; the test's come after those to train with.
+        first: Index of the first rating; test ratings have the indices after the training ratings.
     """
 
     samples: int
@@ -292,7 +292,7 @@ def rolls(which: Any, count: int, seed: int) -> Floats:
 
 
 def normal(some: NDArray[np.uint64], others: NDArray[np.uint64]) -> Floats:
-    """Return normally distributed numbers of mixed bits: Box and Muller, Ann. Math. Stat. 1958."""
+    """Return normally distributed numbers made from bits (Box and Muller, Ann. Math. Stat. 1958)."""
     radius: Floats = np.sqrt(-2.0 * np.log1p(-unit(some)))
     return radius * np.cos(2.0 * np.pi * unit(others))
 

@@ -1,4 +1,4 @@
-"""The data sets as PyTorch data sets; loaded only when one is asked for."""
+"""The data sets as PyTorch data sets; loaded only when one is requested."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ArraySet(TensorDataset):
-    """Pairs (x, y) held in memory; batches are indexed at once.
+    """Pairs (x, y) held in memory; a batch is read with one index operation.
 
     Attributes:
         x: All samples, shape (samples, ...).
@@ -41,12 +41,12 @@ class TextSet(ArraySet):
         return torch.from_numpy(encode(text))
 
     def decode(self, numbers: Iterable[Any]) -> str:
-        """Return the text that the numbers stand for."""
+        """Return the text that the numbers encode."""
         return "".join(self.vocabulary[int(number)] for number in numbers)
 
 
 class SyntheticSet(Dataset[Any]):
-    """Samples computed when they are asked for."""
+    """Samples that are computed when they are requested."""
 
     def __init__(self, made: Synthetic | Ratings | Tissue | Payments) -> None:
         self._made = made

@@ -1,9 +1,9 @@
-"""Finds the devices of this machine, and notes what could not be found out.
+"""Finds the devices of this machine, and notes what it could not find out.
 
-NVIDIA's are counted through NVML, device by device: what one of them does not tell costs that
-figure, or that device, and never the others. A GPU in MIG mode is its instances. AMD's are counted
-in the kernel's own list. Whatever is left out is said (`Survey.notes`): a machine with GPUs that
-computes on its CPU says why.
+NVIDIA's are counted through NVML, device by device. If a device does not answer, only this value or
+this device is missing. A GPU in MIG mode counts as its instances. AMD's GPUs are counted in the
+system kernel's list. `Survey.notes` says which devices are left out, and why the CPU is used on a
+machine with GPUs.
 
 Functions as in https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html.
 """
@@ -25,7 +25,7 @@ from typing import Any
 from . import limits
 
 PROVED_ON: tuple[str, ...] = ()
-"""Names of the GPUs on which `workbench doctor --gpu-test` has passed, as the driver says them."""
+"""Names, as in the driver, of the GPUs on which `workbench doctor --gpu-test` has passed."""
 
 DEV = Path("/dev")
 KFD = Path("/sys/class/kfd/kfd/topology/nodes")
@@ -37,7 +37,7 @@ _SIGNS = (
     ("dxg", "cuda"),  # WSL2
     ("kfd", "rocm"),
 )
-"""Device files that a driver has made, and what torch must be built for to use them."""
+"""Device files that a driver creates, and the build of torch that can use them."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,15 @@ class Device:
 
     Attributes:
         index: Its number for `--devices`: within CUDA_VISIBLE_DEVICES, by bus.
-        memory_bytes: All of its memory; None where the driver does not say.
-        used_bytes: What is in use now, by anybody.
-        uuid: Its permanent name; where the driver has none, its number by bus.
-        number: As NVML and nvidia-smi count, whatever CUDA_VISIBLE_DEVICES says; -1: not known.
-            Of a MIG instance, its GPU's.
+        memory_bytes: The total memory; None if the driver does not report it.
+        used_bytes: The memory in use now, by all processes.
+        uuid: Its permanent name; if the driver has none, its number by bus.
+        number: Its number in NVML and nvidia-smi, which ignore CUDA_VISIBLE_DEVICES; -1: not known.
+            For a MIG instance, the number of its GPU.
         kind: A name in `mask.KINDS`.
-        part: Of a MIG instance, its number on the GPU; else -1. `parent` is that GPU's name.
-        pids: Processes that compute on it, as far as the driver tells.
-        exclusive: Whether one process at a time may use it (compute mode EXCLUSIVE_PROCESS).
+        part: For a MIG instance, its number on the GPU; otherwise -1. `parent` is that GPU's name.
+        pids: Processes that compute on it, if the driver reports them.
+        exclusive: Whether only one process at a time can use it (compute mode EXCLUSIVE_PROCESS).
     """
 
     index: int
@@ -71,17 +71,17 @@ class Device:
 
     @property
     def place(self) -> str:
-        """Which one it is, as `nvidia-smi` counts: `GPU 2`, `GPU 2 MIG 1`."""
+        """The name by `nvidia-smi`'s numbers: `GPU 2`, `GPU 2 MIG 1`."""
         number = self.number if self.number >= 0 else self.index
         return f"GPU {number}" + (f" MIG {self.part}" if self.part >= 0 else "")
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What was found.
+    """The devices that were found.
 
     Attributes:
-        notes: What the user should know, a sentence each: devices that are left out, and why.
+        notes: Sentences for the user: devices that are left out, and why.
     """
 
     devices: tuple[Device, ...] = ()
@@ -101,7 +101,7 @@ def survey(framework: str = "") -> Survey:
     limits (`limits.py`) do not permit are left out; the others keep their numbers.
 
     Args:
-        framework: Devices that this one, as it is installed here, cannot use are left out.
+        framework: Devices that the installed version of this framework cannot use are left out.
     """
     devices: list[Device] = []
     notes: list[str] = []
@@ -140,7 +140,7 @@ def _nvidia(framework: str) -> tuple[list[Device], list[str]]:
 
 @contextlib.contextmanager
 def _nvml() -> Iterator[tuple[Any, str]]:
-    """Yield NVML's bindings, initialised; or None, and why there are none."""
+    """Yield NVML's bindings, initialised; or None, and the reason."""
     try:
         import pynvml
     except ImportError as error:
@@ -166,7 +166,7 @@ class _Reader:
         self.notes: list[str] = []
 
     def all(self) -> tuple[list[Device], str]:
-        """Return every device, by bus; and why there is none."""
+        """Return every device, in the order of the bus; and the reason if there is none."""
         try:
             count = int(self._nvml.nvmlDeviceGetCount())
         except self._nvml.NVMLError as error:
@@ -229,7 +229,7 @@ class _Reader:
         )
 
     def _ask(self, function: str, *given: Any) -> Any:
-        """Return an answer; None where this GPU, driver or binding has none.
+        """Return NVML's answer; None if this GPU, driver or binding has none.
 
         Raises:
             NVMLError: The GPU is lost.
@@ -276,9 +276,9 @@ def _visible(found: Sequence[Device], wanted: str | None, notes: list[str]) -> l
 
 
 def _named(found: Sequence[Device], word: str) -> list[Device]:
-    """Return the GPU that a word of CUDA_VISIBLE_DEVICES means; of one in MIG mode all instances.
+    """Return the GPU that a word of CUDA_VISIBLE_DEVICES means; in MIG mode all its instances.
 
-    A process can use only one instance; each engine is shown its own.
+    A process can use only one instance; each engine sees its own instance.
     """
     if word.isdecimal():
         return [one for one in found if one.number == int(word)]
@@ -300,7 +300,7 @@ def _amd(framework: str) -> tuple[list[Device], list[str]]:
             continue
         card = DRM / f"renderD{about.get('drm_render_minor', 0)}" / "device"
         index = len(found)
-        # By its number where it has no name of its own: both are what ROCR_VISIBLE_DEVICES takes.
+        # By its number if it has no unique name: ROCR_VISIBLE_DEVICES accepts both.
         named = f"GPU-{about['unique_id']:016x}" if about.get("unique_id") else str(index)
         found.append(
             Device(
@@ -360,7 +360,7 @@ FINDERS: dict[str, Callable[[str], tuple[list[Device], list[str]]]] = {
     "rocm": _amd,
     "mps": _apple,
 }
-"""What finds the devices of a kind, and says what it left out; told the framework."""
+"""A function of the framework that finds the devices of a kind and notes which it left out."""
 
 
 # -- what is installed ---------------------------------------------------------------------------
@@ -368,7 +368,7 @@ FINDERS: dict[str, Callable[[str], tuple[list[Device], list[str]]]] = {
 
 @dataclass(frozen=True)
 class Build:
-    """What torch was built for; empty: not for that."""
+    """The versions that torch was built for; empty: torch was not built for them."""
 
     version: str
     cuda: str = ""
@@ -377,7 +377,10 @@ class Build:
 
 @lru_cache(maxsize=1)
 def torch_build() -> Build | None:
-    """Return what the installed torch was built for, without importing it; None: no torch."""
+    """Return for which versions the installed torch was built, without importing it.
+
+    None: no torch.
+    """
     try:
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
@@ -390,7 +393,7 @@ def torch_build() -> Build | None:
 
 
 def _unfit(framework: str, driver: tuple[int, int] | None) -> str:
-    """Return why the installed framework cannot use NVIDIA's GPUs; empty: nothing is known."""
+    """Return why the installed framework cannot use NVIDIA's GPUs; empty: no reason is known."""
     build = torch_build() if framework == "torch" else None
     if build is None:
         return ""
@@ -410,7 +413,7 @@ def _unfit(framework: str, driver: tuple[int, int] | None) -> str:
 
 
 def _signs(kind: str, framework: str, why: str) -> list[str]:
-    """Return what to say where a driver has made device files, but no GPU was found."""
+    """Return the note for a driver that has made device files although no GPU was found."""
     build = torch_build() if framework != "tensorflow" else None
     for pattern, uses in _SIGNS:
         files = sorted(DEV.glob(pattern)) if uses == kind else []

@@ -1,11 +1,11 @@
 """Which worker gets which device.
 
-A cluster's GPUs are a list that only grows at its end (`DevicePool`): every engine sees this list,
-so `cuda:k` is the same GPU in every run, and `k` the local rank of its worker.
+A cluster's GPUs are a list that only grows at its end (`DevicePool`). Every engine sees this list.
+So `cuda:k` is the same GPU in every run, and `k` is the local rank of its worker.
 
-`auto` never shares: with more workers than free GPUs it takes the CPU, and says so. Named GPUs and
-`cuda` are shared where there are fewer than workers, by the strategies that can do so
-(`Strategy.shares_gpu`): their groups are gloo's, which knows few operations on GPU tensors.
+`auto` never shares: with more workers than free GPUs it takes the CPU, and says so. With named GPUs
+or `cuda`, workers share GPUs if there are more workers than GPUs. Only some strategies can do this
+(`Strategy.shares_gpu`), because such a group uses gloo, which has few operations on GPU tensors.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ CGROUP_V1 = Path("/sys/fs/cgroup/cpu")
 
 @dataclass(frozen=True)
 class Lease:
-    """What one worker computes on.
+    """The device of one worker.
 
     Attributes:
-        device: As torch writes it in the engine: `cpu`, `cuda:0`. The number is the local rank of a
-            worker with a GPU of its own: engines see the leased GPUs only (`mask.py`).
+        device: The torch name in the engine: `cpu`, `cuda:0`. The number is the local rank of a
+            worker that does not share its GPU, because engines see only the leased GPUs
+            (`mask.py`).
         label: For tables: `cpu`, `cuda:0 NVIDIA H200`.
         gpu: Permanent name (UUID) of the GPU; empty for a CPU.
         sharers: How many workers of the run compute on this GPU, this one included.
-        exclusive: Whether the GPU lets one process at a time in.
-        host, place: Name of the host it is on and which of `Leases.places` that is, where engines
-            are on several; empty on this machine.
+        exclusive: Whether only one process at a time can use the GPU.
+        host, place: Name of its host, and the index of the host in `Leases.places`, if engines are
+            on several hosts; empty on this machine.
     """
 
     device: str
@@ -62,15 +63,14 @@ class Leases:
 
     Attributes:
         leases: By rank.
-        backend: Where every worker has a GPU of its own, `cpu:gloo,cuda:nccl`: tensors of both
-            kinds of memory travel. Else `gloo`, since NCCL refuses to share.
-        warning: What the user should know, or an empty text.
-        gpus: The GPUs that engines of this host see, in the order of their numbers there; MIG
-            instances, of which a process can use only one, are shown to their workers alone.
-        kind: What they are, a name in `mask.KINDS`; empty where there is none.
+        backend: `cpu:gloo,cuda:nccl` if no workers share a GPU: it sends tensors in both kinds of
+            memory. Otherwise `gloo`, because NCCL does not allow sharing.
+        warning: A text for the user, or an empty text.
+        gpus: The GPUs that engines of this host see, in the order of their numbers there; Only its
+            worker sees a MIG instance, because a process can use only one.
+        kind: Their kind, a name in `mask.KINDS`; empty if there are no GPUs.
         parts: Whether some are MIG instances.
-        places: Where engines are on several hosts, the GPUs that those of each see, in place of
-            `gpus`.
+        places: If engines are on several hosts: the visible GPUs of each host, instead of `gpus`.
     """
 
     leases: tuple[Lease, ...]
@@ -83,19 +83,19 @@ class Leases:
 
     @property
     def on_gpus(self) -> bool:
-        """Whether the workers compute on GPUs; all do, or none."""
+        """Whether the workers compute on GPUs; either all workers do, or none."""
         return bool(self.leases) and bool(self.leases[0].gpu)
 
     @property
     def words(self) -> list[str]:
-        """What each worker computes on; equal only for workers that share it."""
+        """The device of each worker; equal only for workers that share it."""
         return [lease.word for lease in self.leases]
 
     def seen_by(self, lease: Lease | None, place: str = "") -> tuple[str, ...]:
-        """Return the GPUs that are visible to an engine with this lease; None: it has none.
+        """Return the GPUs that an engine with this lease sees; None: it has no GPU.
 
         Args:
-            place: Where it is, of `places`.
+            place: The index of its host in `places`.
         """
         if not self.parts:
             return self.places.get(place, ()) if self.places else self.gpus
@@ -126,7 +126,7 @@ def cpu_count() -> int:
 
 
 def _cgroup_cores() -> int | None:
-    """Return the whole cores of the cgroup's CPU quota, or None where there is none."""
+    """Return the whole cores of the cgroup's CPU quota, or None if there is no quota."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = CGROUP_V2.read_text().split()
         return None if quota == "max" else max(1, math.floor(int(quota) / int(period)))
@@ -146,10 +146,10 @@ AUTO, CPU = "auto", "cpu"
 
 
 def parse_devices(devices: str | Sequence[int]) -> str | tuple[int, ...]:
-    """Return what the user wrote: `auto`, `cpu`, a kind of accelerator, or GPU numbers.
+    """Return the parsed value: `auto`, `cpu`, a kind of accelerator, or GPU numbers.
 
     Raises:
-        PlanError: It was not understood.
+        PlanError: The text is not valid.
     """
     if not isinstance(devices, str):
         return tuple(int(index) for index in devices)
@@ -172,8 +172,8 @@ class Choice:
     """The GPUs of a cluster, in the order in which its engines see them.
 
     Attributes:
-        cpu: Whether so many workers compute on the CPU nevertheless.
-        why: What the user should know of it.
+        cpu: Whether this number of workers computes on the CPU all the same. why: The reason, for
+            the user.
     """
 
     gpus: tuple[Device, ...] = ()
@@ -192,14 +192,15 @@ def choose(
 ) -> Choice:
     """Choose the GPUs for this many workers.
 
-    `auto` and `cuda` take the least used ones (those where nobody else computes, then those with
-    the least memory in use) and order them by number: neighbours stay neighbours.
+    `auto` and `cuda` take the least used ones (first those on which no other process computes, then
+    those with the least memory in use) and order them by number, so that neighbouring GPUs stay
+    neighbours.
 
     Args:
         devices: What `parse_devices` takes.
-        taken: GPUs that others hold; `auto` leaves them.
-        first: Those that the cluster has already; they stay the first.
-        own: Processes that do not count as others'.
+        taken: GPUs that other notebooks hold; `auto` does not take them. first: GPUs that the
+            cluster has already; they stay first. own: This cluster's processes, which do not count
+            as other users.
 
     Raises:
         PlanError: A GPU is named that does not exist, or twice.
@@ -210,7 +211,7 @@ def choose(
         return Choice(cpu=True)
     gpus = list(found.devices)
     if wanted == AUTO:
-        gpus = [gpu for gpu in gpus if gpu.kind != "mps"]  # never run: only where it is asked for
+        gpus = [gpu for gpu in gpus if gpu.kind != "mps"]  # never tested: only if it is requested
     elif isinstance(wanted, str):
         gpus = [gpu for gpu in gpus if gpu.kind == wanted]
     if not gpus and wanted == AUTO:
@@ -286,7 +287,7 @@ def _cpu_words(workers: int, gpus: Sequence[Device], taken: Mapping[str, Holder]
 
 
 def _limit() -> str:
-    """Return who else has a say, for the end of a sentence about what is allowed."""
+    """Return the administrator's limit as the end of a sentence about what is allowed."""
     source = limits.load().sources.get("devices")
     return f", and the administrator's limit ({source})" if source else ""
 
@@ -325,7 +326,7 @@ def lease(devices: str | Sequence[int], workers: int, found: Survey | None = Non
 
     Args:
         devices: What `parse_devices` takes.
-        found: What there is; by default what `survey` finds.
+        found: The devices that exist; by default those that `survey` finds.
 
     Raises:
         PlanError: `devices` was not understood, or names a GPU that does not exist.
@@ -336,11 +337,11 @@ def lease(devices: str | Sequence[int], workers: int, found: Survey | None = Non
     return give(choose(devices, workers, survey() if found is None else found), workers)
 
 
-_said: set[str] = set()  # in this kernel: what is said once
+_said: set[str] = set()  # texts that this kernel has already shown
 
 
 def once(text: str) -> str:
-    """Return the text the first time, then an empty one."""
+    """Return the text the first time, and an empty text later."""
     if text in _said:
         return ""
     _said.add(text)
@@ -351,31 +352,29 @@ NOT_PROVED = "not yet tested on a GPU of this kind: run  workbench doctor --gpu-
 
 
 def held_words() -> list[str]:
-    """Return which GPUs of this machine are held, and by whom, one line each."""
+    """Return one line for each reserved GPU of this machine, with its holder."""
     others = holders()
     found = {gpu.uuid: f"{gpu.place} {gpu.name}" for gpu in survey().devices} if others else {}
     return sorted(f"{found.get(gpu, gpu)}: {who}" for gpu, who in others.items())
 
 
 class DevicePool:
-    """The GPUs of one cluster: chosen when first asked for, held from the first use on.
+    """The GPUs of one cluster: chosen at the first request, and reserved from the first use on.
 
-    Until something runs on them the choice is open: whoever uses them first has them, and this
-    cluster chooses anew. From then on it stays, as variables live there.
+    Before something runs on the GPUs, the choice can change: if another notebook uses them first,
+    this cluster chooses again. After the first use the choice stays, because variables are there.
 
     Args:
-        asked: What `parse_devices` takes.
-        framework: Devices that it cannot use here do not count.
-        notebook: Whose cluster it is, for other users.
-        find: What there is; replaced in tests.
-        reserves: Whether other notebooks of this machine are asked, and told; it knows nothing of
-            those that use another one.
+        asked: What `parse_devices` takes. framework: Devices that it cannot use here do not count.
+            notebook: The notebook of this cluster, as other users see it. find: Returns the
+            devices; replaced in tests. reserves: Whether GPUs are reserved against other notebooks
+            of this machine. Notebooks on other machines are not considered.
 
     Attributes:
         held: Whether they are reserved for this cluster now.
 
     Raises:
-        PlanError: `asked` was not understood.
+        PlanError: `asked` is not valid.
     """
 
     def __init__(
@@ -389,9 +388,9 @@ class DevicePool:
         self.asked, self.framework, self._find = asked, framework, find
         self._reserves = reserves
         self._wanted = parse_devices(asked)
-        self._gpus: tuple[str, ...] = ()  # settled, in the order in which engines see them
+        self._gpus: tuple[str, ...] = ()  # final, in the order in which engines see them
         self._settled: dict[int, Leases] = {}
-        self._open: dict[int, Leases] = {}  # what would be given; not settled yet
+        self._open: dict[int, Leases] = {}  # the current choice; not final yet
         self._told: dict[int, int] = {}  # engines that have been shown GPUs, and their pids
         self._names: dict[str, str] = {}
         self._notes: tuple[str, ...] = ()
@@ -406,14 +405,14 @@ class DevicePool:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The notes on devices that were left out then."""
+        """The notes on devices that were left out at the last look."""
         return self._notes
 
     def lease(self, workers: int, own: Iterable[int] = ()) -> Leases:
         """Return which device each of this many workers gets, or would get.
 
         Args:
-            own: Processes of this cluster, which do not count as others'.
+            own: Processes of this cluster, which do not count as other users.
 
         Raises:
             PlanError, ClusterError: As `choose`.
@@ -449,15 +448,15 @@ class DevicePool:
             most: How many workers a later run will have: each keeps its GPU then.
 
         Raises:
-            ClusterError: Others have taken the GPUs that this cluster's engines are bound to.
-            PlanError: A GPU would be shared that cannot be.
+            ClusterError: Other notebooks have taken the GPUs that this cluster's engines must use.
+                PlanError: A GPU would be shared that cannot be shared.
         """
         bound = any(engines.get(engine) == pid for engine, pid in self._told.items())
         own = tuple(engines.values())
         if (before := self._settled.get(workers)) is not None and not before.on_gpus:
             return self._settle(workers, before, ())  # variables live there
         if not self.held and not bound and self._found:
-            self._forget()  # the machine may look otherwise by now
+            self._forget()  # the machine's state may have changed
         for _ in range(_CHOICES):
             if not self._gpus and most > workers:
                 self._gpus = self.lease(most, own).gpus
@@ -505,13 +504,13 @@ class DevicePool:
         return leases, [text for text in said if text]
 
     def told(self, engines: Mapping[int, int]) -> None:
-        """Note which engines (pids by id) have been shown the GPUs: they cannot change them."""
+        """Note which engines (pids by id) see the GPUs: these engines cannot change them."""
         self._told |= engines
 
     def free(self) -> None:
-        """Give the GPUs back; the next run takes them again, or others.
+        """Give the GPUs back; the next run takes the same GPUs again, or other ones.
 
-        Variables are gone, so what computed on the CPU may have a GPU now.
+        The variables no longer exist, so engines that computed on the CPU can get a GPU now.
         """
         self.reservations.drop()
         self.held = False
@@ -524,9 +523,9 @@ class DevicePool:
         self._open.clear()
 
     def words(self, workers: int) -> list[str]:
-        """Return the notes below a table of this many workers: unused GPUs, who holds which.
+        """Return the notes below a table of this many workers: unused GPUs, and holders of GPUs.
 
-        Nothing where there are no GPUs.
+        Empty if there are no GPUs.
         """
         given = self.lease(workers)
         said = [*self._notes, *([] if given.on_gpus or not given.warning else [given.warning])]
@@ -553,7 +552,7 @@ class DevicePool:
 
     @property
     def settled(self) -> dict[int, Leases]:
-        """What was leased, by number of workers."""
+        """The leases, by number of workers."""
         return dict(self._settled)
 
     def restore(
@@ -562,11 +561,11 @@ class DevicePool:
         """Take the state of another kernel's pool of the same engines."""
         self._settled |= leases
         self._gpus = max((one.gpus for one in leases.values()), key=len, default=())
-        self._open.clear()  # it was looked at as another cluster's
+        self._open.clear()  # they were counted as another cluster's
         self._told = dict(engines) if self._gpus else {}
         self.reservations.take_over(files)
         self.held = bool(self.reservations.files)
 
 
 _CHOICES = 5
-"""So often a cluster chooses anew when others are quicker."""
+"""How often a cluster chooses again if other notebooks take its GPUs first."""

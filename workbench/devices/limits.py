@@ -1,19 +1,19 @@
 """An administrator's limits, and what other machines can connect to.
 
-Limits hold for everybody on a machine; users can only make them stricter.
+Limits apply to every user of a machine; users can only make them stricter.
 
-Two places are read, and the stricter value of each limit holds:
+Two places are read, and the stricter value of each limit applies:
 
     /etc/distributed-workbench.toml          the machine's; a file that only root can change
     WORKBENCH_MAX_ENGINES, _DEVICES, ...     the environment's: of a container, of JupyterHub's
                                              spawner, or a user's own
 
-A file that cannot be read or understood is an error, not "no limits": a mistyped limit must not be
-an open door. What this cannot do is said in `docs/shared-machines.md`: it guards against mistakes
-and greed by accident, not against somebody who changes the code that reads it.
+A file that cannot be read or understood is an error, not "no limits", because a typing mistake must
+not remove a limit. Limits protect against mistakes and accidental overuse, but not against users
+who change this code (`docs/shared-machines.md`).
 
-Engines on other machines, and `--listen`, make something listen beyond loopback: where, what, and
-how the user is told.
+With engines on other machines, or `--listen`, something listens beyond loopback. This module
+chooses the address and warns the user.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ _MAX_FILE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Limits:
-    """What a user may have here.
+    """The limits for a user on this machine.
 
     Attributes:
-        max_engines: Engines that one user may run at once, in all notebooks together.
-        devices: Lists of GPUs, as NVML numbers or (prefixes of) UUIDs; a GPU may be used that is in
-            every one of them. An empty list means CPU only; no list means all GPUs.
-        idle_timeout_s: After how long a cluster in which nothing runs must end; infinite: never.
-        hosts: Whether engines may run on other machines, and anything listen beyond loopback.
-        sources: Where each limit that is set comes from, by name.
+        max_engines: How many engines one user can run at once, in all notebooks together.
+        devices: Lists of GPUs, as NVML numbers or (prefixes of) UUIDs; a GPU is allowed only if it
+            is in every list. An empty list means CPU only; no list means all GPUs.
+        idle_timeout_s: After this time without a running cell, a cluster must end; infinite: never.
+        hosts: Whether engines can run on other machines, and anything can listen beyond loopback.
+        sources: The place where each limit is set, by the limit's name.
     """
 
     max_engines: int | None = None
@@ -72,7 +72,7 @@ class Limits:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def check_engines(self, wanted: int, elsewhere: int = 0) -> None:
-        """Raise PlanError where `wanted` engines here would be too many.
+        """Raise PlanError if `wanted` engines here would be too many.
 
         Args:
             elsewhere: Engines that the user has in other notebooks and kept clusters.
@@ -108,7 +108,7 @@ class Limits:
         """Whether a GPU may be used.
 
         Args:
-            number: As NVML and nvidia-smi count, whatever CUDA_VISIBLE_DEVICES says.
+            number: Its number in NVML and nvidia-smi, which ignore CUDA_VISIBLE_DEVICES.
         """
         return all(
             any(
@@ -123,7 +123,7 @@ class Limits:
         return min(asked_s, self.idle_timeout_s)
 
     def stricter(self, other: Limits) -> Limits:
-        """Return what both allow."""
+        """Return the limits that allow only what both allow."""
         sources = {**self.sources}
         picked: dict[str, Any] = {"devices": self.devices + other.devices}
         for name, key in _ORDERED.items():
@@ -142,11 +142,11 @@ def load(environment: Mapping[str, str] | None = None, path: Path | None = None)
     """Return the limits that apply to this user now.
 
     Args:
-        environment: By default the process's.
+        environment: By default the environment of this process.
         path: The machine's file; by default `SYSTEM_FILE`.
 
     Raises:
-        PlanError: A limit was not understood; says where it stands.
+        PlanError: A limit is not valid; the error names its place.
     """
     return _of_file(path or SYSTEM_FILE).stricter(
         _of_environment(os.environ if environment is None else environment)
@@ -175,7 +175,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is no TOML.
+        ValueError: It is not TOML.
     """
     try:
         with path.open("rb") as file:
@@ -185,7 +185,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _toml(text: str) -> dict[str, Any]:
-    """Return what a text in TOML says. For 3.10 the library is a package, which may be missing."""
+    """Return the data of a TOML text.
+
+    On Python 3.10 the parser is a package that can be missing.
+    """
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -204,7 +207,7 @@ def _of_environment(environment: Mapping[str, str]) -> Limits:
 
 
 def _limits(given: Mapping[str, tuple[object, str]]) -> Limits:
-    """Return the limits in raw values, each with where it was found."""
+    """Return the raw values of the limits, each with its source."""
     readers: dict[str, tuple[str, Callable[[object], Any]]] = {
         "max_engines": ("max_engines", _count),
         "devices": ("devices", _devices),
@@ -282,7 +285,7 @@ def _yes_or_no(value: object) -> bool:
 PAGE = "docs/security.md"
 EVERY = ("*", "0.0.0.0", "::", "0", "[::]")
 OUTSIDE = ("192.0.2.1", 9)
-"""An address of nobody (RFC 5737): the route to it is the one to other networks."""
+"""An address that no host has (RFC 5737): its route is the route to other networks."""
 
 
 class ExposureWarning(WorkbenchWarning):
@@ -291,7 +294,7 @@ class ExposureWarning(WorkbenchWarning):
 
 def interfaces() -> dict[str, list[str]]:
     """Return this machine's IPv4 addresses by interface."""
-    import psutil  # the doctor reads limits where no package is installed
+    import psutil  # the doctor reads limits even if no package is installed
 
     found = {
         name: [one.address for one in addresses if one.family == socket.AF_INET]
@@ -304,11 +307,11 @@ def listening(listen: str) -> str:
     """Return the one address of this machine on which to listen.
 
     Args:
-        listen: An address, the name of an interface (`eth0`), a network (`10.0.0.0/8`): the address
-            in it; or a host name of this machine. Empty stays empty.
+        listen: An address, the name of an interface (`eth0`), a network (`10.0.0.0/8`): this
+            machine's address in it; or a host name of this machine. Empty stays empty.
 
     Raises:
-        PlanError: It is none of this machine's, or all of them.
+        PlanError: It is not an address of this machine, or means all addresses.
     """
     listen, here = listen.strip(), interfaces()
     if not listen:
@@ -340,7 +343,7 @@ def _choices(here: Mapping[str, list[str]]) -> str:
 
 
 def _of_network(listen: str, here: Mapping[str, list[str]]) -> list[str]:
-    """Return the addresses of this machine that an address or a network stands for."""
+    """Return the addresses of this machine that match an address or a network."""
     try:
         network = ipaddress.ip_network(listen, strict=False)
     except ValueError:
@@ -352,7 +355,7 @@ def _of_network(listen: str, here: Mapping[str, list[str]]) -> list[str]:
 
 
 def _of_name(listen: str, here: Mapping[str, list[str]]) -> list[str]:
-    """Return the addresses of this machine that a host name stands for."""
+    """Return the addresses of this machine that belong to a host name."""
     try:
         resolved = {str(one[4][0]) for one in socket.getaddrinfo(listen, None, socket.AF_INET)}
     except (OSError, UnicodeError):
@@ -368,17 +371,17 @@ def _of_name(listen: str, here: Mapping[str, list[str]]) -> list[str]:
 
 
 def _outward() -> str:
-    """Return the address from which other networks are reached; empty where there is no route."""
+    """Return the address from which other networks are reached; empty if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(OUTSIDE)  # sends nothing: only the route is looked up
+            probe.connect(OUTSIDE)  # sends nothing: it only finds the route
             return str(probe.getsockname()[0])
         except OSError:
             return ""
 
 
 def beyond_loopback(address: str) -> bool:
-    """Whether listening on an address can be reached from other machines; a name counts as such."""
+    """Whether other machines can reach this address; a host name counts as reachable."""
     if not address or address == "localhost":
         return False
     try:
@@ -388,11 +391,11 @@ def beyond_loopback(address: str) -> bool:
 
 
 def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = False) -> str:
-    """Return what the user should know about the address that will listen.
+    """Return the warning about the address that will listen.
 
     Args:
         listen: The address; empty: the one from which the other machines are reached.
-        encrypted: Whether what the notebook and its engines say to each other is.
+        encrypted: Whether the traffic between the notebook and its engines is encrypted.
     """
     if launcher == "local":
         return (
@@ -419,7 +422,7 @@ def telling(tell: Callable[[str], object]) -> Iterator[None]:
 
 
 def warn(listen: str, launcher: str = "local", *, encrypted: bool = False) -> None:
-    """Tell the user where other machines will be able to connect, by a warning unless `telling`."""
+    """Tell the user where other machines can connect, by a warning unless `telling` is active."""
     if not (beyond_loopback(listen) or (launcher != "local" and not listen)):
         return
     words, tell = exposure_words(listen, launcher, encrypted=encrypted), _tell.get()
@@ -432,7 +435,7 @@ def warn(listen: str, launcher: str = "local", *, encrypted: bool = False) -> No
 
 
 def _asker() -> int:
-    """Return how many frames above our caller's the user's own line is."""
+    """Return how many frames the user's line is above the caller's frame."""
     package, level = __name__.split(".")[0], 1
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == package:
@@ -441,5 +444,5 @@ def _asker() -> int:
 
 
 def reachable(host: str) -> str:
-    """Return the address under which other hosts reach what is bound to `host`."""
+    """Return the address at which other hosts reach a socket that is bound to `host`."""
     return _outward() or "127.0.0.1" if host in EVERY else host

@@ -1,13 +1,14 @@
 """The kinds of accelerators, and how a process is limited to some of them.
 
-A mask is an environment variable, which a driver reads once, when it is initialised. Every engine
-of a host gets the same list, in the order of the local ranks: `cuda:k` is the k-th of it, so what
-other libraries take by `LOCAL_RANK` is what the engine was given. This module loads no framework.
+A mask is an environment variable that a driver reads once, when it is initialised. Every engine of
+a host gets the same list, in the order of the local ranks: `cuda:k` is the k-th device of the list.
+So other libraries that choose by `LOCAL_RANK` choose the engine's device. This module loads no
+framework.
 
     cuda   NVIDIA. Counted through NVML. Masked by UUIDs, those of MIG instances too.
     rocm   AMD; torch calls its devices `cuda`. Counted in /sys/class/kfd. Never run.
-    xpu    Intel. Not counted, so there is none to lease. Never run.
-    mps    Apple silicon: one GPU, which nothing masks; only by `--devices mps`. Never run.
+    xpu    Intel. Not counted, so it cannot be leased. Never run.
+    mps    Apple silicon: one GPU without a mask; only by `--devices mps`. Never run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from ..errors import EngineSpentError
 
 OPEN_FILES = Path("/proc/self/fd")
 DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd")
-"""What a process has open once its driver counts devices; `nvidiactl` is open for NVML too."""
+"""Files that a process has open after its driver has counted devices.
+
+NVML opens `nvidiactl` too.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,11 @@ class Kind:
     """One kind of accelerator.
 
     Attributes:
-        name: What a found device says it is (`discovery.Device.kind`).
+        name: The kind of a found device (`discovery.Device.kind`).
         device: Torch's device type: `cuda`, `xpu`, `mps`.
         mask: Environment variable that lists the devices a process sees; empty: there is none.
-        also: Further variables that are set with it, and to what.
-        clears: Variables that would mask a second time, counted within the first mask.
+        also: Other variables that are set too, with their values. clears: Variables that would mask
+            again, by numbers within the first mask.
         collectives: Backend of torch.distributed for its tensors; empty: gloo, through the host.
     """
 
@@ -47,7 +51,7 @@ class Kind:
 
     @property
     def backend(self) -> str:
-        """The backend of a group whose workers have a device of this kind each."""
+        """The backend of a group in which each worker has a device of this kind."""
         return f"cpu:gloo,{self.device}:{self.collectives}" if self.collectives else "gloo"
 
 
@@ -58,7 +62,7 @@ KINDS: dict[str, Kind] = {
             "cuda",
             "cuda",
             "CUDA_VISIBLE_DEVICES",
-            # Else CUDA counts the fastest first, and NVML and nvidia-smi by bus.
+            # Otherwise CUDA counts the fastest GPU first, but NVML and nvidia-smi count by bus.
             also=(("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),),
             collectives="nccl",
         ),
@@ -81,7 +85,7 @@ def apply(
 ) -> None:
     """Make only these devices visible to this process, in this order; none: no change.
 
-    It holds for what is initialised afterwards.
+    It applies to drivers that are initialised afterwards.
 
     Args:
         kind: A name in `KINDS`.
@@ -106,12 +110,12 @@ def fits(
 ) -> bool:
     """Whether a process whose devices are initialised can continue as it is.
 
-    It can where each number that it uses means what it would mean: a cluster's list grows at its
-    end, and the GPUs of others need not be visible to talk to them.
+    It can if each number that it uses would still mean the same device. A cluster's list grows at
+    its end. A process does not have to see the GPUs of other workers to communicate with them.
 
     Args:
-        kind, gpus, environment: As `apply` takes them.
-        uses: How many of the first ones it computes on (`RunSpec.gpus_used`); by default all.
+        kind, gpus, environment: As in `apply`. uses: It computes on this many of the first GPUs
+            (`RunSpec.gpus_used`); by default all.
     """
     if not gpus or not KINDS[kind].mask:
         return True
@@ -121,7 +125,7 @@ def fits(
 
 
 def is_counted() -> bool:
-    """Whether a driver of this process has read its mask: a change now is too late."""
+    """Whether a driver of this process has read its mask; after that a change has no effect."""
     with contextlib.suppress(OSError):
         for entry in list(OPEN_FILES.iterdir()):
             with contextlib.suppress(OSError):  # it was closed meanwhile
@@ -134,12 +138,12 @@ def show(kind: str, gpus: Sequence[str], uses: int, *, counted: bool = False) ->
     """Make a run's devices visible to this engine, in order; call it before they are used.
 
     Args:
-        kind, gpus: As `apply` takes them; of none nothing is changed.
-        uses: How many of the first ones the run computes on (`RunSpec.gpus_used`).
+        kind, gpus: As in `apply`; without GPUs nothing is changed. uses: The run computes on this
+            many of the first GPUs (`RunSpec.gpus_used`).
         counted: Whether the framework knows that its devices are initialised.
 
     Raises:
-        EngineSpentError: They are, and numbers that the run uses mean other devices.
+        EngineSpentError: The devices are initialised, and the run's numbers mean other devices.
     """
     if not gpus or kind not in KINDS or not KINDS[kind].mask:
         return
@@ -148,7 +152,7 @@ def show(kind: str, gpus: Sequence[str], uses: int, *, counted: bool = False) ->
     elif not fits(kind, gpus, uses=uses):
         name = KINDS[kind].mask
         raise EngineSpentError(
-            "This engine has used other GPUs than this run's before.",
+            "This engine has already used other GPUs than those of this run.",
             seen=f"{name}={os.environ.get(name, '')}",
             allowed=",".join(gpus),
             next_step="%cluster restart",

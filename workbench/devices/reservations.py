@@ -1,12 +1,12 @@
-"""Who holds which GPU on this machine, so that notebooks choose different GPUs.
+"""Reservations of this machine's GPUs, so that notebooks choose different GPUs.
 
-A cluster that uses GPUs has a file for each in a folder that all users share, and each of its
-processes a shared lock on it (flock), which ends with the process however that ends. Whoever can
-lock the file for himself alone knows that nobody holds the GPU. Nothing is enforced: it keeps
-those apart who ask, so a GPU can still be named by hand.
+A cluster that uses GPUs has one file for each GPU in a folder that all users share. Each process of
+the cluster has a shared lock (flock) on the file, which ends when the process ends. A process that
+gets an exclusive lock knows that no cluster holds the GPU. Nothing is enforced: only notebooks that
+check reservations respect them, and users can still name a reserved GPU.
 
-Everybody may write into the folder, so nothing in it is trusted: files are opened as they are (no
-links), each belongs to who made it, as the system says, and what stands in it is only shown.
+Every user can write into the folder, so its content is not trusted. Links are not followed, the
+system says who owns a file, and the content of a file is only shown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 FOLDER = Path("/tmp/workbench-gpus")  # not $TMPDIR: it must be the same for all users
 VARIABLE = "WORKBENCH_GPU_RESERVATIONS"
-"""Another folder, as where containers of one machine share one; `off`: nothing is reserved."""
+"""Another folder, for example one that several containers share; `off`: nothing is reserved."""
 _FREE_FOR_ALL = 0o1777
 _MAX_BYTES = 4096
 _TRIES, _TRY_S = 5, 0.02
@@ -38,8 +38,7 @@ class Holder:
 
     Attributes:
         user: As the system names the owner of the file.
-        pid, notebook: As the holder says.
-        path: Of its file.
+        pid, notebook: As the holder wrote them. path: The path of the file.
     """
 
     user: str
@@ -56,7 +55,7 @@ class Reservations:
     """The GPUs that one cluster holds.
 
     Attributes:
-        files: By the GPU's permanent name.
+        files: The lock files, by the GPU's permanent name.
     """
 
     def __init__(self, notebook: str = "") -> None:
@@ -65,10 +64,10 @@ class Reservations:
         self._locks: dict[Path, int] = {}
 
     def take(self, gpus: Sequence[str], *, partly: bool = False) -> dict[str, Holder]:
-        """Hold these GPUs; return those that others hold, with the holder.
+        """Reserve these GPUs; return those that other clusters hold, with the holder.
 
         Args:
-            partly: Hold the others where some are taken; else none.
+            partly: If some GPUs are taken, reserve the others; otherwise reserve none.
         """
         folder = _folder(make=True)
         wanted = [gpu for gpu in gpus if gpu not in self.files]
@@ -86,13 +85,13 @@ class Reservations:
         return taken
 
     def take_over(self, files: Mapping[str, str]) -> None:
-        """Hold what another kernel held for the same engines."""
+        """Reserve the GPUs that another kernel held for the same engines."""
         for gpu, path in files.items():
             if (lock := _share(Path(path))) is not None:
                 self.files[gpu], self._locks[Path(path)] = Path(path), lock
 
     def drop(self) -> None:
-        """Give them back; engines that hold the same files give theirs back themselves."""
+        """Give the GPUs back; engines that hold the same files do so themselves."""
         for path in self.files.values():
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -108,12 +107,14 @@ class Reservations:
         import fcntl
 
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        hidden = path.with_name(f".{path.name}")  # until it is locked: nobody may clear it away
+        hidden = path.with_name(
+            f".{path.name}"
+        )  # no other process must remove the file before it is locked
         lock = os.open(hidden, flags, 0o644)
         about = {"gpu": gpu, "pid": os.getpid(), "notebook": self._notebook, "since": time.time()}
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            os.fchmod(lock, 0o644)  # whatever the umask is: others must be able to look
+            os.fchmod(lock, 0o644)  # independent of the umask: other users must be able to read it
             os.write(lock, json.dumps(about).encode())
             hidden.rename(path)
         except OSError:
@@ -124,10 +125,10 @@ class Reservations:
 
 
 def holders(besides: Iterable[Path] = ()) -> dict[str, Holder]:
-    """Return who holds which GPU, by its permanent name.
+    """Return the holder of each GPU, by the GPU's permanent name.
 
     Args:
-        besides: Files that do not count: one's own.
+        besides: Files that do not count, because they are the caller's.
     """
     folder, mine = _folder(), set(besides)
     found: dict[str, Holder] = {}
@@ -156,7 +157,7 @@ def holders(besides: Iterable[Path] = ()) -> dict[str, Holder]:
 
 
 def trouble() -> str:
-    """Return why nothing can be reserved here; empty: it can, or is not wanted."""
+    """Return why nothing can be reserved here; empty if it can, or is switched off."""
     if os.environ.get(VARIABLE) == "off" or _folder(make=True) is not None:
         return ""
     return (
@@ -181,7 +182,7 @@ def hold(paths: Sequence[str]) -> None:
 
 
 def _share(path: Path) -> int | None:
-    """Return a descriptor with a shared lock on a file of one's own; None: it cannot be had."""
+    """Return a descriptor with a shared lock on a file of this user; None if that fails."""
     try:
         import fcntl
 
@@ -193,7 +194,7 @@ def _share(path: Path) -> int | None:
             with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return lock
-            time.sleep(_TRY_S)  # somebody looks whether it is held
+            time.sleep(_TRY_S)  # another process is checking the lock
     os.close(lock)
     return None
 
@@ -205,13 +206,18 @@ def _is_held(lock: int) -> bool:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return False
-        time.sleep(_TRY_S * secrets.randbelow(100) / 100)  # it may be another one who looks
+        time.sleep(
+            _TRY_S * secrets.randbelow(100) / 100
+        )  # perhaps another process is only checking the lock
     return True
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let one notebook at a time choose; for a moment: who blocks it only spoils the order."""
+    """Let only one notebook at a time choose, for a short time.
+
+    If a process blocks this lock, only the order of choices is not guaranteed.
+    """
     import fcntl
 
     lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -232,7 +238,7 @@ def _path() -> Path:
 
 
 def _folder(*, make: bool = False) -> Path | None:
-    """Return the folder, if it is one that can be trusted to be everybody's."""
+    """Return the folder if it is safe as a folder for all users."""
     path = _path()
     if os.environ.get(VARIABLE) == "off" or not hasattr(os, "O_NOFOLLOW"):
         return None

@@ -1,11 +1,11 @@
 """`workbench doctor`: checks this machine, its GPUs and other hosts, and says what to do next.
 
-In a notebook, `wb.doctor()` is this package called. Nothing here loads a framework: what needs one
-is done in processes of their own, each with a time box, so that a hang is an answer too.
+In a notebook, `wb.doctor()` is this package called. No module here loads a framework. Checks that
+need a framework run in separate processes with a time limit, so that a hang is also a result.
 
-    command    `workbench doctor` and `wb.doctor()`: what is checked, in which order
-    report     what a check found: ok, warn, fail, cannot be checked; as text, JSON, a table
-    children   a process with a time box, and what it says while it lives
+    command    `workbench doctor` and `wb.doctor()`: the checks and their order
+    report     the result of a check: ok, warn, fail, cannot be checked; as text, JSON, a table
+    children   a process with a time limit, and the lines that it reports
     machine    checks of this machine that need no framework
     gpus       checks that need a driver, a GPU or a framework, and the stages of `--gpu-test`
     hosts      checks between this machine and others
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 class _Doctor(ModuleType):
-    """This package, which can be called: `wb.doctor()` is its main job."""
+    """This package as a callable: `wb.doctor()` runs all checks."""
 
     def __call__(self, on: str = "", *, ports: str = "", listen: str = "") -> Report:
         """Check this machine; takes at most about 30 seconds.
 
         Args:
             on: Hosts to check too, over ssh, separated by commas.
-            ports, listen: Of the notebook, as `%cluster start` takes them.
+            ports, listen: Settings of the notebook, as for `%cluster start`.
 
         Returns:
-            What was found: a table in a notebook; `.to_dict()`, `.json()` and `.text()` elsewhere.
+            The results: a table in a notebook; `.to_dict()`, `.json()` and `.text()` elsewhere.
         """
         from .command import examine
 

@@ -1,8 +1,8 @@
 """A process with a time limit: it reports line by line, so a hang loses no earlier line.
 
 The parent starts `python -m MODULE NAME LINES ASKED`; the child appends a JSON object per line to
-the file LINES. Where the time is up, the stacks of all its threads are written to its log, and all
-processes that it has started are killed by pid: they are known by a word in their environment.
+the file LINES. After the time limit, the stacks of all its threads are written to its log. Then all
+processes that it has started are killed by pid; a word in their environment identifies them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .report import Line, Status
 
 MARK = "WORKBENCH_DOCTOR_CHILD"
 STACKS_S = 2.0
-"""How long a process that is late has to write its stacks."""
+"""Time that a late process gets to write its stacks."""
 LEAVE_S = 4.0
-"""How long what it has started has to leave by itself."""
+"""Time that its child processes get to end by themselves."""
 _PACKAGES = str(Path(__file__).parents[2])
 
 
@@ -42,10 +42,10 @@ class Ended:
 
     Attributes:
         status: Its exit status; negative: the signal that ended it.
-        late: Whether its time was up.
-        lines: What it said.
-        garbage: Whether it wrote something that is no line.
-        tail: The end of what it printed: errors, and the stacks of one that was late.
+        late: Whether it exceeded its time limit.
+        lines: The lines that it reported.
+        garbage: Whether it wrote text that is not a report line.
+        tail: The end of its output: errors, and the stacks of a late process.
     """
 
     status: int
@@ -64,12 +64,12 @@ def run(
     folder: Path,
     env: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Run `name` of a module in a process of its own, for at most `limit_s` seconds.
+    """Run `name` of a module in a separate process, for at most `limit_s` seconds.
 
     Args:
-        asked: What the child is told, as JSON.
-        folder: Where its log `NAME.log` and its lines `NAME.jsonl` are left.
-        env: Added to its environment.
+        asked: The arguments of the child, as JSON.
+        folder: Folder for its log `NAME.log` and its lines `NAME.jsonl`.
+        env: Variables to add to its environment.
     """
     log, lines = folder / f"{name}.log", folder / f"{name}.jsonl"
     lines.unlink(missing_ok=True)
@@ -97,14 +97,14 @@ def run(
 
 
 def _write_stacks(process: subprocess.Popen[bytes]) -> None:
-    """Have it write where its threads are; one that cannot is as good as dead."""
+    """Let it write its threads' stacks; if it cannot, it is treated as dead."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         process.send_signal(signal.SIGUSR1)
         process.wait(STACKS_S)
 
 
 def _end(process: subprocess.Popen[bytes], mark: str, leave_s: float) -> None:
-    """Kill it, and after `leave_s` what it has started and left."""
+    """Kill it, and after `leave_s` its remaining child processes."""
     if process.poll() is None:
         process.kill()
     process.wait()
@@ -117,7 +117,7 @@ def _end(process: subprocess.Popen[bytes], mark: str, leave_s: float) -> None:
 
 
 def marked(mark: str) -> list[int]:
-    """Return the processes whose environment has the mark; only Linux tells."""
+    """Return the processes whose environment has the mark; works only on Linux."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -128,7 +128,7 @@ def marked(mark: str) -> list[int]:
 
 
 def read(lines: Path) -> tuple[list[Line], bool]:
-    """Return the lines of a file, and whether it holds anything else."""
+    """Return the report lines of a file, and whether it has other content."""
     found: list[Line] = []
     garbage = False
     with contextlib.suppress(OSError):
@@ -157,11 +157,11 @@ def _tail(log: Path, most: int = 4000) -> str:
 
 
 class Child:
-    """What a process with a time box is told, and where it says what it found.
+    """The arguments of a process with a time limit, and the output for its results.
 
     Attributes:
-        asked: What the parent told it.
-        on_late: Called shortly before the time is up, by a thread; prints what is known then.
+        asked: The arguments from the parent.
+        on_late: Called by a thread shortly before the time limit; prints the results so far.
     """
 
     def __init__(self, name: str, lines: Path, asked: Mapping[str, Any]) -> None:
@@ -174,7 +174,7 @@ class Child:
     def say(
         self, status: Status, id: str, what: str, found: str, next_step: str = "", **figures: Any
     ) -> None:
-        """Say what a check found; the time since the last one counts as its."""
+        """Report the result of a check; the time since the last report counts for this check."""
         now = time.perf_counter()
         line = Line(id, status, what, found, next_step, round(now - self._began, 3), figures)
         self._began = now
@@ -191,7 +191,7 @@ class Child:
             self.say("fail", id, what, f"{type(error).__name__}: {_first(str(error))}", next_step)
 
     def watch(self, limit_s: float) -> None:
-        """Call `on_late` a little before the time is up."""
+        """Call `on_late` shortly before the time limit."""
         timer = threading.Timer(max(0.5, limit_s - 3.0), lambda: self.on_late())
         timer.daemon = True
         timer.start()
@@ -202,7 +202,7 @@ def _first(text: str, most: int = 400) -> str:
 
 
 def main(functions: Mapping[str, Callable[[Child], object]]) -> None:
-    """Be the child that the command line names; called by the modules that have functions."""
+    """Run as the child that the command line names; called by the modules with the functions."""
     name, lines, asked = sys.argv[1:4]
     faulthandler.enable()
     with contextlib.suppress(AttributeError, ValueError):

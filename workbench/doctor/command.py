@@ -64,11 +64,11 @@ def run_doctor(given: argparse.Namespace) -> int:
 
 
 def examine(on: str = "", *, ports: str = "", listen: str = "") -> Report:
-    """Make all checks; return what they found.
+    """Run all checks; return the results.
 
     Args:
         on: Hosts to check too, separated by commas.
-        ports, listen: Of the notebook, as `%cluster start` takes them.
+        ports, listen: Settings of the notebook, as for `%cluster start`.
     """
     from . import gpus, hosts, machine
 
@@ -106,7 +106,7 @@ def _gpu_test(given: argparse.Namespace) -> int:
         print(report.json())
     elif report.failed:
         print("\n" + gpus.summary(report))
-    tell(f"The report is in {out}/report.txt. To attach everything to an issue: {out}.zip")
+    tell(f"The report is in {out}/report.txt. To attach all files to an issue: {out}.zip")
     return report.exit_status
 
 

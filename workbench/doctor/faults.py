@@ -1,8 +1,8 @@
-"""The stage of `--gpu-test` that breaks things on purpose, in a process of its own.
+"""The stage of `--gpu-test` that causes faults on purpose, in a separate process.
 
-Each fault is met by a cell on two engines, one of which waits for the other in a collective. What
-is promised: the prompt is back soon, engines keep their process and variables where they can, and
-the next cell is right.
+Each fault occurs in a cell on two engines, where one engine waits for the other in a collective.
+The promises are: the prompt returns soon, engines keep their process and variables if possible, and
+the next cell is correct.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .children import Child, main
 from .stages import STEP_S, Place, cell, cluster_of, end, places, slug
 
 PROMPT_S = 15.0
-"""How long until the prompt is back, at most."""
+"""Longest time until the prompt returns."""
 
 START = "import torch, torch.distributed as dist, time, os\nkept = 41 + rank\n"
 WAIT = "x = torch.ones(4, device=device)\ndist.all_reduce(x)\n"
@@ -30,14 +30,14 @@ AFTER = (
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong on rank 1.
+    """A fault on rank 1.
 
     Attributes:
-        source: What rank 1 does while rank 0 waits for it.
+        source: The code of rank 1 while rank 0 waits for it.
         keeps: Whether engine 1 promises to keep its process; engine 0 always does.
         press: Whether the user interrupts the cell.
-        words: What the error must say.
-        kinds: Devices that can have it; empty: all.
+        words: Text that the error must contain.
+        kinds: Kinds of devices with this fault; empty: all.
     """
 
     name: str
@@ -71,7 +71,7 @@ QUICK = ("interrupt", "error")
 
 
 def faults(child: Child) -> None:
-    """Each fault in turn, wherever there are two workers."""
+    """Cause each fault, at every place with two workers."""
     for place in places(child):
         if place.workers < 2:
             continue
@@ -91,7 +91,7 @@ def _on(child: Child, place: Place) -> None:
                 continue
             try:
                 found, step, figures = provoke(cluster, fault)
-            except Exception as error:  # the next fault gets a cluster that is whole
+            except Exception as error:  # the next fault gets a complete cluster
                 child.say("fail", id, what, f"{type(error).__name__}: {str(error)[:300]}")
                 end(cluster)
                 cluster = stack.enter_context(cluster_of(child, place))
@@ -126,11 +126,11 @@ def provoke(cluster: Any, fault: Fault) -> tuple[str, str, dict[str, Any]]:
 
 
 def _after(cluster: Any, fault: Fault, before: Mapping[int, int]) -> list[str]:
-    """Return what is not as promised once the cell has ended."""
+    """Return the deviations from the promises after the cell has ended."""
     dead = [engine.id for engine in cluster.engines if engine.state == "dead"]
     if dead:
         cluster.restart(dead)
-    cluster.claim()  # whoever is being replaced is there now
+    cluster.claim()  # engines that were being replaced are ready now
     wrong: list[str] = []
     soon(lambda: len(cluster.worker_ids) == 2)
     found = cell(cluster, AFTER, 2 * STEP_S)
@@ -150,7 +150,7 @@ def pids(cluster: Any) -> dict[int, int]:
 
 
 def soon(condition: Callable[[], bool], limit_s: float = STEP_S) -> None:
-    """Wait until a condition holds; whether it does is seen by what comes next."""
+    """Wait until a condition holds or the time is over; the next check shows which."""
     until = time.monotonic() + limit_s
     while not condition() and time.monotonic() < until:
         time.sleep(0.05)

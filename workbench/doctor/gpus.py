@@ -1,11 +1,11 @@
 """Checks that need a driver, a GPU or a framework; this module judges the children's results.
 
-Nothing here touches a device: `probes.py` does, in processes with time boxes, and says what it saw
-as facts (plain JSON). So each judgement can be tested with made-up facts.
+This module does not use devices. `probes.py` uses them, in processes with time limits, and reports
+facts (plain JSON). So each judgement can be tested with invented facts.
 
 `workbench doctor --gpu-test` says in ten minutes whether all of this works on these GPUs. Each
-stage is a process with a time box: what hangs or crashes costs its own stage, and is itself the
-result. After each stage the report is written anew, so nothing is lost where the test ends.
+stage is a process with a time limit. A hang or a crash ends only its stage, and is the result of
+the stage. After each stage the report is written again, so nothing is lost if the test ends early.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from .report import MARKS, Line, Report, Status, line_text
 
 PROBES = "workbench.doctor.probes"
 FACTS = "facts."
-"""Lines of children whose ids begin so are for us, not for the reader."""
+"""Lines of children with this prefix are for this module, not for the reader."""
 
 
 def found() -> list[Device]:
-    """Return the GPUs that runs would choose from."""
+    """Return the GPUs that runs can use."""
     return list(survey().devices)
 
 
 def count() -> int:
-    """Return how many GPUs this process may use."""
+    """Return the number of GPUs that this process can use."""
     return len(found())
 
 
-# -- what is asked of children ---------------------------------------------------------------------
+# -- the children ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A child of the doctor.
+    """A child process of the doctor.
 
     Attributes:
-        says: Ids and titles of the lines that it says, for where it cannot.
-        gpu: How many GPUs it needs.
-        package: What must be installed for it.
+        says: Ids and titles of its lines, for the case that it cannot report them.
+        gpu: Number of GPUs that it needs.
+        package: Package that it needs.
     """
 
     name: str
@@ -94,15 +94,15 @@ JUDGED: Mapping[str, str] = {
     "gpu.iommu": "IOMMU",
     "gpu.auto": "what --devices auto chooses",
 }
-"""Ids and titles of what is judged from facts."""
+"""Ids and titles of the checks that are judged from facts."""
 
 
 def look(probes: Sequence[Probe] = PROBED, at_once: int = 0) -> list[Line]:
-    """Run the children and judge what they saw; at most about 30 seconds."""
+    """Run the children and judge their facts; takes at most about 30 seconds."""
     gpus = count()
     with tempfile.TemporaryDirectory(prefix="wb-doctor-") as folder:
         wanted = [p for p in probes if gpus >= p.gpu and _installed(p.package)]
-        # One at a time on a small machine: two imports of torch would measure each other.
+        # One at a time on a small machine, because two imports of torch would disturb each other.
         jobs = at_once or max(2, min(4, (os.cpu_count() or 1) // 2))
         with ThreadPoolExecutor(jobs) as pool:
             ended = dict(zip((p.name for p in wanted), pool.map(
@@ -130,7 +130,7 @@ def _facts(ended: Mapping[str, children.Ended]) -> dict[str, Mapping[str, Any]]:
 
 
 def _said(probe: Probe, ended: children.Ended | None, gpus: int) -> list[Line]:
-    """Return a line for each thing a child should have said, also where it did not."""
+    """Return a line for each expected line of a child, even if it was not reported."""
     if ended is None:
         why = _why_not(probe, gpus)
         return [Line(id, "unknown", what, why) for id, what in probe.says.items()]
@@ -168,7 +168,7 @@ def _where(ended: children.Ended) -> str:
 
 
 def judge(facts: Mapping[str, Mapping[str, Any]], env: Mapping[str, str]) -> list[Line]:
-    """Return the lines of `JUDGED` from what NVML and torch said."""
+    """Return the lines of `JUDGED` from the facts of NVML and torch."""
     nvml, cuda = facts.get("nvml", {}), facts.get("cuda", {})
     gpus = list(nvml.get("gpus", []))
     lines: dict[str, tuple[Status, str, str]] = {"gpu.driver": driver(nvml)}
@@ -191,7 +191,7 @@ def judge(facts: Mapping[str, Mapping[str, Any]], env: Mapping[str, str]) -> lis
 
 
 def driver(nvml: Mapping[str, Any]) -> tuple[Status, str, str]:
-    """Whether a driver answers, and for which GPUs."""
+    """Check whether a driver answers, and for which GPUs."""
     files = nvml.get("device_files", [])
     if nvml.get("driver"):
         names = [gpu.get("name", "?") for gpu in nvml.get("gpus", [])]
@@ -211,7 +211,7 @@ def driver(nvml: Mapping[str, Any]) -> tuple[Status, str, str]:
 def runtime(
     nvml: Mapping[str, Any], build: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]]
 ) -> tuple[Status, str, str]:
-    """Whether the wheel of torch runs with this driver, on these GPUs."""
+    """Check whether the wheel of torch runs with this driver, on these GPUs."""
     if not build:
         return "unknown", "torch is not installed", "pytorch.org/get-started has the command"
     if not build.get("cuda"):
@@ -257,7 +257,7 @@ def fits(capability: Sequence[int], archs: Sequence[str]) -> bool:
 def order(
     gpus: Sequence[Mapping[str, Any]], cuda: Mapping[str, Any], env: Mapping[str, str]
 ) -> tuple[Status, str, str]:
-    """Whether NVML and torch mean the same GPU by a number."""
+    """Check whether NVML and torch number the GPUs equally."""
     theirs = [_bare(one.get("uuid", "")) for one in cuda.get("gpus", [])]
     if not theirs:
         return "unknown", "torch did not list its GPUs", ""
@@ -281,7 +281,7 @@ def _bare(uuid: str) -> str:
 
 
 def mig(gpus: Sequence[Mapping[str, Any]]) -> tuple[Status, str, str]:
-    """Which GPUs are cut into instances."""
+    """Check which GPUs are divided into instances."""
     cut = [gpu["index"] for gpu in gpus if gpu.get("mig")]
     if not cut:
         return "ok", "off", ""
@@ -294,20 +294,20 @@ MODES = {0: "default", 1: "EXCLUSIVE_THREAD", 2: "PROHIBITED", 3: "EXCLUSIVE_PRO
 
 
 def mode(gpus: Sequence[Mapping[str, Any]]) -> tuple[Status, str, str]:
-    """Whether more than one process may use a GPU."""
+    """Check whether more than one process can use a GPU."""
     odd = {gpu["index"]: MODES.get(gpu.get("mode", 0), "?") for gpu in gpus if gpu.get("mode")}
     if not odd:
         return "ok", "default: several processes may share a GPU", ""
     words = ", ".join(f"GPU {i} {word}" for i, word in odd.items())
     if "PROHIBITED" in odd.values():
-        return "fail", words, "an administrator sets it back: nvidia-smi -c 0"
+        return "fail", words, "an administrator can reset it: nvidia-smi -c 0"
     return "warn", f"{words}: one process at a time", (
         "give each worker its own GPU; to share one: nvidia-smi -c 0"
     )  # fmt: skip
 
 
 def health(gpus: Sequence[Mapping[str, Any]], xid: Sequence[str]) -> tuple[Status, str, str]:
-    """Whether a GPU is lost, or has errors of memory that were not corrected."""
+    """Check whether a GPU is lost, or has uncorrected memory errors."""
     lost = [f"GPU {gpu['index']}: {gpu['error']}" for gpu in gpus if gpu.get("error")]
     if lost:
         return "fail", "; ".join(lost), (
@@ -326,28 +326,28 @@ def health(gpus: Sequence[Mapping[str, Any]], xid: Sequence[str]) -> tuple[Statu
 
 
 def pids(said: Mapping[str, Any]) -> tuple[Status, str, str]:
-    """Whether NVML counts processes as this system does."""
+    """Check whether NVML and this system use the same pids."""
     seen = said.get("sees_own_pid")
     if seen is None:
         return "unknown", "no process of Workbench was on a GPU", ""
     if seen:
         return "ok", "yes", ""
     return "warn", "NVML lists other pids than this container's", (
-        "use is shown for the whole GPU; docker run --pid=host shows it per process"
+        "GPU use is shown for the whole GPU; docker run --pid=host shows it per process"
     )  # fmt: skip
 
 
 def visible(
     gpus: Sequence[Mapping[str, Any]], cuda: Mapping[str, Any], env: Mapping[str, str]
 ) -> tuple[Status, str, str]:
-    """Which GPUs the environment hides."""
+    """Check which GPUs the environment hides."""
     words = [f"{n}={env[n]}" for n in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER") if n in env]
     said = ", ".join(words) or "not set"
     left = count()
     if left == len(gpus):
         return "ok", said, ""
     if not left:
-        return "warn", f"{said}: none of {len(gpus)} GPUs is left", (
+        return "warn", f"{said}: none of {len(gpus)} GPUs is visible", (
             "unset CUDA_VISIBLE_DEVICES, or set it to GPUs that nvidia-smi -L lists"
         )  # fmt: skip
     return "ok", f"{said}: {left} of {len(gpus)} GPUs", ""
@@ -356,17 +356,17 @@ def visible(
 def iommu(
     gpus: Sequence[Mapping[str, Any]], root: Path = Path("/sys/class/iommu")
 ) -> tuple[Status, str, str]:
-    """Whether an IOMMU stands between the GPUs, which can corrupt their copies."""
+    """Check for an IOMMU between the GPUs, which can corrupt their copies."""
     on = root.is_dir() and any(root.iterdir())
     if not on or len(gpus) < 2:
         return "ok", "none" if not on else "on; with one GPU nothing is copied between GPUs", ""
     return "warn", "on, and there are several GPUs", (
-        "where gpu.p2p fails, turn off ACS or the IOMMU, or export NCCL_P2P_DISABLE=1"
+        "if gpu.p2p fails, turn off ACS or the IOMMU, or export NCCL_P2P_DISABLE=1"
     )  # fmt: skip
 
 
 def auto(gpus: int) -> tuple[Status, str, str]:
-    """What `--devices auto` would choose for 1, 2 and as many workers as there are GPUs."""
+    """The choice of `--devices auto` for 1, for 2, and for as many workers as GPUs."""
     said, warnings = [], []
     for workers in sorted({1, 2, max(1, gpus)}):
         given = lease("auto", workers)
@@ -384,9 +384,9 @@ TRIALS_MODULE = "workbench.doctor.trials"
 WANTED = (
     "torch", "ipyparallel", "ipykernel", "zmq", "psutil", "numpy", "cloudpickle", "platformdirs"
 )  # fmt: skip
-"""Modules without which no engine trains."""
+"""Modules that engines need for training."""
 CALLED = {"zmq": "pyzmq"}
-"""What pip calls a module that is called otherwise."""
+"""Package names of modules whose package has another name."""
 
 
 @dataclass(frozen=True)
@@ -394,10 +394,10 @@ class Stage:
     """One part of the test.
 
     Attributes:
-        name: Of the function in its module.
-        limit_s: Its time box; `quick_s` that of a short test.
-        quick: Whether a short test does it too.
-        needs: Modules that must be installed; of stages that start engines: `WANTED`.
+        name: Name of the function in its module.
+        limit_s: Its time limit; `quick_s` is that of a short test.
+        quick: Whether a short test includes it.
+        needs: Modules that must be installed; for stages that start engines: `WANTED`.
     """
 
     name: str
@@ -411,8 +411,10 @@ class Stage:
 
 STAGES: tuple[Stage, ...] = (
     Stage("surroundings", "what is installed, and what the driver reports", 45, True, 30, ()),
-    Stage("devices", "each device computes as the CPU does", 45, True, 30, ("torch",)),
-    Stage("group", "the smallest run: two processes, one all-reduce", 45, True, 30, ("torch",)),
+    Stage("devices", "each device gives the same results as the CPU", 45, True, 30, ("torch",)),
+    Stage(
+        "group", "the smallest run, with two processes and one all-reduce", 45, True, 30, ("torch",)
+    ),
     Stage("collectives", "collectives in cells, CPU and device tensors", 60, True),
     Stage("strategies", "each strategy compared with one device", 120, True),
     Stage("faults", "interrupts, errors, deaths", 120, True, module=FAULTS_MODULE),
@@ -431,14 +433,14 @@ STAGES: tuple[Stage, ...] = (
 
 @dataclass(frozen=True)
 class Asked:
-    """What the test is to do.
+    """The settings of the test.
 
     Attributes:
-        device: The kind that engines use: `cuda`, `cpu`, or another that torch knows.
-        gpus: How many there are.
+        device: The kind of device for engines: `cuda`, `cpu`, or another kind of torch.
+        gpus: Number of GPUs.
         quick: The shortest form of each stage, fewer stages.
         only: Names of stages; empty: all.
-        total_s: When no further stage is begun.
+        total_s: Time after which no further stage begins.
     """
 
     out: Path
@@ -450,7 +452,7 @@ class Asked:
 
 
 def missing(modules: Sequence[str] = WANTED) -> list[str]:
-    """Return which modules cannot be imported, as pip calls them; none is imported."""
+    """Return the packages of missing modules; no module is imported."""
     from importlib.util import find_spec
 
     return [CALLED.get(name, name) for name in modules if find_spec(name) is None]
@@ -462,7 +464,7 @@ def run(
     """Run the stages one after the other; return the report, which is also written to `asked.out`.
 
     Args:
-        tell: Gets each line as it is known.
+        tell: Receives each line at once.
     """
     folder = asked.out
     logs = folder / "stages"
@@ -488,7 +490,7 @@ def run(
 
 
 def _stage(stage: Stage, asked: Asked, logs: Path, began: float) -> list[Line]:
-    """Do one stage; its last line says how the stage as a whole went."""
+    """Run one stage; its last line is the result of the whole stage."""
 
     def whole(status: Any, found: str, step: str = "", seconds: float = 0.0) -> Line:
         return Line(f"stage.{stage.name}", status, stage.title, found, step, round(seconds, 2))
@@ -546,7 +548,7 @@ def _last_line(tail: str) -> str:
 
 
 def _write(report: Report, folder: Path) -> None:
-    """Write the report, and all of the folder as one file that can be attached to an issue."""
+    """Write the report, and the whole folder as one file for an issue."""
     report.files = sorted(
         str(path.relative_to(folder)) for path in folder.rglob("*")
         if path.is_file() and path.suffix != ".zip"
@@ -558,7 +560,7 @@ def _write(report: Report, folder: Path) -> None:
 
 
 def said_by(command: Sequence[str], limit_s: float = 20.0) -> str:
-    """Return what a command prints; empty where it is not there, fails or hangs."""
+    """Return the output of a command; empty if it is missing, fails or hangs."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=limit_s, check=False, errors="replace"
@@ -569,6 +571,6 @@ def said_by(command: Sequence[str], limit_s: float = 20.0) -> str:
 
 
 def summary(report: Report) -> str:
-    """Return the failures and warnings once more, for the end of the output."""
+    """Return the failures and warnings again, for the end of the output."""
     bad = [line for line in report.lines if line.status in ("fail", "warn")]
     return "\n".join(f"{MARKS[line.status]:<5} {line.id}: {line.found}" for line in bad)

@@ -1,7 +1,7 @@
 """Checks between this machine and others, over ssh: `workbench doctor --on HOST[,HOST]`.
 
-On each host a small program of the standard library answers questions, a line of JSON each; nothing
-is installed or left there but one file in the shared folder for as long as it is looked for.
+On each host a small program of the standard library answers questions, a line of JSON each; It
+installs nothing and leaves no file; during one check there is a file in the shared folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .report import Line, Status
 CONNECT_S = 5.0
 ANSWER_S = 10.0
 MESSAGE_BYTES = 4 << 20
-"""Larger than any frame: a path with a wrong MTU holds it up."""
+"""Larger than any frame, so a path with a wrong MTU blocks it."""
 PINGS = 8
 MUCH_OFFSET_S = 1.0
 SEE = "docs/security.md"
@@ -166,10 +166,10 @@ class Host:
     """A program that answers questions, here or on another host.
 
     Attributes:
-        name: As the user wrote it; empty for this machine.
-        address: Where engines on it, or the notebook, would listen; empty: not known.
-        interface: Which of its interfaces has that address.
-        ports: First and last port that may be listened on; None: any.
+        name: The user's name for the host; empty for this machine.
+        address: Address at which engines on it, or the notebook, would listen; empty: unknown.
+        interface: The interface with this address.
+        ports: First and last allowed port for listening; None: any.
     """
 
     name: str
@@ -189,7 +189,7 @@ class Host:
         """Return the answer to a question.
 
         Raises:
-            HostError: There was none in time, or it is an error.
+            HostError: There was no answer in time, or the answer is an error.
         """
         self._write({"do": do, **more})
         answer: dict[str, Any] = json.loads(self._line(limit_s))
@@ -251,7 +251,9 @@ class Host:
 
 
 def command_for(name: str, python: str = sys.executable) -> list[str]:
-    """Return what starts the program on a host: the Python of here if it is there, else python3."""
+    """Return the command that starts the program on a host: with this machine's Python path if it
+    exists there, otherwise python3.
+    """
     there = (
         f'p={shlex.quote(python)}; [ -x "$p" ] || p=python3; exec "$p" -u -c {shlex.quote(BOOT)}'
     )
@@ -268,7 +270,7 @@ def start(name: str) -> Host:
     """Start the program on a host; an empty name is this machine.
 
     Raises:
-        HostError: ssh is not installed, or this cannot be the name of a host.
+        HostError: ssh is not installed, or the name is not valid for a host.
     """
     if name and (name.startswith("-") or any(c.isspace() for c in name)):
         raise HostError("this is not the name of a host; write HOST or USER@HOST")
@@ -283,11 +285,11 @@ def start(name: str) -> Host:
 def look(
     names: Sequence[str], starting: Start = start, *, ports: str = "", listen: str = ""
 ) -> list[Line]:
-    """Return what was found between this machine and each host, and between the hosts.
+    """Return the results of checks between this machine and each host, and between the hosts.
 
     Args:
-        ports: First and last port that may be listened on, as `--ports` of `%cluster start`.
-        listen: Where the notebook is to listen, as its `--listen`.
+        ports: First and last allowed port for listening, as `--ports` of `%cluster start`.
+        listen: Where the notebook will listen, as `--listen`.
     """
     lines: list[Line] = []
     with contextlib.ExitStack() as stack:
@@ -330,7 +332,7 @@ def _begin(
 
 
 def _notebook(here: Host, hosts: Sequence[Host], ports: str, listen: str) -> list[Line]:
-    """Find where the notebook would listen for these hosts, as the start of a cluster does."""
+    """Find the notebook's listening address for these hosts, as at a cluster's start."""
     from ..cluster.hosts.configuration import LEAST_PORTS, launch_settings
     from ..cluster.hosts.places import way_to_hosts
     from ..cluster.hub import free_ports
@@ -373,12 +375,12 @@ def _notebook(here: Host, hosts: Sequence[Host], ports: str, listen: str) -> lis
 
 
 def _same(here: Host, hosts: Sequence[Host]) -> bool:
-    """Whether all of them are this machine."""
+    """Whether all hosts are this machine."""
     return all(one.facts["net"] == here.facts["net"] for one in hosts)
 
 
 def _engines(here: Host, hosts: Sequence[Host]) -> list[Line]:
-    """Say where engines would listen, and what of all that is encrypted."""
+    """Report where engines would listen, and which connections are encrypted."""
     if not hosts or not here.address:
         return []
     store, ports = hosts[0], here.ports
@@ -437,7 +439,7 @@ def _versions(here: Host, host: Host) -> tuple[Any, ...]:
 
 
 def _names(here: Host, host: Host) -> tuple[Any, ...]:
-    """Find the addresses by which the two reach each other; names need not be resolved for it."""
+    """Find the addresses at which the two reach each other; names do not have to be resolvable."""
     name = host.name.rpartition("@")[2]
     mine, theirs = here.facts["hostname"], host.facts["hostname"]
     found = {}
@@ -449,7 +451,7 @@ def _names(here: Host, host: Host) -> tuple[Any, ...]:
     host.address = usable[0] if usable else _ssh_address(host.name)
     if not here.address and host.address:
         here.address = here.ask("towards", address=host.address)["address"]
-    if here.address:  # engines listen where their way to the notebook begins
+    if here.address:  # engines listen on the interface of their route to the notebook
         way = host.ask("towards", address=here.address)
         host.address, host.interface = way["address"], way["interface"]
     back = found.get((host.called, mine), [])
@@ -465,7 +467,7 @@ def _names(here: Host, host: Host) -> tuple[Any, ...]:
 
 
 def _ssh_address(name: str) -> str:
-    """Return where ssh's own configuration says that a host is; empty: nobody knows."""
+    """Return a host's address from ssh's configuration; empty: unknown."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(["ssh", "-G", "--", name], capture_output=True, text=True, timeout=5,
                               check=False)  # fmt: skip
@@ -499,7 +501,7 @@ def _disk(here: Host, host: Host) -> tuple[Any, ...]:
 
 
 def shared_folder() -> Path:
-    """Return where hosts meet: WORKBENCH_SHARED, or a folder of the user's home."""
+    """Return the shared folder of the hosts: WORKBENCH_SHARED, or a folder in the user's home."""
     named = os.environ.get(SHARED_VARIABLE)
     return Path(named).expanduser() if named else Path.home() / ".local/share/workbench"
 
@@ -539,13 +541,13 @@ def _clock(here: Host, host: Host) -> tuple[Any, ...]:
 
 
 def _reach(a: Host, b: Host) -> Line:
-    """Whether `a` reaches a port of `b`, and a large message arrives whole."""
+    """Check whether `a` reaches a port of `b`, and whether a large message arrives completely."""
     id, what = f"host.{a.called}.to.{b.called}".replace(" ", "_"), f"{a.called} reaches {b.called}"
     where = b.address
     if not where:
         return Line(id, "unknown", what, f"the address of {b.called} is not known")
     try:
-        # The notebook keeps to the ports that it is told; those of engines are any.
+        # The notebook uses only the given ports; engines use any port.
         ports = list(range(b.ports[0], b.ports[1] + 1)) if b.ports and not b.name else [0]
         port = b.ask("listen", address=where, bytes=MESSAGE_BYTES, ports=ports)["port"]
         came = a.ask("connect", 16, address=where, port=port, bytes=MESSAGE_BYTES)
@@ -578,7 +580,7 @@ def _reach(a: Host, b: Host) -> Line:
 
 
 def _twins(ends: Sequence[Host]) -> list[Line]:
-    """Say which of them are the same machine or network, and whose names are equal."""
+    """Report which hosts are the same machine or network, and which have equal names."""
     lines = []
     for i, a in enumerate(ends):
         for b in ends[i + 1:]:  # fmt: skip

@@ -1,4 +1,4 @@
-"""Checks of this machine that need neither a framework nor a GPU, and are quick."""
+"""Quick checks of this machine that need no framework and no GPU."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from ..devices.leases import cpu_count
 from .report import Check, Line, Status
 
 Found = tuple[Any, ...]
-"""Status, what was found, and maybe the next step and the figures."""
+"""Status, result, and optionally the next step and the figures."""
 
 GB = 1 << 30
 LEAST: dict[str, str] = {
     "ipykernel": "6.17.1", "ipyparallel": "8.8", "ipywidgets": "7.7.1", "anywidget": "0.9.21",
     "pyzmq": "26", "numpy": "1.26", "cloudpickle": "3", "psutil": "5.9", "nvidia-ml-py": "12.535",
 }  # fmt: skip
-"""Packages that are needed, and the oldest version that is; as pyproject.toml says."""
+"""Required packages with their oldest version, as in pyproject.toml."""
 FRAMEWORKS: dict[str, str] = {"torch": "2.6", "tensorflow": "2.18"}
 SHM_BYTES, MEMORY_BYTES, DISK_BYTES = 256 << 20, 2 * GB, GB
 LEAST_FILES, LEAST_TASKS = 1024, 256
 SOCKET_PATH = 107
-"""Most characters of a Unix socket's path."""
+"""Largest length of a Unix socket's path."""
 UNDER_TMP = 50
-"""How many of them our sockets need below the temporary folder."""
+"""Number of characters that Workbench's sockets need below the temporary folder."""
 
 
 def checks() -> list[Check]:
-    """Return what is looked at, in the order of the report."""
+    """Return the checks, in the order of the report."""
     return [
         Check("machine.python", "Python", python),
         Check("machine.system", "system", system),
@@ -75,11 +75,11 @@ def look() -> list[Line]:
 def python() -> Found:
     """Which Python this is."""
     found = f"{platform.python_implementation()} {platform.python_version()}"
-    return "ok", found  # an older Python than is needed cannot import this
+    return "ok", found  # a Python that is too old cannot import this
 
 
 def system() -> Found:
-    """Whether this is a system on which it was tried."""
+    """Check whether Workbench was tested on this system."""
     found = f"{platform.system()} {platform.release()}, {platform.machine()}"
     if sys.platform == "win32":
         return "fail", found, "Windows needs WSL2: run `wsl --install`, and install Workbench there"
@@ -106,7 +106,7 @@ def older(found: str, least: str) -> bool:
 
 
 def versions(found: dict[str, str | None] | None = None) -> Found:
-    """Whether what is needed is installed, and new enough."""
+    """Check whether the required packages are installed and new enough."""
     have = {name: version(name) for name in LEAST} if found is None else found
     lacking = [name for name, one in have.items() if one is None]
     old = [f"{n} {one} < {LEAST[n]}" for n, one in have.items() if one and older(one, LEAST[n])]
@@ -120,7 +120,7 @@ def versions(found: dict[str, str | None] | None = None) -> Found:
 
 
 def frameworks(found: dict[str, str | None] | None = None) -> Found:
-    """Whether there is a framework to train with."""
+    """Check whether a framework for training is installed."""
     have = {name: version(name) for name in FRAMEWORKS} if found is None else found
     old = [f"{n} {v} < {FRAMEWORKS[n]}" for n, v in have.items() if v and older(v, FRAMEWORKS[n])]
     if old:
@@ -133,11 +133,11 @@ def frameworks(found: dict[str, str | None] | None = None) -> Found:
     return "ok", ", ".join(words), "", dict(have)
 
 
-# -- what there is of everything -------------------------------------------------------------------
+# -- resources -------------------------------------------------------------------
 
 
 def cores() -> Found:
-    """How many cores may be used: of the machine, the affinity, a container's quota."""
+    """Check the number of usable cores: machine, affinity, a container's quota."""
     usable, all_cores = cpu_count(), os.cpu_count() or 1
     figures = {"usable": usable, "all": all_cores}
     found = f"{usable} of {all_cores} can be used" if usable < all_cores else str(all_cores)
@@ -152,7 +152,7 @@ def cores() -> Found:
 
 
 def memory(limit_bytes: int | None = None, free_bytes: int | None = None) -> Found:
-    """How much memory there is, for this container too."""
+    """Check the memory of the machine, or of this container."""
     import psutil
 
     total, available = _cgroup_memory()
@@ -178,7 +178,7 @@ def memory(limit_bytes: int | None = None, free_bytes: int | None = None) -> Fou
 
 
 def _cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, int | None]:
-    """Return the control group's limit and what is left of it; None: it has none."""
+    """Return the control group's limit and the free part of it; None: it has no limit."""
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -191,7 +191,7 @@ def _cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, int
 
 
 def shm(folder: Path = Path("/dev/shm")) -> Found:
-    """Whether DataLoader's workers, servers and NCCL have room to share memory."""
+    """Check whether DataLoader's workers, servers and NCCL have enough shared memory."""
     if not folder.is_dir():
         return ("unknown" if sys.platform != "linux" else "fail"), f"there is no {folder}", (
             "mount a tmpfs there"
@@ -208,7 +208,7 @@ def shm(folder: Path = Path("/dev/shm")) -> Found:
 
 
 def open_files(soft: int | None = None) -> Found:
-    """How many files and sockets a process may have open."""
+    """Check the number of files and sockets that a process can open."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = limit if soft is None else soft
     figures = {"soft": limit, "hard": hard}
@@ -223,7 +223,7 @@ def open_files(soft: int | None = None) -> Found:
 
 
 def tasks(most: int | None = None) -> Found:
-    """How many processes and threads there may be."""
+    """Check the limit of processes and threads."""
     if most is None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         found = [] if soft == resource.RLIM_INFINITY else [soft]
@@ -242,7 +242,7 @@ def tasks(most: int | None = None) -> Found:
 
 
 def memlock() -> Found:
-    """How much memory may be locked, which InfiniBand needs."""
+    """Check how much memory can be locked, which InfiniBand needs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     infiniband = Path("/dev/infiniband").is_dir()
     figures = {"soft_bytes": soft, "infiniband": infiniband}
@@ -265,7 +265,7 @@ def _count(number: int) -> str:
 
 
 def loopback(host: str = "127.0.0.1", timeout_s: float = 5.0) -> Found:
-    """Whether a process can be reached on this machine."""
+    """Check whether a process can be reached on this machine."""
     began = time.perf_counter()
     with socket.socket() as server:
         server.settimeout(timeout_s)
@@ -278,7 +278,7 @@ def loopback(host: str = "127.0.0.1", timeout_s: float = 5.0) -> Found:
                 answer = taken.recv(4)
     took_ms = 1e3 * (time.perf_counter() - began)
     if answer != b"ping":
-        return "fail", f"something else answers on {host}", "look for a proxy or a firewall"
+        return "fail", f"another program answers on {host}", "look for a proxy or a firewall"
     name_ms = _name_ms(host)
     figures = {"connect_ms": round(took_ms, 2), "name_ms": round(name_ms, 1)}
     if name_ms > 500:
@@ -299,11 +299,11 @@ FORK = "import os, sys; pid = os.fork() or os._exit(0); sys.exit(os.waitpid(pid,
 
 
 def fork() -> Found:
-    """Whether a process can fork; tried in one that has no threads."""
+    """Check whether a process can fork; uses a process without threads."""
     import subprocess
 
     if not hasattr(os, "fork"):
-        return "warn", "there is no fork here", "engines are started one by one, in seconds each"
+        return "warn", "there is no fork here", "engines start one by one, each in seconds"
     done = subprocess.run(
         [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=10, check=False
     )
@@ -313,7 +313,7 @@ def fork() -> Found:
 
 
 def temporary(folder: Path | None = None) -> Found:
-    """Whether the temporary folder can be used, and its name leaves room for sockets."""
+    """Check whether the temporary folder can be used, and its path is short enough for sockets."""
     folder = folder or Path(tempfile.gettempdir())
     step = "export TMPDIR=/tmp, or another short path with room"
     status, found, figures = _place(folder)
@@ -323,7 +323,7 @@ def temporary(folder: Path | None = None) -> Found:
 
 
 def runs() -> Found:
-    """Whether runs can be kept."""
+    """Check whether runs can be stored."""
     from ..history import folders
 
     status, found, figures = _place(folders.runs_root())
@@ -348,7 +348,7 @@ def _place(folder: Path) -> tuple[Status, str, dict[str, Any]]:
 
 
 def encoding() -> Found:
-    """Whether text outside ASCII survives."""
+    """Check whether text with characters outside ASCII can be written."""
     files, preferred = sys.getfilesystemencoding(), locale.getpreferredencoding(False)
     found = f"files {files}, text {preferred}"
     if {name.lower().replace("-", "") for name in (files, preferred)} != {"utf8"}:
@@ -361,7 +361,7 @@ SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "pit")
 
 
 def clock(source: str | None = None) -> Found:
-    """Whether reading the clock is cheap: each step is timed."""
+    """Check whether reading the clock is fast, because each step is timed."""
     if source is None:
         try:
             source = CLOCK.read_text().strip()
@@ -384,7 +384,7 @@ def clock(source: str | None = None) -> Found:
 
 
 def limits() -> Found:
-    """What an administrator, or the user's environment, limits."""
+    """Report the limits of an administrator or of the user's environment."""
     found = administrators.load()
     if not found.sources:
         return "ok", "none"
@@ -396,7 +396,7 @@ MANAGERS = ("@jupyter-widgets/jupyterlab-manager", "anywidget")
 
 
 def widgets(roots: Sequence[Path] | None = None) -> Found:
-    """Whether JupyterLab on this machine can show the dashboard."""
+    """Check whether JupyterLab on this machine can show the dashboard."""
     import json
 
     if roots is None:

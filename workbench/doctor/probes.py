@@ -1,6 +1,6 @@
 """The doctor's checks that use devices: each runs in its own process (`children.run`).
 
-They say lines, and facts (`facts.*`) that `gpus.py` judges.
+They report lines, and facts (`facts.*`) that `gpus.py` judges.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ABORT_S = 2.0
 
 
 def nvml(child: Child, library: Any = None, dev: Path = Path("/dev")) -> None:
-    """Say what the driver says, GPU by GPU: one that is lost does not hide the others."""
+    """Report the driver's data GPU by GPU, so that a lost GPU does not hide the others."""
     files = sorted(str(path) for path in dev.glob("nvidia[0-9]*")) or [
         str(path) for path in dev.glob("nvidiactl")
     ]
@@ -39,7 +39,7 @@ def nvml(child: Child, library: Any = None, dev: Path = Path("/dev")) -> None:
 
             library = pynvml
         library.nvmlInit()
-    except Exception as error:  # it is not installed, there is no driver, or they do not fit
+    except Exception as error:  # it is not installed, there is no driver, or the two do not match
         child.say("ok", "facts.nvml", "", "", **facts, error=f"{type(error).__name__}: {error}")
         return
     facts["driver"] = _text(library.nvmlSystemGetDriverVersion())
@@ -60,7 +60,7 @@ def _gpu(library: Any, index: int) -> dict[str, Any]:
     except Exception as error:
         found["error"] = str(error)
         return found
-    # What comes now is not known of every GPU, and worth no error.
+    # Not every GPU reports the following values, so a missing value is not an error.
     cut = _try(library, "nvmlDeviceGetMigMode", handle, default=(0, 0))
     found["mig"] = int(cut[0])
     found["mode"] = int(_try(library, "nvmlDeviceGetComputeMode", handle, default=0))
@@ -73,7 +73,7 @@ def _gpu(library: Any, index: int) -> dict[str, Any]:
 
 
 def _try(library: Any, name: str, *args: Any, default: Any) -> Any:
-    """Call what older bindings, drivers and some GPUs do not have."""
+    """Call a function that older bindings, drivers and some GPUs do not have."""
     try:
         return getattr(library, name)(*args)
     except Exception:
@@ -97,7 +97,7 @@ def _xid() -> list[str]:
 
 
 def cuda(child: Child) -> None:
-    """What torch sees, and whether it computes, copies and measures rightly."""
+    """Report the GPUs that torch sees, and check its computation, copies and measurements."""
     import torch
 
     build: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda,
@@ -119,7 +119,7 @@ def cuda(child: Child) -> None:
 
 
 def _own_pid(child: Child) -> None:
-    """Say whether NVML lists this process, which has used every GPU, by its number here."""
+    """Report whether NVML lists this process, which has used every GPU, with its pid."""
     with contextlib.suppress(Exception):
         import pynvml
 
@@ -202,7 +202,7 @@ def _events(child: Child, torch: Any) -> None:
 
 
 def drift(child: Child) -> None:
-    """How fast each GPU's clock runs against this machine's."""
+    """Measure the speed of each GPU's clock relative to this machine's clock."""
     import torch
 
     what = "GPU clock compared with the machine's"
@@ -281,7 +281,7 @@ _RESULT = re.compile(r"RIGHT (\w+) RATE ([\d.]+) PID (\d+)")
 
 
 class Pair:
-    """Two processes that make a group."""
+    """Two processes with a process group."""
 
     def __init__(self, device: str) -> None:
         port = str(free_port())
@@ -294,10 +294,10 @@ class Pair:
         self.device, self.said = device, ["", ""]
 
     def until(self, rank: int, word: str) -> str:
-        """Read what a rank prints until a line with the word; return that line.
+        """Read a rank's output until a line with the word; return this line.
 
         Raises:
-            RuntimeError: It ended without saying it.
+            RuntimeError: The rank ended without this line.
         """
         stream = self.processes[rank].stdout
         assert stream is not None
@@ -329,7 +329,7 @@ def _pair_result(pair: Pair) -> tuple[bool, float, list[int]]:
 
 
 def _say_sums(child: Child, check: str, what: str, pair: Pair) -> list[int]:
-    """Say whether the two's sums are right, how fast and over what; return their process ids."""
+    """Report whether both sums are correct, their speed and transport; return the process ids."""
     right, rate, pids = _pair_result(pair)
     figures: dict[str, Any] = {"bandwidth_gb_s": rate}
     said = f"correct, {rate:.2f} GB/s"
@@ -343,7 +343,7 @@ def _say_sums(child: Child, check: str, what: str, pair: Pair) -> list[int]:
 
 
 def gloo(child: Child) -> None:
-    """Two processes add up over gloo."""
+    """Check a sum of two processes over gloo."""
     what = "gloo all-reduce of two processes"
     pair = Pair("cpu")
     try:
@@ -354,7 +354,7 @@ def gloo(child: Child) -> None:
 
 
 def nccl(child: Child) -> None:
-    """Two ranks add up over NCCL, are told to give up, and leave no context on GPU 0."""
+    """Check that two ranks can sum over NCCL, abort, and leave no context on GPU 0."""
     what = "NCCL all-reduce of two ranks"
     pair = Pair("cuda")
     try:
@@ -387,7 +387,7 @@ def _contexts(child: Child, pids: list[int]) -> None:
         }  # fmt: skip
         known = [pid for pid in pids if any(pid in here for here in on_gpu.values())]
         if not known:
-            child.say("unknown", "gpu.contexts", what, "NVML does not list our processes by pid")
+            child.say("unknown", "gpu.contexts", what, "NVML does not list these processes by pid")
             return
         many = [i for i, here in on_gpu.items() if len(set(pids) & set(here)) > 1]
         child.say("fail" if many else "ok", "gpu.contexts", what,
@@ -398,7 +398,7 @@ def _contexts(child: Child, pids: list[int]) -> None:
 
 
 def tensorflow(child: Child) -> None:
-    """TensorFlow sees the GPUs, takes memory as it needs it, and computes."""
+    """Check that TensorFlow sees the GPUs, takes only needed memory, and computes correctly."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import tensorflow as tf
 
@@ -418,14 +418,14 @@ def tensorflow(child: Child) -> None:
         with tf.device("CPU:0"):
             off = float(tf.reduce_max(tf.abs(product - tf.linalg.matmul(a, a))))
         used = int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
-        good = off < 1.0 and used < 1 << 30  # TF32 may round products of 512 terms
+        good = off < 1.0 and used < 1 << 30  # TF32 can round products of 512 terms
         child.say("ok" if good else "warn", "gpu.tensorflow", what,
                   f"{len(gpus)} GPUs, {used / 1e6:.0f} MB used, products off by {off:.1e}",
                   used_bytes=used)  # fmt: skip
 
 
 def warm(child: Child) -> None:
-    """Whether what the warm parent imports leaves it fit to be forked."""
+    """Check whether the warm parent can be forked after its imports."""
     import torch
 
     what = "the warm parent can be forked"
@@ -464,7 +464,7 @@ def warm(child: Child) -> None:
 
 
 def cluster(child: Child) -> None:
-    """How long until two engines have added up in a cell."""
+    """Measure the time until two engines have done an all-reduce in a cell."""
     what = "two engines start and all-reduce"
     with child.trying("machine.cluster", what, "look at workbench ps and at the log in the error"):
         from ..session.cluster import Cluster

@@ -25,16 +25,16 @@ MARKS: Mapping[Status, str] = {"ok": "ok", "warn": "warn", "fail": "FAIL", "unkn
 
 @dataclass(frozen=True)
 class Line:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
         id: Stable name for programs: `gpu.matmul`.
-        status: `unknown`: it cannot be checked here, and `found` says why.
-        what: What was looked at, in a few words.
-        found: What was seen, with its values.
-        next_step: What the user can do now; empty where there is nothing to do.
-        seconds: How long the check took.
-        figures: What was measured, by name with the unit: `{"bandwidth_gb_s": 12.5}`.
+        status: `unknown`: the check is not possible here, and `found` says why.
+        what: The checked property, in a few words.
+        found: The observation, with its values.
+        next_step: What the user can do now; empty if there is nothing to do.
+        seconds: Duration of the check.
+        figures: Measured values, by name with the unit: `{"bandwidth_gb_s": 12.5}`.
     """
 
     id: str
@@ -46,7 +46,7 @@ class Line:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return it as JSON-ready data."""
         return asdict(self)
 
     @classmethod
@@ -54,7 +54,7 @@ class Line:
         """Read a line that another process wrote.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The text is not a line of a report.
         """
         known = {name: said[name] for name in cls.__dataclass_fields__ if name in said}
         if known.get("status") not in STATUSES or not {"id", "what", "found"} <= set(known):
@@ -68,9 +68,9 @@ class Report:
 
     Attributes:
         kind: `doctor` or `gpu-test`.
-        about: Of the machine: system, Python, when.
-        seconds: How long all of it took.
-        files: Names of what lies beside the report.
+        about: Data about the machine: system, Python, time.
+        seconds: Total duration.
+        files: Names of the files next to the report.
     """
 
     kind: str
@@ -84,7 +84,7 @@ class Report:
         self.lines += lines
 
     def counts(self) -> dict[str, int]:
-        """Return how many lines there are of each status."""
+        """Return the number of lines of each status."""
         return {s: sum(line.status == s for line in self.lines) for s in STATUSES}
 
     @property
@@ -94,11 +94,11 @@ class Report:
 
     @property
     def exit_status(self) -> int:
-        """For a shell: 0 all ok or warnings, 1 something failed."""
+        """Exit status for a shell: 0 all ok or warnings, 1 something failed."""
         return int(self.failed)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return it as JSON-ready data."""
         return {
             "schema": SCHEMA,
             "kind": self.kind,
@@ -164,7 +164,7 @@ class Report:
 
 
 def together(lines: Sequence[Line]) -> list[Line]:
-    """Return the lines for a reader: what cannot be checked for the same reason is one line."""
+    """Return the lines for a reader; impossible checks with the same reason share a line."""
     same: dict[str, list[Line]] = {}
     for line in lines:
         if line.status == "unknown":
@@ -188,7 +188,7 @@ def line_text(line: Line) -> str:
 
 
 def about_here() -> dict[str, Any]:
-    """Return what a report says of the machine it is of; no name of it or of its user."""
+    """Return a report's data about the machine, without its name or its user's name."""
     package = sys.modules[__name__.partition(".")[0]]
     return {
         "workbench": getattr(package, "__version__", ""),
@@ -200,10 +200,10 @@ def about_here() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Check:
-    """A check that runs in this process and takes no time to speak of.
+    """A check that runs in this process and takes very little time.
 
     Attributes:
-        look: Returns status, what was found, and maybe the next step and figures.
+        look: Returns status, result, and optionally the next step and figures.
     """
 
     id: str
@@ -211,7 +211,7 @@ class Check:
     look: Callable[[], tuple[Any, ...]]
 
     def run(self) -> Line:
-        """Return its result; a check that raises counts as one that could not be made."""
+        """Return its result; if the check raises an error, its status is unknown."""
         began = time.perf_counter()
         try:
             status, found, *rest = self.look()

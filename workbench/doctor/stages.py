@@ -1,6 +1,7 @@
-"""Stages of `--gpu-test`: each is a function that runs in a process of its own.
+"""Stages of `--gpu-test`: each is a function that runs in a separate process.
 
-What engines do is written as a user would: cells, and functions that travel. Run by `children.run`.
+Engines run code as a user would write it: cells, and functions that are sent to them. Run by
+`children.run`.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from . import gpus
 from .children import Child, main
 
 STEP_S = 20.0
-"""How long any of what is tried here may take before it counts as hanging."""
+"""Time after which an action here counts as hanging."""
 
 
 ON_ONE = "2 on one GPU"
-"""Title of the place where two workers share a GPU: gloo carries everything there."""
+"""Title of the place where two workers share a GPU; there, gloo sends all messages."""
 
 
 class Place(NamedTuple):
-    """Where engines of a stage compute."""
+    """The devices for engines of a stage."""
 
     title: str
     workers: int
@@ -36,7 +37,7 @@ class Place(NamedTuple):
 
 
 def places(child: Child) -> list[Place]:
-    """Return where a stage is done: one GPU gives a subset, and CPUs another."""
+    """Return the places of a stage: one subset for one GPU, another for CPUs."""
     device, gpus, quick = child.asked["device"], int(child.asked["gpus"]), child.asked["quick"]
     if device == "cpu":
         return [Place("2 on CPU", 2, "cpu")]
@@ -52,7 +53,7 @@ def places(child: Child) -> list[Place]:
 
 @contextlib.contextmanager
 def cluster_of(child: Child, place: Place, framework: str = "torch") -> Iterator[Any]:
-    """A cluster for a stage; where it is late, the log has its engines' stacks."""
+    """A cluster for a stage; if it is late, the log has its engines' stacks."""
     from ..session.cluster import Cluster
 
     cluster = Cluster(place.workers, devices=place.devices, framework=framework)
@@ -65,7 +66,7 @@ def cluster_of(child: Child, place: Place, framework: str = "torch") -> Iterator
 
 
 def end(cluster: Any) -> None:
-    """Stop a cluster; engines that do not leave are killed by pid."""
+    """Stop a cluster; engines that do not end are killed by pid."""
     pids = [engine.pid for engine in cluster.engines]
     stopping = threading.Thread(target=cluster.stop, daemon=True)
     stopping.start()
@@ -78,10 +79,10 @@ def end(cluster: Any) -> None:
 
 
 def cell(cluster: Any, source: str, limit_s: float = STEP_S, **how: Any) -> dict[int, Any]:
-    """Run a cell on all engines; return what each left in `found`.
+    """Run a cell on all engines; return the value of `found` on each.
 
     Raises:
-        TimeoutError: It did not end in time.
+        TimeoutError: The cell did not end in time.
     """
     task = cluster.execute(source, **how)
     if not task.over.wait(limit_s):
@@ -99,7 +100,7 @@ def cell(cluster: Any, source: str, limit_s: float = STEP_S, **how: Any) -> dict
 
 
 def surroundings(child: Child) -> None:
-    """Write down what is installed and what the driver says."""
+    """Record the installed packages and the driver's data."""
     out = Path(child.asked["out"])
     commands = {
         "collect_env.txt": [sys.executable, "-m", "torch.utils.collect_env"],
@@ -120,7 +121,7 @@ def surroundings(child: Child) -> None:
 
 
 def devices(child: Child) -> None:
-    """Each device computes products and convolutions as the CPU does."""
+    """Compare products and convolutions on each device with those on the CPU."""
     import torch
 
     found = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
@@ -192,7 +193,7 @@ dist.destroy_process_group()
 
 
 def group(child: Child) -> None:
-    """Two processes (one, on one GPU) make a group and add up: nothing of ours takes part."""
+    """Two processes (one, on one GPU) create a group and sum, without Workbench."""
     device, gpus = child.asked["device"], int(child.asked["gpus"])
     world = min(2, gpus) if device == "cuda" else 2
     out = Path(child.asked["out"])
@@ -218,7 +219,7 @@ def group(child: Child) -> None:
 
 
 def free_port() -> int:
-    """Return a port that was free a moment ago."""
+    """Return a port that is free at this moment."""
     import socket
 
     with socket.socket() as sock:
@@ -297,7 +298,7 @@ def _collectives(child: Child, place: Place, cluster: Any) -> None:
 
 
 def slug(place: Place) -> str:
-    """Return how ids call a place."""
+    """Return the name of a place in ids."""
     return place.title.lower().replace(" ", "_")
 
 
@@ -308,13 +309,13 @@ wb: Any = None  # of the engine on which the function runs
 
 
 def train(steps=20, kind="float64", **more):  # type: ignore[no-untyped-def,unused-ignore]
-    """Train a small network; its source travels to the engines, without names of this module."""
+    """Train a small network; its source is sent to the engines, without names of this module."""
     import torch
 
     torch.manual_seed(3)
     dtype = getattr(torch, kind)
     x = torch.randn(96, 8, dtype=dtype)
-    y = x[:, :3].argmax(1)  # can be learnt, so that the loss falls also where steps are stale
+    y = x[:, :3].argmax(1)  # learnable, so that the loss falls even with stale steps
     layers = [torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)]
     model = torch.nn.Sequential(*layers).to(dtype)
     result = wb.fit(
@@ -325,7 +326,7 @@ def train(steps=20, kind="float64", **more):  # type: ignore[no-untyped-def,unus
 
 
 def strategies(child: Child) -> None:
-    """Each strategy of torch trains as one device does."""
+    """Check that each strategy of torch trains like one device."""
     for place in places(child):
         with child.trying(f"strategies.{slug(place)}", f"strategies on {place.title}"):
             _strategies(child, place)
@@ -372,7 +373,8 @@ def _strategies(child: Child, place: Place) -> None:
 
 
 def variants(entries: Sequence[Any]) -> Iterator[tuple[str, Any, dict[str, Any], bool]]:
-    """Yield each strategy with the options that make it exact, and as it is where it has none.
+    """Yield each strategy with the options that make it exact, or without options if there are
+    none.
 
     Yields:
         A name, the entry, the options, whether it must equal one device.

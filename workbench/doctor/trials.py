@@ -32,7 +32,7 @@ def several(child: Child) -> list[Place]:
 
 
 def telemetry(child: Child) -> None:
-    """An injected delay is measured: its rank, its place and its length."""
+    """Check that an injected delay is measured: its rank, its place and its length."""
     for place in several(child):
         with (
             child.trying(f"telemetry.{slug(place)}", f"telemetry on {place.title}"),
@@ -57,7 +57,7 @@ def _telemetry(child: Child, place: Place, cluster: Any) -> None:
 
     quiet = measured(steps=20 if child.asked["quick"] else 200)
     wait_ms = max(quiet["sync_wait_s"])
-    exact = place.title.endswith("GPUs")  # who shares cores or a GPU really waits for its turn
+    exact = place.title.endswith("GPUs")  # workers that share cores or a GPU really wait
     id, what = f"telemetry.{slug(place)}", f"{place.title}: "
     child.say("ok" if wait_ms < FALSE_WAIT_MS or not exact else "fail", f"{id}.quiet",
               f"{what}sync wait without a fault", f"{wait_ms:.2f} of {quiet['step_s'][0]:.2f} ms",
@@ -96,7 +96,7 @@ device: Any = None  # both of the engine on which the function runs
 
 
 def train_with(steps=8, precision=None, compiled=False, accumulate=1, processes=0, norm=False):  # type: ignore[no-untyped-def,unused-ignore]
-    """Train in some special way; its source travels to the engines."""
+    """Train in a special way; its source is sent to the engines."""
     import torch
 
     torch.manual_seed(3)
@@ -136,7 +136,7 @@ WAYS: dict[str, tuple[tuple[Any, ...], dict[str, str]]] = {
 
 
 def ways(child: Child) -> None:
-    """Mixed precision, compile, accumulation, loaders with processes: the loss stays a number."""
+    """Check that the loss stays a number: mixed precision, compile, accumulation, loaders."""
     import math
 
     from ..errors import WorkbenchError
@@ -171,7 +171,7 @@ def ways(child: Child) -> None:
 
 
 def checkpoints(child: Child) -> None:
-    """A run resumed from a checkpoint ends with the same weights as an uninterrupted one."""
+    """Check that a resumed run ends with the same weights as an uninterrupted run."""
     import numpy as np
 
     from ..notebook.session import resume
@@ -206,7 +206,7 @@ if torch.device(device).type == "cuda":
 
 
 def memory(child: Child) -> None:
-    """What idle engines hold, and whether `%cluster free` gives it back."""
+    """Measure the memory of idle engines, and check whether `%cluster free` releases it."""
     import psutil
 
     place = places(child)[-1 if child.asked["device"] == "cpu" else 0]
@@ -236,12 +236,12 @@ def memory(child: Child) -> None:
         child.say("ok" if left < 32 << 20 else "fail", "memory.free", "256 MB given back by free",
                   f"{left >> 20} MB reserved in the engine", reserved_bytes=left)  # fmt: skip
         grown = {i: (now[i] - used.get(i, 0)) >> 20 for i in now}
-        child.say("ok", "memory.gpu", "what engines hold of each GPU", f"{grown} MB",
+        child.say("ok", "memory.gpu", "memory of engines on each GPU", f"{grown} MB",
                   grown_mb=grown)  # fmt: skip
 
 
 def gpu_used() -> dict[int, int]:
-    """Return the bytes in use on each GPU, as NVML says."""
+    """Return the bytes in use on each GPU, from NVML."""
     with contextlib.suppress(Exception):
         import pynvml
 
@@ -255,17 +255,17 @@ def gpu_used() -> dict[int, int]:
 
 
 def refusals(child: Child) -> None:
-    """Impossible requests are refused at once, with a sentence and a code."""
+    """Check that impossible requests are refused at once, with a sentence and a code."""
     from ..errors import WorkbenchError
     from ..session.cluster import Cluster
 
     device, gpus = child.asked["device"], int(child.asked["gpus"])
     asks: dict[str, Callable[[], Any]] = {
-        "a GPU that is not there": lambda: Cluster(1, devices="99"),
-        "devices that are no devices": lambda: Cluster(1, devices="fast ones"),
+        "a GPU that does not exist": lambda: Cluster(1, devices="99"),
+        "devices that are not devices": lambda: Cluster(1, devices="fast ones"),
     }
     if device == "cpu" and not gpus:
-        asks["GPUs where there are none"] = lambda: Cluster(1, devices="cuda")
+        asks["GPUs on a machine without GPUs"] = lambda: Cluster(1, devices="cuda")
     for what, ask in asks.items():
         id = f"refusals.{what.replace(' ', '_')}"
         began = time.perf_counter()
@@ -293,7 +293,7 @@ model.fit(*wb.data.digits("train", arrays=True), epochs=2, batch_size=64, verbos
 
 
 def tensorflow(child: Child) -> None:
-    """TensorFlow's strategies train, then PyTorch in the same cluster."""
+    """Check that TensorFlow's strategies train, and then PyTorch in the same cluster."""
     from importlib.util import find_spec
 
     from .. import catalog
@@ -403,7 +403,7 @@ dist.destroy_process_group()
 
 
 def speed(child: Child) -> None:
-    """Steps a second against torchrun's plain DDP, and the time from start to the first step."""
+    """Measure steps per second against torchrun's plain DDP, and the time to the first step."""
     place = places(child)[0]
     gpu = place.devices != "cpu"
     quick = child.asked["quick"]
@@ -433,7 +433,8 @@ def speed(child: Child) -> None:
                 ours.append(float(cluster.pull(["found"], [0])[0]["found"]))
                 theirs.append(_torchrun(script, place.workers))
         ratio = statistics.median(ours) / statistics.median(theirs)
-        # On the CPU the data's way to the model differs, and two cores are noisy: a figure only.
+        # On the CPU the data reaches the model in another way, and two cores are noisy, so this is
+        # only a figure.
         status: Any = "ok" if not gpu or ratio >= 0.97 else "warn"
         child.say(status, "speed.mirrored", f"{place.title}: mirrored against torchrun's DDP",
                   f"{ratio:.3f} of its steps a second ({statistics.median(ours):.0f}/s)",
@@ -453,7 +454,7 @@ def _torchrun(script: Path, workers: int) -> float:
 
 
 def labs(child: Child) -> None:
-    """The cells of the first labs, with their solutions, in an IPython shell."""
+    """Run the cells of the first labs, with their solutions, in an IPython shell."""
     solved = Path(__file__).parents[2] / "notebooks/solutions"
     names = ["lab_1_solved.ipynb"] if child.asked["quick"] else [
         "lab_1_solved.ipynb", "lab_2_solved.ipynb"
@@ -466,7 +467,7 @@ def labs(child: Child) -> None:
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.utils.capture import capture_output
 
-    os.chdir(child.asked["out"])  # they write the work that students hand in
+    os.chdir(child.asked["out"])  # these cells write the files that students hand in
     shell: Any = InteractiveShell.instance()
     for name in names:
         cells = json.loads((solved / name).read_text("utf-8"))["cells"]

@@ -1,7 +1,7 @@
-"""What an engine does, written into its cluster's folder as it goes.
+"""The activity of an engine, written into its cluster's folder.
 
-    doing/engine-<i>.jsonl      busy or not, since when, with which call, how the last one ended:
-                                the last line is the present state
+    doing/engine-<i>.jsonl      busy or not, since when, with which call, how the last call ended:
+    the last line is the present state
     doing/out-<i>-<n>.jsonl     the call's output, in segments: the first and the latest
 
 `workbench ps` shows it. A notebook that takes over a kept cluster reads here what was printed, and
@@ -33,24 +33,24 @@ OUTPUTS = frozenset(
 
 
 class Diary:
-    """One engine's diary.
+    """One engine's activity log.
 
     Args:
-        folder: The cluster's.
-        outputs: Whether to write down the output; only a kept cluster needs it.
+        folder: The cluster's folder. outputs: Whether to record the output; only a kept cluster
+            needs it.
     """
 
     def __init__(self, folder: Path, engine: int, *, outputs: bool) -> None:
         self._folder, self._engine, self._outputs = folder / DOING, engine, outputs
         self._call = ""
         self._segment, self._size = 0, 0
-        self._wrote = True  # perhaps another diary did, before this one
+        self._wrote = True  # perhaps an earlier log did
         self._page = Page(self._folder / f"engine-{engine}.jsonl")
         self._lock = threading.Lock()
         self._write({"busy": False})
 
     def begin(self, call: str, what: str) -> None:
-        """A cell begins; the outputs of the one before are forgotten."""
+        """A cell begins; the outputs of the cell before are deleted."""
         with self._lock:
             self._segment, self._size, self._call = 0, 0, call
             if self._wrote:
@@ -60,7 +60,7 @@ class Diary:
         self._write({"busy": True, "call": call, "what": what})
 
     def end(self, outcome: CellOutcome) -> None:
-        """The cell is over; all that it printed has been written."""
+        """The cell is over; all its output has been written."""
         with self._lock:
             call, self._call = self._call, ""
         self._write({"busy": False, "call": call, "outcome": outcome.to_wire()})
@@ -82,7 +82,7 @@ class Diary:
     def _turn_over(self) -> None:
         self._segment, self._size = self._segment + 1, 0
         old = self._segment - LATEST_SEGMENTS
-        if old > 0:  # the first one tells how it began
+        if old > 0:  # the first segment shows the beginning
             self._path(old).unlink(missing_ok=True)
 
     def _path(self, segment: int) -> Path:
@@ -92,7 +92,7 @@ class Diary:
         self._page.write({"pid": os.getpid(), "since": time.time(), "call": "", **fields})
 
     def close(self) -> None:
-        """Close the file; another diary follows."""
+        """Close the file; another log follows."""
         self._page.close()
 
 

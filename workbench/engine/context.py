@@ -1,12 +1,12 @@
-"""The run an engine is taking part in: the context of strategies, `wb.fit` and `wb.log`.
+"""The run in which an engine takes part: the context of strategies, `wb.fit` and `wb.log`.
 
-Its board holds what the engines of a run tell each other before they are connected. A value that
+Its board holds the values that engines of a run exchange before they are connected. A value that
 one engine posts (`RunContext.post`) goes over its control link to the kernel, which passes it to
 every engine of the run:
 
     worker 1 -- post("address", "127.0.0.1:40123") --> kernel --> board of each engine
 
-It is meant for a few small values per run: addresses, "I am there", "it is over".
+It is for a few small values per run: addresses, "I am ready", "it is over".
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Rendezvous:
             names: The names of ranks in an error message.
 
         Raises:
-            ClusterError: Not all of them did within `timeout_s`; names the missing ones.
+            ClusterError: Not all did within `timeout_s`; the error names the missing ones.
         """
         wanted = list(ranks)
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -90,7 +90,7 @@ class RunContext:
     Attributes:
         spec: The kernel's request; its rank and world size are those of the present members.
         recorder: Rows of the run.
-        gate: Asked before each step.
+        gate: Asked for permission before each step.
         faults: Injected delays.
         emit: Sends events.
         trained: Steps done in this run, in any way; 0 at the end of a strategy cell is an error.
@@ -101,23 +101,22 @@ class RunContext:
             workers' copies must be equal then (`strategies.torch.guard`).
         strategy: The live strategy object, set by `wb.fit` and `wb.prepare`, closed by the runtime.
         step: The current step, for `wb.log`.
-        options_read: Whether the line's overrides were honoured: by `wb.fit`, or by a cell that
-            reads `wb.options`.
+        options_read: Whether the line's overrides were used: by `wb.fit`, or by a cell that reads
+            `wb.options`.
         unread: Names of `--set` that the cell has not read yet.
         initial_read: Whether a model was given the weights that `--init-from` names.
-        failed: Whether the cell ended in an error or was interrupted; known once it has ended.
+        failed: Whether the cell ended in an error or was interrupted; known after its end.
         settle: Waits until the device has finished its work, at the end of a phase.
-        fetch_s: How long the current batch took to fetch, for timers that read clocks later.
+        fetch_s: The time to fetch the current batch, for timers that read clocks later.
         links: To each server of the run, if the strategy has servers.
-        dialled: The connections on which they are built, as soon as each exists.
-        connect: Makes them again, for a rank and a generation of the workers.
-        hub: On a server: its links to the workers.
-        copy_hub: On a server that holds a copy of another's part: the links for that.
-        successor: On a server whose part is held twice: its link to the copy.
-        remote_devices: The devices, as shown, of the workers to which this engine hands out work.
-        board: What the engines of the run have posted to each other, through the kernel.
-        membership: Who takes part, if the set of workers may change during training.
-        departure: What this process does once it is told to end.
+        dialled: The connections of these links, as soon as each exists. connect: Makes the links
+            again, for a rank and a generation of the workers. hub: On a server: its links to the
+            workers. copy_hub: On a server with a copy of another server's part: the links for the
+            copy. successor: On a server whose part has a copy: its link to the copy.
+        remote_devices: The shown devices of the workers to which this engine gives steps. board:
+            The values that the engines of the run have posted to each other, through the kernel.
+            membership: The present workers, if the set of workers can change during training.
+            departure: Handles the order to end this process.
         checkpoints: Writes and reads this cell's checkpoints; made when first needed.
         train_s, eval_s: Wall time of training without evaluation and pauses; of evaluation.
         weights: Called at the end of the run for the final weights; None if nothing was trained.
@@ -164,7 +163,7 @@ class RunContext:
         self.emit(events.Posted(rank=self.spec.rank, topic=topic, value=value))
 
     def log_memory(self, held_bytes: float) -> None:
-        """Log what this worker holds between steps; NaN is not known."""
+        """Log the memory that this worker holds between steps; NaN means not known."""
         if held_bytes == held_bytes:
             values = {"memory_bytes": float(held_bytes)}
             self.emit(events.Logged(rank=self.spec.row_rank, step=self.step, values=values))
@@ -187,7 +186,7 @@ class RunContext:
             link.break_off()
 
     def workers_done(self) -> None:
-        """On a server: no worker will replace one that has left; from any thread."""
+        """On a server: note that no worker will replace a worker that has left; from any thread."""
         for hub in (self.hub, self.copy_hub):
             if hub is not None:
                 hub.expect_nobody()
@@ -218,21 +217,21 @@ _current: RunContext | None = None
 
 
 def current() -> RunContext | None:
-    """Return the run under way in this engine, or None."""
+    """Return the current run of this engine, or None."""
     return _current
 
 
 def set_current(context: RunContext | None) -> None:
-    """Make `context` the run under way."""
+    """Make `context` the current run."""
     global _current
     _current = context
 
 
 def require(what: str) -> RunContext:
-    """Return the run under way.
+    """Return the current run.
 
     Raises:
-        RunError: There is none; names the magic to put on top of the cell.
+        RunError: There is no run; the error names the magic for the first line of the cell.
     """
     if _current is None:
         raise RunError(

@@ -1,6 +1,6 @@
-"""What every strategy must do, in any framework.
+"""The methods of every strategy, in any framework.
 
-A strategy is one file that reads like the textbook's page on it: the algorithm, its source, a small
+A strategy is one file that reads like a page of a textbook: the algorithm, its source, a small
 message diagram in the module's docstring, and a class that derives from `Strategy`. It receives
 everything it needs (`context`), and closes in `close` everything it opens.
 """
@@ -28,7 +28,7 @@ NAN = float("nan")
 
 @dataclass
 class Job:
-    """What `wb.fit` was asked to train, checked; the same on every rank.
+    """The checked arguments of `wb.fit`; the same on every rank.
 
     Attributes:
         model: A module, or the result of the function that returns one.
@@ -38,8 +38,8 @@ class Job:
         batch_size: Global batch: the samples of one optimizer step over all workers.
         accumulate: Microbatches per worker and step; the global batch includes them.
         precision: None, `bf16` or `fp16`.
-        build: Builds the real model if `model` has its form but no memory (device `meta`), for
-            strategies whose workers hold a part of it.
+        build: Builds the real model if `model` has no memory (device `meta`), for strategies whose
+            workers hold a part of it.
     """
 
     model: Any
@@ -65,8 +65,8 @@ class Share:
 
     Attributes:
         data: The worker's samples, already collated (framework tensors on the CPU), ready for
-            the model; never empty: a worker without a sample holds one with `samples` 0.
-        samples: How many of them count.
+            the model; never empty: a worker without a sample holds one sample, with `samples` 0.
+            samples: How many of these samples count.
         global_samples: Samples of the whole batch over all workers (smaller at the end of an
             epoch). Gradients are weighted by `samples / global_samples`.
     """
@@ -95,7 +95,7 @@ _most_bytes: ContextVar[int | None] = ContextVar("most_bytes", default=None)
 
 @contextlib.contextmanager
 def weights_up_to(most_bytes: int) -> Iterator[None]:
-    """Make `Strategy.weights` raise `WeightsTooLargeError` for more, before it copies anything."""
+    """Make `Strategy.weights` raise `WeightsTooLargeError` above this size, before it copies."""
     token = _most_bytes.set(most_bytes)
     try:
         yield
@@ -114,16 +114,16 @@ class Strategy(ABC):
     """Base of all strategies; one instance lives for one run on one engine.
 
     Attributes:
-        per_cell: Whether one object serves the whole cell and is made before the cell runs; else
-            each `wb.fit` and `wb.prepare` of a cell gets its own.
+        per_cell: Whether one object serves the whole cell and is made before the cell runs.
+            Otherwise each `wb.fit` and `wb.prepare` of a cell gets its own object.
         injects_data_delay: Whether it handles the delays that are injected into `data` itself.
         state_is_collective: Whether `state` is a collective call.
         regroups: Whether its workers can continue with others (`leave_group`, `enter_group`).
-        split: Whether several workers hold a replica together, each a part of it (`part`).
-        copies: Whether all replicas are equal between steps, so that any worker's represents all.
-        met: How many meetings, after which all have agreed, are complete, if they are not copies.
-        owns_loop: Whether it takes all steps of a `wb.fit` itself (`run_loop`), because its
-            workers take them from one engine, each at its own pace.
+        split: Whether several workers hold a replica together, each a part of it (`part`). copies:
+            Whether all replicas are equal between steps, so that any replica represents all. met:
+            If they are not copies: the number of completed meetings after which all workers agree.
+        owns_loop: Whether it takes all steps of a `wb.fit` itself (`run_loop`), because one engine
+            gives its workers the steps, each at its own speed.
     """
 
     per_cell = False
@@ -137,7 +137,7 @@ class Strategy(ABC):
 
     @property
     def apart(self) -> bool:
-        """Whether each worker keeps its own pace and meets no others when the set changes."""
+        """Whether each worker has its own speed; workers then do not meet when the set changes."""
         return False
 
     def __init__(self, context: RunContext) -> None:
@@ -156,11 +156,13 @@ class Strategy(ABC):
 
     @property
     def eval_shard(self) -> tuple[int, int]:
-        """As `shard`, for evaluation sets."""
+        """Like `shard`, for evaluation sets."""
         return self.shard
 
     def shard_source(self, source: Any) -> Any:
-        """Return the data as this strategy distributes it; most strategies do not change it.
+        """Return the data in the form that this strategy distributes.
+
+        Most strategies do not change it.
 
         Called before `prepare` on all ranks.
         """
@@ -178,7 +180,7 @@ class Strategy(ABC):
     def evaluate(self, shares: Any) -> dict[str, float]:
         """Return loss and metrics over an evaluation set, by samples, equal on all ranks.
 
-        Asynchronous workers never meet: rank 0 scores the whole set, the others return nothing.
+        Asynchronous workers never meet: rank 0 scores the whole set, and the others return nothing.
         """
 
     @abstractmethod
@@ -187,17 +189,17 @@ class Strategy(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return everything needed to continue later, independent of the world size."""
+        """Return the state that is needed to continue later, independent of the world size."""
 
     @abstractmethod
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned, possibly with another world size."""
+        """Continue from the result of `state`, possibly with another world size."""
 
     def snapshot(self) -> dict[str, Any]:
-        """Return a checkpoint's common part: copies of what `state` returns.
+        """Return a checkpoint's common part: copies of the result of `state`.
 
-        Called on all ranks of a synchronous run, otherwise only on rank 0. Rank 0's answer is
-        written, so the others need not return one if nothing has to be gathered.
+        Called on all ranks of a synchronous run, otherwise only on rank 0. Rank 0's result is
+        written. The others do not have to return one if nothing must be gathered.
         """
         return self.state() if self.state_is_collective or self.rank == 0 else {}
 
@@ -206,7 +208,7 @@ class Strategy(ABC):
         return {}
 
     def load_own_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have none
-        """Continue from what `own_state` returned; called after `load_state`."""
+        """Continue from the result of `own_state`; called after `load_state`."""
 
     def wrap_loop(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
         """Take over a user's own loop (`wb.prepare`): return what the loop uses instead.
@@ -216,7 +218,7 @@ class Strategy(ABC):
         raise NotImplementedError(type(self).__name__)  # pragma: no cover - the catalog forbids it
 
     def wrap_another_loop(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        """Take over another pair of a loop that `wrap_loop` took over: a GAN has two.
+        """Take over another pair of model and optimizer in the same loop, as in a GAN.
 
         Raises:
             FitError: This strategy takes one pair.
@@ -240,9 +242,9 @@ class Strategy(ABC):
     # -- with others (`training/regrouping.py`), only for strategies that say so (`regroups`) ------
 
     def leave_group(self) -> None:
-        """Release everything that uses the process group; what was trained stays.
+        """Release everything that uses the process group; the trained state stays.
 
-        A step that has failed may only have changed gradients: it can be repeated.
+        A failed step must only have changed gradients, so that it can be repeated.
         """
         raise NotImplementedError(type(self).__name__)  # pragma: no cover - `regroups` forbids it
 
@@ -267,8 +269,8 @@ class Strategy(ABC):
     def settle_steps(self, generation: int) -> int:
         """Agree with the servers, which hold the parameters, on the steps that are complete.
 
-        Called before workers compare how far they are. A new worker of a strategy without meetings
-        has taken over before.
+        Called before workers compare their steps. In a strategy without meetings, a new worker has
+        taken over a state before.
 
         Returns:
             How many more steps are complete than this worker knew.
@@ -280,15 +282,15 @@ class Strategy(ABC):
         return self.state()
 
     def load_member_state(self, state: dict[str, Any]) -> None:
-        """Continue from what another worker's `member_state` returned."""
+        """Continue from the result of another worker's `member_state`."""
         self.load_state(state)
 
     def agreed(self) -> dict[str, Any]:
-        """Return what the workers have agreed on so far, plain data for new workers."""
+        """Return the workers' common decisions so far, as plain data for new workers."""
         return {}
 
     def bound(self) -> str:
-        """Return why the set of workers must not change under these options; empty if it may.
+        """Return why the set of workers cannot change with these options; empty if it can.
 
         Only called if it `regroups`.
         """
@@ -301,7 +303,7 @@ class Strategy(ABC):
 
     @property
     def ready(self) -> bool:
-        """Whether a failed step only lacks the message that another worker has taken it."""
+        """Whether a failed step can be completed if another worker has taken it."""
         return False
 
     def complete_step(self, agreed: dict[str, Any]) -> None:
@@ -312,11 +314,12 @@ class Strategy(ABC):
         """
         raise NotImplementedError(type(self).__name__)  # pragma: no cover - `ready` forbids it
 
-    # Replicas that are not copies stay what they are. Who is behind takes its steps alone (`shares`
-    # says on what), and takes over what all have agreed on, where it was broken out of that.
+    # Replicas that are not copies are kept. A worker that is behind takes its missing steps alone,
+    # on the samples of `shares`. If it was interrupted in a common average, it takes over the
+    # result.
 
     def completes_alone(self) -> bool:
-        """Whether a step that failed counts all the same; called once, after `leave_group`."""
+        """Whether a failed step counts anyway; called once, after `leave_group`."""
         return False
 
     def undo(self) -> None:  # noqa: B027 - most steps change nothing before they can fail
@@ -330,7 +333,7 @@ class Strategy(ABC):
         """Continue from the state that another worker handed over.
 
         Args:
-            comes: Whether this worker has just joined, and has no state of its own.
+            comes: Whether this worker has just joined, and has no own state.
 
         Returns:
             Whether this completes a step that had failed here.
@@ -346,14 +349,17 @@ class Strategy(ABC):
         return [(self.shard, None)]
 
     def break_off(self) -> None:  # noqa: B027 - most have no connections of their own
-        """End what blocks the training thread on its own connections; from another thread."""
+        """End waits of the training thread on this strategy's connections.
+
+        Called from another thread.
+        """
 
     def contributed(self, share: Share) -> StepResult:
         """Return the known results of a step that others completed with this worker's gradients."""
         raise NotImplementedError(type(self).__name__)  # pragma: no cover - `regroups` forbids it
 
     def finish(self) -> None:  # noqa: B027 - most strategies have nothing to settle
-        """Do what is left after the last step; called on all ranks, also after a Stop."""
+        """Do the remaining actions after the last step; called on all ranks, also after a Stop."""
 
     def serve(self) -> None:
         """Hold parameters until the workers are done; only for strategies with servers."""
@@ -369,4 +375,4 @@ class Strategy(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the engine as it was: unwrap the user's model and remove all hooks."""
+        """Restore the engine: unwrap the user's model and remove all hooks."""

@@ -1,7 +1,8 @@
 """Where ipyparallel enters an engine; the only engine module that knows IPython.
 
-For each of our requests an engine sends no more than is read. ipykernel announces each request,
-logs it, and passes both streams to its thread three times, which takes longer than an empty cell.
+For each of Workbench's requests, an engine sends only messages that are read. ipykernel announces
+each request, logs it, and passes both streams to its thread three times, which takes longer than an
+empty cell.
 The order of outputs is kept: everything that a cell printed is sent before `idle`, and `idle` means
 that nothing more follows.
 
@@ -62,7 +63,7 @@ _engine: Engine | None = None
 _diary: activity_log.Diary | None = None
 
 TELEMETRY = "workbench_telemetry"
-"""Message type that carries our frames over ipyparallel where the socket is out of reach."""
+"""Message type for frames over ipyparallel if the socket cannot be reached."""
 
 
 class IPythonShell:
@@ -86,13 +87,13 @@ class IPythonShell:
         shell.history_manager.input_hist_parsed.append(source)
         with held_back():
             result = shell.run_cell(source, store_history=False)
-            sys.stdout.flush()  # what C code printed counts too
+            sys.stdout.flush()  # output of C code counts too
             sys.stderr.flush()
         self._show_figures()
         sys.stdout.flush()
         sys.stderr.flush()
         error: BaseException | None = result.error_before_exec or result.error_in_exec
-        # An error's frames hold the cell's variables; who may keep it is `postmortem`.
+        # An error's frames hold the cell's variables; only `postmortem` may keep it.
         shell.last_execution_result = shell.InteractiveTB.tb = None
         return error
 
@@ -143,8 +144,8 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     for path in info.get("sys_path", ()):
         if path not in sys.path:
             sys.path.append(path)
-    # IPython's mark of a prompt. Nobody types here: libraries that refuse to start workers from a
-    # prompt (Lightning) should see what torchrun's workers are.
+    # IPython's mark of a prompt. There is no prompt here: libraries that refuse to start workers
+    # from a prompt (Lightning) should see a process like a torchrun worker.
     sys.__dict__.pop("ps1", None)
     about = {"pid": os.getpid(), "host": socket.gethostname(), "python": platform.python_version()}
     began = psutil.Process().create_time()
@@ -165,7 +166,7 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     _keep_diary(info)
     if cluster_env.folder() is not None:  # where multiprocessing puts its sockets
         vars(multiprocessing.current_process())["_config"]["tempdir"] = cluster_env.folder()
-    # What others (ipyparallel's launchers) have put there before the first cell is not the user's.
+    # Names that ipyparallel's launchers set before the first cell are not the user's.
     found = set() if attached_before else set(IPythonShell().namespace)
     departure = Departure() if _engine is None else _engine.departure
     watch = InterruptWatch(_break_out)
@@ -189,10 +190,10 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _behave_as_a_notebooks(shell: Any) -> None:
-    """Have what would need a terminal, or end the engine, do what it can in a notebook's cell."""
+    """Replace functions that need a terminal or end the engine by versions for a cell."""
     page = importlib.import_module("IPython.core.page")
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), priority=0)
-    shell.ask_exit = _leave  # what IPython's own `exit` calls, which a reset brings back
+    shell.ask_exit = _leave  # IPython's own `exit` calls this, and a reset restores that `exit`
     for name in ("exit", "quit"):
         shell.user_ns[name] = shell.user_ns_hidden[name] = _leave
         shell.builtin_trap.auto_builtins[name] = _leave  # in scripts and modules
@@ -202,7 +203,7 @@ def _behave_as_a_notebooks(shell: Any) -> None:
 
 
 class _Leave:
-    """What `exit` and `quit` are on an engine, which lives on."""
+    """The `exit` and `quit` of an engine; the engine continues."""
 
     def __repr__(self) -> str:
         return "exit() ends the cell on this engine"
@@ -221,7 +222,7 @@ def _home(info: Mapping[str, Any]) -> Home | None:
 
 
 def _keep_diary(info: Mapping[str, Any]) -> None:
-    """Write down what this engine does, where its cluster's folder is on this host."""
+    """Record this engine's activity, if its cluster's folder is on this host."""
     global _diary
     folder = Path(info.get("folder") or "/nowhere")
     if not folder.is_dir():
@@ -253,7 +254,7 @@ def cell(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answered(engine: Engine, outcome: CellOutcome) -> dict[str, Any]:
-    """Return an outcome as it travels; who was told to end ends once it has."""
+    """Return an outcome in its sent form; a process that was told to end ends after sending."""
     if engine.departure.is_due:
         engine.departure.leave(asyncio.get_running_loop())
     return outcome.to_wire()
@@ -286,7 +287,7 @@ def _leaving(value: Any) -> Any:
 
 
 def _with_devices() -> list[Any]:
-    """Return the modules that speak for devices, of the frameworks that are imported here."""
+    """Return the imported frameworks' modules for devices."""
     names = [f"workbench.engine.{framework}.accelerator" for framework in imported()]
     loaded = [sys.modules[name] for name in names if name in sys.modules]
     return [module for module in loaded if hasattr(module, "on_cpu")]
@@ -340,8 +341,8 @@ _loop: asyncio.AbstractEventLoop | None = None
 def _run_beside(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run a cell with a top-level `await` to its end, on a loop of its own.
 
-    ipyparallel calls us from within the engine's event loop, where no other loop may run; the
-    cell blocks the engine, as every cell does.
+    ipyparallel calls this function inside the engine's event loop, where no other loop can run. The
+    cell blocks the engine, like every cell.
     """
     global _loop
     if _loop is None:
@@ -352,7 +353,7 @@ def _run_beside(coroutine: Coroutine[Any, Any, Any]) -> Any:
     try:
         return _loop.run_until_complete(task)
     finally:
-        if not task.done():  # interrupted: it must not go on with the next cell
+        if not task.done():  # interrupted: it must not continue during the next cell
             task.cancel()
             _loop.run_until_complete(asyncio.wait([task]))
         asyncio.events._set_running_loop(engines_loop)
@@ -384,20 +385,20 @@ LET_GO_S = 2.0
 PIPE_BYTES = 1 << 16
 
 OURS = "workbench"
-"""Metadata of the kernel's requests (`cluster/calls.py`); others are answered as ever."""
+"""Metadata of the kernel's requests (`cluster/calls.py`); others are answered as usual."""
 
 NEEDED = ("_publish_status", "init_metadata", "should_handle", "get_parent", "aborted")
-"""What is made use of here; some of it is ipykernel's own affair."""
+"""The attributes that are used here; some are internals of ipykernel."""
 
 
 def shorten(kernel: Any) -> None:
-    """Let an engine's kernel answer our requests briefly."""
+    """Let an engine's kernel answer Workbench's requests with fewer messages."""
     if not all(hasattr(kernel, name) for name in NEEDED):
-        return  # another ipykernel: it answers as ever
+        return  # another ipykernel: it answers as usual
     say, metadata, handles = kernel._publish_status, kernel.init_metadata, kernel.should_handle
 
     def publish_status(status: str, channel: str, parent: Any = None) -> None:
-        # Nobody waits for `busy`: that a request was sent is known where it was.
+        # No receiver waits for `busy`, because the sender knows that it sent a request.
         if status != "busy" or not _is_ours(parent or kernel.get_parent(channel)):
             say(status, channel, parent)
 
@@ -444,11 +445,11 @@ def brief(stream: Any) -> None:
 
 
 class _Pipe:
-    """What C code and child processes print into a stream of ipykernel's.
+    """The output of C code and child processes in a stream of ipykernel.
 
-    ipykernel's thread reads it sooner or later; what a cell printed last could come after the cell
-    was over, and was lost then. Here whoever reads holds a lock until it is written on, so that
-    nothing is on its way between the two when the end of a cell has taken in what is there.
+    ipykernel's thread reads it sooner or later; a cell's last output could come after the end of
+    the cell, and was then lost. Here a reader holds a lock until it has written the text. So at the
+    end of a cell, after the last read, no text is between reader and writer.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -456,7 +457,7 @@ class _Pipe:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def begin(self) -> bool:
-        """Take over from ipykernel's thread; return whether it let go."""
+        """Take over from ipykernel's thread; return whether that worked."""
         stream = self._stream
         stream._should_watch = False  # it looks when it has read something, as in its `close`
         os.write(stream._original_stdstream_fd, b"\0")
@@ -481,7 +482,10 @@ class _Pipe:
                     return
 
     def take_in(self) -> None:
-        """Write on what is in the pipe now; a child that prints on and on does not hold this up."""
+        """Write the present content of the pipe.
+
+        A child that prints all the time does not block this.
+        """
         waiting = array.array("i", [0])
         with self._lock, contextlib.suppress(OSError):
             fcntl.ioctl(self._stream._fid, termios.FIONREAD, waiting)
@@ -491,10 +495,10 @@ class _Pipe:
                     os.write(self._stream._original_stdstream_fd, b"\0")
 
     def _take(self, most_bytes: int) -> bool:
-        """Read and write on; return whether the pipe goes on."""
+        """Read and write; return whether the pipe is still open."""
         try:
             data = os.read(self._stream._fid, most_bytes)
-        except BlockingIOError:  # the other one was here first
+        except BlockingIOError:  # the other reader was first
             return True
         if text := self._decoder.decode(data):
             self._stream.write(text)
@@ -517,7 +521,7 @@ def names_in(source: str) -> set[str]:
 def lend(source: str) -> dict[str, bytes]:
     """Return the user's variables that a cell mentions, packed; empty if one cannot be sent.
 
-    More than `MOST_BYTES` in total stays here as well: it is faster to load it again.
+    If the total exceeds `MOST_BYTES`, nothing is sent, because loading the data again is faster.
     """
     wanted, space = names_in(source), IPythonShell().namespace
     packed: dict[str, bytes] = {}
@@ -527,7 +531,7 @@ def lend(source: str) -> dict[str, bytes]:
             continue
         try:
             data = _packed(space[name])
-        except Exception:  # a lock, a file, a generator: objects raise what they like
+        except Exception:  # a lock, a file, a generator: packing can raise any error
             data = b""
         packed[name] = data if len(data) <= left_bytes else b""
         left_bytes -= len(packed[name])

@@ -1,7 +1,7 @@
 """Makes SIGINT end a blocked collective.
 
 A gloo collective waits in C++, where a signal does not reach Python: the handler runs only when the
-call returns, which may be never. But Python writes a byte to the wake-up descriptor at once. A
+call returns, and it may never return. But Python writes a byte to the wake-up descriptor at once. A
 watchdog thread reads it, gives the main thread a moment to leave by itself, and then shuts the
 group's sockets down: the collective raises and KeyboardInterrupt follows. If that is not enough,
 the worker is waiting in the store for a peer that never came; then the store's connection is shut
@@ -73,10 +73,10 @@ class InterruptWatch:
             self._shields -= 1
 
     def begin_clearing(self, whole: bool) -> None:
-        """Ignore interrupts for `CLEARING_S` from now on: the cell was told to end and did.
+        """Ignore interrupts for `CLEARING_S` seconds, because the cell has ended as requested.
 
-        They were sent to end the cell, and would leave half of it behind: sockets open, weights
-        unsaved. Clearing away that takes longer is stuck.
+        They were sent to end the cell, and would now interrupt its cleanup: sockets would stay
+        open, weights unsaved. A cleanup that takes longer is stuck.
 
         Args:
             whole: Whether all workers succeed; otherwise interrupts still break collectives.
@@ -113,7 +113,7 @@ class InterruptWatch:
 def leave_signals_to_us(kernel: Any) -> None:
     """Let an engine ignore interrupts unless a cell runs; call it from the main thread.
 
-    ipykernel lets them raise as long as it handles a message. An interrupt that comes before the
+    ipykernel lets interrupts raise while it handles a message. An interrupt that comes before the
     cell has begun would then end the handling itself: the request is lost, and never answered.
     """
     kernel.pre_handler_hook = kernel.post_handler_hook = _nothing

@@ -58,7 +58,7 @@ CONDUCT_S = 60.0
 SETTLE_S = 30.0
 OTHERS_S = 600.0
 """How long rank 0 waits at the end for the conductor, which waits for the other ranks: after an
-error, and where all is well (others may evaluate, or a tracker be sent what is left)."""
+error, and without an error (others may evaluate, or data may be sent to a tracker)."""
 MOST_LOG_BYTES = 16 << 20
 
 
@@ -77,11 +77,11 @@ class Conductor:
                 [sys.executable, "-m", CONDUCTOR, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # what ends the ranks must leave it time to say so
+                start_new_session=True,  # the conductor needs time to report the end of the ranks
             )
 
     def conduct(self, job: About, abouts: Sequence[About]) -> list[About]:
-        """Let it begin; return what each process is told.
+        """Let it begin; return the message for each process.
 
         Raises:
             WorkbenchError: The job cannot begin, with the conductor's message.
@@ -99,7 +99,9 @@ class Conductor:
             status = self._process.poll()
             raise ClusterError(
                 "The process that keeps the job's records did not start.",
-                seen=f"exit status {status}" if status is not None else f"no word in {CONDUCT_S} s",
+                seen=f"exit status {status}"
+                if status is not None
+                else f"no message within {CONDUCT_S} s",
                 next_step="read its messages above, and check that the installation is complete",
                 code="WB-CLUSTER-081",
             )
@@ -132,7 +134,7 @@ class Script:
         self._path = path
 
     def execute(self, source: str, number: int) -> BaseException | None:
-        """Run the script; its error is printed from the script's own lines on."""
+        """Run the script; an error's traceback begins at the script's own lines."""
         lines = source.splitlines(keepends=True)
         linecache.cache[self._path] = (len(source), None, lines, self._path)
         try:
@@ -216,14 +218,14 @@ def run_job(script: str | os.PathLike[str]) -> None:
         SystemExit: Always at the end: 0 if all went well, else 1.
     """
     if _running or sys._getframe(1).f_globals.get("__name__") == "__mp_main__":
-        return  # the latter: a process that the script has started, which is no rank
+        return  # in the second case it is a process that the script started, not a rank
     path = Path(script).resolve()
-    os.chdir(path.parent)  # what the script reads lies beside it
+    os.chdir(path.parent)  # files that the script reads are next to it
     _end(_guarded(lambda: _take_part(path, _described(path.parent))))
 
 
 def record_script(script: str | os.PathLike[str], args: Sequence[str], out: str = "") -> NoReturn:
-    """Run any training script and record its steps, without a change to its code.
+    """Run any training script and record its steps; its code does not change.
 
     Args:
         args: The script's arguments.
@@ -240,7 +242,7 @@ def record_script(script: str | os.PathLike[str], args: Sequence[str], out: str 
 
 
 def _framework_of(path: Path) -> str:
-    """Return the framework that a script imports; PyTorch where it names both or none."""
+    """Return the framework that a script imports; PyTorch if it imports both or none."""
     names: set[str] = set()
     with contextlib.suppress(OSError, SyntaxError, ValueError):
         for node in ast.walk(ast.parse(path.read_bytes())):
@@ -260,17 +262,17 @@ def _guarded(run: Callable[[], bool]) -> bool:
 
 
 def _end(well: bool) -> NoReturn:
-    """Leave: what a framework still holds must not keep the process, or change how it ended."""
+    """Exit, so that threads of a framework cannot delay the end or change the exit code."""
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(0 if well else 1)
 
 
 def _described(folder: Path) -> About:
-    """Return what a job's `run.json` says.
+    """Return the content of a job's `run.json`.
 
     Raises:
-        PlanError: It is not there, or not a job's.
+        PlanError: There is no such file, or it is not a job's.
     """
     path = folder / DESCRIPTION
     try:
@@ -296,7 +298,7 @@ def _described(folder: Path) -> About:
 
 
 def _take_part(path: Path, job: About) -> bool:
-    """Be one process of the job, from the meeting to its end; return whether all went well."""
+    """Run one process of the job, from the meeting to its end; return whether it succeeded."""
     global _running
     where = Surroundings.found()
     os.environ.pop("TF_CONFIG", None)  # TensorFlow is told by the strategy, for the time of the run
@@ -326,7 +328,7 @@ def _take_part(path: Path, job: About) -> bool:
     engine = Engine(where.rank, link, watch, framework=spec["framework"])
     watch.on_terminate = lambda: link.say(AskedToEnd(engine=where.rank, why="SIGTERM"))
     notices.serve(engine.departure)
-    # An interrupt is meant for the cell; what comes before or after it finds nothing to end.
+    # An interrupt is for the cell; before or after the cell it has no effect.
     before = signal.signal(signal.SIGTERM, _heard), signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         folder = Path(part["run_dir"])
@@ -363,7 +365,7 @@ class WatchedScript(Script):
 
 
 def _tell(outcome: CellOutcome) -> None:
-    """Print how the cell ended where its own traceback does not say it."""
+    """Print how the cell ended if its own traceback does not show it."""
     if outcome.status == "error" and outcome.traceback:
         sys.stderr.write(f"{outcome.words}\n")
     if outcome.advice and not outcome.is_well:
@@ -412,7 +414,7 @@ def _own_store(job: About) -> tuple[str, int] | None:
 
 
 def _about(where: Surroundings, job: About) -> About:
-    """Return what the conductor must know of this process."""
+    """Return this process's description for the conductor."""
     me, facts = psutil.Process(), survey(str(job.get("framework", "torch")))
     store, address, port, meets_at = where.store, "", 0, ""
     if where.addresses:
@@ -440,7 +442,7 @@ def _about(where: Surroundings, job: About) -> About:
 
 
 def _is_there(folder: Path, token: str) -> bool:
-    """Whether this process sees the run's folder: other hosts may not share the disk."""
+    """Whether this process sees the run's folder, because other hosts may have another disk."""
     try:
         return secrets.compare_digest((folder / "token").read_text(), token)
     except OSError:

@@ -1,4 +1,4 @@
-"""How an engine finds its notebook, and what it does when the notebook is gone.
+"""How an engine finds its notebook, and what it does when the notebook has ended.
 
 The engines of a kept cluster outlive their notebook: they look into the cluster's folder for the
 address of the next one. Engines that the notebook did not fork end by themselves.
@@ -23,7 +23,7 @@ HEARTBEAT_MS = 5000
 
 
 class Home(Protocol):
-    """What the control link asks, on its thread."""
+    """The questions of the control link, on its thread."""
 
     def watch(self, socket: zmq.Socket[bytes]) -> None:
         """Watch a socket that is about to be connected to the notebook."""
@@ -45,7 +45,7 @@ class KeptHome:
         self._next_look = 0.0
 
     def watch(self, socket: zmq.Socket[bytes]) -> None:
-        """Do nothing: a notebook that is gone may be away for days."""
+        """Do nothing, because the next notebook may connect days later."""
 
     def moved(self) -> str:
         """Return the address in the folder when it has changed, else an empty text."""
@@ -63,7 +63,7 @@ class KeptHome:
 
 
 class LastHome:
-    """A notebook that this engine depends on: the engine ends when the notebook is gone.
+    """A notebook on which this engine depends: the engine ends when the notebook has ended.
 
     A closed connection shows at once; heartbeats show a host that does not answer.
 
@@ -77,14 +77,14 @@ class LastHome:
         self._lost_at: float | None = None
 
     def watch(self, socket: zmq.Socket[bytes]) -> None:
-        """Hear when the connection is made and lost."""
+        """Watch when the connection is made and lost."""
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self._monitor = socket.get_monitor_socket(events)
 
     def moved(self) -> str:
-        """End this process when the notebook has been gone for too long."""
+        """End this process when the connection has been lost for too long."""
         while self._monitor is not None and self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             lost = event == zmq.EVENT_DISCONNECTED
@@ -95,7 +95,7 @@ class LastHome:
 
 
 def _end() -> None:
-    """End this process and, where it leads a group, what it started."""
+    """End this process and, if it leads a group, the processes that it started."""
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

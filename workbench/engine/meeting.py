@@ -1,4 +1,4 @@
-"""Which process of a job is this, and how do all of them meet once.
+"""Finds out which process of a job this is, and lets all processes meet once.
 
 Torchrun or TF_CONFIG says which process this is, or nothing does. All processes send who and where
 they are, and rank 0 answers each:
@@ -30,17 +30,17 @@ from ..errors import ClusterError, PlanError
 from ..shared import cluster_env
 
 KEY = "WORKBENCH_JOB_KEY"
-"""Proves, where TF_CONFIG is set, that processes belong to the same job; equal in all of them."""
+"""The variable with a secret that proves, with TF_CONFIG, that processes belong to the same job."""
 LEAST_KEY = 16
 MEET_S = 300.0
-"""How long processes wait for each other: some still install or import."""
+"""How long processes wait for each other, because some may still install or import."""
 ACCEPT_S = 0.05
 LOOK_S = 0.1
 """How often a process looks whether it was answered, or another meeting has begun."""
 ANSWER_S = 10.0
-"""How long a connection may take to say what it has to say."""
+"""How long a connection may take to send its message."""
 About = dict[str, Any]
-"""What a process says of itself, and what it is answered: plain data."""
+"""A process's description of itself, and the answer: plain data."""
 _MEETING = "meeting"
 
 
@@ -53,7 +53,7 @@ class Surroundings:
         store: Host and port of the store in which PyTorch's processes meet; None: there is none.
         has_agent: Whether torchrun's agent hosts it; otherwise rank 0 does.
         attempt: How often torchrun's agent of this host has started again.
-        addresses: Of TF_CONFIG, in the order of the ranks; empty without it.
+        addresses: The addresses in TF_CONFIG, in the order of the ranks; empty without it.
     """
 
     rank: int = 0
@@ -65,7 +65,7 @@ class Surroundings:
 
     @staticmethod
     def found(environ: Mapping[str, str] = os.environ) -> Surroundings:
-        """Return what the environment says.
+        """Return the values from the environment.
 
         Raises:
         PlanError: It contradicts itself, or is incomplete.
@@ -93,7 +93,7 @@ class Surroundings:
 
 
 def _of_tensorflow(text: str) -> Surroundings:
-    """Return what TF_CONFIG says: the chief first, then workers, then parameter servers."""
+    """Return the tasks in TF_CONFIG: the chief first, then workers, then parameter servers."""
     try:
         config = json.loads(text)
         cluster, task = config["cluster"], config["task"]
@@ -129,7 +129,7 @@ class Meeting(Protocol):
         """On rank 0: answer each of them."""
 
     def ask(self, about: About) -> About:
-        """On the others: send it, and return the answer."""
+        """On the other ranks: send the description, and return the answer."""
 
 
 class Alone:
@@ -144,7 +144,7 @@ class Alone:
 
     def ask(self, about: About) -> About:
         """Never called: a single process is rank 0."""
-        raise AssertionError("a single process asks nobody")
+        raise AssertionError("a single process has no other process to ask")
 
 
 class InStore:
@@ -203,7 +203,7 @@ class InStore:
                 if self._ours.check([self._word]):
                     answer: About = json.loads(self._ours.get(self._word))
                     return answer
-                time.sleep(LOOK_S)  # `wait` would log each time that it was in vain
+                time.sleep(LOOK_S)  # `wait` would log each time-out
         raise _no_meeting(f"nothing from rank 0 within {MEET_S:g} s")
 
     @contextlib.contextmanager
@@ -227,7 +227,7 @@ class AtFirstAddress:
         self._connections: dict[int, socket.socket] = {}
 
     def gather(self, about: About) -> list[About]:
-        """Return what every process sent; strangers who send nothing delay nobody."""
+        """Return the messages of all processes; strangers that send nothing do not cause delays."""
         found = {0: about}
         heard: queue.SimpleQueue[tuple[About | None, socket.socket]] = queue.SimpleQueue()
         silent: set[socket.socket] = set()
@@ -298,7 +298,7 @@ class AtFirstAddress:
         return hmac.digest(self._key, line, "sha256").hex().encode() + b" " + line + b"\n"
 
     def _receive(self, connection: socket.socket) -> About | None:
-        """Return what somebody sent; None where it is not signed with our key."""
+        """Return a received message; None if it is not signed with this job's key."""
         received = bytearray()
         with contextlib.suppress(OSError):
             while not received.endswith(b"\n") and len(received) < 8 << 20:

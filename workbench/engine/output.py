@@ -1,7 +1,7 @@
-"""A cell that prints without end does not fill the notebook: beyond a limit, only samples are sent.
+"""Limits the output of a cell, so that it cannot fill the notebook.
 
-The whole text is sent up to the limit, then the newest lines once a second, then the last ones and
-how much was left out.
+The whole text is sent up to the limit. After that the newest lines are sent once a second, then the
+last ones and how much was left out.
 
 Progress bars are text, not widgets, because an engine has no notebook to draw widgets. `tqdm.auto`
 and `tqdm.notebook` see a kernel and choose ipywidgets, whose changes go to the engine's own client;
@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 MOST_CHARS = 4 << 20
-"""Of one stream of one cell on one engine."""
+"""The limits for one stream of one cell on one engine."""
 TAIL_CHARS = 2_000
 EVERY_S = 1.0
 
@@ -95,7 +95,7 @@ def held_back() -> Iterator[None]:
 
 
 def install() -> None:
-    """Draw bars in this way from now on, also those of libraries that are imported later."""
+    """Draw progress bars as text from now on, also in libraries that are imported later."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
         for name, change in _CHANGES.items():
@@ -104,7 +104,7 @@ def install() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds these modules as always, and changes them once they are loaded."""
+    """Finds these modules as usual, and changes them after they are loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -155,7 +155,7 @@ def _text_in_tqdm(module: Any) -> None:
 
 
 class _Place:
-    """Stands for the `ipywidgets.Output` that rich draws a live display into."""
+    """Replaces the `ipywidgets.Output` into which rich draws a live display."""
 
     active: _Place | None = None
 
@@ -171,7 +171,7 @@ class _Place:
         _Place.active = None
 
     def clear_output(self, wait: bool = False) -> None:
-        """Do nothing: what comes takes the place of what is there."""
+        """Do nothing, because new content replaces the old content."""
 
     def close(self) -> None:
         """Do nothing: it stays as it is."""

@@ -1,4 +1,4 @@
-"""What happens on an engine around a cell: the run is set up, the cell runs, nothing is left.
+"""The actions of an engine around a cell: set up the run, run the cell, clean up.
 
 It knows neither IPython nor a framework: the shell is passed in, and the framework's own file
 (`engine/<framework>/support.py`) is loaded by name.
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
 MAX_WEIGHTS_BYTES = 2 << 30
 HUNG = 70
-"""How the process ends of a worker that hangs in a broken collective (`Membership.quit`)."""
+"""The exit code of a worker that hangs in a broken collective (`Membership.quit`)."""
 machinery(__name__)
 
 
 class Shell(Protocol):
-    """What is needed of the interactive shell that runs the cell."""
+    """The needed methods of the interactive shell that runs the cell."""
 
     namespace: dict[str, Any]
 
@@ -65,7 +65,7 @@ class Shell(Protocol):
 
 
 class Link(Protocol):
-    """What is needed of the control link (`link.ControlLink`)."""
+    """The needed methods of the control link (`link.ControlLink`)."""
 
     kernels_clock: bool
 
@@ -73,7 +73,7 @@ class Link(Protocol):
         """Begin to carry a run's records."""
 
     def detach(self) -> bool:
-        """Send what is left of the run and release it; return whether all of it was sent."""
+        """Send the remaining records of the run and release it; return whether all were sent."""
 
     def emit(self, event: events.Event) -> None:
         """Send an event of the current run; never waits."""
@@ -92,7 +92,7 @@ class Engine:
     group: str = ""  # prefix of the process group that exists now; empty: none
     framework: str = "torch"
     environ: dict[str, str | None] = field(default_factory=dict)
-    injected: set[str] = field(default_factory=set)  # names of ours in the cells' namespace
+    injected: set[str] = field(default_factory=set)  # Workbench's names in the cells' namespace
     departure: Departure = field(default_factory=Departure)
 
 
@@ -153,7 +153,7 @@ LOST = (
 def _after_failure(
     engine: Engine, spec: RunSpec, framework: Any, outcome: CellOutcome
 ) -> CellOutcome:
-    """End what the cell left on the device; say what cannot be used any more."""
+    """End the cell's remaining work on the device; return what can no longer be used."""
     with engine.watch.shielded():
         if engine.group:  # a collective of it may wait on the device for ever
             framework.destroy_group()
@@ -210,7 +210,7 @@ def _train_in(
     kept = memory_snapshot.watch(run, framework)
     try:
         framework.setup(spec)
-        if not spec.joins:  # who is let in later meets the others then
+        if not spec.joins:  # a worker that joins later does this with the others at that time
             _ensure_group(engine, spec, framework)
         open_links(run, framework)
         with framework.around(run) as names:
@@ -224,12 +224,12 @@ def _train_in(
 
 
 def _attach(engine: Engine, run: RunContext) -> None:
-    """Have the link carry the run's records, also to its folder where that can be written to."""
+    """Let the link send the run's records, and write them to its folder if possible."""
     spec, writer, trouble = run.spec, None, None
     try:
         writes = spec.run_dir and not spec.far
         writer = RunWriter(Path(spec.run_dir), spec.row_rank) if writes else None
-    except OSError as error:  # a full disk: the run goes on in the kernel's memory
+    except OSError as error:  # a full disk: the run continues in the kernel's memory
         trouble = error
     engine.link.attach(run, writer)
     if trouble is not None:
@@ -273,7 +273,7 @@ def _new_run(engine: Engine, spec: RunSpec) -> RunContext:
 def _cell_ended(
     engine: Engine, run: RunContext, outcome: CellOutcome, kept: memory_snapshot.Rescue | None
 ) -> CellOutcome:
-    """Save what the end of the cell is to leave, still in the strategy's scope."""
+    """Save the final state of the cell, still in the strategy's scope."""
     run.failed = not outcome.is_well
     if run.gate.stopping or outcome.status == "interrupted":
         engine.watch.begin_clearing(whole=not run.failed)
@@ -289,7 +289,7 @@ def _cell_ended(
 
 
 def _tell_end(run: RunContext, framework: Any, outcome: CellOutcome) -> CellOutcome:
-    """Write the weights; say what the run came to, in the outcome and to the kernel."""
+    """Write the weights; report the result of the run, in the outcome and to the kernel."""
     try:
         weights = _save_weights(run, framework)
     except WorkbenchError:
@@ -299,7 +299,7 @@ def _tell_end(run: RunContext, framework: Any, outcome: CellOutcome) -> CellOutc
     status = "stopped" if outcome.status == "ok" and run.gate.stopping else outcome.status
     outcome = replace(
         outcome,
-        # Who leaves, or has stopped for one that does, did what it was to do.
+        # A worker that leaves, or stopped for a leaving one, has done its task.
         status="ok" if status == "stopped" and run.gate.leaving else status,
         trained=run.trained,
         loop=OwnLoop(by=run.taken_over, backwards=run.backwards, updates=run.updates),
@@ -346,7 +346,7 @@ def _serve(engine: Engine, spec: RunSpec, framework: Any) -> CellOutcome:
 
 
 def _tear_down(engine: Engine, run: RunContext, framework: Any) -> None:
-    """Leave the engine clean: wrappers first, then the group (the other way round deadlocks)."""
+    """Clean up the engine: wrappers first, then the group (the reverse order deadlocks)."""
     with engine.watch.shielded():
         _undo(engine, run, framework)
 
@@ -372,7 +372,7 @@ def _undo(engine: Engine, run: RunContext, framework: Any) -> None:
 
 
 def give_back(framework: Any) -> None:
-    """Return memory that the framework keeps to the device; not every framework can."""
+    """Free device memory that the framework keeps; some frameworks cannot do this."""
     hand = getattr(framework, "give_back", None)
     if hand is not None:
         hand()
@@ -397,15 +397,15 @@ NOT_BROUGHT = (
 
 @doing("writing the final weights")
 def _save_weights(run: RunContext, framework: Any) -> str | None:
-    """Write the final weights beside the run's records; return the file's name.
+    """Write the final weights next to the run's records; return the file's name.
 
-    None where there are none, or they could not be written: that costs no run.
+    None if there are none, or if they could not be written; the run does not fail.
     """
     folder = run_folder(run.spec.run_dir, run.spec.run_id)
     if run.weights is None:
         return None
     if folder is None:
-        if run.spec.name:  # else there is no notebook that would keep anything
+        if run.spec.name:  # otherwise no notebook would keep the weights
             run.emit(events.Noted(rank=run.spec.rank, text=NOT_BROUGHT))
         return None
     arrays: dict[str, Any] = {}
@@ -463,7 +463,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _execute(shell: Shell, framework: Any, request: Mapping[str, Any]) -> CellOutcome:
-    """Run the cell; where its error has a well-known cause, say it below the traceback."""
+    """Run the cell; if its error has a well-known cause, show it below the traceback."""
     error = shell.execute(request["source"], request["number"])
     postmortem.keep(error)
     if error is not None:  # others may need what a failed cell has left over: it may be an OOM
@@ -485,7 +485,7 @@ def _words(error: BaseException) -> str:
 
 
 def outcome_of(error: BaseException | None, traceback: str = "") -> CellOutcome:
-    """Return how a cell ended, and of an error its words and advice."""
+    """Return how a cell ended, and for an error its message and advice."""
     if error is None:
         return CellOutcome(status="ok")
     status: Literal["error", "stopped", "interrupted"] = "error"

@@ -2,16 +2,16 @@
 
 In reading order:
 
-    run         one execution of a plan: what is its state, its history, and what can be asked of it
-    requests    is what is asked for possible, and what is each engine told
+    run         one execution of a plan: its state, its history, its methods
+    requests    can the request be met, and what does each engine receive
     allocator   which engines and devices does a run get
-    launch      how is it begun, begun again, settled
+    launch      how does a run begin, begin again, and end
     task        one cell on several engines: what came back, and when is it over
     stop        how do workers stop after the same step, and what if one does not
-    paused      a rank waits for its user: who asks, where does the prompt open
-    outcome     which rank's error is the reason, and what is said of the others
-    registry    which runs and clusters does this process know
-    logging_to  how is a run followed for TensorBoard and MLflow
-    sinks/      where is it written to
-    workers/    who takes part, when does that change, who waits for whom
+    paused      a rank waits for its user: which rank asks, where does the prompt open
+    outcome     which rank's error is the cause, and what do messages say about the others
+    registry    which runs and clusters exist in this process
+    logging_to  how does a run's data reach TensorBoard and MLflow
+    sinks/      the targets of these logs
+    workers/    which workers take part, when does that change, which worker waits for which
 """

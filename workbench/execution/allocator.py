@@ -38,18 +38,19 @@ NO_GROUP: tuple[str, tuple[str | int, ...]] = ("", ())
 
 
 class EngineAllocator:
-    """The engines of a cluster, as cells and runs are given them.
+    """Gives the engines of a cluster to cells and runs.
 
     Args:
         devices: What `parse_devices` takes.
-        hosted: Whether agents start them, on other hosts: devices are those of each host then.
+        hosted: Whether agents start the engines on other hosts; then devices are those of each
+            host.
 
     Attributes:
         engines: The processes behind it.
         replacer: Replaces engines in the background.
-        given: What each engine was last told to compute on, by id.
+        given: The device that each engine last got, by id.
         servers: Engines started as servers; workers do not spread to them.
-        most_workers: How many living workers there have been.
+        most_workers: The largest number of living workers so far.
     """
 
     def __init__(self, devices: str, framework: str = "", *, hosted: bool = False) -> None:
@@ -65,16 +66,16 @@ class EngineAllocator:
         self.servers: set[int] = set()
         self._generation = itertools.count(1)
         self.on_task: Callable[[Mapping[str, Any] | None], None] = lambda task: None
-        """Told what engines are about to be asked to run; None when it is settled."""
+        """Called with the task that engines will run; with None when the task is settled."""
 
     @property
     def devices(self) -> device_pool.DevicePool | HostDevices:
-        """Their GPUs."""
+        """The GPUs of the engines."""
         return self._far or self._near
 
     @property
     def hosted(self) -> HostedEngines | None:
-        """What knows their hosts, where agents have started them."""
+        """The object that knows the engines' hosts, if agents have started the engines."""
         return self.engines.hosted if self._far is not None else None
 
     def _all_hosts(self) -> list[Host]:
@@ -87,10 +88,10 @@ class EngineAllocator:
         leases: Mapping[int, device_pool.Leases],
         reserved: Mapping[str, str],
     ) -> None:
-        """Be as another kernel's pool of the same engines was."""
+        """Take over the state of another kernel's pool of the same engines."""
         self.servers = set(servers)
         self.devices.restore(leases, reserved, self._pids())
-        # Names of process groups that no other one had in the same store.
+        # Names of process groups that are unique in the store.
         self._generation = itertools.count(time.time_ns())
 
     @property
@@ -107,7 +108,7 @@ class EngineAllocator:
     def worker_ids(self) -> list[int]:
         """Ids of the living engines that run cells; the others were started as servers.
 
-        In the order of the ranks: host by host, so that neighbours share one.
+        In the order of the ranks: host by host, so that neighbouring ranks share a host.
         """
         return self._by_host([engine for engine in self.ids if engine not in self.servers])
 
@@ -121,9 +122,9 @@ class EngineAllocator:
         return sorted(ids, key=lambda one: (order[known[one].place], one))
 
     def of_ranks(self, ranks: Sequence[int] | None = None) -> list[int]:
-        """Return the engines that the user means by ranks, those of no rank by id; None: all.
+        """Return the engines that the user names by rank, engines without a rank by id; None: all.
 
-        Ranks are ids, unless they go host by host and engines were added later.
+        Ranks equal ids, unless ranks are assigned host by host and engines were added later.
         """
         if self._far is None:
             return self.ids if ranks is None else list(ranks)
@@ -134,7 +135,7 @@ class EngineAllocator:
 
     @property
     def lost_workers(self) -> list[int]:
-        """Ids of dead engines that ran cells, while there are fewer workers than there were."""
+        """Ids of dead engines that ran cells, as long as fewer workers live than before."""
         if len(self.worker_ids) >= self.most_workers:
             return []
         return [e.id for e in self.all if e.state == "dead" and e.id not in self.servers]
@@ -142,11 +143,11 @@ class EngineAllocator:
     def lease(self, workers: int, plan: Plan | None = None) -> device_pool.Leases:
         """Return which device each of this many workers gets, or would get.
 
-        A worker's variables live on its device from one cell to the next, so ranks keep theirs
-        although `auto` would see other memory in use by then.
+        A worker's variables stay on its device from one cell to the next. So ranks keep their
+        devices, even if `auto` would now choose other devices.
 
         Args:
-            plan: Of the run, whose engines may hold several replicas, or be helpers.
+            plan: The run's plan; an engine can hold several replicas, or be a helper.
         """
         if self._far is not None:
             return self._far.lease(self._rooms(workers, plan))
@@ -156,8 +157,8 @@ class EngineAllocator:
         """Reserve the GPUs of this many workers; return them and the notes for the user.
 
         Raises:
-            ClusterError: Others have taken the GPUs that the engines are bound to.
-            PlanError: A GPU would be shared that cannot be.
+            ClusterError: Other processes have taken the GPUs that the engines are bound to.
+            PlanError: Two workers would share a GPU, which this run does not allow.
         """
         if self._far is not None:
             return self._far.hold(self._rooms(workers, plan), self._by_room(self._pids()))
@@ -166,10 +167,10 @@ class EngineAllocator:
     def fitted(
         self, leases: device_pool.Leases, ids: Sequence[int], plan: Plan
     ) -> device_pool.Leases:
-        """Return the devices of a run whose engines may have moved to other hosts meanwhile.
+        """Return the devices of a run; its engines can have moved to other hosts meanwhile.
 
         Args:
-            ids: Its engines, by rank; then the others.
+            ids: Its engines by rank, then its other engines.
         """
         if self._far is None:
             return leases
@@ -187,7 +188,7 @@ class EngineAllocator:
         return list(dict.fromkeys(said))
 
     def differences(self, ids: Sequence[int], framework: str) -> list[str]:
-        """Return the data about the hosts of these engines, for a run on them."""
+        """Return data about the hosts of these engines, for a run on them."""
         return [] if self.hosted is None else self.hosted.differences(ids, framework)
 
     def hosts(self) -> dict[int, str]:
@@ -197,7 +198,7 @@ class EngineAllocator:
     # -- where they are ----------------------------------------------------------------------------
 
     def _room_of(self, engine: int) -> str:
-        """Return which host's devices an engine sees (`HostDevices.room_of`)."""
+        """Return the host whose devices an engine sees (`HostDevices.room_of`)."""
         host = None if self.hosted is None else self.hosted.host_of(engine)
         return "" if host is None or self._far is None else self._far.room_of(host)
 
@@ -208,9 +209,9 @@ class EngineAllocator:
         return found
 
     def _rooms(self, workers: int, plan: Plan | None = None) -> list[str]:
-        """Return where the worker of each rank is, or would be: engines may be missing yet.
+        """Return the place of each rank's worker, also for engines that are not started yet.
 
-        Fewer, where no host is there any more that could have them.
+        The list is shorter if no host can take the missing engines.
         """
         hosted, far = self.hosted, self._far
         if hosted is None or far is None:
@@ -241,7 +242,7 @@ class EngineAllocator:
         """Start more engines; return their ids.
 
         Raises:
-            PlanError: They would be more than the administrator allows.
+            PlanError: The number would be larger than the administrator allows.
         """
         checked = check_count("The number of engines", count)
         check_limits(checked, list(self._pids().values()), elsewhere=self._far is not None)
@@ -268,14 +269,14 @@ class EngineAllocator:
         return self.worker_ids[:count]
 
     def servers_for(self, count: int, framework: str) -> list[int]:
-        """Return engines to be servers; the first run that needs them starts them."""
+        """Return engines for servers; the first run that needs servers starts them."""
         missing = count - len(self.servers & set(self.ids))
         if missing > 0:
             self.servers |= set(self.add(missing, framework))
         return sorted(self.servers & set(self.ids))[:count]
 
     def bring(self, ids: Sequence[int], framework: str) -> None:
-        """Have the framework on engines; those replaced for that leave no process group."""
+        """Make engines import the framework; replaced engines leave the process group."""
         if bring(self.engines, ids, framework):
             self.drop_group()
 
@@ -286,7 +287,7 @@ class EngineAllocator:
         self._group = NO_GROUP
 
     def new_prefix(self, what: str) -> str:
-        """Return a name for a process group that no other one had."""
+        """Return a new name for a process group."""
         return f"{what}-{next(self._generation)}"
 
     def specs(
@@ -298,7 +299,7 @@ class EngineAllocator:
         framework: str,
         group: str = "",
     ) -> Specs:
-        """Return what each engine is told; of a cell without a strategy where `plan` is None."""
+        """Return the request for each engine; `plan` is None for a cell without a strategy."""
         hosts = {i: self.engines.engines[i].place for i in ids}
         specs = make_specs(
             hosts,
@@ -329,7 +330,7 @@ class EngineAllocator:
     def _group_of(
         self, members: Sequence[int], leases: device_pool.Leases, framework: str
     ) -> tuple[str, bool]:
-        """Return the name of the group of these workers, and whether there is none yet."""
+        """Return the name of these workers' group, and whether it still must be created."""
         devices = [lease.device for lease in leases.leases]
         key: tuple[str | int, ...] = (framework, *members, *devices)
         fresh = self._group[1] != key or not self._group[0]
@@ -338,10 +339,10 @@ class EngineAllocator:
         return self._group[0], fresh
 
     def run_group(self, members: Sequence[int], leases: device_pool.Leases, framework: str) -> str:
-        """Return the group in which a run's workers meet; empty: in one of the run's own.
+        """Return the process group for a run's workers; empty: the run creates a new group.
 
-        One with collectives on GPUs takes NCCL up to seconds to make. It is kept from cell to cell
-        and from run to run, while all goes well.
+        NCCL needs up to seconds to create a group for collectives on GPUs. So the group is kept
+        from cell to cell and from run to run, until an error occurs.
         """
         if leases.backend == "gloo" or framework not in catalog.MEET_IN_STORE:
             self.drop_group()
@@ -355,10 +356,11 @@ class EngineAllocator:
         framework: str,
         leases: device_pool.Leases,
     ) -> Specs:
-        """Return what the members of a cell's process group are told, of whom some run the cell.
+        """Return the data for the members of a cell's process group; only some of them run the
+        cell.
 
         Raises:
-            RunError: The group could not be made.
+            RunError: The group could not be created.
         """
         group, fresh = self._group_of(members, leases, framework)
         specs = self.specs(members, None, leases, group, framework)
@@ -372,7 +374,7 @@ class EngineAllocator:
 
 
 def _of_workers(places: Sequence[str], workers: int, plan: Plan | None) -> list[str]:
-    """Return the places of workers, given those of a run's engines: by rank, then the helpers."""
+    """Return the places of workers from those of a run's engines: by rank, then the helpers."""
     if plan is not None and plan.entry.remote_workers:
         return list(places[plan.engines : plan.engines + workers])
     if plan is not None and plan.entry.one_engine:
@@ -399,7 +401,8 @@ def replacement_words(ids: Sequence[int], why: str) -> str:
 class Replacer:
     """Replaces engines in the background, one batch after the other.
 
-    Callers hear of the end of a cell on the thread that hears the engines, which may not wait.
+    Callers are told the end of a cell on the thread that reads the engines' messages. This thread
+    must not wait.
     """
 
     def __init__(self) -> None:
@@ -413,7 +416,7 @@ class Replacer:
         framework: str,
         then: Callable[[ClusterError | None], None] = lambda error: None,
     ) -> None:
-        """Replace engines by ones that have the framework; `then` hears how it went."""
+        """Replace engines by new engines with the framework; `then` receives the result."""
 
         def replace(before: threading.Thread | None) -> None:
             if before is not None:
@@ -433,7 +436,7 @@ class Replacer:
             thread.start()
 
     def wait(self) -> None:
-        """Wait until the begun work is done; called before any other request to the engines."""
+        """Wait until replacements are done; called before any other request to the engines."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(WAIT_S)
@@ -446,13 +449,13 @@ LOAD_TIMEOUT_S = 180.0
 
 
 def bring(engines: Engines, ids: Iterable[int], framework: str) -> list[int]:
-    """Have a framework on engines before they are asked for anything; return those replaced.
+    """Make engines import a framework before their next request; return the replaced engines.
 
-    An engine that holds no variable of the user's gives way to one that was forked with the
-    framework, under the same id. One that does imports the framework beside what it has.
+    An engine without variables of the user is replaced by an engine that was forked with the
+    framework, under the same id. An engine with variables imports the framework too and keeps them.
 
     Raises:
-        ClusterError: An engine could not be replaced, or could not import it.
+        ClusterError: An engine could not be replaced, or could not import the framework.
     """
     lacking = [i for i in ids if framework not in engines.engines[i].frameworks]
     if not lacking:
@@ -479,10 +482,10 @@ def _say(ids: list[int], framework: str) -> None:
 
 
 def prewarmed() -> str | None:
-    """Return the framework to prepare in advance; None if the user wants none.
+    """Return the framework to import in advance; None if the user wants none.
 
     Raises:
-        PlanError: The environment's setting is not understood.
+        PlanError: The environment variable has an invalid value.
     """
     asked = os.environ.get(PREWARM, "")
     if asked == "off":
@@ -506,12 +509,12 @@ def notebook_framework() -> str:
 
 
 def know_notebook(framework: Callable[[], str | None]) -> None:
-    """Have the notebook's session say what its cluster's framework is; None: it has no cluster."""
+    """Register the function that returns the cluster's framework; None: there is no cluster."""
     _notebooks[:] = [framework]
 
 
 def default_framework() -> str:
-    """Return the framework of a cluster if none is given: the configured or the installed one."""
+    """Return the default framework: the configured one, otherwise the installed one."""
     asked = os.environ.get(PREWARM, "")
     if asked in ("torch", "tensorflow"):
         return asked

@@ -4,7 +4,7 @@ A run whose engines died continues, with new engines or with fewer:
 
     running --an engine dies--> recovering --the cell has begun again--> running
                                     |
-                                    +--no way to go on--> failed
+                                    +--cannot continue--> failed
 
 The cell runs again on all workers. The remaining workers keep their processes and variables. The
 training continues from the last checkpoint of this run, or from the start if it has none. Steps
@@ -81,22 +81,22 @@ class RunExecution:
     begun_again: bool = False
 
     def __post_init__(self) -> None:
-        self.plan = self.run.plan  # under which it runs now; a run may go on with fewer workers
+        self.plan = self.run.plan  # the current plan; a run can continue with fewer workers
         self._recoverer = Recoverer(self)
-        self._token = ""  # of the unfinished checkpoints of its last submission
+        self._token = ""  # parts of unfinished checkpoints of its last submission
         self._specs: Specs = {}
         self._key = secrets.token_hex(32)
         self.healer: Healer | None = None
-        self._lent: dict[str, bytes] = {}  # what a fresh engine needs of earlier cells
+        self._lent: dict[str, bytes] = {}  # definitions of earlier cells that a new engine needs
         self._departures = Departures(self)
 
     @functools.cached_property
     def files(self) -> FarFiles:
-        """Its files on other machines."""
+        """The run's files on other machines."""
         return FarFiles(self.pool.engines, self.run, self.servers)
 
     def narrow(self, members: Sequence[int]) -> None:
-        """Go on with these workers only, each on the device it had."""
+        """Continue with these workers only, each on its previous device."""
         ranks = [self.run.members.index(engine) for engine in members]
         kept = tuple(self.leases.leases[rank] for rank in ranks)
         self.leases = replace(self.leases, leases=kept)
@@ -119,7 +119,7 @@ class RunExecution:
         specs = self._specs = with_original_ranks(specs, run.engines)
         far = self.files.settings(again=run.task is not None)
         if self.plan.on_failure == "heal":
-            # Asked for now: once the cell runs, no engine has time to answer.
+            # Requested now, because engines cannot answer while the cell runs.
             self._lent, self.healer = self.borrowed(run.members[0]), Healer(self)
         self._departures = Departures(self)
         key = "" if self.healer is None else self._key
@@ -163,17 +163,17 @@ class RunExecution:
             self.healer.settle()
 
     def meets(self, prefix: str) -> None:
-        """Take note under which name its workers meet from now on."""
+        """Record the new name of its workers' process group."""
         self._token = checkpoints.token(prefix)
 
     def equip(self, engine: int) -> None:
-        """Give a new engine what the cell needs."""
+        """Send a new engine the variables that the cell needs."""
         if self.plan.recipe.function:
             self.pool.engines.call([engine], PUSH, ({ARGS: self.plan.recipe.args},))
         self.lend([engine], self._lent)
 
     def borrowed(self, engine: int) -> dict[str, bytes]:
-        """Return what the cell needs of an engine's variables, packed, by name."""
+        """Return the variables of an engine that the cell needs, packed, by name."""
         source = self.plan.recipe.source
         return dict(self.pool.engines.call([engine], LEND, (source,), LOAN_TIMEOUT_S)[engine])
 
@@ -193,7 +193,7 @@ class RunExecution:
         run, engines = self.run, self.pool.engines
         mine = self._specs[engine]
         hosts = tuple(engines.engines[one].place for one in mine.ranks)
-        # Those that hold now; a kill happens once.
+        # The active faults; a kill happens only once.
         plan = replace(self.plan, faults=tuple(parse_fault(text) for text in run.faults))
         far = self.files.settings(again=True)
         spec = {engine: replace(mine, hosts=hosts)}
@@ -202,16 +202,16 @@ class RunExecution:
         return asked
 
     def recruit(self, count: int) -> list[int]:
-        """Add engines to the run, and start some if there are too few; return the added ones.
+        """Add engines to the run, starting new ones if needed; return the added engines.
 
-        Each gets the next rank. They take no part yet.
+        Each engine gets the next rank. The engines do not take part yet.
 
         Raises:
             PlanError: More engines than the administrator allows.
-            RunError: There is no further GPU for them.
+            RunError: There is no free GPU for them.
         """
         run, pool, framework = self.run, self.pool, self.plan.framework
-        assert run.task is not None, "who asks for more belongs to its cell"
+        assert run.task is not None, "the caller belongs to the run's cell"
         wanted = len(run.members) + count
         plan = replace(self.plan, workers=wanted)
         if pool.lease(wanted, plan).backend != self.leases.backend:
@@ -240,7 +240,7 @@ class RunExecution:
         return free
 
     def _spare(self) -> Sequence[int]:
-        """Return the engines whose death the others survive without a pause."""
+        """Return the engines that can die without a pause of the others."""
         entry = self.plan.entry
         if self.healer is not None:
             return ()
@@ -251,24 +251,24 @@ class RunExecution:
         return ()
 
     def spares(self, engine: int) -> bool:
-        """Whether the others continue without a pause when this engine is gone."""
+        """Whether the others continue without a pause after this engine has died."""
         held_twice = any(engine in chain for chain in self.chains())
         return engine in self._spare() or held_twice
 
     def chains(self) -> list[list[int]]:
-        """Return, for each part of the parameters that is held twice, which engines hold it."""
+        """Return the engines that hold each part of the parameters, for parts with two holders."""
         plan = self.plan
         chains = plan.entry.chains(plan.options)
         return [[self.servers[one] for one in chain] for chain in chains if len(chain) > 1]
 
     def dismiss_servers(self) -> None:
-        """Tell the servers that no worker comes any more."""
+        """Tell the servers that no further worker will connect."""
         told = Told(run=self.run.number, rank=-1, topic=WORKERS_DONE)
         for server in self.servers:
             self.pool.engines.router.send(server, told)
 
     def lose(self, text: str, engines: Sequence[int]) -> None:
-        """Take note of engines that the others do without; who waits for a server hears of it."""
+        """Note engines that the others can do without; tell workers that wait for a lost server."""
         self.run.note(text, engines)
         for engine in set(engines).intersection(self.servers):
             server = self.servers.index(engine)
@@ -277,10 +277,10 @@ class RunExecution:
                 self.pool.engines.router.send(one, told)
 
     def settled(self, task: Task) -> None:
-        """Settle the run; on the thread that hears the engines, so it may not wait for them."""
+        """Settle the run; on the engines' message thread, so it must not wait for engines."""
         try:
             self._settle(task)
-        except Exception as error:  # whatever it is, a run whose engines are done is over
+        except Exception as error:  # whatever the error is, a run whose engines are done is over
             log.exception("The end of run %r went wrong", self.run.name)
             self.run.finish(task.failure() or _unexpected(error))
 
@@ -313,7 +313,7 @@ class RunExecution:
             run.finish(error)
 
     def _bring(self, error: RunError | None, outcomes: Outcomes) -> None:
-        """Fetch what the run has left on other hosts, and what its function returned."""
+        """Fetch the run's files from other hosts and the return values of its function."""
         self.files.fetch(outcomes)
         if self.run.plan.recipe.function:
             self._fetch_results(error)
@@ -321,16 +321,16 @@ class RunExecution:
             self.run.finish(error)
 
     def _sweep(self, outcomes: Outcomes) -> None:
-        """Remove parts that came after their checkpoint had been given up.
+        """Remove parts that were written after their checkpoint was abandoned.
 
-        Only here is nobody writing any more; after a failure a slow write may still be under way.
+        At this point no process writes any more. After a failure a slow write can still be running.
         """
         folder = self.plan.checkpoint
         if folder and all(one.is_well for one in outcomes.values()):
             checkpoints.sweep(folder, lambda _, token: token == self._token)
 
     def _replace(self, outcomes: Outcomes) -> bool:
-        """Replace engines that say they must be; return whether the run begins again on them."""
+        """Replace engines that must be replaced; return whether the run begins again on them."""
         found = spent(outcomes)
         if not found:
             return False
@@ -357,7 +357,7 @@ class RunExecution:
             self.run.finish(_unexpected(failure))
 
     def _fetch_results(self, error: RunError | None) -> None:
-        """Bring a function's return values into `run.results`, and its names off the engines."""
+        """Copy a function's return values to `run.results`; remove its names from the engines."""
         run, engines = self.run, self.pool.engines
         try:
             living = [i for i in run.members if i in self.pool.ids]
@@ -367,10 +367,12 @@ class RunExecution:
             run.returned([returned.get(i) for i in run.members])
         except (ClusterError, RunError) as failure:
             why = f"{failure.what} {failure.seen or ''}".strip()
-            run.note(f"What the function returned could not be fetched: {why}")
+            run.note(f"The return values of the function could not be fetched: {why}")
         except Exception as failure:
-            log.exception("What a function returned could not be fetched")
-            run.note(f"What the function returned could not be fetched: {_unexpected(failure)}")
+            log.exception("The return values of a function could not be fetched")
+            run.note(
+                f"The return values of the function could not be fetched: {_unexpected(failure)}"
+            )
         finally:
             run.finish(error)
 
@@ -380,20 +382,20 @@ def _unexpected(error: Exception) -> RunError:
 
 
 ANEW = ("replace", "heal")
-"""What has fresh engines run the cell again; to heal does so where nothing else is left."""
+"""The kinds of recovery that run the cell again on new engines."""
 MOST = 3
-"""Recoveries of one run: what dies again and again dies for a reason."""
+"""Largest number of recoveries of one run; a cell with more deaths has a fault."""
 LEND, BORROW = "workbench.engine.entry:lend", "workbench.engine.entry:borrow"
 RESCUE = "workbench.engine.checkpoints.memory_snapshot:write"
 RESCUED = "rescued"
-"""Folder, in the run's own, of what survivors held; gone with the run's end."""
+"""Subfolder of the run for the survivors' state; removed at the end of the run."""
 LOAN_TIMEOUT_S = 120.0
 LEAVE_S = 5.0
-"""How long an engine may take to end that has left."""
+"""Time that an engine may need to end after it has left."""
 
 
 def lost(task: Task) -> list[int]:
-    """Return the engines whose death alone made the cell fail; none if it failed otherwise."""
+    """Return the engines if only their death made the cell fail; otherwise none."""
     outcomes = task.outcomes
     dead = [i for i in outcome.dead_engines(outcomes) if not outcomes[i].ended]
     if task.first_failed is None:  # the others could do without them
@@ -403,11 +405,11 @@ def lost(task: Task) -> list[int]:
     errors = [o for o in outcomes.values() if o.status == "error"]
     if any(not outcome.is_collateral(one) for one in errors):
         return []
-    return outcome.dead_engines(outcomes)  # those that we had to end are gone as well
+    return outcome.dead_engines(outcomes)  # engines that Workbench had to end are dead too
 
 
 class Recoverer:
-    """Decides whether a run continues after a death, and continues it on its own thread."""
+    """Decides whether a run continues after a death, and continues it on a separate thread."""
 
     def __init__(self, launch: RunExecution) -> None:
         self._launch = launch
@@ -418,7 +420,7 @@ class Recoverer:
         """Return whether the run continues; if so, it is started again in the background.
 
         Args:
-            left: Engines for whose sake all have stopped, and what those were told.
+            left: Engines that made all others stop, and the message that they received.
         """
         launch, began = self._launch, time.perf_counter()
         run, dead = launch.run, lost(task) or list(left)
@@ -444,7 +446,7 @@ class Recoverer:
         return True
 
     def explain(self, error: RunError) -> RunError:
-        """Add to the error of a death why the run did not continue."""
+        """Add to the error the reason why the run did not continue after the death."""
         if not self._why_not:
             return error
         told = RunError(
@@ -454,7 +456,7 @@ class Recoverer:
         return told
 
     def _hopeless(self, dead: Sequence[int]) -> str:
-        """Return why the run cannot go on without these engines; empty where it can."""
+        """Return why the run cannot continue without these engines; empty if it can."""
         launch = self._launch
         if sum(one.again for one in launch.run.recoveries) >= MOST:
             return f"The run has already continued after {MOST} deaths, which is the limit."
@@ -464,7 +466,8 @@ class Recoverer:
         try:
             if not left or set(dead) & set(launch.servers):
                 raise PlanError(
-                    "a run can only continue if workers died and at least one is left",
+                    "a run can continue only after the death of workers, and only if at least one "
+                    "worker still lives",
                     code="WB-PLAN-112",
                 )
             check_fewer(launch.plan, len(left))
@@ -473,13 +476,13 @@ class Recoverer:
         return ""
 
     def _go(self, dead: Sequence[int], how: str, began: float) -> None:
-        """Begin the run again; deaths meanwhile count as further recoveries."""
+        """Begin the run again; a death during the restart counts as a further recovery."""
         launch, run = self._launch, self._launch.run
         while True:
             try:
                 self._go_once(dead, how, began)
                 return
-            except WorkbenchError as error:  # noqa: PERF203 - it ends with the last try
+            except WorkbenchError as error:  # noqa: PERF203 - the loop ends after the last attempt
                 needed = [*run.members, *launch.servers]
                 dead = [i for i in needed if i not in launch.pool.ids]
                 again = isinstance(error, ClusterError) and bool(dead)
@@ -488,8 +491,8 @@ class Recoverer:
                     run.finish(RunError(f"{how}.\n  {why}\n  {error}", code="WB-RUN-083"))
                     return
                 how = "; ".join(map(self._died_meanwhile, dead))
-            except Exception as error:  # else it would be recovering for ever
-                log.exception("Run %r could not go on", run.name)
+            except Exception as error:  # otherwise the run would stay in recovery forever
+                log.exception("Run %r could not continue", run.name)
                 run.finish(
                     RunError(
                         f"{how}.\n  It could not continue: {type(error).__name__}: {error}",
@@ -517,7 +520,7 @@ class Recoverer:
             launch.pool.engines.restart(gone or dead, launch.plan.framework)
             self._lend(dead)
         ranks = [rank for rank, i in enumerate(run.engines) if i in members]
-        for stale in run.folder.glob("weights*"):  # what the survivors had when they gave up
+        for stale in run.folder.glob("weights*"):  # the survivors' state when they stopped
             stale.unlink()
         run.far.settle()
         lost_steps = run.history.rewind(step, run.folder, ranks)
@@ -529,11 +532,11 @@ class Recoverer:
         run.recoveries.append(done)
         run.note(recovery_words(done, launch.plan.on_failure, bool(start)), dead)
         launch.submit()
-        if _stopping(run):  # Stop was pressed while nobody could hear it
+        if _stopping(run):  # Stop was pressed while no worker could receive it
             run.halt("stop")
 
     def _await_end(self, engines: Sequence[int]) -> None:
-        """Wait for engines that leave to have ended; they are ended else."""
+        """Wait until leaving engines have ended; kill those that have not ended in time."""
         known, end = self._launch.pool.engines.engines, time.monotonic() + LEAVE_S
         while time.monotonic() < end and any(known[i].state != "dead" for i in engines):
             time.sleep(0.02)
@@ -544,10 +547,10 @@ class Recoverer:
         return f"{self._launch.run.called(engine)} died while the run was recovering{how}"
 
     def _start(self) -> Checkpoint | None:
-        """Return where to go on from: what survivors hold, the last whole checkpoint, the first.
+        """Return the state to continue from: of survivors, the last checkpoint, or the first.
 
         Raises:
-            RunError: All of them are damaged, also that which the run had been resumed from.
+            RunError: All checkpoints are damaged, including the one that the run was resumed from.
         """
         own = self._last_own()
         if rescued := self._rescue(own.step if own else 0):
@@ -556,7 +559,7 @@ class Recoverer:
             return own
         if self._launch.plan.on_failure == "heal" and self._launch.run.history.totals.steps:
             raise RunError(
-                "No worker is left that has the trained weights, and there is no checkpoint.",
+                "All workers with the trained weights have died, and there is no checkpoint.",
                 allowed="at least one surviving worker, or --checkpoint DIR",
                 next_step="add --checkpoint DIR, so that trained weights survive the last worker",
                 code="WB-RUN-138",
@@ -569,7 +572,7 @@ class Recoverer:
         return origin
 
     def _last_own(self) -> Checkpoint | None:
-        """Return the last checkpoint that this run has written and that is whole, if any."""
+        """Return the last complete checkpoint of this run, if there is one."""
         run, plan = self._launch.run, self._launch.plan
         if not plan.checkpoint:
             return None
@@ -586,7 +589,7 @@ class Recoverer:
         return None
 
     def _rescue(self, beyond: int) -> Checkpoint | None:
-        """Have the furthest survivor write down what it holds, if that is further than `beyond`."""
+        """Let the survivor with the most steps save its state, if these exceed `beyond`."""
         run, engines = self._launch.run, self._launch.pool.engines
         if run.task is None or not self._launch.files.can_send(run.members):
             return None
@@ -602,7 +605,7 @@ class Recoverer:
             path = files.brought(furthest, str(path), run.folder / RESCUED)
         except (ClusterError, RunError, OSError) as error:
             why = error.what if isinstance(error, WorkbenchError) else disk.reason_of(error)
-            run.note(f"What {run.called(furthest)} held could not be written: {why}")
+            run.note(f"The state of {run.called(furthest)} could not be written: {why}")
             return None
         return Checkpoint(path, kept[furthest])
 
@@ -621,6 +624,6 @@ def _stopping(run: Run) -> bool:
 
 
 def without_kills(plan: Plan, ranks: Sequence[int]) -> Plan:
-    """Return the plan without the faults that killed these ranks: a kill happens once."""
+    """Return the plan without the faults that killed these ranks: a kill happens only once."""
     kept = tuple(f for f in plan.faults if f.kind != "kill" or f.rank not in ranks)
     return replace(plan, faults=kept)

@@ -1,4 +1,4 @@
-"""`--log`: writes runs to TensorBoard, MLflow and others while they train, and completes them.
+"""`--log`: writes runs to TensorBoard, MLflow and other targets during the training.
 
 One thread per run looks once a second for new data in the history. An error there only adds a
 note; it does not end the run.
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 PAUSE_S = 1.0
 LINGER_S = 30.0
-"""How long a run's end waits for a place that is slow."""
+"""How long the end of a run waits for a slow target."""
 LEAVE_S = 5.0
 
 
 def check_targets(targets: Sequence[str]) -> None:
-    """Raise PlanError where one of the targets (`Target.text`) cannot be written to."""
+    """Raise PlanError if one of the targets (`Target.text`) cannot be written to."""
     for text in targets:
         target = parse_target(text)
         kind_of(target).check(target.where)
@@ -48,13 +48,13 @@ def await_all(logs: Sequence[RunLog], note: Callable[[str], None]) -> None:
 
 
 class RunLog:
-    """Writes one run to some places.
+    """Writes one run to its targets.
 
     Args:
         targets: As `Target.text`, checked.
 
     Attributes:
-        places: Where the run is, in words, by target.
+        places: The place of the run in words, by target.
         complete: Whether everything is written.
     """
 
@@ -73,7 +73,7 @@ class RunLog:
 
     @property
     def complete(self) -> bool:
-        """Whether the run is over and all of it is written."""
+        """Whether the run is over and completely written."""
         return self._done.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -81,7 +81,7 @@ class RunLog:
         return self._done.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Write all data so far, also of a run that still trains, and end."""
+        """Write all data so far and end, even if the run still trains."""
         self._leave.set()
         self._done.wait(timeout_s)
 
@@ -92,7 +92,7 @@ class RunLog:
     def _main(self) -> None:
         try:
             self._write()
-        except Exception as error:  # the run goes on, and its user hears of it
+        except Exception as error:  # the run continues, and a note tells its user
             self._run.note(f"--log ended before the run did: {type(error).__name__}: {error}")
         finally:
             _open.discard(self)
@@ -114,7 +114,8 @@ class RunLog:
         self._end()
 
     def _is_time_to_end(self) -> bool:
-        # Two events, one wait: the end of the notebook is rare, so it is looked for in between.
+        # One wait for two events: the end of the notebook is rare, so it is checked between the
+        # waits.
         end = time.monotonic() + PAUSE_S
         while time.monotonic() < end and not self._leave.is_set():
             if self._run.over.wait(PAUSE_S / 5):
@@ -136,7 +137,7 @@ class RunLog:
                     sink.write(batch.scalars, self._epoch_s)
 
     def _settings(self, over: bool) -> dict[str, Any]:
-        """Return the run's settings, once, when its engines have said what they use."""
+        """Return the run's settings once, after its engines have reported their own settings."""
         if self._settled or not (over or self._run.history.story.started):
             return {}
         self._settled = True
@@ -152,10 +153,10 @@ class RunLog:
 
     @contextlib.contextmanager
     def _guarded(self, text: str) -> Any:
-        """Drop a place that fails, with a note."""
+        """Drop a target that fails, and add a note."""
         try:
             yield
-        except Exception as error:  # whatever a place's library raises, the run goes on
+        except Exception as error:  # whatever a target's library raises, the run continues
             self._sinks.pop(text, None)
             words = str(error).strip().splitlines() or [""]
             said = error.what if isinstance(error, WorkbenchError) else words[0]
@@ -223,7 +224,7 @@ def _ending(run: RunData) -> Ending:
     picture = b""
     try:
         picture = run_png(snapshot)
-    except Exception as error:  # a picture that cannot be drawn is not worth the rest
+    except Exception as error:  # an error in the picture must not lose the other data
         notes.append(f"The run's figure could not be drawn: {type(error).__name__}: {error}")
     figures = {
         "loss": snapshot.loss,
@@ -249,7 +250,7 @@ def log_to(run: RunData, logs: list[RunLog], targets: Sequence[str]) -> RunLog:
     """Write a run to more targets; return the writers, which are also added to `logs`.
 
     Raises:
-        PlanError: A target was not understood, or cannot be written to.
+        PlanError: A target is not valid, or cannot be written to.
     """
     texts = parse_targets(targets)
     if not texts:

@@ -1,4 +1,4 @@
-"""The outcome of a cell or a run, from its engines' answers and deaths; pure.
+"""The outcome of a cell or a run, derived from its engines' answers and deaths; pure functions.
 
 It decides which rank's error is the cause and which errors only followed from it, how the death of
 an engine is described, which error is raised, and how the run as a whole ended.
@@ -31,26 +31,27 @@ COLLATERAL = re.compile(
     r"|DeadlineExceededError|UnavailableError",
     re.IGNORECASE,
 )
-"""What libraries say when another rank has gone: never the reason that is shown first."""
+"""Texts of library errors after another rank has ended; such an error is never shown as the cause.
+"""
 MAX_WORDS = 100
 
 
 def is_collateral(outcome: CellOutcome) -> bool:
-    """Whether the rank only felt another one's end.
+    """Whether the rank's error is only an effect of another rank's end.
 
-    That is certain where its connections were cut so that it stopped waiting, and where our own
-    links have `felt` it; of a library's errors the words tell.
+    This is certain if Workbench cut the rank's connections to end its wait, or if a link of
+    Workbench reported it (`felt`). For errors of a library, the text decides.
     """
     certain = outcome.cut_off or bool(outcome.felt)
     return certain or COLLATERAL.search(outcome.words) is not None
 
 
 def root_cause(outcomes: Outcomes, first_failed: int, lost: Iterable[int] = ()) -> int:
-    """Return the engine whose error is not just a consequence of another's.
+    """Return the engine whose error is the cause of the other errors.
 
     Args:
         outcomes: In the order of the ranks.
-        first_failed: Who failed first.
+        first_failed: The engine that failed first.
         lost: Engines whose death the others survived.
     """
     failed = [i for i, o in outcomes.items() if o.status in ("died", "error")]
@@ -61,16 +62,16 @@ def root_cause(outcomes: Outcomes, first_failed: int, lost: Iterable[int] = ()) 
     if silent and not (own or died):
         return silent[0]  # the others had waited for it
     if died:
-        # Who died later may have been ended because it waited for the first.
+        # An engine that died later can have been ended because it waited for the first.
         return first_failed if first_failed in died else died[0]
     return first_failed if first_failed in own or not own else own[0]
 
 
 def with_it(outcomes: Outcomes, engines: Iterable[int], called: Callable[[list[int]], str]) -> str:
-    """Return in one line what happened to the others.
+    """Return one line about the other engines.
 
     Args:
-        engines: Those that ended because of another one.
+        engines: The engines that ended because of another engine.
         called: Returns `ranks 0, 2`.
     """
     groups: dict[str, list[int]] = {}
@@ -95,11 +96,11 @@ def _shortly(outcome: CellOutcome) -> str:
 
 
 NAMED = 4
-"""Most engines that are named one by one when several died."""
+"""Largest number of dead engines that are named one by one."""
 
 
 def outcome_of_death(error: BaseException) -> CellOutcome:
-    """Return the outcome of a call whose engine is gone or was never reached."""
+    """Return the outcome of a call whose engine has ended or was never reached."""
     how, log, by_itself, with_all = str(error), "", False, False
     if isinstance(error, EngineDiedError):
         how, log, by_itself = str(error.how), error.log, error.how != RESTARTED
@@ -117,7 +118,7 @@ def outcome_of_death(error: BaseException) -> CellOutcome:
 
 
 def left_behind(outcome: CellOutcome, host: Host | None) -> str | None:
-    """Return the advice for a module in the notebook's folder, which a host does not share."""
+    """Return the advice for a module that exists only in the notebook's folder, not on the host."""
     found = re.search(r"No module named '(\w+)", outcome.evalue)
     if host is None or host.has_cwd or found is None:
         return None
@@ -137,7 +138,7 @@ def dead_engines(outcomes: Outcomes) -> list[int]:
 
 
 def death_words(first: int, outcomes: Outcomes, member: Callable[[int], Member]) -> str:
-    """Return which engines died and how: `first` with the end of its log, then the others."""
+    """Return text on the dead engines: `first` with the end of its log, then the others."""
     one, who = outcomes[first], member(first)
     text = f"{who.title} {who.verb} gone: {one.evalue}"
     if one.log:
@@ -145,16 +146,16 @@ def death_words(first: int, outcomes: Outcomes, member: Callable[[int], Member])
     others = [engine for engine in dead_engines(outcomes) if engine != first]
     for engine in others[:NAMED]:
         how = "" if outcomes[engine].how == one.how else f": {outcomes[engine].how}"
-        text += f"\n  gone too: {member(engine).title} (engine {engine}){how}"
+        text += f"\n  also gone: {member(engine).title} (engine {engine}){how}"
     if len(others) > NAMED:
-        text += f"\n  gone too: {len(others) - NAMED} more"
+        text += f"\n  also gone: {len(others) - NAMED} more"
     return text
 
 
 def next_step(outcomes: Outcomes) -> str | None:
-    """Return the command that restarts the dead engines; None if all are alive.
+    """Return the command that restarts the dead engines; None if all live.
 
-    Those that were restarted are there again: only their cell is lost.
+    Engines that were restarted are alive again; only their cell is lost.
     """
     gone = sorted(dead_engines(outcomes))
     dead = [engine for engine in gone if not outcomes[engine].restarted]
@@ -165,22 +166,22 @@ def next_step(outcomes: Outcomes) -> str | None:
 
 
 class Names:
-    """How the engines of a cell are called.
+    """The names of a cell's engines in messages.
 
     Args:
         ids: Engines in the order of the ranks.
-        members: Which part each takes; the rank of its place where that is not said.
+        members: The member of each engine; by default the rank is its position.
     """
 
     def __init__(self, ids: Sequence[int], members: Mapping[int, Member]) -> None:
         self._members = {i: members.get(i) or Member.of_ranks(at) for at, i in enumerate(ids)}
 
     def add(self, members: Mapping[int, Member]) -> None:
-        """Know of further engines."""
+        """Add further engines."""
         self._members.update(members)
 
     def member(self, engine: int) -> Member:
-        """Which part an engine takes."""
+        """The member that an engine is."""
         return self._members[engine]
 
     def of(self, engine: int) -> str:
@@ -194,14 +195,14 @@ class Names:
 
 @dataclass(frozen=True)
 class CellEnd:
-    """What happened to a cell's engines, and the message about it.
+    """The outcomes of a cell's engines, and the message about them.
 
     Attributes:
-        outcomes: Of the engines that are done, in the order of the ranks.
-        first_failed: Who failed first.
+        outcomes: The outcomes of the engines that are done, in the order of the ranks.
+        first_failed: The engine that failed first.
         lost: Engines whose death the others survived.
-        interrupted: Whether the user wanted it to end.
-        pid: Returns an engine's process.
+        interrupted: Whether the user interrupted the cell.
+        pid: Returns the process id of an engine.
     """
 
     names: Names
@@ -223,9 +224,10 @@ class CellEnd:
 
     @property
     def followed(self) -> list[int]:
-        """Engines whose end is only a consequence: of an interrupt, or of the cause's.
+        """Engines whose end is only an effect of an interrupt or of the cause.
 
-        Where nobody made a mistake, each rank may know a part of the story: then it is none.
+        If no rank made an error, each rank can have part of the explanation; then the result is
+        empty.
         """
         cause = self.cause
         if cause is not None and is_collateral(self.outcomes[cause]):
@@ -243,18 +245,18 @@ class CellEnd:
         ]
 
     def say(self, engines: Iterable[int]) -> str:
-        """Return in one line what happened to the engines that followed."""
+        """Return one line about the engines that failed as an effect."""
         return with_it(self.outcomes, engines, self.names.several)
 
     def failure(self) -> RunError | None:
-        """The error that the cell ends in, None when all went well."""
+        """The error of the cell; None if all went well."""
         cause = self.cause
         if cause is None:
             return self._interruption()
         outcome = self.outcomes[cause]
         what, told = self._reason(cause)
         if others := [i for i in self._bad if i not in told]:
-            what += f"\n  with it: {self.say(others)}"
+            what += f"\n  Also failed: {self.say(others)}"
         step = next_step(self.outcomes) or outcome.advice or self._elsewhere(outcome)
         error = RunError(what, next_step=step, code="WB-RUN-066")
         if outcome.status == "error" and not outcome.ended:
@@ -265,7 +267,7 @@ class CellEnd:
         return error
 
     def _elsewhere(self, outcome: CellOutcome) -> str | None:
-        """Return what to do where a rank lacks a name that another one did not miss."""
+        """Return the advice for a name that is missing on one rank but not on another."""
         missed = outcome.ename == "NameError"
         if not missed or all(one.status != "ok" for one in self.outcomes.values()):
             return None
@@ -275,7 +277,7 @@ class CellEnd:
         )
 
     def _reason(self, cause: int) -> tuple[str, list[int]]:
-        """Return what happened to the cause, and the engines of which all is said with that."""
+        """Return the text about the cause, and the engines that this text covers completely."""
         outcome, outcomes = self.outcomes[cause], self.outcomes
         if outcome.ended and outcome.failed_of:
             who = f"{self.names.of(cause)} (engine {cause})"
@@ -294,14 +296,14 @@ class CellEnd:
         return f"{self._who(same)} failed: {words}", same
 
     def _who(self, engines: Sequence[int]) -> str:
-        """Return `Rank 1 (engine 1)`, or `Ranks 0-2`, as a sentence begins."""
+        """Return `Rank 1 (engine 1)`, or `Ranks 0-2`, for the start of a sentence."""
         if len(engines) == 1:
             return f"{self.names.of(engines[0])} (engine {engines[0]})"
         several = self.names.several(engines)
         return several[:1].upper() + several[1:]
 
     def _interruption(self) -> RunError | None:
-        """The error of a cell that ended because it was interrupted; None when all went well."""
+        """The error of an interrupted cell; None if all went well."""
         ended = self.ended
         if not (self.interrupted or ended) and all(
             outcome.status != "interrupted" for outcome in self.outcomes.values()
@@ -316,7 +318,7 @@ class CellEnd:
 
     @property
     def ended(self) -> dict[int, str]:
-        """The message about engines that were killed because no interrupt reached them."""
+        """The message about engines that were killed because they did not react to an interrupt."""
         return {
             i: f"{self.names.of(i)} (engine {i}, pid {self.pid(i)}) was {outcome.ended}: "
             f"%cluster restart {i}"
@@ -326,7 +328,7 @@ class CellEnd:
 
 
 HONOURED_ANYWAY = frozenset({"seed"})
-"""Overrides that are set before the cell, so that no loop needs to read them."""
+"""Overrides that take effect before the cell, so loops do not have to read them."""
 
 _TRAINS = {
     "torch": (
@@ -338,21 +340,21 @@ _TRAINS = {
         "train in the cell; to only evaluate or predict, use %%rank 0 without a strategy",
     ),
 }
-"""What counts as training in a cell, and what to do with one that does not train."""
+"""Which calls count as training, and the advice for a cell that does not train."""
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """One time that a run went on after a death.
+    """One recovery of a run after a death.
 
     Attributes:
-        engines: Those that died.
-        how: What became of them, in words.
-        step: The step that the run went on from.
-        lost_steps: Steps that had been done and were done again.
-        workers: How many go on.
-        seconds: From the death's notice until the cell was begun again; where it was not (`again`),
-            how long the others stood still.
+        engines: The engines that died.
+        how: How they ended, in words.
+        step: The step from which the run continued.
+        lost_steps: The number of steps that were repeated.
+        workers: The number of workers that continue.
+        seconds: Time from the detection of the death until the cell ran again. If the cell did not
+            run again (`again`), the time that the other workers waited.
     """
 
     engines: tuple[int, ...]
@@ -365,11 +367,11 @@ class Recovery:
 
 
 def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
-    """The error of a cell that went through and yet was no training run as asked for.
+    """The error of a cell that ended well but did not train as requested.
 
     Returns:
-        An error when the cell trained nothing, or ignored what the line overrides; None when all
-        is well, and for runs that ended in another error or were stopped.
+        An error if the cell trained nothing, or ignored a setting of the magic's line. None if all
+        is well, if the run ended in another error, or if it was stopped.
     """
     if run.state == "stopping" or any(o.status != "ok" for o in outcomes.values()):
         return None
@@ -401,7 +403,8 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
     if ignored and not any(o.options_read for o in outcomes.values()):
         name = ignored[0]
         return RunError(
-            "The line sets an option that the cell's own loop does not read, so it was ignored.",
+            "The magic's line sets an option that the cell's own loop does not read, so it was "
+            "ignored.",
             seen=", ".join(f"--{one.replace('_', '-')}" for one in ignored),
             allowed="wb.fit, or a loop that reads wb.options",
             next_step=f"use wb.options.get({name!r}, default) in the loop, or remove the flag",
@@ -411,7 +414,7 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
     if unread:
         name = sorted(unread)[0]
         return RunError(
-            "The line sets a value that the cell did not read, so it had no effect.",
+            "The magic's line sets a value that the cell did not read, so the value had no effect.",
             seen=", ".join(f"--set {one}" for one in sorted(unread)),
             allowed="names that the cell reads from wb.options",
             next_step=f"wb.options.get({name!r}, default) where the cell needs it, or remove it",
@@ -419,7 +422,7 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
         )
     if run.plan.init_from and not any(o.initial_read for o in outcomes.values()):
         return RunError(
-            "The cell's own loop did not load the initial weights, so it started from its own.",
+            "The cell's own loop did not load the initial weights, so it started from new weights.",
             seen=f"--init-from {run.plan.init_from}",
             allowed="wb.fit, wb.prepare, wb.watch or model.fit",
             next_step="use one of them, or remove the flag",
@@ -429,7 +432,7 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
 
 
 def _no_step(loops: list[OwnLoop]) -> RunError:
-    """Return the error for a loop that was handed over and in which no step ended."""
+    """Return the error for a prepared loop in which no step ended."""
     by = max(loop.by for loop in loops)
     backwards, updates = max(one.backwards for one in loops), max(one.updates for one in loops)
     seen = f"{by}, {backwards} backward passes, {updates} optimizer steps"
@@ -454,7 +457,7 @@ def _no_step(loops: list[OwnLoop]) -> RunError:
 
 
 def outcome_behind(error: BaseException | None) -> CellOutcome | None:
-    """Return the outcome that made a cell fail; None if the error is not a cell's."""
+    """Return the outcome that made a cell fail; None if the error does not come from a cell."""
     outcome = getattr(error, "outcome", None)
     return outcome if isinstance(outcome, CellOutcome) else None
 
@@ -466,7 +469,7 @@ def is_refusal(error: RunError) -> bool:
 
 
 def refusals(runs: Sequence[RunData]) -> RunError | None:
-    """The error of several runs if some of them were refused or failed."""
+    """The error for several runs of which some were refused or failed."""
     refused = [run for run in runs if run.error is not None]
     if not refused:
         return None
@@ -494,11 +497,11 @@ def _reason(error: RunError | None) -> str:
 
 
 def short_handed(dead: Sequence[int], living: int) -> str:
-    """What to say before a cell or run of a cluster that has lost workers; empty: it has not.
+    """The note before a cell or run on a cluster that has lost workers; empty if none is lost.
 
     Args:
         dead: Ids of the dead engines among the workers.
-        living: How many workers are left.
+        living: The number of living workers.
     """
     if not dead:
         return ""
@@ -512,10 +515,10 @@ def short_handed(dead: Sequence[int], living: int) -> str:
 
 
 def how_ended(dead: Sequence[EngineInfo]) -> str:
-    """Return how the engines ended, each way once."""
+    """Return the different ways in which the engines ended."""
     ways: dict[str, list[int]] = {}
     for engine in dead:
-        ways.setdefault(str(engine.exit or "how is not known"), []).append(engine.id)
+        ways.setdefault(str(engine.exit or "the reason is unknown"), []).append(engine.id)
     if len(ways) == 1:
         return next(iter(ways))
     return "; ".join(f"{_engines(ids)}: {how}" for how, ids in ways.items())
@@ -526,12 +529,12 @@ def _engines(ids: Sequence[int]) -> str:
 
 
 def outcome_notes(outcomes: Outcomes) -> list[str]:
-    """What the user should know although nothing failed."""
+    """Notes for the user on a run without an error."""
     return [*_unlike_copies(outcomes), *_reassigned(outcomes)]
 
 
 def _unlike_copies(outcomes: Outcomes) -> list[str]:
-    """Say which ranks ended an own loop with another model than the others."""
+    """Name the ranks whose model differs from the others' after the cell's own loop."""
     ends = [o.copies for o in outcomes.values() if o.copies is not None]
     digests = [end.digest for end in ends]
     if len(set(digests)) < 2 or len({end.like for end in ends}) > 1:
@@ -540,9 +543,9 @@ def _unlike_copies(outcomes: Outcomes) -> list[str]:
     odd = sorted(end.rank for end in ends if end.digest != usual)
     who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))}"
     return [
-        f"The copies of the model differ at the end of the cell ({who}): something changed them on "
-        "some ranks only. Rank 0's copy is kept. Make every change of the model (also loading "
-        "its best weights) on every rank, or on rank 0 after the run."
+        f"The copies of the model differ at the end of the cell ({who}): the cell changed the "
+        "model on some ranks only. Rank 0's copy is kept. Make each change of the model on every "
+        "rank, or on rank 0 after the run. This also applies to loading its best weights."
     ]
 
 
@@ -557,7 +560,7 @@ def _reassigned(outcomes: Outcomes) -> list[str]:
 
 
 def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
-    """Return the note on what happened and its cost."""
+    """Return the note about the recovery and its cost."""
     text = f"{done.how}. "
     if on_failure == "continue":
         text += f"{done.workers} worker{'s continue' if done.workers > 1 else ' continues'}"
@@ -568,7 +571,7 @@ def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
     if not saved:
         text += " from its beginning"
     elif done.lost_steps == 0 and on_failure == "continue":
-        text += f" from step {done.step}, as the furthest of them had it"
+        text += f" from step {done.step}, with the state of the worker that had most steps"
     else:
         text += f" from the checkpoint of step {done.step}"
     text += f" after {done.seconds:.1f} s; "

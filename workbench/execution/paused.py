@@ -1,4 +1,4 @@
-"""Ranks that wait for the user, at a breakpoint or in `input()`, and the prompt for them.
+"""Ranks that wait for the user at a breakpoint or in `input()`, and their prompt.
 
 A rank's question arrives on the router's thread and is stored at once. If the main thread is
 blocked in a cell, it opens the prompt (`attend`). If the front end cannot ask, the rank continues.
@@ -34,7 +34,7 @@ from ..shared.messages import (
 
 ANSWER_S = 600.0
 STEP_S = 3.0
-"""How long a command that lets a rank go on is given to stop again, before the prompt is back."""
+"""Time for a rank to stop again after a command; then the prompt returns."""
 ATTENDED_S = 2.0
 SETTLE_S = 0.15
 """Ranks reach the same breakpoint at slightly different times; the prompt waits for them."""
@@ -51,7 +51,7 @@ class Reply:
 
 
 class Paused:
-    """The ranks of one cluster that wait for their user.
+    """The ranks of one cluster that wait for the user.
 
     Args:
         send: Sends a message to an engine.
@@ -74,7 +74,7 @@ class Paused:
     # -- from the engines --------------------------------------------------------------------------
 
     def hear(self, message: Stopped | Answered | Left | Served) -> None:
-        """Take an engine's word of its debugger; called on the router's thread."""
+        """Process an engine's debugger message; called on the router's thread."""
         engine = message.engine
         with self._changed:
             match message:
@@ -98,24 +98,24 @@ class Paused:
         self._send(stop.engine, Hold(number=stop.number, announce=announce))
 
     def attended(self, *, can_prompt: bool) -> None:
-        """Note that a cell blocks; its main thread looks after paused ranks."""
+        """Note that a cell blocks the main thread, which then handles paused ranks."""
         self._can_prompt, self._attended_s = can_prompt, time.monotonic()
 
     def promise(self, *, can_prompt: bool) -> None:
-        """Take note that a cell is about to be sent that will block, and look after them then."""
+        """Note that a cell that will block is about to be sent; it then handles paused ranks."""
         self._can_prompt, self._promised = can_prompt, True
 
     def promise_over(self) -> None:
-        """Take note that this cell has ended."""
+        """Note that this cell has ended."""
         self._promised = False
 
     def unattended(self) -> None:
-        """Take note that no cell blocks any more."""
+        """Note that no cell blocks any more."""
         self._attended_s = -ATTENDED_S
 
     @property
     def _attended(self) -> bool:
-        """Whether a cell blocks, or is about to, and looks after those that pause."""
+        """Whether a cell blocks or will block soon, and so handles paused ranks."""
         return self._promised or time.monotonic() - self._attended_s < ATTENDED_S
 
     def forget(self, engine: int) -> None:
@@ -133,15 +133,15 @@ class Paused:
 
     @property
     def stops(self) -> dict[int, Stopped]:
-        """Who is paused, by engine id."""
+        """The paused ranks, by engine id."""
         with self._changed:
             return dict(sorted(self._stops.items()))
 
     def tell(self, engine: int, line: str, timeout_s: float = ANSWER_S) -> Reply:
-        """Have a paused rank obey one command.
+        """Let a paused rank run one command.
 
         Raises:
-            RunError: It is not paused, or does not answer in time.
+            RunError: The rank is not paused, or does not answer in time.
         """
         with self._changed:
             stop = self._stops.get(engine)
@@ -176,17 +176,17 @@ class Paused:
             self._send(engine, GoOn(number=stop.number, reason=reason))
 
     def inquire(self, engine: int, timeout_s: float = 1.0) -> Stopped | None:
-        """Return an engine's question, also one that was asked of another notebook."""
+        """Return an engine's question, even if the question went to another notebook."""
         self._send(engine, Repeat())
         with self._changed:
             self._until(lambda: engine in self._stops, timeout_s)
             return self._stops.get(engine)
 
     def serve(self, engine: int, port: int, timeout_s: float = 30.0) -> Served:
-        """Have an engine serve debugpy, whatever its cell does (`stdin_bridge.py`).
+        """Let an engine start debugpy, even while its cell runs (`stdin_bridge.py`).
 
         Raises:
-            RunError: It does not answer.
+            RunError: The engine does not answer.
         """
         with self._changed:
             self._served.pop(engine, None)
@@ -210,7 +210,7 @@ class Paused:
         return True
 
     def settled(self) -> dict[int, Stopped]:
-        """Return the paused ranks once their number has been stable for a moment."""
+        """Return the paused ranks after their number was stable for a moment."""
         end = time.monotonic() + STEP_S
         before: dict[int, Stopped] | None = None
         while (now := self.stops) != before and time.monotonic() < end:
@@ -220,7 +220,7 @@ class Paused:
         return now
 
     def names(self) -> str:
-        """Return `ranks 0-2`, those that are paused."""
+        """Return the names of the paused ranks, as `ranks 0-2`."""
         return f"ranks {ranges(sorted(self._stops))}" if self._stops else ""
 
 
@@ -239,10 +239,10 @@ HELP = (
 
 
 def attend(draw: Callable[[], object] = lambda: None) -> None:
-    """See to whatever ranks are paused; for a main thread that waits for a cell's end.
+    """Open the prompt for paused ranks; called by a main thread that waits for a cell.
 
     Args:
-        draw: Shows what the cell has printed so far.
+        draw: Shows the output of the cell so far.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -258,21 +258,21 @@ def attend(draw: Callable[[], object] = lambda: None) -> None:
             draw()
             try:
                 Prompt(paused, draw).converse(min(stops))
-            except Exception as error:  # a front end that cannot ask after all
+            except Exception as error:  # the front end cannot ask, although it seemed able to
                 reason = f"the prompt failed ({type(error).__name__}: {error})"
-        for engine in paused.stops:  # after `leave` too: nobody could come back while this blocks
+        for engine in paused.stops:  # after `leave` too: the cell blocks a new prompt
             paused.go_on(engine, reason)
         paused.attended(can_prompt=able)
 
 
 @contextlib.contextmanager
 def attending(blocks: bool) -> Iterator[None]:
-    """Send a cell and wait for it in the block: a rank may pause before the wait has begun.
+    """Send a cell and wait for it in the block, because a rank can pause before the wait begins.
 
-    It is then told what it would be told later.
+    Such a rank gets the same answer as a rank that pauses later.
 
     Args:
-        blocks: Whether this thread will wait for the cell; else nothing is done.
+        blocks: Whether this thread will wait for the cell; otherwise the block does nothing.
     """
     blocks = blocks and threading.current_thread() is threading.main_thread()
     promised = everyone() if blocks else []
@@ -332,21 +332,21 @@ class Prompt:
     @staticmethod
     def _introduce(stop: Stopped, stops: dict[int, Stopped]) -> None:
         others = [engine for engine in stops if engine != stop.engine]
-        also = f"; paused too: {ranges(others)}" if others else ""
+        also = f"; also paused: {ranges(others)}" if others else ""
         write_out(f"rank {stop.engine} is paused at {stop.where}{also}\n{stop.text}({HELP})\n")
         if not others:
             patience = _spell(stop.patience_s)
             write_out(f"(ranks that wait for this one in a collective wait at most {patience})\n")
 
     def _dropped(self, engine: int) -> None:
-        """Take the prompt away from a rank that was let go; called on the router's thread."""
+        """Close the prompt of a rank that continues; called on the router's thread."""
         with self._lock:
             if self._reading == engine and not self._poked:
                 self._poked = True
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _read(self, stop: Stopped) -> str | None:
-        """Return the user's line; None when the rank was let go meanwhile."""
+        """Return the user's line; None if the rank continued meanwhile."""
         text = f"rank {stop.engine}: {stop.text}"
         prompt = f"rank {stop.engine}> " if stop.asks == "debugger" else text
         self._poked = False
@@ -368,7 +368,7 @@ class Prompt:
             return None
 
     def _obey(self, stop: Stopped, line: str) -> int:
-        """Do what a line says; return which rank is looked at next."""
+        """Carry out a line; return the rank that the prompt shows next."""
         paused, engine, words = self._paused, stop.engine, line.split()
         if stop.asks != "debugger":
             self._tell(engine, line)
@@ -421,7 +421,7 @@ class Prompt:
 
 
 def can_prompt() -> bool:
-    """Whether `input()` would reach somebody: nbconvert, papermill and tests cannot answer."""
+    """Whether `input()` would reach a user; nbconvert, papermill and tests cannot answer."""
     interactive = sys.modules.get("IPython")
     shell = interactive.get_ipython() if interactive is not None else None
     kernel = getattr(shell, "kernel", None)

@@ -24,22 +24,22 @@ from .run import Run
 
 
 class Closable(Protocol):
-    """A cluster, as far as it ends with the notebook."""
+    """The methods of a cluster that are needed at the notebook's end."""
 
     @property
     def busy(self) -> object:
         """The current task, or the last one."""
 
     def release(self) -> None:
-        """Let go of a kept cluster; any other one is stopped."""
+        """Release a kept cluster; stop any other cluster."""
 
 
 class Runs(Mapping[str, Run]):
-    """Runs by name or place, newest last: `runs["base"]`, `runs[-1]`.
+    """Runs by name or position, newest last: `runs["base"]`, `runs[-1]`.
 
-    When a name is used again the older run becomes `name@1`.
+    If a name is used again, the older run becomes `name@1`.
 
-    Any thread may look while another one adds: who looks goes on in what there was before.
+    A thread can read while another thread adds a run; the reader then sees the runs from before.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Runs(Mapping[str, Run]):
         self._colors: list[tuple[Hashable, set[Any], int]] = []
 
     def add(self, run: Run) -> None:
-        """Keep a run under its name; it has a colour from now on."""
+        """Keep a run under its name and give it a colour."""
         if run.color is None:
             run.color = self.color(run.plan)
         with self._lock:
@@ -65,7 +65,7 @@ class Runs(Mapping[str, Run]):
         """Forget a run; its folder stays.
 
         Raises:
-            PlanError: There is none of that name, or it goes on.
+            PlanError: There is no run with this name, or the run has not ended.
         """
         run = self[name]
         if not run.is_over:
@@ -84,10 +84,10 @@ class Runs(Mapping[str, Run]):
             self._runs, self._colors = {}, []
 
     def color(self, plan: Plan) -> int:
-        """Return the number of the colour for one more run of a plan, which it keeps.
+        """Return the colour number for a new run of a plan; the run keeps this colour.
 
-        One device is grey (0). The others take the next colour each, but for a plan that was run
-        with another seed: those are one row of a comparison.
+        Runs on one device are grey (0). Each other run takes the next colour. Runs that differ only
+        in the seed share a colour, because they are one row of a comparison.
         """
         if plan.strategy == BASELINE:
             return 0
@@ -108,7 +108,7 @@ class Runs(Mapping[str, Run]):
 
     @property
     def latest(self) -> Run | None:
-        """The newest run, None when there is none."""
+        """The newest run; None if there is no run."""
         return next(reversed(self._runs.values()), None)
 
     def __getitem__(self, name: str | int) -> Run:
@@ -136,7 +136,7 @@ class Runs(Mapping[str, Run]):
 
 
 class MissingRunError(KeyError, PlanError):
-    """There is no run of that name."""
+    """There is no run with this name."""
 
     def __init__(self, name: object, names: Sequence[str]) -> None:
         if not names:
@@ -167,9 +167,9 @@ class MissingRunError(KeyError, PlanError):
 runs = Runs()
 _clusters: list[Closable] = []
 _told: list[str] = []
-"""What is said with the first run alone: where runs are kept in place of the user's folder."""
+"""Printed with the first run only: the folder of the runs if it is not the user's folder."""
 AWAKE = 10
-"""Newest runs that are held in memory; what older ones hold is read from disk when asked for."""
+"""Number of newest runs in memory; data of older runs is read from disk when needed."""
 
 
 def new_run(
@@ -180,10 +180,10 @@ def new_run(
     devices: Sequence[str],
     resume_from: str = "",
 ) -> Run:
-    """Create a run with its own folder and keep it in `runs`."""
+    """Create a run with a folder and keep it in `runs`."""
     name = plan.name or plan.strategy
     initial = weights_folder(plan.init_from) if plan.init_from else ""
-    with contextlib.suppress(OSError):  # a full or read-only disk: the run goes on in memory
+    with contextlib.suppress(OSError):  # a full or read-only disk: the run continues in memory
         folders.prune(protect=[run.folder for run in runs.values()])
     let_rest(newest=AWAKE - 1)
     folder = folders.new_run_dir(name)
@@ -199,7 +199,7 @@ def new_run(
 
 
 def let_rest(newest: int = AWAKE) -> None:
-    """Leave on disk what runs hold that are neither new nor a cluster's last one."""
+    """Free the memory of old runs, except a cluster's last run; their data is on disk."""
     last = [cluster.busy for cluster in _clusters]
     for run in list(runs.values())[:-newest]:
         if run not in last:
@@ -210,12 +210,12 @@ def weights_folder(name: str) -> str:
     """Return the folder that holds a run's final weights.
 
     Raises:
-        PlanError: There is no such run, or it left no weights.
+        PlanError: There is no such run, or it has no final weights.
     """
     run = runs[name]
     if not any(run.folder.glob("weights*.npz")):
         raise PlanError(
-            f"Run {name} left no weights to start from.",
+            f"Run {name} has no final weights to start from.",
             seen=run.state,
             allowed="a run that finished or was stopped",
             code="WB-PLAN-116",
@@ -224,12 +224,12 @@ def weights_folder(name: str) -> str:
 
 
 def add_cluster(cluster: Closable) -> None:
-    """Remember a cluster, so that it ends with the process at the latest."""
+    """Register a cluster, so that it ends with the process at the latest."""
     _clusters.append(cluster)
 
 
 def remove_cluster(cluster: Closable) -> None:
-    """Forget a cluster that is being stopped."""
+    """Remove a cluster that is being stopped."""
     with contextlib.suppress(ValueError):
         _clusters.remove(cluster)
 
@@ -249,15 +249,15 @@ def _stop_all() -> None:
 def load(path: str | Path) -> Run:
     """Return a run from the folder that `run.save(path)` wrote.
 
-    Also reads the folder of a run whose notebook died: the engines wrote every record there as it
-    came. Where files are damaged or missing, a warning and a note of the run say which; what is
-    left can be looked at.
+    Also reads the folder of a run whose notebook died, because the engines wrote every record
+    there. If files are damaged or missing, a warning and a note of the run name them. The other
+    files can still be used.
 
     Args:
         path: The run's folder.
 
     Raises:
-        RunError: There is no run in that folder.
+        RunError: There is no run in this folder.
     """
     folder = Path(path)
     meta, history = store.read_run(folder)
@@ -283,7 +283,7 @@ def load(path: str | Path) -> Run:
 
 
 def _damage(run: Run, meta: Mapping[str, Any]) -> list[str]:
-    """Return what is damaged in a run's folder; an older version's may tell by its rows alone."""
+    """Return the damage in a run's folder; for an older version only rows are checked."""
     found = disk.faults(run.folder, meta)
     if not found and run.state == "finished":
         rows = run.history.totals.rows
@@ -294,8 +294,9 @@ def _damage(run: Run, meta: Mapping[str, Any]) -> list[str]:
 def _words(run: Run, damaged: Sequence[str]) -> str:
     steps = run.history.totals.steps
     return (
-        f"Run {run.name} is damaged on disk; figures, plots and comparisons show what is left.\n"
+        f"Run {run.name} is damaged on disk; figures, plots and comparisons show the undamaged "
+        "part.\n"
         f"  seen:    {run.folder}: {'; '.join(damaged)} ({steps} whole steps can be read)\n"
-        "  allowed: the files as run.save(path) or the run's end left them\n"
+        "  allowed: the files as run.save(path) or the end of the run wrote them\n"
         "  next:    load another copy of the folder, or train again: run.to_cell() returns the cell"
     )

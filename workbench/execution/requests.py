@@ -1,4 +1,4 @@
-"""Requests to engines: made from runs and cells, and checked first.
+"""Requests to engines, made from runs and cells after checks.
 
 The checks come before a cluster is started or used. `FarFiles` are the files of one
 run on machines other than this one.
@@ -42,10 +42,10 @@ PULL = "workbench.engine.entry:pull"
 TAKE = "workbench.engine.entry:take"
 FREE = "workbench.engine.entry:free"
 ARGS, RESULT = "_wb_args", "_wb_result"
-"""Where a function's arguments and its return value are kept on the engines meanwhile."""
+"""Names of the variables on the engines that hold a function's arguments and return value."""
 
 Specs = Mapping[int, RunSpec]
-"""What each engine is told, by engine id, in the order of the ranks."""
+"""The request for each engine, by engine id, in the order of the ranks."""
 
 
 def make_specs(
@@ -66,22 +66,22 @@ def make_specs(
     rooms: Mapping[int, str] | None = None,
     cores: Mapping[int, int] | None = None,
 ) -> dict[int, RunSpec]:
-    """Return the data for each engine about its part.
+    """Return the data about the process group for each engine.
 
     Args:
-        hosts: Host of each engine that takes part, by engine id, in the order of the ranks; those
-            beyond the workers' engines are servers.
-        prefix: Keeps this process group apart from others in the store.
-        group: Name of one that may be there already, and stays; empty: there is none.
+        hosts: Host of each engine that takes part, by engine id, in the order of the ranks. Engines
+            after those of the workers are servers.
+        prefix: Separates this process group from others in the store.
+        group: Name of a group that can already exist and is kept; empty: no such group.
         one_engine: Whether the first engine holds all replicas.
-        helpers: What the engines beyond the workers' are called.
-        remote_workers: Whether the first helpers are the workers: theirs are the devices, and the
-            first engine, which only hands out work, computes on the CPU.
+        helpers: The name for engines that are not workers.
+        remote_workers: Whether the first helpers are the workers. Then the helpers get the devices.
+            The first engine only distributes work and computes on the CPU.
         reserved: Files that reserve the GPUs.
-        addresses: Of the engines' hosts, where there are several.
-        ports: What may be listened on; None: anything.
-        rooms: Which of `Leases.places` each engine sees the GPUs of, where there are several.
-        cores: Of each engine's host; by default this machine's.
+        addresses: Addresses of the engines' hosts, if there are several hosts.
+        ports: The allowed ports for listening; None: any port.
+        rooms: The entry of `Leases.places` whose GPUs each engine sees, if there are several.
+        cores: CPU cores of each engine's host; by default this machine's.
     """
     own_cores = device_pool.cpu_count()
     on_host = Counter(hosts.values())
@@ -130,9 +130,9 @@ def make_specs(
 
 
 def lease_of(spec: RunSpec, leases: device_pool.Leases) -> device_pool.Lease:
-    """Return what an engine was given: a worker by its rank, remote workers before other helpers.
+    """Return an engine's device: a worker's by its rank, remote workers before other helpers.
 
-    Of one that holds several replicas, the first one's.
+    For an engine with several replicas, the device of the first replica.
     """
     if spec.device == "cpu":
         return device_pool.Lease("cpu", "cpu")
@@ -151,9 +151,9 @@ def run_requests(
     """Return each engine's request for a training run.
 
     Args:
-        plan: Under which it runs now, where it has fewer workers or faults than it began with.
-        key: What its engines prove themselves with to each other; by default a fresh one.
-        far: What is told to engines on other machines in place of that: paths there.
+        plan: The current plan, if the run has fewer workers or faults than at its start.
+        key: The key with which its engines authenticate to each other; by default a new key.
+        far: Settings that replace these for engines on other machines: paths there.
     """
     plan = plan or run.plan
     recipe = plan.recipe
@@ -186,10 +186,10 @@ def run_requests(
 
 
 def with_original_ranks(specs: Specs, engines: Sequence[int]) -> Specs:
-    """Return the specs with the rank each engine is known by: the one it began the run with.
+    """Return the specs with the original rank of each engine, from the start of the run.
 
     Args:
-        engines: Of the run's ranks, as it began.
+        engines: The engines of the run's ranks at its start.
     """
     ranks = {engine: rank for rank, engine in reversed([*enumerate(engines)])}
     return {i: replace(spec, original_rank=ranks.get(i, -1)) for i, spec in specs.items()}
@@ -216,10 +216,10 @@ def members_of(
     *,
     hosts: Mapping[int, str] | None = None,
 ) -> dict[int, Member]:
-    """Return which part each engine takes, and how it is called in outputs.
+    """Return the member of each engine, and its name in outputs.
 
     Args:
-        hosts: Names of the hosts of those that are elsewhere.
+        hosts: Names of the hosts of engines on other machines.
     """
     chosen = specs if targets is None else targets
     return {e: replace(_member(specs[e]), host=(hosts or {}).get(e, "")) for e in chosen}
@@ -268,7 +268,7 @@ class BusyError(RunError):
 
 
 def check_travels(values: Mapping[str, object]) -> None:
-    """Raise PlanError where a value cannot be sent to another process."""
+    """Raise PlanError if a value cannot be sent to another process."""
     for name, value in values.items():
         if not travels(value):
             raise PlanError(
@@ -324,10 +324,11 @@ def _why(unread: Unread, name: str) -> dict[str, Any]:
 
 
 def check_size(what: str, count: object) -> int:
-    """Return how many engines are wanted.
+    """Return the requested number of engines.
 
     Raises:
-        PlanError: It is no whole number of at least 1, or more than one notebook can serve.
+        PlanError: It is not a whole number of at least 1, or it is more than one notebook can
+            serve.
     """
     checked = check_count(what, count)
     if checked > MAX_ENGINES:
@@ -349,20 +350,19 @@ def check_limits(
 ) -> None:
     """Raise PlanError if this many more engines exceed the administrator's limits.
 
-    Who asks for what listens beyond loopback, and may, is told what that exposes.
+    If the request makes a port reachable beyond loopback, a message says what that exposes.
 
     Args:
-        own: Pids of the engines that the cluster has already.
-        launch: Where they are to be started; None: where the others are.
-        elsewhere: Whether they are on other hosts: what else runs on this machine, or there, is
-            not counted then.
+        own: Pids of the cluster's existing engines.
+        launch: The place for the new engines; None: the place of the others.
+        elsewhere: Whether they are on other hosts; then no other processes are counted.
     """
     allowed = limits.load()
     if launch is not None:
         launcher = launch.launcher if launch.leaves_machine else LOCAL
         allowed.check_hosts(launch.listen, launcher)
         limits.warn(launch.listen, launcher, encrypted=launcher != "local")
-    if allowed.max_engines is not None:  # the census looks at every process of the machine
+    if allowed.max_engines is not None:  # counting reads every process of the machine
         others = 0 if elsewhere else folders.elsewhere(own)
         allowed.check_engines(wanted + len(own), others)
 
@@ -381,11 +381,11 @@ def check_members(ids: Sequence[int], members: Sequence[int]) -> None:
 
 
 def check_framework(framework: str) -> None:
-    """Raise unless engines on this machine can import the framework.
+    """Raise an error if engines on this machine cannot import the framework.
 
     Raises:
-        PlanError: It is unknown.
-        ClusterError: It is not installed; names what installs it.
+        PlanError: The framework is unknown.
+        ClusterError: The framework is not installed; the error names the command that installs it.
     """
     if framework not in catalog.FRAMEWORKS:
         raise unknown("framework", framework, catalog.FRAMEWORKS)
@@ -399,10 +399,11 @@ def check_framework(framework: str) -> None:
 
 
 def to_recipe(source: str | Callable[..., Any] | Recipe, args: tuple[Any, ...] = ()) -> Recipe:
-    """Make a recipe of source or a function.
+    """Make a recipe from source code or a function.
 
     Raises:
-        PlanError: It is neither, or the function cannot be sent to engines.
+        PlanError: The value is neither source code nor a function, or the function cannot be sent
+            to engines.
     """
     if isinstance(source, Recipe):
         return source
@@ -419,16 +420,16 @@ BLIND = "workbench.engine.checkpoints.files:blind"
 
 
 def check_folder(engines: Engines, ids: Sequence[int], folder: str) -> None:
-    """Refuse a folder for checkpoints that a machine of the run does not share with this one.
+    """Refuse a checkpoint folder that the run's machines do not all share with this machine.
 
-    Rank 0 would wait for parts that others wrote to disks of their own.
+    Rank 0 would wait for parts that other ranks wrote to their local disks.
 
     Args:
         ids: The run's workers.
-        folder: Empty where the run writes none.
+        folder: The folder; empty if the run writes no checkpoints.
 
     Raises:
-        PlanError: It names the machines; a folder that was made for the test is gone again.
+        PlanError: Names the machines. A folder that was created for the test is removed again.
     """
     far = {one.place: one for i in reversed(ids) if not (one := engines.engines[i]).is_here}
     if not folder or not far:
@@ -467,11 +468,11 @@ def check_folder(engines: Engines, ids: Sequence[int], folder: str) -> None:
 
 
 class FarFiles:
-    """The files of one run on other machines: what it starts from goes there, the rest comes back.
+    """The files of one run on other machines: start files are sent there, results are fetched.
 
-    Engines there are not told the run's folder. Their rows and events are written here, as they
-    arrive; what they write themselves (final weights, profiles) lies below their agent's folder
-    until the run's end.
+    Engines there are not told the run's folder. Their rows and events are written here when they
+    arrive. Their final weights and profiles stay below their agent's folder until the end of the
+    run.
     """
 
     def __init__(self, engines: Engines, run: RunData, servers: Sequence[int]) -> None:
@@ -479,7 +480,7 @@ class FarFiles:
 
     @property
     def hosts(self) -> list[Host]:
-        """Hosts with agents that engines of the run are on, and not the kernel."""
+        """Hosts with agents and engines of the run, without the kernel's host."""
         found = map(self._host_of, [*self._run.members, *self._servers])
         return list(dict.fromkeys(one for one in found if one is not None))
 
@@ -490,11 +491,11 @@ class FarFiles:
         return self._engines.host_of(engine)
 
     def can_send(self, engines: Sequence[int]) -> bool:
-        """Whether files can be brought to all of these engines, and from them."""
+        """Whether files can be copied to and from all of these engines."""
         return all(self._engines.engines[i].is_here or self._host_of(i) for i in engines)
 
     def folder_of(self, engine: int) -> str:
-        """Return where an engine writes files of the run."""
+        """Return the folder where an engine writes files of the run."""
         host = self._host_of(engine)
         return str(self._run.folder) if host is None else f"{host.facts.folder}/{self._there}"
 
@@ -503,15 +504,15 @@ class FarFiles:
         return f"{cluster_env.TMP}/{self._run.folder.name}"  # as `cluster_env.run_folder` says
 
     def settings(self, *, again: bool = False) -> dict[int, dict[str, str]]:
-        """Return what engines on other machines are told in place of the run's paths here.
+        """Return the settings that replace this machine's paths for engines on other machines.
 
-        What the run starts from is there when this returns.
+        When this returns, the start files of the run are on these machines.
 
         Args:
-            again: Whether engines have been at it before; what they left must not come back.
+            again: Whether engines ran it before; their old files must not be fetched.
 
         Raises:
-            RunError: It could not be sent.
+            RunError: The files could not be sent.
         """
         run = self._run
         ids = [*run.members, *self._servers]
@@ -531,7 +532,7 @@ class FarFiles:
         return found
 
     def _sent(self, files: HostFiles, host: Host, engines: Sequence[int]) -> dict[str, str]:
-        """Send a host what the run starts from; return the settings that say where it is there."""
+        """Send the run's start files to a host; return the settings with their paths there."""
         run, told = self._run, {}
         ranks = {str(run.members.index(i)) for i in engines if i in run.members}
         try:
@@ -553,10 +554,10 @@ class FarFiles:
         return told
 
     def brought(self, engine: int, path: str, into: Path) -> str:
-        """Return where a folder that an engine has written is here, once it is.
+        """Fetch a folder that an engine has written; return its path here.
 
         Raises:
-            ClusterError, OSError: It could not be fetched.
+            ClusterError, OSError: The folder could not be fetched.
         """
         host, files = self._host_of(engine), self._engines.host_files
         if host is None or files is None:
@@ -572,7 +573,7 @@ class FarFiles:
         for host in self.hosts if files is not None else ():
             assert files is not None
             left = {
-                Path(outcome.weights).stem  # `weights`, of which there may be two forms
+                Path(outcome.weights).stem  # `weights`, which can have two forms
                 for engine, outcome in outcomes.items()
                 if outcome.weights and self._host_of(engine) is host
             }
@@ -581,8 +582,8 @@ class FarFiles:
                     continue
                 where = f"{host.facts.folder}/{self._there}"
                 files.fetch(host, where, run.folder, partial(_is_left, stems=left))
-            except Exception as error:  # the host may be gone, the disk full
-                for stem in left:  # half of them is worse than none
+            except Exception as error:  # the host can be down, the disk can be full
+                for stem in left:  # a part of the weights is worse than no weights
                     for path in run.folder.glob(f"{stem}.*"):
                         path.unlink(missing_ok=True)
                 run.history.event(disk.unwritten(run.folder, error))
@@ -595,12 +596,12 @@ def _is_weights(name: str) -> bool:
 
 
 def _is_left(name: str, stems: Container[str]) -> bool:
-    """Whether a file is what a run leaves: whole weights, of these names, or a profile."""
+    """Whether a file is a result of a run: complete weights with these names, or a profile."""
     path = PurePosixPath(name)
     return path.parts[0] == disk.PROFILES or (len(path.parts) == 1 and path.stem in stems)
 
 
 def _is_for(name: str, ranks: Container[str]) -> bool:
-    """Whether some of these ranks need a file of a checkpoint: it is everybody's, or theirs."""
+    """Whether one of these ranks needs a checkpoint file: a shared file, or a file of the rank."""
     first, _, rank = name.partition("/")[0].partition("-")
     return first != "rank" or rank in ranks

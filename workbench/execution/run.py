@@ -45,18 +45,18 @@ def _nowhere(engine: int, message: Down) -> None: ...
 
 
 class Run:
-    """A training run, running or over.
+    """A training run, running or ended.
 
     Attributes:
         name: Its name in `wb.runs`.
-        plan: What was asked for.
-        engines: Engine id of each rank; one that holds several replicas stands there repeatedly.
+        plan: The plan of the run.
+        engines: Engine id of each rank; an engine with several replicas is listed several times.
         members: The engines that run the cell, each listed once.
         history: One row per worker and step; see `RunHistory`.
         evals: One mapping per evaluation.
-        error: Why it failed; None if it did not.
-        results: What the cell's last expression gave on each engine.
-        recoveries: Each time that the run continued after the death of an engine.
+        error: The error of the run; None if it did not fail.
+        results: The value of the cell's last expression on each engine.
+        recoveries: One entry for each time that the run continued after the death of an engine.
         faults: The faults that are active now, as `inject` takes them; without `kill`.
         init_from: Folder of the run whose weights the model starts from; empty: none.
         resume_from: The checkpoint (`DIR/step-N`) that the run continues from; empty: none.
@@ -127,7 +127,7 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended, in whatever way."""
+        """Whether the run has ended, with or without an error."""
         return self.over.is_set()
 
     def wait(self, timeout: float | None = None) -> Run:
@@ -135,7 +135,7 @@ class Run:
 
         Raises:
             RunError: A rank failed, died, or the run was interrupted.
-            TimeoutError: It did not end within `timeout` seconds.
+            TimeoutError: The run did not end within `timeout` seconds.
         """
         end = None if timeout is None else time.monotonic() + timeout
         # Short waits, so that an interrupt of the notebook is noticed at once.
@@ -151,15 +151,15 @@ class Run:
         return self
 
     def begin(self, task: Task) -> None:
-        """Start its cell on its engines."""
+        """Start the run's cell on its engines."""
         self.task = task
 
     def returned(self, values: Sequence[Any]) -> None:
-        """Keep what its function returned, by member."""
+        """Keep the return values of its function, by member."""
         self.results = list(values)
 
     def drawn(self, cpu_share: float) -> None:
-        """Note which share of a core is used to show the run."""
+        """Record the share of a core that showing the run uses."""
         self.plot_cpu = cpu_share
 
     @property
@@ -168,10 +168,10 @@ class Run:
         return self._state in ("paused", "stopping")
 
     def go_on(self, number: int, members: Sequence[int], resume_from: str, step: int) -> None:
-        """Be begun again by these engines from `step`; what the old ones still send is not heard.
+        """Begin again on these engines from `step`; messages of the old engines are ignored.
 
         Args:
-            number: Fresh: messages and rows of before name another.
+            number: A new number; older messages and rows have another number.
         """
         with self._lock:
             self._halting.close()
@@ -193,7 +193,7 @@ class Run:
             self.history.grow(engines)
 
     def agree_among(self, ranks: Collection[int]) -> None:
-        """Agree on steps with these workers from now on; the others have gone, or come later."""
+        """From now on agree on steps with these workers; the others have left or join later."""
         with self._lock:
             before, self._halting = self._halting, self._make_halting(ranks)
             before.close()
@@ -205,7 +205,7 @@ class Run:
         self._halting.halt(purpose)
 
     def finish(self, error: RunError | None) -> None:
-        """Settle the run; it is over then, even if a part of this fails. The first call counts.
+        """Settle the run, even if a part of this fails. Only the first call counts.
 
         Otherwise a caller would wait for it forever, and its cluster could not start anything else.
         """
@@ -217,10 +217,10 @@ class Run:
             for part in parts:
                 try:
                     part()
-                except Exception:  # noqa: PERF203 - one that fails keeps no other back
+                except Exception:  # noqa: PERF203 - the other callbacks must run
                     log.exception("The end of run %r went wrong", self.name)
         finally:
-            self._deliver = _nowhere  # else the run would keep its cluster's client for good
+            self._deliver = _nowhere  # otherwise the run would keep its cluster's client forever
             self.over.set()
 
     def _conclude(self, error: RunError | None) -> None:
@@ -234,7 +234,7 @@ class Run:
             self.advance("fail" if error is not None else "finish")
 
     def abandon(self, text: str) -> None:
-        """End for this notebook only: another notebook has the run and settles it on disk."""
+        """End the run for this notebook only; another notebook has the run and settles it."""
         self._halting.close()
         self.error = RunError(text, code="WB-RUN-068")
         with contextlib.suppress(events.InvalidTransitionError):
@@ -251,11 +251,11 @@ class Run:
         """Write `run.json`; if that fails, a note says so, and the run continues."""
         try:
             disk.write_meta(self.folder, self.meta())
-        except Exception as error:  # a full disk, most likely; never worth the run
+        except Exception as error:  # most likely a full disk; this must not end the run
             self.history.event(disk.unwritten(self.folder, error))
 
     def restore(self, history: RunHistory, meta: Mapping[str, Any]) -> None:
-        """Become the run that a folder holds; it is over."""
+        """Load the ended run of a folder into this object."""
         self.history = history
         self._files = dict(meta.get(disk.FILES) or {})
         self.began = float(meta.get("began", self.began))
@@ -269,7 +269,7 @@ class Run:
     # -- messages from the engines --------------------------------------------------------------
 
     def receive(self, message: Records | Happened | Position, engine: int = -1) -> None:
-        """Take a message of this run; called on the router's thread."""
+        """Process a message of this run; called on the router's thread."""
         if self.task is not None:
             message = self.task.heard(engine, message)
         self.far.take(engine, message)
@@ -285,7 +285,7 @@ class Run:
                 self._event(message.event, message.event.to_wire())
 
     def _event(self, event: events.Event, fields: Mapping[str, Any]) -> None:
-        """Take in an event; its fields on a disk say when it was, too."""
+        """Apply an event; fields read from disk also contain its time."""
         if isinstance(event, events.Posted):
             self._tell(Told(run=self.number, rank=event.rank, topic=event.topic, value=event.value))
             return
@@ -327,12 +327,12 @@ class Run:
             self.history.event(events.EngineDied(text=text, rank=rank, engine=engine.id))
 
     def called(self, engine: int) -> str:
-        """How an engine of the run is called: `Rank 1 (engine 1)`, `Server s0 (engine 4)`."""
+        """The name of an engine of the run: `Rank 1 (engine 1)`, `Server s0 (engine 4)`."""
         who = self._member(engine)
         return f"Engine {engine}" if who is None else f"{who.title} (engine {engine})"
 
     def _member(self, engine: int) -> Member | None:
-        """Return which part an engine takes in the run; None where that is not known."""
+        """Return the member that an engine is in the run; None if unknown."""
         ranks = [rank for rank, one in enumerate(self.engines) if one == engine]
         if ranks:
             return Member.of_ranks(ranks[0], ranks[-1])
@@ -345,14 +345,14 @@ class Run:
         self.history.event(events.Noted(text=text, deaths=list(deaths)))
 
     def tell(self, event: events.Event) -> None:
-        """Record an event, so that it is there when the run is read again."""
+        """Record an event on disk for later readers of the run."""
         self.history.event(event)
         if not self.is_over:  # else its files have been counted
             disk.add_event(self.folder, event)
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Each change of workers or of their shares (docs/recovery.md: fields)."""
+        """All changes of workers or of their shares (docs/recovery.md lists the fields)."""
         return self.history.changes
 
     @property
@@ -363,7 +363,7 @@ class Run:
     # -- controls -------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End the run at a step all workers agree on; returns at once."""
+        """End the run at a step that all workers agree on; returns at once."""
         with self._lock:
             if self.is_over or self._state == "stopping":
                 return
@@ -371,14 +371,14 @@ class Run:
             self._halting.halt("stop")
 
     def pause(self) -> None:
-        """Hold the run after a step all workers agree on; returns at once."""
+        """Pause the run after a step that all workers agree on; returns at once."""
         with self._lock:
             if self.is_over or self._state in ("paused", "stopping"):
                 return
             self._halting.halt("pause")
 
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         self._halting.resume()
 
     def step(self, steps: int = 1) -> None:
@@ -388,7 +388,7 @@ class Run:
     def scale(self, workers: int, *, wait: bool = True) -> None:
         """Continue with this many workers, more or fewer; `wait` until all have joined or left.
 
-        Raises PlanError or RunError where that cannot be, with what is possible.
+        Raises PlanError or RunError if that is not possible; the error says what is possible.
         """
         scaling.scale(self, workers, wait=wait)
 
@@ -396,7 +396,7 @@ class Run:
         """Replace the run's faults while it trains: `run.inject("slow=1:50ms")`; none clears.
 
         Raises:
-            PlanError: A fault was not understood or names a worker the run does not have.
+            PlanError: A fault is not valid, or names a worker that the run does not have.
         """
         parsed = [parse_fault(text) for text in faults]
         for fault in parsed:
@@ -413,12 +413,12 @@ class Run:
                 self.task.engines.router.send(engine, message)
 
     def _pace_s(self) -> float:
-        """Seconds a step takes on the whole; NaN before the first."""
+        """Mean seconds per step; NaN before the first step."""
         snapshot = self.history.snapshot()
         return snapshot.elapsed_s / snapshot.step if snapshot.step else float("nan")
 
     def interrupt(self) -> None:
-        """Interrupt the cell on all engines; a run that has ended has none."""
+        """Interrupt the cell on all engines; does nothing after the end of the run."""
         if self.task is not None and not self.is_over:
             self.task.interrupt()
 
@@ -463,9 +463,9 @@ class Run:
 
     @property
     def clock_bound_s(self) -> list[float | None]:
-        """To how many seconds each rank's clock is known; 0: it is the notebook's; None: unknown.
+        """The uncertainty of each rank's clock in seconds; 0: the notebook's clock; None: unknown.
 
-        Moments of different workers (`start_s`) can be compared to the sum of both.
+        Times of two workers (`start_s`) are comparable to the sum of their uncertainties.
         """
         if self.task is not None and not self.is_over:
             self._clock_bound_s = self.task.engines.router.clock_bounds(self.engines)
@@ -473,7 +473,7 @@ class Run:
 
     @property
     def trained_before(self) -> bool:
-        """Whether the model had been trained by an earlier run, which makes comparisons unfair."""
+        """Whether an earlier run had already trained the model, which makes comparisons unfair."""
         return Topic.TRAINED_BEFORE in self.history.story.facts
 
     def summary(self) -> Any:
@@ -493,10 +493,10 @@ class Run:
         return RunPicture(self.snapshot())
 
     def step_picture(self, step: int | None = None) -> StepDrawing:
-        """Who sent what to whom in a step, and what each worker did, as measured.
+        """The measured messages between workers in a step, and the work of each worker.
 
         Args:
-            step: Its number; the latest by default: what `run.step()` has just done in a pause.
+            step: Its number; the latest by default (in a pause: that of `run.step()`).
 
         Raises:
             RunError: No such step is in the history.
@@ -522,10 +522,10 @@ class Run:
         """The run with one worker as fast as the others' median, or with other `changes`.
 
         Args:
-            without: Its rank; by default whom the others waited for longest.
+            without: The rank to replace; by default the rank that the others waited for longest.
             first, last: Steps to recompute, both included; all that are stored by default.
-            variants: Several sets of changes, to be ranked: `[{"link": "1GB/s"}, {"bucket_mb": 5}]`
-            changes: `link=`, `batch_size=`, any option (docs/predicting.md); `beside=` more runs.
+            variants: Several sets of changes to rank: `[{"link": "1GB/s"}, {"bucket_mb": 5}]`
+            changes: `link=`, `batch_size=`, any option (docs/predicting.md); `beside=`: more runs.
         """
         from ..views.explain import diagram, prediction
 
@@ -543,7 +543,7 @@ class Run:
         """The final weights as NumPy by parameter name.
 
         Args:
-            rank: Whose; by default those of rank 0 (where the model is split: of all ranks).
+            rank: The rank of the weights; by default rank 0, or all ranks if the model is split.
 
         Raises:
             RunError: The run has not ended, left no weights, or they are damaged.
@@ -557,7 +557,7 @@ class Run:
         """Copy the final weights into a torch or Keras model of the notebook and return it.
 
         Raises:
-            PlanError: The model has other parameters.
+            PlanError: The model has different parameters.
         """
         from ..shared.checkpoints import load_into
 
@@ -565,17 +565,17 @@ class Run:
 
     @property
     def profiles(self) -> list[Path]:
-        """The Chrome traces that `--profile` has left, by rank."""
+        """The Chrome traces that `--profile` has written, by rank."""
         return disk.profiles(self.folder)
 
     def to_cell(self) -> str:
-        """The cell that asks for this run again; PlanError where none can (`plan.cell_of`)."""
+        """The cell that repeats this run; PlanError if no cell can (`plan.cell_of`)."""
         from .allocator import notebook_framework
 
         return cell_of(self.plan, framework=notebook_framework())
 
     def to_job(self, folder: str | Path, **about: Any) -> Path:
-        """Write a folder that trains this again under torchrun; see `export.folder.job_of`."""
+        """Write a folder that repeats this training under torchrun; see `export.folder.job_of`."""
         from ..export.folder import job_of
 
         return job_of(self, folder, **about)
@@ -589,15 +589,15 @@ class Run:
     def save(self, path: str | Path) -> Path:
         """Copy the run to a folder: records, events, `weights.pt` (plain tensors), `run.json`.
 
-        Where the disk was full, rows and events are written from memory, and weights are missing.
+        If the disk was full, rows and events come from memory, and the weights are missing.
 
         Raises:
-            RunError: It cannot be written there.
+            RunError: The run cannot be written there.
         """
         history = self.history
         unwritten = Topic.NOT_ON_DISK in history.story.facts
         memory = None if not unwritten or history.on_disk(self.folder) else history
-        with contextlib.suppress(OSError):  # the copy says it in any case
+        with contextlib.suppress(OSError):  # the copy contains it in any case
             disk.write_meta(self.folder, self.meta())
         return disk.save(self.folder, Path(path), self.meta(), memory)
 
@@ -613,17 +613,17 @@ class Run:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def begin_logs(self) -> None:
-        """Begin to write the run to the places that its plan names; they were checked."""
+        """Begin to write the run to the targets of its plan; they were checked before."""
         if self.plan.log:
             self.logs.append(RunLog(self, self.plan.log))
 
     def log_to(self, *targets: str) -> RunLog:
-        """Write all of it also to tensorboard:DIR, mlflow:URI, wandb:PROJECT or trackio:PROJECT.
+        """Also write the run to tensorboard:DIR, mlflow:URI, wandb:PROJECT or trackio:PROJECT.
 
         Returns:
-            What writes it: `.places` says where, `.wait()` waits for the end.
+            The writer: `.places` names the targets, `.wait()` waits for the end.
 
         Raises:
-            PlanError: A target was not understood, or cannot be written to.
+            PlanError: A target is not valid, or cannot be written to.
         """
         return log_to(self, self.logs, targets)

@@ -1,4 +1,4 @@
-"""Stop and Pause of a run: agreed if its workers take steps together, enforced if that fails.
+"""Stop and Pause of a run: the workers agree on a step; if that fails, they are interrupted.
 
 How the workers of a synchronous run agree on a step is a pure function: it takes their answers and
 returns the common step. An interrupt of the kernel ends whatever is running on the engines,
@@ -24,14 +24,15 @@ Send = Callable[[Down], None]
 
 
 class StopCoordinator:
-    """Brings a run's workers to one step, and interrupts them where that does not work.
+    """Lets a run's workers stop after the same step, and interrupts them if that fails.
 
     Args:
-        run: The run's number, which messages name.
-        sync: Whether the workers take each step together; others stop where they are.
-        workers: The ranks of those that must agree, or how many there are.
+        run: The run's number in messages.
+        sync: Whether the workers take each step together; workers of other runs stop at their
+            current step.
+        workers: The ranks that must agree, or their number.
         interrupt: Ends the cell on all its engines.
-        pace_s: Seconds that a step takes, as far as is known (NaN: not).
+        pace_s: Seconds per step; NaN if unknown.
     """
 
     def __init__(
@@ -60,12 +61,12 @@ class StopCoordinator:
                 return
             self._agreement = Agreement(purpose, self._workers)
             self._send(Halt(run=self._run, purpose=purpose))
-            if purpose == "stop":  # who is to leave soon ends in any case
+            if purpose == "stop":  # a worker that will leave soon ends in any case
                 self._later(ANSWER_S, self._interrupt_unless_agreed)
 
     @property
     def asking(self) -> Purpose | None:
-        """What workers are being asked to agree on; None while nothing is."""
+        """The request that workers currently agree on; None if there is none."""
         agreement = self._agreement
         return agreement.purpose if agreement is not None and agreement.silent else None
 
@@ -76,7 +77,7 @@ class StopCoordinator:
             self._send(Resume(run=self._run))
 
     def position(self, rank: int, step: int) -> None:
-        """Take a worker's answer: the step it has begun."""
+        """Process a worker's answer: the step that it has begun."""
         with self._lock:
             agreement = self._agreement
             common = agreement.answer(rank, step) if agreement is not None else None
@@ -93,7 +94,7 @@ class StopCoordinator:
                 self._later(CLEAR_S, self._interrupt)
 
     def close(self) -> None:
-        """Note that the run is over: no worker is interrupted from now on."""
+        """Note that the run is over; from now on no worker is interrupted."""
         for timer in self._timers:
             timer.cancel()
 
@@ -113,16 +114,16 @@ class StopCoordinator:
 
 
 def reach_s(pace_s: float) -> float:
-    """Return how long workers may take to the agreed step: about two steps, within `REACH_S`."""
+    """Return the time limit for reaching the agreed step: about two steps, within `REACH_S`."""
     least, longest = REACH_S
     return longest if math.isnan(pace_s) else min(longest, max(least, 2 * pace_s))
 
 
 class Agreement:
-    """Collects each rank's position; ranks begin no further step meanwhile (`engine.gate`).
+    """Collects each rank's position; meanwhile ranks do not begin another step (`engine.gate`).
 
-    Nobody can have begun a step beyond the furthest position, and who is behind is let through up
-    to it, so that is the common step.
+    No rank has begun a step after the furthest position. Ranks that are behind continue up to this
+    position, so it is the common step.
     """
 
     def __init__(self, purpose: Purpose, ranks: int | Collection[int]) -> None:
@@ -131,7 +132,7 @@ class Agreement:
         self._highest = -1
 
     def answer(self, rank: int, step: int) -> int | None:
-        """Take one rank's position; return the common step once the last one has answered."""
+        """Process one rank's position; return the common step after the last rank has answered."""
         if rank not in self._waiting:
             return None
         self._waiting.remove(rank)
@@ -145,23 +146,23 @@ class Agreement:
 
 
 class Ending(Protocol):
-    """A run or a cell, as far as it can be ended."""
+    """The methods that end a run or a cell."""
 
     over: threading.Event
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
+        """Whether the task has ended."""
 
     def stop(self) -> None:
-        """Have it end."""
+        """End the task."""
 
     def interrupt(self) -> None:
-        """Interrupt its engines."""
+        """Interrupt the task's engines."""
 
 
 class Occupied(Protocol):
-    """An object that may be running a task; a cluster."""
+    """An object that can run a task; a cluster."""
 
     @property
     def busy(self) -> Ending | None:
@@ -174,7 +175,7 @@ def settle(over: threading.Event, again: Callable[[], None]) -> None:
     while not over.is_set() and time.monotonic() < end:
         try:
             over.wait(0.1)
-        except KeyboardInterrupt:  # noqa: PERF203 - the wait is what costs
+        except KeyboardInterrupt:  # noqa: PERF203 - the wait takes most of the time
             again()
 
 
@@ -196,10 +197,10 @@ def deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending(cluster: Occupied) -> Iterator[None]:
-    """End the cell or run that was started in the block, if an interrupt leaves it unattended.
+    """End the cell or run that was started in the block if an interrupt ends the block.
 
     Raises:
-        RunError: It was interrupted.
+        RunError: The block was interrupted.
     """
     try:
         yield

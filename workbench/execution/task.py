@@ -41,7 +41,7 @@ CELL = "workbench.engine.entry:cell"
 
 
 OnLoss = Callable[[str, Sequence[int]], None]
-"""`on_loss(text, engines)`: what is to be said of the death of engines that were spared."""
+"""`on_loss(text, engines)`: reports the death of engines that the cell can do without."""
 
 
 class Mender(Protocol):
@@ -53,7 +53,10 @@ class Mender(Protocol):
     """
 
     def spares(self, engine: int, outcome: CellOutcome) -> CellOutcome | None:
-        """Take note of an engine's end; None: the cell's, else what counts as the engine's."""
+        """Process an engine's end.
+
+        None: it counts for the cell; otherwise the outcome for the engine.
+        """
 
     def expects(self, engine: int) -> bool:
         """Whether an engine has not joined yet: the others continue without it."""
@@ -72,7 +75,7 @@ class Mender(Protocol):
         """Continue with this many workers; returns when the change has begun."""
 
     def check_scales(self) -> None:
-        """Raise RunError if the run cannot have more or fewer workers."""
+        """Raise RunError if the number of the run's workers cannot change."""
 
 
 class Task:
@@ -80,17 +83,17 @@ class Task:
 
     Args:
         requests: What each engine is asked to run, by engine id, in the order of the ranks.
-        members: Which part each engine takes.
+        members: The member of each engine.
         on_done: Called once, on a background thread, when every engine is done.
-        spare: Engines that may die while `least` others of them live; `on_loss` hears of it.
-        mender: Decides the same where it depends on more; `on_loss` hears nothing of it.
-        listens: Hears whatever an engine says of its run.
-        chains: Groups of engines that may die, too, while one of each group lives and `going`.
-        on_leaving: Hears of engines that were told to end.
+        spare: Engines that can die if at least `least` others of them live; `on_loss` is called.
+        mender: Decides the same from more conditions; `on_loss` is not called.
+        listens: Receives every message of an engine about its run.
+        chains: Groups of engines that can also die if one of each group lives and `going` is true.
+        on_leaving: Receives the engines that were told to end.
 
     Attributes:
-        when_long: To be called by whoever waits for the cell, once it has lasted for a while.
-        mender: As it was given.
+        when_long: The waiting thread calls it after the cell has run for a while.
+        mender: The mender argument.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class Task:
         self.outcomes: dict[int, CellOutcome] = {}
         self.first_failed: int | None = None
         self.over = threading.Event()
-        self.on_late: Callable[[], object] = lambda: None  # told of output after the cell's end
+        self.on_late: Callable[[], object] = lambda: None  # called for output after the cell's end
         self.changed = threading.Event()
         self.when_long: Callable[[], None] = lambda: None
         self.interrupted = False
@@ -130,8 +133,8 @@ class Task:
         self._on_leaving = on_leaving
         self._condemned: set[int] = set()
         self._errors: list[tuple[int, Mapping[str, Any]]] = []
-        self._ended: set[int] = set()  # killed by us: they did not answer an interrupt
-        self._leaving: set[int] = set()  # failed, and clearing away
+        self._ended: set[int] = set()  # killed: they did not react to an interrupt
+        self._leaving: set[int] = set()  # failed, now cleaning up
         self.moved_at = self.began
         self._timers: list[threading.Timer] = []
         on_device = any(member.is_on_device for member in members.values())
@@ -144,15 +147,15 @@ class Task:
     def _submit(self, engine: int, request: Mapping[str, Any]) -> Call:
         try:
             return self.engines.submit(engine, CELL, (request,), self.output)
-        except ClusterError as error:  # it died a moment ago; the others are under way already
+        except ClusterError as error:  # it died a moment ago; the others are already running
             call = Call(engine)
             call.finish(error)
             return call
 
     def output(self, engine: int, kind: str, content: Mapping[str, Any]) -> None:
-        """Take what an engine of the cell has printed or shown."""
+        """Process the output of an engine of the cell."""
         if kind == "error":
-            # Shown at the end, when it is known which one is the reason.
+            # Shown at the end, when the cause is known.
             if content.get("ename") != "RunStopped":
                 self._errors.append((engine, content))
             return
@@ -165,7 +168,7 @@ class Task:
     def heard(
         self, engine: int, message: Records | Happened | Position
     ) -> Records | Happened | Position:
-        """Take note of what an engine says of a run; return it with the name of its host.
+        """Process an engine's message about a run; return it with the name of its host.
 
         Positions are sent only on request, so they do not count as progress.
         """
@@ -185,14 +188,14 @@ class Task:
         return replace(message, event=replace(message.event, host=host)) if host else message
 
     def moved(self) -> None:
-        """Take note that something came from an engine: nothing hangs."""
+        """Note that an engine sent something, so the cell does not hang."""
         self.moved_at = time.perf_counter()
         if self.banner:
             self.banner = ""
 
     @property
     def banner(self) -> str:
-        """What delays the cell at the moment, in words; empty if nothing does."""
+        """The current reason for a delay of the cell, in words; empty if there is none."""
         return self.board.banner
 
     @banner.setter
@@ -238,7 +241,7 @@ class Task:
             self.end_soon()
 
     def recruit(self, members: Mapping[int, Member]) -> None:
-        """Add further engines, which run nothing until they `rejoin`."""
+        """Add further engines; they wait until `rejoin`."""
         self.names.add(members)
         self.board.expect(members)
         with self._lock:
@@ -249,10 +252,10 @@ class Task:
                 self._lost.add(engine)
 
     def rejoin(self, engine: int, request: Mapping[str, Any]) -> bool:
-        """Have a fresh engine run the cell in the place of one that was spared.
+        """Let a new engine run the cell in place of a lost engine.
 
         Returns:
-            Whether it does; it does not where the cell is over.
+            Whether the new engine runs the cell; False if the cell is over.
         """
         with self._lock:
             if len(self.outcomes) == len(self.ids):
@@ -273,18 +276,18 @@ class Task:
 
     @property
     def spared(self) -> frozenset[int]:
-        """Dead engines without which the others continue."""
+        """Dead engines that the others do not need."""
         return frozenset(self._lost)
 
     def _shown_by(self, engine: int) -> str:
-        """Return the error of its own that an engine has shown; empty where it has none."""
+        """Return the error that an engine has shown; empty if it has shown none."""
         for one, content in self._errors:
             if one == engine and content.get("ename") != "KeyboardInterrupt":
                 return f"{content.get('ename')}: {content.get('evalue')}"
         return ""
 
     def _can_spare(self, engine: int) -> bool:
-        """Take note of an engine's death; return whether the others can do without it."""
+        """Process an engine's death; return whether the others can continue without it."""
         chains = [chain for chain in self._chains if engine in chain]
         if chains:
             gone = self._lost | {engine}
@@ -301,7 +304,7 @@ class Task:
 
     @property
     def lost(self) -> int:
-        """The number of workers that died or left and without which the others could continue."""
+        """The number of workers that died or left while the others continued."""
         with self._lock:
             return len(self._lost.union(self.outcomes).difference(*self._chains))
 
@@ -317,7 +320,9 @@ class Task:
             self.changed.set()
 
     def _show_errors(self) -> None:
-        """Show the reason first; what only followed from it would bury it and is folded."""
+        """Show the cause first; errors that followed from it are folded, because they would hide
+        it.
+        """
         self.board.banner = ""
         end = self.end
         cause, followed = end.cause, end.followed
@@ -329,11 +334,11 @@ class Task:
                 self.board.message(engine, "error", content)
         if followed:
             said = end.say(followed)
-            self.board.say_with_it(said if cause is None else f"with it: {said}")
+            self.board.say_with_it(said if cause is None else f"Also failed: {said}")
 
     @property
     def end(self) -> CellEnd:
-        """What has happened to its engines so far, in words."""
+        """The outcomes of its engines so far, in words."""
         return CellEnd(
             self.names,
             {i: self.outcomes[i] for i in self.ids if i in self.outcomes},
@@ -362,7 +367,7 @@ class Task:
         """Interrupt engines that still run after `grace_s`, and end those that do not answer.
 
         Args:
-            but: The engine that failed: it clears away, an interrupt would hide its error.
+            but: The engine that failed. It is cleaning up, and an interrupt would hide its error.
         """
         if but is not None:
             if self.mender is not None and self.mender.expects(but):
@@ -378,11 +383,11 @@ class Task:
         self._later(self._kill_s, self._kill_rest)
 
     def stop(self) -> None:
-        """Interrupt the cell, because a cell has no step to agree on."""
+        """Interrupt the cell; a cell has no steps at which it could stop."""
         self.interrupt()
 
     def abandon(self) -> None:
-        """Leave the cell to another notebook, which settles it."""
+        """Hand the cell to another notebook, which settles it."""
         self._on_done = lambda task: None
 
     def _interrupt_rest(self) -> None:
@@ -397,7 +402,7 @@ class Task:
         self._later(HEARD_S, self._give_up_rest)
 
     def _give_up_rest(self) -> None:
-        """See to it that the cell is over, also where nobody can tell us of an engine's end."""
+        """Make sure that the cell is over, even if no message reports an engine's end."""
         for engine in self.unfinished():
             self.engines.give_up(engine)
 
@@ -414,30 +419,30 @@ class Task:
 
     @property
     def explained(self) -> bool:
-        """Whether the rank that the cell failed for has shown why."""
+        """Whether the rank that made the cell fail has shown its error."""
         cause = self.cause
         return cause is not None and any(engine == cause for engine, _ in self._errors)
 
     def failure(self) -> RunError | None:
-        """The error that the cell ends in, None when all went well."""
+        """The error of the cell; None if all went well."""
         return self.end.failure()
 
     def member(self, engine: int) -> Member:
-        """Which part an engine takes."""
+        """The member that an engine is."""
         return self.names.member(engine)
 
     @property
     def ended(self) -> dict[int, str]:
-        """The message about engines that were killed because no interrupt reached them."""
+        """The message about engines that were killed because they did not react to an interrupt."""
         return self.end.ended
 
 
 def _guarded(callback: Callable[..., object], *args: object) -> None:
-    """Call back; one that fails must not keep the cell from ending."""
+    """Call a callback; its error must not prevent the cell's end."""
     try:
         callback(*args)
     except Exception:
-        log.exception("What follows from a cell went wrong")
+        log.exception("A callback at the end of a cell failed")
 
 
 def _outcome_of(result: object) -> CellOutcome:
@@ -448,7 +453,7 @@ def _outcome_of(result: object) -> CellOutcome:
         case BaseException():
             if getattr(result, "ename", "") != "KeyboardInterrupt":
                 return gone.outcome_of_death(result)
-            # It was interrupted before its cell began.
+            # The engine was interrupted before its cell began.
             return CellOutcome(status="interrupted", ename="KeyboardInterrupt", group_broken=True)
     try:
         return CellOutcome.from_wire(result)
@@ -457,6 +462,6 @@ def _outcome_of(result: object) -> CellOutcome:
 
 
 def unreadable(error: BadMessageError) -> CellOutcome:
-    """Return the outcome of a cell whose engine gave one that this version does not know."""
+    """Return an outcome for a cell whose engine sent an outcome that this version does not know."""
     why = f"how the cell ended on this engine cannot be read: {error}"
     return CellOutcome(status="error", ename="RunError", evalue=why, group_broken=True)

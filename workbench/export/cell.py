@@ -1,7 +1,7 @@
-"""A cell that is to run elsewhere: is it Python, and what does it take from its notebook.
+"""Checks a cell that will run elsewhere: is it Python, and what does it use from its notebook.
 
-Names, modules and files of the notebook are found by reading the cell, not by running it. What is
-in doubt is left to the run: a cell that runs in its notebook must not be refused for nothing.
+Names, modules and files of the notebook are found by reading the cell, not by running it. Doubtful
+cases are not refused, so that a cell that runs in its notebook is not refused without reason.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from ..errors import PlanError, nearest
 ENGINE_NAMES = frozenset(
     {"rank", "local_rank", "world_size", "device", "wb", "dist", "strategy"}
 )  # fmt: skip
-"""What a cell finds without defining it."""
+"""Names that a cell can use without defining them."""
 NOTEBOOKS_OWN = frozenset({"display", "get_ipython", "In", "Out"})
-"""Names that IPython alone has, some of them among a kernel's builtins."""
+"""Names that only IPython has, some of them among a kernel's builtins."""
 
 _MAGIC = re.compile(r"^\s*(?:[\w.,\s\[\]()*]+=\s*)?(%{1,2}|!{1,2}|\?{1,2})\s*(\w+)?|\?{1,2}\s*$")
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
-"""As Python counts lines; str.splitlines cuts at form feeds and others too."""
+"""Line ends as Python counts them; str.splitlines also splits at form feeds and others."""
 _INSTEAD = {
-    "%matplotlib": "remove the line: a script has no page to draw on; plt.savefig(...) writes a "
-    "file",
+    "%matplotlib": "remove the line: a script cannot show figures; plt.savefig(...) writes a file",
     "%pip": "remove the line, and add the package to requirements.txt",
     "%time": "remove the line: every step is timed; or use time.perf_counter()",
     "%env": "os.environ[...] = ...",
@@ -42,7 +41,7 @@ _INSTEAD = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell that is known to be Python.
+    """A cell that was checked to be Python.
 
     Attributes:
         text: Its lines, `from __future__` imports made comments.
@@ -56,10 +55,10 @@ class Cell:
 
 
 def read_cell(source: str) -> Cell:
-    """Check that a cell is Python that can stand in a file.
+    """Check that a cell is Python code for a file.
 
     Raises:
-        PlanError: It is not; the line is named.
+        PlanError: The cell is not; the error names the line.
     """
     try:
         tree = ast.parse(source)
@@ -124,7 +123,7 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def _awaits(nodes: Iterable[ast.AST]) -> Iterator[ast.expr | ast.stmt]:
-    """Yield what awaits, outside of functions."""
+    """Yield the nodes that await outside functions."""
     for node in nodes:
         if isinstance(node, (ast.Await, ast.AsyncFor, ast.AsyncWith)):
             yield node
@@ -157,19 +156,19 @@ def check_cell(
     folder: Path,
     files: Sequence[Path] = (),
 ) -> list[str]:
-    """Find what a cell that runs elsewhere would miss.
+    """Find the names, modules and files that a cell would lack elsewhere.
 
     Args:
-        names: What the notebook has, by name; None: that is not known.
-        folder: The notebook's, from which relative paths count.
-        files: What travels with the cell.
+        names: The notebook's variables by name; None: unknown.
+        folder: The notebook's folder, for relative paths.
+        files: The files that are sent with the cell.
 
     Returns:
-        What may be missing: sentences for the user.
+        Sentences for the user on things that can be missing.
 
     Raises:
         PlanError: The cell uses names that it does not define, or files of the notebook's folder
-            that do not travel; or it is no Python.
+            that are not sent; or it is not Python.
     """
     tree = read_cell(source).tree
     missing = _missing_names(source, tree)
@@ -178,7 +177,7 @@ def check_cell(
             "The cell uses names that it does not define and that do not exist in the job.",
             seen=", ".join(f"{name} (line {line})" for name, line in sorted(missing.items())),
             allowed="what the cell defines or imports, and "
-            f"{', '.join(sorted(ENGINE_NAMES))}; %push is of no use to a job",
+            f"{', '.join(sorted(ENGINE_NAMES))}; %push does not work for a job",
             next_step="; ".join(_advice(name, names) for name in sorted(missing)),
             code="WB-PLAN-205",
         )
@@ -217,7 +216,7 @@ def _advice(name: str, names: Mapping[str, object] | None) -> str:
     if names is None or name not in names:
         guess = nearest(name, names) if names else None
         spelled = f" (did you mean {guess}?)" if guess and not guess.startswith("_") else ""
-        unknown = "" if names is None else " (the notebook itself has none)"
+        unknown = "" if names is None else " (the notebook does not have it either)"
         return f"define {name} in the cell{unknown}{spelled}"
     value = names[name]
     if isinstance(value, ModuleType):
@@ -233,7 +232,7 @@ def _advice(name: str, names: Mapping[str, object] | None) -> str:
 
 
 def _missing_names(source: str, tree: ast.Module) -> dict[str, int]:
-    """Return the names that a cell reads and nobody gives it, with their first lines."""
+    """Return the names that a cell reads but that are not defined, with their first lines."""
     bare = _Evaluated(tree).visit(ast.parse(source))
     if any(isinstance(n, ast.ImportFrom) and n.names[0].name == "*" for n in ast.walk(tree)):
         return {}
@@ -263,21 +262,21 @@ def _missing_names(source: str, tree: ast.Module) -> dict[str, int]:
 
 
 def bound_on_top(tree: ast.Module) -> set[str]:
-    """Return the names that the top level gives a value."""
+    """Return the names that the top level assigns."""
     table = _scopes(ast.parse(ast.unparse(tree)))
     return {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
 
 
 def _scopes(tree: ast.Module) -> symtable.SymbolTable:
-    """Return the scopes of a cell, which is changed; those of comprehensions as of generators."""
+    """Return the scopes of a cell, with comprehensions as generators; changes the cell."""
     scoped = ast.fix_missing_locations(_Scoped().visit(tree))
     return symtable.symtable(ast.unparse(scoped), "cell", "exec")
 
 
 class _Scoped(ast.NodeTransformer):
-    """Makes comprehensions generators: since Python 3.12 they have no scope of their own.
+    """Turns comprehensions into generators, because since Python 3.12 they have no separate scope.
 
-    Their names would count as the cell's, and what they bind by `:=` as bound by nobody.
+    Otherwise their names would count as the cell's, and names bound by `:=` as not bound.
     """
 
     def visit_ListComp(self, node: ast.ListComp | ast.SetComp) -> ast.AST:
@@ -293,7 +292,7 @@ class _Scoped(ast.NodeTransformer):
 
 
 class _Evaluated(ast.NodeTransformer):
-    """Takes out annotations that nobody evaluates: those of local names, or all of them."""
+    """Removes annotations that are not evaluated: those of local names, or all."""
 
     def __init__(self, tree: ast.Module) -> None:
         future = (n for n in tree.body if isinstance(n, ast.ImportFrom))
@@ -332,14 +331,14 @@ class _Evaluated(ast.NodeTransformer):
 
 
 def _calls(node: ast.AST) -> str:
-    """Return the last name of what a call calls."""
+    """Return the last name of the called function."""
     if not isinstance(node, ast.Call):
         return ""
     return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
 
 
 def _guarded(tree: ast.Module) -> set[str]:
-    """Return the names that the cell itself looks for before it uses them."""
+    """Return the names whose existence the cell checks before it uses them."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Try):
@@ -354,7 +353,7 @@ def _guarded(tree: ast.Module) -> set[str]:
 
 
 def _too_early(tree: ast.Module) -> set[str]:
-    """Return the names that the cell's top level reads before it gives them a value."""
+    """Return the names that the cell's top level reads before it assigns them."""
     bound = {n for node in ast.walk(tree) if isinstance(node, ast.Global) for n in node.names}
     early = set()
     for statement in tree.body:
@@ -370,7 +369,7 @@ def _too_early(tree: ast.Module) -> set[str]:
 
 
 def _evaluated(node: ast.AST) -> Iterator[str]:
-    """Yield the names that an expression surely reads, in its own scope."""
+    """Yield the names that an expression certainly reads, in its scope."""
     if isinstance(node, ast.Name):
         yield node.id
     if not isinstance(
@@ -396,7 +395,7 @@ _WRITERS = re.compile(r"(save|write_|to_|dump)\w*")
 
 
 def _written(tree: ast.Module, texts: Mapping[str, str]) -> set[str]:
-    """Return the paths that the cell itself writes, so that nobody else has to have them."""
+    """Return the paths that the cell writes; they do not have to exist before."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (_WRITERS.match(_calls(node)) or _opens_to_write(node)):
@@ -413,7 +412,7 @@ def _opens_to_write(node: ast.Call) -> bool:
 
 
 def _paths(tree: ast.Module) -> list[tuple[str, int]]:
-    """Return the relative paths that a cell surely reads from, with their lines."""
+    """Return the relative paths that a cell certainly reads, with their lines."""
     texts = _constants(tree)
     own, found = _written(tree, texts), []
     for node in ast.walk(tree):
@@ -439,7 +438,7 @@ def _paths(tree: ast.Module) -> list[tuple[str, int]]:
 
 
 def _constants(tree: ast.Module) -> dict[str, str]:
-    """Return names that stand for one text all through the cell."""
+    """Return names with one constant text in the whole cell."""
     counts: dict[str, int] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -454,7 +453,7 @@ def _constants(tree: ast.Module) -> dict[str, str]:
 
 
 def _text(node: ast.AST, texts: Mapping[str, str]) -> str:
-    """Return the path that an expression surely is; empty: not known."""
+    """Return the path that an expression certainly is; empty: unknown."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     if isinstance(node, ast.Name):
@@ -478,5 +477,5 @@ def _modules(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def imported(source: str) -> list[str]:
-    """Return the top names of the modules that a source imports, in the order of their letters."""
+    """Return the top names of the modules that a source imports, in alphabetical order."""
     return sorted({module for module, _ in _modules(ast.parse(source))})

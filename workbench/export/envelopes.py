@@ -1,8 +1,8 @@
-"""One description of resources and a job folder: the files that each platform is started with.
+"""One description of resources and a job folder: the files to start a job on each platform.
 
-What each envelope is, is data (templates/envelopes.json); here is what its templates name. All is
-checked before a file is written: documents against the platform's own schema (schemas/), scripts'
-calls and options against the names that it publishes.
+Each envelope is data (templates/envelopes.json). This module computes the values that its templates
+name. All files are checked before they are written: documents against the platform's schema
+(schemas/), and the calls and options of scripts against the names that the platform publishes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .published import (
 
 MOUNT = "/workbench-job"
 MAP_BYTES = 700_000
-"""Of a file in one ConfigMap, which may have 1 MiB; a wheel is cut in parts."""
+"""Largest size of a file in one ConfigMap, whose limit is 1 MiB; a wheel is split into parts."""
 MOST_MAP_BYTES = 8 << 20
 PACKED = "workbench-files.zip"
-"""What else the cell needs, on its way to pods: ConfigMaps know no folders."""
+"""Archive of the cell's further files for pods, because ConfigMaps have no folders."""
 LOG_LINES = "WORKBENCH_LOG_LINES"
-"""Has a job print its records as marked lines, for `wb.follow`."""
+"""Makes a job print its records as marked lines, for `wb.follow`."""
 _DNS = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _HOST = re.compile(r"[A-Za-z0-9_\[:][A-Za-z0-9_.@:%\[\]-]*")
 _SLURM_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:+@/-]*")
@@ -49,17 +49,17 @@ _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What an envelope must know of a job.
+    """The data about a job that an envelope needs.
 
     Attributes:
-        name: As the user calls it.
+        name: The user's name for the job.
         framework: `torch` or `tensorflow`.
         workers: Replicas.
-        servers: Of the processes, how many are servers; they are the last ranks.
-        processes: In total, servers included.
+        servers: Number of servers among the processes; they are the last ranks.
+        processes: Total number, including servers.
         python: Version of Python, such as `3.11.7`.
-        packages: What must be installed, as in requirements.txt: version by name.
-        plain: Whether its script does without Workbench's recorder.
+        packages: Packages to install, as in requirements.txt: version by name.
+        plain: Whether its script does not use Workbench's recorder.
     """
 
     name: str
@@ -74,35 +74,36 @@ class JobFacts:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job is to have; each platform takes of it what it knows.
+    """The resources of a job; each platform uses the ones that it has.
 
-    Values of the environment are never copied, and `secrets` are names alone.
+    Values of the environment are never copied, and `secrets` are only names.
 
     Attributes:
         nodes: Machines, pods or instances.
-        workers_per_node: Processes of each; 0: as many as the job has for each.
+        workers_per_node: Processes of each; 0: computed from the job.
         gpus_per_node: GPUs of each; 0: none.
-        cpus_per_worker: CPUs for each process; 0: what the platform gives.
-        memory: Of each node: `16G`, `16Gi`, `512M`; empty: what the platform gives.
+        cpus_per_worker: CPUs for each process; 0: the platform's default.
+        memory: Of each node: `16G`, `16Gi`, `512M`; empty: the platform's default.
         time_s: Time limit of the job in seconds; None: the platform's limit.
         partition, account, qos: Slurm's.
         image: Container image.
-        installed: Whether the image has all packages, so that nothing is installed there.
-        namespace, service_account: Of Kubernetes; Vertex AI too knows a service account.
+        installed: Whether the image has all packages, so nothing is installed there. namespace,
+        service_account: For Kubernetes; Vertex AI also uses the service account.
         region: Where: SkyPilot's `infra`, such as `aws/us-east-1`.
         instance_type: The cloud's name for a kind of machine.
         accelerator: The platform's name for a kind of GPU.
         runtime: Kubeflow's ClusterTrainingRuntime, or Databricks' version of Spark.
-        remote_folder: Where nodes find the job folder, if it is there already.
-        storage: Where Ray Train keeps its own state: a shared folder or a bucket.
+        remote_folder: Path of the job folder on the nodes, if it already exists there.
+        storage: Place for Ray Train's state: a shared folder or a bucket.
         volume_claim: PersistentVolumeClaim with the job folder in it.
-        data: What is mounted at /data: a PersistentVolumeClaim, or a bucket's address for SkyPilot.
+        data: The storage mounted at /data: a PersistentVolumeClaim, or a bucket's address for
+            SkyPilot.
         role: Role of SageMaker.
         compute: Azure ML's compute.
-        hosts: Of ssh, the first runs rank 0.
+        hosts: Hosts for ssh; the first runs rank 0.
         secrets: `SECRET:KEY` of Kubernetes becomes the variable KEY; SkyPilot takes names of
             variables, whose values `sky launch --secret NAME` takes from the shell.
-        port: Where the processes of several nodes meet.
+        port: Port at which the processes of several nodes connect.
     """
 
     nodes: int = 1
@@ -141,7 +142,7 @@ def write_envelope(name: str, folder: Path, job: JobFacts, resources: Resources)
         folder: With train.py, run.json, requirements.txt and Workbench's wheel in it.
 
     Raises:
-        PlanError: The platform cannot run that, or its own schema refuses what would be written.
+        PlanError: The platform cannot run the job, or its schema refuses the files.
     """
     if name not in ENVELOPES:
         raise unknown("platform", name, ENVELOPES)
@@ -159,9 +160,9 @@ def write_envelope(name: str, folder: Path, job: JobFacts, resources: Resources)
 
 
 def legal_name(name: str) -> str:
-    """Return a name for objects of Kubernetes, with room for what pods append.
+    """Return a name for Kubernetes objects, with room for the suffixes of pods.
 
-    Services are called after it, which takes RFC 1035: a letter comes first.
+    Services use this name, so by RFC 1035 it begins with a letter.
     """
     made = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     made = (f"job-{made}" if made[:1].isdigit() else made)[:40].strip("-")
@@ -178,7 +179,7 @@ def memory_bytes(text: str) -> int:
     """Return an amount of memory; `16G`, `16Gi`, `16GB` and `16GiB` are all 16 times 2 ** 30.
 
     Raises:
-        PlanError: It is none.
+        PlanError: The text is not an amount of memory.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B?)\s*", text, re.IGNORECASE)
     size = int(float(found[1]) * (1 << _UNITS[found[2].upper()])) if found else 0
@@ -226,7 +227,7 @@ def written(
 
 
 def checked(envelope: Envelope, folder: Path, job: JobFacts, resources: Resources) -> None:
-    """Raise PlanError where the job cannot run there with these resources."""
+    """Raise PlanError if the job cannot run there with these resources."""
     if not (folder / "train.py").is_file():
         raise PlanError(
             "This is not a job folder: it has no train.py.",
@@ -295,7 +296,7 @@ def _check_numbers(resources: Resources) -> None:
 
 
 def _check_names(resources: Resources) -> None:
-    """Refuse names that cannot be what they say, wherever they would be written."""
+    """Refuse invalid names for all platforms that would use them."""
     for host in resources.hosts:
         if not _HOST.fullmatch(host):
             raise PlanError(
@@ -346,7 +347,7 @@ def _check_processes(envelope: Envelope, job: JobFacts, resources: Resources) ->
 def _values(
     envelope: Envelope, folder: Path, job: JobFacts, resources: Resources
 ) -> dict[str, Any]:
-    """Return what the templates name; None where a platform is to decide."""
+    """Return the values for the templates; None if the platform must decide."""
     nodes, each = resources.nodes, job.processes // resources.nodes
     size = memory_bytes(resources.memory) if resources.memory else None
     seconds = None if resources.time_s is None else max(1, round(resources.time_s))
@@ -399,7 +400,7 @@ def _header(envelope: Envelope, job: JobFacts, values: Values) -> str:
     name = job.name if envelope.any_name else values["dns_name"]
     name = values["slurm_name"] if envelope.name == "slurm" else name
     lines = [
-        f"Made by Workbench: {envelope.summary}.", f"What was done to check it: {envelope.note}.",
+        f"Made by Workbench: {envelope.summary}.", f"How it was checked: {envelope.note}.",
         f"Start: {envelope.start}",
         f"Records: {'none: the script does not use Workbench' if job.plain else envelope.records}",
     ]  # fmt: skip
@@ -411,7 +412,7 @@ def _header(envelope: Envelope, job: JobFacts, values: Values) -> str:
 def _of_platform(
     envelope: Envelope, folder: Path, job: JobFacts, resources: Resources, values: Values
 ) -> dict[str, Any]:
-    """Return the values that are made for one platform."""
+    """Return the values for one platform."""
     kind = envelope.name
     if envelope.schema.startswith("kubernetes:"):
         return _of_kubernetes(envelope, folder, job, resources, values)
@@ -568,7 +569,7 @@ def _of_rayjob(folder: Path, job: JobFacts, resources: Resources, of_pod: Values
 
 
 def _volumes(folder: Path, resources: Resources, values: Values) -> tuple[list[Any], list[Any]]:
-    """Return where pods find the job's folder: a claim, or ConfigMaps laid over each other."""
+    """Return the volume with the job's folder for pods: a claim, or combined ConfigMaps."""
     source: dict[str, Any] = {"persistentVolumeClaim": {"claimName": resources.volume_claim}}
     if values["shipped"]:
         names = _map_names(values)
@@ -596,13 +597,13 @@ def _map_names(values: Values) -> list[str]:
 
 
 def _shipped(values: Values) -> dict[str, str]:
-    """Return the texts of a job folder that travel with it."""
+    """Return the texts of a job folder that are sent with it."""
     paths = [values["home"] / name for name in ("train.py", "run.json", "requirements.txt")]
     return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
 
 
 def _config_maps(envelope: Envelope, values: Values, texts: Mapping[str, str]) -> list[Any]:
-    """Return the ConfigMaps that hold the job's folder.
+    """Return the ConfigMaps with the job's folder.
 
     Raises:
         PlanError: They would be too large.
@@ -613,7 +614,7 @@ def _config_maps(envelope: Envelope, values: Values, texts: Mapping[str, str]) -
     if sum(sizes.values()) > MAP_BYTES or all_bytes > MOST_MAP_BYTES:
         largest = {**sizes, **{name: len(data) for name, data in parts}}
         raise PlanError(
-            "The job's files are too large for ConfigMaps, which bring them to the pods.",
+            "The job's files are too large for the ConfigMaps that bring them to the pods.",
             seen=", ".join(f"{name}: {size / 1024:.0f} KiB" for name, size in largest.items()),
             allowed=f"texts of {MAP_BYTES // 1000} kB, and {MOST_MAP_BYTES >> 20} MiB in total",
             next_step="copy the job's folder to a PersistentVolumeClaim and name it: "

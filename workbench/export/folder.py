@@ -1,13 +1,15 @@
-"""A plan as a folder that trains it elsewhere: the cell, what to install, what was pinned.
+"""A plan as a folder that trains it elsewhere: the cell, the packages to install, the pinned
+values.
 
     train.py           the cell as a file
-    run.json           the plan, and what makes the run equal to the notebook's: seed, pins
-    requirements.txt   exact versions, and Workbench itself, which travels as a wheel in the folder
+    run.json           the plan, and the values that make the run equal to the notebook's: seed,
+                       pins
+    requirements.txt   exact versions, and Workbench as a wheel in the folder
     README.md          how to start, watch, stop and continue
     runs/<n>/          made when it runs
 
-A folder says nothing of the machine and the user that it was written by: paths in it are relative,
-addresses hold no passwords, and no environment goes in.
+A folder contains no data about the machine and the user that wrote it. Paths in it are relative,
+addresses contain no passwords, and no environment variables are stored.
 """
 
 from __future__ import annotations
@@ -52,20 +54,20 @@ _HOLDING = {
     for one in ENVELOPES.values() if one.schema.startswith("kubernetes:")
     for file in one.files if file.endswith(".yaml")
 }  # fmt: skip
-"""Envelopes with the cell itself in them: an old one would train what the folder no longer says."""
+"""Envelopes that contain the cell; an old one would train an outdated cell."""
 _ALIVE_S = 10.0
-"""So old may be the last sign of life of a run that goes on."""
+"""Largest age of the last sign of life of a running run."""
 
 
 @dataclass(frozen=True)
 class Pins:
-    """What a run's result depends on in its last bits.
+    """Values that affect the last bits of a run's result.
 
     Attributes:
-        threads: CPU threads of each worker; None: as many as there are.
-        allreduce: How gradients are added up, where the notebook's run had chosen; None: the
-            plan says it, or does without.
-        dtype: Of the parameters.
+        threads: CPU threads of each worker; None: all.
+        allreduce: The all-reduce that the notebook's run had chosen; None: the plan sets it, or has
+            none.
+        dtype: Data type of the parameters.
     """
 
     threads: int | None = None
@@ -75,15 +77,15 @@ class Pins:
 
 @dataclass(frozen=True)
 class JobFolder:
-    """What a job folder describes.
+    """The job that a folder describes.
 
     Attributes:
         path: The folder.
         name: Of the job.
-        plan: What is trained; its paths are relative to the folder.
+        plan: The plan; its paths are relative to the folder.
         launch: `workers`, `servers`, `processes` (both together) and `framework`.
-        pins: As `Pins`, and `python` and `packages`: versions.
-        plain: Whether train.py does without Workbench.
+        pins: The fields of `Pins`, and the versions `python` and `packages`.
+        plain: Whether train.py does not use Workbench.
     """
 
     path: Path
@@ -95,13 +97,13 @@ class JobFolder:
 
     @property
     def runs(self) -> list[Path]:
-        """The folders of its runs, the first one first."""
+        """The folders of its runs, the oldest first."""
         found = [path for path in (self.path / RUNS).glob("*") if path.name.isdecimal()]
         return sorted(found, key=lambda path: int(path.name))
 
 
 class Told(Protocol):
-    """What a history knows of its run's beginning; `history.events.Story` is one."""
+    """A history's data about its run's beginning; `history.events.Story` is one."""
 
     started: dict[str, Any]
     facts: dict[Topic, Any]
@@ -112,38 +114,38 @@ class Remembered(Protocol):
 
     @property
     def story(self) -> Told:
-        """What was said of it."""
+        """The events of the run."""
 
 
 class Trained(Protocol):
-    """A run that is to be made a job; `execution.run.Run` is one."""
+    """A run from which a job is made; `execution.run.Run` is one."""
 
     @property
     def plan(self) -> Plan:
-        """What it trained."""
+        """Its plan."""
 
     @property
     def folder(self) -> Path:
-        """Its own folder."""
+        """Its folder."""
 
     @property
     def init_from(self) -> str:
-        """The folder of the weights it started from; empty: none."""
+        """The folder of its initial weights; empty: none."""
 
     @property
     def history(self) -> Remembered:
-        """What is known of it."""
+        """Its history."""
 
 
 def job_of(what: Plan | Trained, folder: str | os.PathLike[str], **about: Any) -> Path:
-    """Write a plan, or a run that is to be done again, as a job folder; return its path.
+    """Write a plan, or a run to repeat, as a job folder; return its path.
 
-    Of a run what it had chosen is pinned, so that the job's result is the same to the last bit on
-    as many workers of the same kind. A plan is pinned to the threads it would have here, and to
-    the backend's all-reduce where it leaves the choice open.
+    For a run, its choices are pinned, so that the job's result is the same to the last bit on as
+    many workers of the same kind. For a plan, the threads that it would have here are pinned, and
+    the backend's all-reduce if the plan does not set one.
 
     Args:
-        about: What `write_job` takes besides.
+        about: Further arguments of `write_job`.
 
     Raises:
         PlanError: As `write_job`.
@@ -158,18 +160,18 @@ def job_of(what: Plan | Trained, folder: str | os.PathLike[str], **about: Any) -
 
 
 def pins_of(run: Trained) -> Pins:
-    """Return what a run had chosen, as far as it began."""
+    """Return the choices of a run, as far as it began."""
     story, options = run.history.story, run.plan.options
     threads = story.started.get("threads")
     chosen: str | None = None
     if options.get("allreduce") == "auto" and story.started:
-        # Of the backend's own, which needs no explanation, nothing is told.
+        # The backend's all-reduce is the default, so there is no event about it.
         chosen = str(story.facts.get(Topic.ALLREDUCE_CHOSEN) or "backend")
     return Pins(int(threads) if threads else None, chosen, _dtype(run.folder / "weights.npz"))
 
 
 def _dtype(weights: Path) -> str:
-    """Return the type of the first parameter; the usual one where there are no weights."""
+    """Return the type of the first parameter; float32 if there are no weights."""
     failures = (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error)
     with contextlib.suppress(*failures), np.load(weights, allow_pickle=False) as arrays:
         kinds = (arrays[name].dtype for name in arrays.files)
@@ -188,18 +190,18 @@ def write_job(
     names: Mapping[str, object] | None = None,
     replace: bool = False,
 ) -> Path:
-    """Write a job folder, the whole of it or nothing; return its path.
+    """Write a complete job folder or nothing; return its path.
 
-    An existing job folder is written again. Other files stay: its runs, its checkpoints,
-    files that were put there, and envelopes that do not hold the cell themselves.
+    An existing job folder is written again. Other files stay: its runs, its checkpoints, files that
+    were added, and envelopes that do not contain the cell.
 
     Args:
         plain: Write a script that does not use Workbench; it is not recorded.
-        files: What the cell reads, by paths from the present folder; they are put beside train.py
-            under the same relative paths, others under their names alone.
-        initial: The folder of the run that the plan starts from.
-        names: What the notebook has, for the words of an error.
-        replace: Whether a train.py that was changed by hand is written over.
+        files: Files that the cell reads, by paths from the current folder. They are put next to
+            train.py under the same relative paths, other files under their names only.
+        initial: The folder of the run with the initial weights.
+        names: The notebook's variables, for error messages.
+        replace: Whether to overwrite a train.py that was changed by hand.
 
     Raises:
         PlanError: The cell cannot run elsewhere, or the folder cannot be written.
@@ -249,7 +251,7 @@ def write_job(
 
 
 def _describe(plan: Plan, pins: dict[str, Any], *, plain: bool) -> dict[str, Any]:
-    """Return what run.json says."""
+    """Return the content of run.json."""
     launch = {
         "workers": plan.workers,
         "servers": plan.servers,
@@ -269,7 +271,7 @@ def _describe(plan: Plan, pins: dict[str, Any], *, plain: bool) -> dict[str, Any
 
 
 def _portable(plan: Plan, initial: Path | None) -> Plan:
-    """Return the plan without anything of this machine: its paths are those within the folder."""
+    """Return the plan without data about this machine; its paths are inside the folder."""
     if plan.init_from and initial is None:
         raise PlanError(
             "The initial weights must be sent with the job, but their folder is not known.",
@@ -279,7 +281,7 @@ def _portable(plan: Plan, initial: Path | None) -> Plan:
             code="WB-PLAN-209",
         )
     recipe = plan.recipe
-    if recipe.args:  # arguments do not travel: they are written into the cell
+    if recipe.args:  # arguments are not sent: they are written into the cell
         recipe = Recipe(
             source=recipe.cell, origin=recipe.origin, name=recipe.name, framework=recipe.framework
         )
@@ -293,7 +295,7 @@ def _portable(plan: Plan, initial: Path | None) -> Plan:
 
 
 def _portable_target(target: str) -> str:
-    """Return where a job logs to: a place of this machine becomes one of the job folder."""
+    """Return the log targets of a job; a place on this machine moves into the job folder."""
     kind, _, where = target.partition(":")
     if kind == "tensorboard":
         return f"{kind}:{Path(where).name or kind}"
@@ -324,7 +326,7 @@ def _portable_target(target: str) -> str:
 
 
 def _placed(files: Sequence[Path], here: Path) -> dict[str, Path]:
-    """Return the files that travel, by their places in the folder."""
+    """Return the files to send, by their places in the folder."""
     found: dict[str, Path] = {}
     for file in files:
         path = (here / Path(file).expanduser()).absolute()
@@ -352,7 +354,7 @@ def _placed(files: Sequence[Path], here: Path) -> dict[str, Path]:
 
 
 def _imported_by(files: Iterable[Path]) -> set[str]:
-    """Return the modules that travelling scripts and packages import."""
+    """Return the modules that the sent scripts and packages import."""
     found: set[str] = set()
     for file in files:
         for path in file.rglob("*.py") if file.is_dir() else [file]:
@@ -373,7 +375,7 @@ def _copy(path: Path, goal: Path) -> None:
 
 
 def _copy_weights(run: Path, goal: Path) -> None:
-    """Copy a run's final weights, and of its description what it takes to read them."""
+    """Copy a run's final weights, and the part of its description that is needed to read them."""
     files = sorted(run.glob("weights*.npz"))
     try:
         meta = json.loads((run / META).read_text("utf-8"))
@@ -397,7 +399,7 @@ def _copy_weights(run: Path, goal: Path) -> None:
 
 
 def _check_goal(goal: Path, *, force: bool) -> list[str]:
-    """Return what of the folder stays: what was not written by us."""
+    """Return the files in the folder that stay: those not written by Workbench."""
     if not goal.exists() and not goal.is_symlink():
         return []
     if goal.is_dir() and not any(goal.iterdir()):
@@ -442,7 +444,7 @@ def _is_over(run: Path) -> bool:
 
 
 def _about(folder: Path) -> dict[str, Any] | None:
-    """Return what run.json of a job folder says; None where there is no job folder."""
+    """Return the content of a job folder's run.json; None if there is no job folder."""
     try:
         about = json.loads((folder / META).read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -456,7 +458,7 @@ def _digest(content: bytes) -> str:
 
 
 def _swap(fresh: Path, goal: Path, keep: Iterable[str]) -> None:
-    """Put `fresh` in the place of `goal`, with what stays of it; or leave all as it was."""
+    """Replace `goal` by `fresh`, with the files that stay; after an error nothing is changed."""
     old = goal.with_name(f".{goal.name}.{secrets.token_hex(4)}.old")
     moved: list[str] = []
     try:
@@ -519,7 +521,7 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
 
 
 def _recorded(plan: Plan) -> list[str]:
-    lines = ["## Watch", "", "Each start makes a folder: `runs/1`, `runs/2`, ... It holds what the"]
+    lines = ["## Watch", "", "Each start makes a folder: `runs/1`, `runs/2`, ... It has the"]
     lines += ["same data as in a notebook: rows, events, logs, final weights. In a notebook:", ""]
     lines += ["    import workbench as wb", '    wb.follow("PATH/OF/THIS/FOLDER")', ""]
     lines += ["shows the live dashboard, also later and from another machine "
@@ -528,7 +530,10 @@ def _recorded(plan: Plan) -> list[str]:
     lines += ["stops it at the end of a step, as Stop of the dashboard does.", ""]
     if plan.checkpoint:
         lines += [f"Checkpoints are in `{CHECKPOINTS}/`, one every {plan.checkpoint_every} steps. "]
-        lines += ["If a run was cut off, the next start continues from the last checkpoint.", ""]
+        lines += [
+            "If a run was interrupted, the next start continues from the last checkpoint.",
+            "",
+        ]
     else:
         lines += ["It writes no checkpoints, so each start begins again. `--checkpoint DIR` on the"]
         lines += ["notebook's line makes it write some.", ""]
@@ -539,7 +544,7 @@ def _recorded(plan: Plan) -> list[str]:
 
 
 def read_job(folder: Path) -> JobFolder:
-    """Return what a job folder describes; nothing in it is run.
+    """Read the job of a folder; no code in it is run.
 
     Raises:
         PlanError: It is not a job folder, its run.json is damaged, or of a newer version.
@@ -551,7 +556,7 @@ def read_job(folder: Path) -> JobFolder:
         about = None
     except (OSError, ValueError, RecursionError) as error:
         raise PlanError(
-            f"{META} of the job folder is damaged or cut off.",
+            f"{META} of the job folder is damaged or incomplete.",
             seen=f"{path}: {str(error)[:200]}",
             allowed="the file as it was written",
             next_step="write the folder again from the notebook: run.to_job(...)",

@@ -1,4 +1,4 @@
-"""What a job installs: exact versions of what the cell uses, and Workbench itself as a wheel."""
+"""The packages of a job: exact versions of the cell's modules, and Workbench as a wheel."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _FRAMEWORK = {"torch": ("torch", "numpy"), "tensorflow": ("tensorflow", "keras",
 
 
 def packages_of(source: str, framework: str, also: Iterable[str] = ()) -> dict[str, str]:
-    """Return the versions of what the cell imports, the framework and NumPy, without `+cpu`.
+    """Return the versions of the cell's modules, the framework and NumPy, without `+cpu`.
 
     Args:
-        also: Modules that the run imports besides: those of files that travel, and trackers.
+        also: Further modules that the run imports: those of sent files, and trackers.
     """
     wanted = set(_FRAMEWORK[framework])
     modules = {*imported(source), *also} - sys.stdlib_module_names
     named = {one for one in modules if _is_distribution(one)}
     wanted |= named
-    if modules - named:  # called otherwise than what they come with; it takes a second to find out
+    if modules - named:  # modules with another name than their package; finding it takes a second
         owners = _owners()
         wanted |= {owner for one in modules - named for owner in owners.get(one, ())}
     if "wb.data.digits" in source:
@@ -45,10 +45,10 @@ def packages_of(source: str, framework: str, also: Iterable[str] = ()) -> dict[s
 
 
 def _owners() -> Mapping[str, list[str]]:
-    """Return which distributions each module comes with.
+    """Return the distributions of each module.
 
-    Python 3.10 reads what a distribution declares alone, and those of newer tools (scikit-learn)
-    declare nothing: their files say it.
+    Python 3.10 reads only what a distribution declares. Distributions made with newer tools
+    (scikit-learn) declare nothing, so their file lists are read.
     """
     if sys.version_info >= (3, 11):
         return metadata.packages_distributions()
@@ -83,7 +83,8 @@ def requirements(packages: Mapping[str, str], wheel: str) -> str:
 
 
 MOST_UNPACKED_BYTES = 64 << 20
-"""Of a job's files; ConfigMaps hold far less, and a data set must not fill the memory to say so."""
+"""Size limit of a job's files. ConfigMaps hold much less, and a check of a data set must not fill
+the memory."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _NOT_SHIPPED = ("__pycache__", "tests")
 _METADATA = """\
@@ -153,12 +154,12 @@ def workbench_wheel(into: Path) -> str:
 
 
 def packed_files(folder: Path) -> bytes:
-    """Return what a job's cell needs besides, as a zip: its files, and weights to start from.
+    """Return the further files of a job's cell as a zip: its files and the initial weights.
 
     The same files give the same bytes; empty: there are none.
 
     Raises:
-        PlanError: They are so large that nothing packs them small enough; they are not read.
+        PlanError: The files are too large even when compressed; they are not read.
     """
     about, ours = folder / "run.json", {"train.py", "requirements.txt", "README.md"}
     known = json.loads(about.read_text("utf-8")).get("files", {}) if about.is_file() else {}
@@ -169,8 +170,8 @@ def packed_files(folder: Path) -> bytes:
     size_bytes = sum(path.stat().st_size for path in files.values())
     if size_bytes > MOST_UNPACKED_BYTES:
         raise PlanError(
-            "The files that the cell reads are too large for ConfigMaps, which bring them to "
-            "the pods.",
+            "The files that the cell reads are too large for the ConfigMaps that bring them to the "
+            "pods.",
             seen=f"{', '.join(names)}: {size_bytes >> 20} MiB",
             allowed=f"{MOST_UNPACKED_BYTES >> 20} MiB, and less when it is packed",
             next_step="copy the job's folder to a PersistentVolumeClaim and name it: "

@@ -1,10 +1,10 @@
-"""What platforms publish and what we fill in: envelopes' data, their templates, and both's checks.
+"""The data of envelopes, their templates, and the checks of both against the platforms.
 
 A template is a shell or Python script, or a document of JSON that is written as YAML. In a script,
 `@{name}` stands for a value in the quotes of its language, `@{*name}` for several, `@{!name}` for
-text of ours as it is, and a line that begins with `@{?name}` is there where that value is. In a
-document, a string that is `${name}` becomes the value itself, so that no value can become syntax;
-what is None is left out, and so is an object whose "?" names a value that is none.
+text of ours as it is, and a line that begins with `@{?name}` is kept only if this value exists. In
+a document, a string that is `${name}` becomes the value itself, so that no value can become syntax.
+Values that are None are left out, and also objects whose "?" names a value that is None.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _VALUE = re.compile(r"\$\{(\w+)\}")
 _MARK = re.compile(r"@\{([!*]?)(\w+)\}")
 _PLAIN = re.compile(r"[A-Za-z$/][A-Za-z0-9_./-]*")
 _WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
-"""What YAML reads as something else than text."""
+"""Texts that YAML does not read as text."""
 _KEPT = re.compile(r"@\{\?(\w+)\}")
 
 Values = Mapping[str, Any]
@@ -33,23 +33,23 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Envelope:
-    """How a platform is started.
+    """How jobs are started on a platform.
 
     Attributes:
         name: As in `wb.submit(plan, on=NAME)`.
-        summary: What it is.
+        summary: One line about the platform.
         files: Template of each file that is written.
-        deep: Whether code, environment, data, credentials and records are all part of it; a thin
-            one leaves some of that to the user.
-        validated: Whether it was executed, or only held against a schema.
-        note: What was done to believe in it.
-        schema: What it is checked against: a file of schemas/, and a definition in it.
-        frameworks: Which it can start.
-        limit: So many nodes at most; 0: any number.
+        deep: Whether it includes code, environment, data, credentials and records. Otherwise the
+            user must add some of these.
+        validated: Whether it was executed, or only checked against a schema.
+        note: How it was checked.
+        schema: The schema for its check: a file of schemas/, and a definition in it.
+        frameworks: The frameworks that it can start.
+        limit: Largest number of nodes; 0: no limit.
         start: The command that starts it, in the job folder.
         records: How its records come back.
-        any_name: Whether a job may be called as the user likes.
-        needs: Fields of `Resources` without which there is no job.
+        any_name: Whether a job can have any name.
+        needs: Required fields of `Resources`.
     """
 
     name: str
@@ -81,7 +81,7 @@ ENVELOPES: Mapping[str, Envelope] = {
 
 
 class Exactly(dict[str, Any]):
-    """A mapping whose None values are kept: there, None says something."""
+    """A mapping whose None values are kept, because None has a meaning there."""
 
 
 def filled_script(template: str, values: Values, quote: Callable[[str], str]) -> str:
@@ -134,7 +134,9 @@ def _filled(node: Any, values: Values) -> Any:
 
 
 def as_yaml(documents: Sequence[Any]) -> str:
-    """Return YAML; texts are JSON's, which is YAML, or blocks where all can be read as they are."""
+    """Return YAML; texts are JSON strings, which are valid YAML, or blocks if no character needs an
+    escape.
+    """
     return "---\n".join("\n".join(_yaml_lines(one, "")) + "\n" for one in documents)
 
 
@@ -167,7 +169,7 @@ def _yaml_item(head: str, node: Any, indent: str) -> Iterator[str]:
 
 
 def _reads_as_it_is(text: str) -> bool:
-    """Whether lines of text can stand as a block, where nothing is escaped."""
+    """Whether lines of text can be a block without escapes."""
     lines = text.removesuffix("\n").split("\n")
     plain = len(lines) > 1 and lines[-1].strip() != ""
     return plain and all(line.replace("\t", " ").isprintable() for line in lines)
@@ -196,7 +198,7 @@ def schema(name: str) -> dict[str, Any]:
 
 
 def check_document(envelope: Envelope, document: Any, name: str, definition: str = "") -> None:
-    """Raise PlanError where a platform's schema refuses a document."""
+    """Raise PlanError if a platform's schema refuses a document."""
     from jsonschema import Draft202012Validator
 
     rules = schema(name)
@@ -220,7 +222,7 @@ def check_document(envelope: Envelope, document: Any, name: str, definition: str
 
 
 def check_options(envelope: Envelope, script: str) -> None:
-    """Raise PlanError where a script gives torchrun, srun or sbatch an option it does not have."""
+    """Raise PlanError if a script gives torchrun, srun or sbatch an unknown option."""
     known = schema("options")
     for line in script.replace("\\\n", " ").splitlines():
         sbatch = line.startswith("#SBATCH")
@@ -245,7 +247,9 @@ def check_options(envelope: Envelope, script: str) -> None:
 
 
 def check_calls(envelope: Envelope, script: str) -> None:
-    """Raise PlanError where a script calls what its library does not have, or not like that."""
+    """Raise PlanError if a script calls an unknown function of its library, or with wrong
+    arguments.
+    """
     known: dict[str, list[str]] = {}
     for name in ("ray", "spark", "sagemaker", "monarch"):
         known |= schema(name)
@@ -275,7 +279,7 @@ def check_calls(envelope: Envelope, script: str) -> None:
             raise PlanError(
                 f"{envelope.name} does not publish this call.",
                 seen=f"{called}({', '.join(wrong or given)})",
-                allowed="nothing of that name" if parameters is None else ", ".join(parameters),
+                allowed="nothing with this name" if parameters is None else ", ".join(parameters),
                 next_step=f"report it: the envelope of {envelope.name} is wrong",
                 code="WB-PLAN-236",
             )

@@ -5,7 +5,8 @@
     plain_py     the same training without Workbench, for PyTorch and Keras as they are
     check_cell   what the cell takes from its notebook: names, modules and files (`cell.py`)
 
-The cell's lines stay as they are. Only `from __future__` imports move: Python wants them on top.
+The cell's lines are not changed. Only `from __future__` imports move to the top, as Python
+requires.
 
 The texts of plain scripts are in `templates/`. There, lines between `#[a|b]` and `#[/a|b]` are left
 out unless a or b is wanted, and `@NAME@` stands for a value.
@@ -43,23 +44,23 @@ def train_py(plan: Plan) -> str:
     if plan.framework != "torch" and processes > 1:
         lines += [f"once for each of its {processes} processes, which TF_CONFIG describes.", ""]
     lines += [
-        "Records, logs and weights go to runs/1, runs/2, ... beside this file; run.json holds"
+        "Records, logs and weights go to runs/1, runs/2, ... next to this file; run.json holds"
     ]
     lines += ["the plan, requirements.txt what to install, README.md the rest.", '"""', ""]
     lines += [*cell.future, ""] if cell.future else []
     lines += ["import workbench as wb", ""]
-    join = "joins the run that run.json describes; what follows is the cell"
+    join = "joins the run that run.json describes; the cell follows"
     lines += [f"wb.run_job(__file__)  # {join}", "", cell.text]
     return "\n".join(lines)
 
 
 def process_count(plan: Plan) -> int:
-    """Return how many processes a job of the plan has: its workers and its servers."""
+    """Return the number of processes of a plan's job: its workers and its servers."""
     return plan.engines + len(plan.helpers)
 
 
 def _title(plan: Plan) -> str:
-    """Return a line that says what is trained, fit for a docstring."""
+    """Return a line about the training, suitable for a docstring."""
     name = plan.name or plan.recipe.name
     safe = "".join(c if c.isprintable() else " " for c in name).replace("\\", "/")
     title = safe.replace('"', "'").strip() or "A training run"
@@ -88,10 +89,10 @@ _MEMBERS = {"fit", "prepare", "watch", "log", "RunStopped", "data"}
 
 
 def plain_py(plan: Plan) -> str:
-    """Return a file that trains the same without Workbench: no records, no stop, no resume.
+    """Return a file with the same training without Workbench: no records, no stop, no resume.
 
     Raises:
-        PlanError: It cannot be done exactly; the message says what can.
+        PlanError: The training cannot be repeated exactly; the message says what is possible.
     """
     cell = read_cell(plan.recipe.cell)
     used = _used_of_wb(cell.tree)
@@ -161,7 +162,7 @@ def _sections(text: str, wanted: set[str]) -> str:
 
 
 def _used_of_wb(tree: ast.Module) -> set[str]:
-    """Return what a cell takes from `wb`: `fit`, `data.digits`; `` for the whole of it."""
+    """Return the names that a cell uses from `wb`: `fit`, `data.digits`; `` for the whole of it."""
     used = set()
     owners = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
@@ -184,7 +185,7 @@ def _used_of_wb(tree: ast.Module) -> set[str]:
 
 
 def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
-    """Raise PlanError where a script without Workbench would not train the same."""
+    """Raise PlanError if a script without Workbench would not train the same."""
     source, entry = plan.recipe.cell, plan.entry
     way = use_of(source).way
     if plan.strategy not in _PLAIN[plan.framework]:
@@ -237,7 +238,7 @@ def _refused(seen: str, next_step: str) -> PlanError:
 
 
 def _check_collisions(cell: Cell, script: str) -> None:
-    """Raise PlanError where the cell gives a name of the script's own functions another meaning."""
+    """Raise PlanError if the cell redefines a name of the script's functions."""
     own = ast.parse(script[: script.index("class wb:")])
     theirs, same = _imports(own), _imports(cell.tree)
     for name in ("os", "random", "inspect"):  # used before the cell alone
@@ -252,7 +253,7 @@ def _check_collisions(cell: Cell, script: str) -> None:
 
 
 def _imports(tree: ast.Module) -> dict[str, str]:
-    """Return what the imports of a source give a name, by that name."""
+    """Return the imported objects of a source, by their names."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,16 +1,17 @@
-"""What is known of a run: rows of all ranks in, columns, totals, curves and snapshots out.
+"""The data of a run: from rows of all ranks to columns, totals, curves and snapshots.
 
-Pure but for `disk` and `folders`; knows no cluster and no view. From the disk up to what is drawn:
+All modules except `disk` and `folders` are pure; no module uses clusters or views. From the disk to
+the view:
 
     folders        where are runs kept between sessions
-    disk           what do engines and kernel write of a run, and how is it read again
-    events         what do a run's events say: start, evaluations, notes, end
-    reducer        what becomes of a row: joined over ranks, kept, thinned
-    totals         what are the exact sums over a whole run
-    recent         what do the latest steps say: timeline, straggler, throughput
-    store          the history itself: who puts rows in, who reads what
-    run_data       what does everything below a run know of it
-    snapshot       what is a view given to draw
-    take_snapshot  how is that computed from a history
-    analysis/      what do one or several finished runs tell
+    disk           the files that engines and kernel write for a run, and their reader
+    events         the events of a run: start, evaluations, notes, end
+    reducer        how rows are joined over ranks, stored and thinned
+    totals         the exact sums over a whole run
+    recent         the latest steps: timeline, straggler, throughput
+    store          the history, with methods for writers and readers
+    run_data       the interface of a run for modules below it
+    snapshot       the data that a view draws
+    take_snapshot  how a snapshot is computed from a history
+    analysis/      analysis of one or several finished runs
 """

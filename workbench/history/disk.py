@@ -1,19 +1,19 @@
 """A run on disk: each engine appends its own rows and events, the kernel writes `run.json`.
 
     <run_dir>/
-      run.json                 what was asked for and how it ended
+      run.json                 the request and the end of the run
       records-rank<r>.bin      rows of `RECORD`, one after the other
       events-rank<r>.jsonl     one event a line: name, t_s, fields
-      events-rankkernel.jsonl  the same, of workers that went or came
+      events-rankkernel.jsonl  the same, for workers that left or joined
       weights.npz, weights.pt  written at the end of the run
 
 The rows and events of engines on other machines are written by the kernel, as they arrive
 (`FarWriter`). Every file is written by one process only and flushed at each append, so a run whose
-kernel or engines were killed can be read up to the last whole row. Where it cannot be written (a
-full disk) the run goes on in memory, and `unwritten` is what is said of it. Engines import this
-module: it needs nothing but NumPy and the protocol.
+kernel or engines were killed can be read up to the last whole row. If the files cannot be written
+(a full disk), the run continues in memory, and `unwritten` makes the note about it. Engines import
+this module, so it needs only NumPy and the protocol.
 
-`Tail` reads a run's folder while its engines write it: every row and event once, in their order.
+`Tail` reads a run's folder while its engines write it: each row and event once, in order.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from ..shared.messages import Happened, Position, Records
 from ..shared.record import RECORD
 
 META = "run.json"
-ROW_BYTES = "record_bytes"  # in run.json: tells rows of another version from ours
-FILES = "files"  # in run.json: what the other files were when the run ended, or was saved
+ROW_BYTES = "record_bytes"  # in run.json: identifies rows of another version
+FILES = "files"  # in run.json: state of the other files when the run ended or was saved
 PROFILES = "profiles"
 IDLE_S = 5.0
 MOST_WAITING_BYTES = 256 << 20
@@ -58,7 +58,7 @@ _SAVED = (META, "records-rank*.bin", "events-rank*.jsonl", *_WEIGHTS)
 class RunWriter:
     """Appends one rank's rows and events to a run's folder.
 
-    A file that a killed process left with half a row or half a line is cut back to whole ones.
+    If a killed process has written half a row or half a line, the file is cut to complete ones.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], rank: int) -> None:
@@ -77,13 +77,13 @@ class RunWriter:
         self._records.flush()
 
     def append_event(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Append one event; its time (`t_s`, perf_counter) is added where it has none."""
+        """Append one event; its time (`t_s`, perf_counter) is added if it has none."""
         line = {"name": name, "t_s": time.perf_counter(), **fields}
         self._events.write(json.dumps(line, default=_plain).encode() + b"\n")
         self._events.flush()
 
     def close(self) -> None:
-        """Close both files; may be called twice."""
+        """Close both files; can be called twice."""
         try:
             self._records.close()
         finally:
@@ -91,18 +91,18 @@ class RunWriter:
 
 
 class FarWriter:
-    """Writes what engines on other machines have sent, on a thread of its own.
+    """Writes the data that engines on other machines have sent, on a separate thread.
 
-    The thread ends, and the files are closed, when nothing has come for `IDLE_S`, or with the run.
-    Where they cannot be written, or not as fast as rows come, the run goes on without them.
+    The thread ends and the files are closed after `IDLE_S` without data, or with the run. If the
+    files cannot be written, or only more slowly than rows arrive, the run continues without them.
 
     Args:
-        folder: Of the run.
-        tell: Told once that not all could be written.
+        folder: The run's folder.
+        tell: Called once if not all data could be written.
 
     Attributes:
-        ranks: The rank under which each engine's rows are kept, by engine; of the others, which
-            write themselves, nothing is taken.
+        ranks: The rank for each engine's rows, by engine. Other engines write their own files, so
+            their data is ignored.
     """
 
     def __init__(self, folder: Path, tell: Callable[[Noted], None]) -> None:
@@ -117,7 +117,7 @@ class FarWriter:
         self._failed = False
 
     def take(self, engine: int, message: Records | Happened | Position) -> None:
-        """Take what an engine says of the run; never waits."""
+        """Process an engine's message about the run; never waits."""
         rank = self.ranks.get(engine)
         if rank is None or self._failed or isinstance(message, Position):
             return
@@ -130,7 +130,7 @@ class FarWriter:
             self._put((rank, message))
 
     def settle(self, timeout_s: float = 10.0) -> None:
-        """Wait until all that was taken is written; the files are closed then."""
+        """Wait until all data is written; the files are then closed."""
         written = threading.Event()
         if self.ranks:
             self._put(written)
@@ -175,7 +175,7 @@ class FarWriter:
                 file.append_records(bytes(message.rows))
             else:
                 file.append_event(message.event.name, message.event.to_wire())
-        except Exception as error:  # a full disk: it costs the files, not the run
+        except Exception as error:  # a full disk: the files are lost, the run continues
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
@@ -188,7 +188,7 @@ class FarWriter:
         for file in self._files.values():
             try:
                 file.close()
-            except Exception as error:  # noqa: PERF203 - disks of other hosts say it only now
+            except Exception as error:  # noqa: PERF203 - network disks report the error only now
                 self._give_up(error)
         self._files.clear()
 
@@ -200,12 +200,14 @@ def _size(message: Records | Happened) -> int:
 def unwritten(
     run_dir: str | os.PathLike[str], error: BaseException, rank: int | None = None
 ) -> Noted:
-    """Return the note of a run that cannot be written: the same one, whoever fails, and of what."""
+    """Return the note about a run that cannot be written; it is the same for all writers and
+    errors.
+    """
     reason = reason_of(error)
     text = (
         f"Not all of this run could be written to disk: {reason} ({run_dir}). The run continues, "
         f"and "
-        "its history is kept in memory; its final weights may be missing. Free space there, or set "
+        "its history is kept in memory; its final weights can be missing. Free space there, or set "
         "WORKBENCH_HOME to another folder; the next run will be written there."
     )
     return Noted(rank=rank, text=text, topic=Topic.NOT_ON_DISK.value, value=reason)
@@ -222,10 +224,10 @@ def reason_of(error: BaseException) -> str:
 
 
 def write_meta(run_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
-    """Write `run.json` in one go: readers see the old one or the new one, never half of it.
+    """Replace `run.json` atomically: readers see the old or the new file, never half of it.
 
     `store.read_run` uses these keys: `ranks` (engine ids by rank), `joined` and `data_parallel` (as
-    in `store.RunHistory`); the others are handed back as they are.
+    in `store.RunHistory`); other keys are returned unchanged.
     """
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -234,10 +236,10 @@ def write_meta(run_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None
 
 
 def read_meta(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what `write_meta` wrote; empty where a run was cut off before it was written.
+    """Return the content of `run.json`; empty if the run was interrupted before it was written.
 
     Raises:
-        RunError: There is no run in that folder, or its `run.json` is damaged.
+        RunError: There is no run in this folder, or its `run.json` is damaged.
     """
     folder = Path(run_dir)
     try:
@@ -259,17 +261,17 @@ def read_meta(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def sizes(run_dir: str | os.PathLike[str]) -> checkpoints.Sums:
-    """Return the bytes of a run's files; known at its end without reading them."""
+    """Return the size of a run's files; after its end this needs no reading of them."""
     return {path.name: [path.stat().st_size] for path in _files(Path(run_dir))}
 
 
 def faults(run_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> list[str]:
-    """Return what is damaged among a run's rows, events and weights, file by file.
+    """Return the damage in a run's rows, events and weights, file by file.
 
-    Of runs that older versions saved, and of those that were cut off, nothing is known.
+    For runs of older versions and for interrupted runs, damage cannot be detected.
 
     Args:
-        meta: What `read_meta` gave.
+        meta: The result of `read_meta`.
     """
     return checkpoints.checksum_faults(Path(run_dir), meta.get(FILES) or {})
 
@@ -278,7 +280,7 @@ def weights_files(folder: Path, known: Iterable[str], rank: int | None = None) -
     """Return the files of a run's final weights, of all ranks or of one.
 
     Args:
-        known: Names of the run's files at its end, some of which may be gone since.
+        known: Names of the run's files at its end; some can have been deleted since.
     """
     names = {name for name in known if name.endswith(".npz")}
     names |= {path.name for path in folder.glob("weights*.npz")}
@@ -290,10 +292,10 @@ def read_weights(path: Path, written: Sequence[int] = ()) -> dict[str, np.ndarra
     """Return the arrays of one `weights*.npz`.
 
     Args:
-        written: Its bytes and CRC-32, where they are on record.
+        written: Its size and CRC-32, if they were recorded.
 
     Raises:
-        RunError: It is not there, or damaged.
+        RunError: The file is missing or damaged.
     """
     what = checkpoints.fault(path, written) if written else ""
     try:
@@ -315,14 +317,14 @@ def read_weights(path: Path, written: Sequence[int] = ()) -> dict[str, np.ndarra
 
 
 def add_event(folder: Path, event: Event, name: str = KERNELS_EVENTS) -> None:
-    """Add an event of the kernel's own to a run's folder, as far as that can be written to."""
+    """Add an event of the kernel to a run's folder, if the folder can be written to."""
     line = {"name": event.name, "t_s": time.perf_counter(), **event.to_wire()}
     with contextlib.suppress(OSError), (folder / name).open("a") as file:
         file.write(json.dumps(line, default=_plain) + "\n")
 
 
 def read_events(run_dir: str | os.PathLike[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the events of all ranks in the order of time; damaged lines are left out."""
+    """Return the events of all ranks, sorted by time; damaged lines are left out."""
     found = []
     for path in sorted(Path(run_dir).glob("events-rank*.jsonl")):
         for line in path.read_bytes().splitlines():
@@ -336,10 +338,10 @@ def read_events(run_dir: str | os.PathLike[str]) -> list[tuple[str, dict[str, An
 
 
 class Memory(Protocol):
-    """Rows and events that are not on the disk; a `store.RunHistory` is one."""
+    """Rows and events that are not on disk; `store.RunHistory` is one."""
 
     def write(self, folder: Path) -> None:
-        """Write all of them to a folder."""
+        """Write all rows and events to a folder."""
 
 
 def save(
@@ -348,19 +350,19 @@ def save(
     meta: Mapping[str, Any] | None = None,
     memory: Memory | None = None,
 ) -> Path:
-    """Copy a run (rows, events, `run.json`, weights) to `target`; all of it or nothing.
+    """Copy a run (rows, events, `run.json`, weights) to `target`; completely or not at all.
 
-    A run that is there already is replaced, any other folder is left alone.
+    An existing run is replaced; any other folder is not changed.
 
     Args:
-        meta: What the copy's `run.json` says; by default what the run's own says.
-        memory: Has the rows and events where `run_dir` does not have all of them.
+        meta: The content of the copy's `run.json`; by default that of the run.
+        memory: The source of rows and events if `run_dir` does not have all of them.
 
     Returns:
         The target's path.
 
     Raises:
-        RunError: `run_dir` holds no run, `target` holds something else or cannot be written.
+        RunError: `run_dir` has no run, or `target` has other content or cannot be written.
     """
     source, goal = Path(run_dir), Path(target).expanduser()
     if meta is None:
@@ -396,7 +398,10 @@ def _copy(source: Path, goal: Path, meta: Mapping[str, Any] | None, memory: Memo
             memory.write(fresh)
             sums = dict((meta or {}).get(FILES) or {})
             left = {name: sums[name] for name in sums if name.startswith("weights")}
-            meta = {**(meta or {}), FILES: left}  # those of rows are of what was cut off
+            meta = {
+                **(meta or {}),
+                FILES: left,
+            }  # checksums of rows do not match after rows were cut off
         for pattern in _SAVED if memory is None else _WEIGHTS:
             for path in source.glob(pattern):
                 shutil.copy2(path, fresh / path.name)
@@ -411,7 +416,7 @@ def _copy(source: Path, goal: Path, meta: Mapping[str, Any] | None, memory: Memo
 
 
 def holds(run_dir: str | os.PathLike[str], ranks: int, rows: int) -> bool:
-    """Whether a run's folder holds at least so many rows of its ranks."""
+    """Whether a run's folder has at least so many rows of its ranks."""
     paths = (records_path(Path(run_dir), rank) for rank in range(ranks))
     sizes = [path.stat().st_size for path in paths if path.exists()]
     return bool(sizes) and sum(size // RECORD.itemsize for size in sizes) >= rows
@@ -424,7 +429,7 @@ def profiles(run_dir: Path) -> list[Path]:
 
 
 def weights_stem(rank: int) -> str:
-    """Return how the files of a rank's final weights are called, without their suffix."""
+    """Return the file name of a rank's final weights, without its suffix."""
     return "weights" if rank == 0 else f"weights-rank{rank}"
 
 
@@ -456,7 +461,7 @@ def ranks_on_disk(folder: Path) -> list[int]:
 
 
 def _open_whole(path: Path, item_bytes: int | None) -> IO[bytes]:
-    """Open for appending, after cutting off what is no whole row (or line)."""
+    """Open for appending, after cutting off an incomplete row (or line)."""
     file = path.open("ab+")
     size = file.seek(0, os.SEEK_END)
     if item_bytes:
@@ -471,14 +476,15 @@ def _open_whole(path: Path, item_bytes: int | None) -> IO[bytes]:
 
 
 def _files(run_dir: Path) -> list[Path]:
-    """Return a run's files but `run.json`."""
+    """Return a run's files except `run.json`."""
     return sorted(path for pattern in _SAVED[1:] for path in run_dir.glob(pattern))
 
 
 def _sum_up(copy: Path) -> None:
     """Write the checksums of a copy's files into its `run.json`.
 
-    Of what was damaged before it was copied, the old figures stay: the copy is no better.
+    Files that were damaged before the copy keep their old checksums, because the copy is damaged
+    too.
     """
     meta = read_meta(copy) if (copy / META).exists() else {}
     before = meta.get(FILES) or {}
@@ -488,7 +494,7 @@ def _sum_up(copy: Path) -> None:
 
 
 def _swap(fresh: Path, goal: Path) -> None:
-    """Put `fresh` in the place of `goal`; an older run goes only when the new one is there."""
+    """Replace `goal` by `fresh`; an older run is deleted only after the new one is in place."""
     old = goal.with_name(f".{goal.name}.{secrets.token_hex(4)}.old")
     if goal.exists():
         goal.rename(old)
@@ -506,7 +512,7 @@ def _is_empty_folder(path: Path) -> bool:
 
 
 def _plain(value: object) -> Any:
-    """Turn NumPy's numbers and arrays, and paths, into what JSON knows."""
+    """Convert NumPy's numbers and arrays, and paths, to JSON types."""
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     if isinstance(value, (set, frozenset, tuple)):
@@ -518,10 +524,10 @@ ROWS_AT_ONCE = 4096
 
 
 class Tail:
-    """What has been added to a run's folder since the last look.
+    """Reads data that was added to a run's folder since the last call.
 
     Args:
-        folder: Of the run.
+        folder: The run's folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -529,7 +535,9 @@ class Tail:
         self._read: dict[Path, int] = {}  # bytes taken so far
 
     def rows(self) -> Iterator[NDArray[Any]]:
-        """Yield fresh RECORD rows of shape (rows,), the ranks in turns, so that steps complete."""
+        """Yield new RECORD rows of shape (rows,), alternating between ranks, so that steps
+        complete.
+        """
         sources = sorted(self._folder.glob("records-rank*.bin"))
         while sources:
             still = []
@@ -544,14 +552,14 @@ class Tail:
             sources = still
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return fresh events of all ranks in the order of time."""
+        """Return new events of all ranks, sorted by time."""
         found = []
         for path in sorted(self._folder.glob("events-rank*.jsonl")):
             packed = self._fresh(path, -1)
             whole = packed.rfind(b"\n") + 1
             self._read[path] += whole
             for line in packed[:whole].splitlines():
-                # A killed engine may have been writing the line.
+                # A killed engine can have written only a part of the line.
                 with contextlib.suppress(ValueError, KeyError, AttributeError, TypeError):
                     fields = json.loads(line)
                     found.append((float(fields.get("t_s", 0.0)), str(fields.pop("name")), fields))
@@ -570,16 +578,16 @@ class Tail:
 def final_weights(
     folder: Path, files_of: checkpoints.Sums, rank: int | None, *, name: str, state: str, why: Any
 ) -> dict[str, NDArray[np.generic]]:
-    """Return the weights that a run ended with, by parameter name.
+    """Return the final weights of a run, by parameter name.
 
     Args:
-        files_of: Sizes and sums of its files.
-        rank: Whose; None: those of rank 0, or of all where the model is split.
-        name, state: Of the run.
-        why: It is known not to have been written; None: nothing is known.
+        files_of: Sizes and checksums of its files.
+        rank: The rank; None: rank 0, or all ranks if the model is split.
+        name, state: Name and state of the run.
+        why: Why the weights were not written; None if unknown.
 
     Raises:
-        RunError: The run has not ended, left no weights, or they are damaged.
+        RunError: The run has not ended, has no weights, or the weights are damaged.
     """
     files = weights_files(folder, files_of, rank)
     if not files and why is not None:

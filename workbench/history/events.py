@@ -1,10 +1,10 @@
-"""What a run's events say: how it was started, evaluations, notes, how it ended.
+"""The events of a run: its start, evaluations, notes, its end.
 
-When a run goes on from an earlier step, what came after that step is forgotten, then done again.
-The rows on disk are whole and not decimated, so the history is built anew from them, and every
-total stays exact: each step counts once, the way it was done last. Events of those steps
-(evaluations, logged values) go with them. Where rows are out of reach (engines of another host keep
-them there), the history keeps what it has, and rows of repeated steps are left out instead.
+When a run continues from an earlier step, the later steps are dropped and then repeated. The rows
+on disk are complete and not decimated. So the history is built again from them, and every total
+stays exact: each step counts once, with its last repetition. Events of the dropped steps
+(evaluations, logged values) are dropped too. If the rows are on another host, the history keeps its
+rows, and the rows of repeated steps are left out.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ MOST_MOMENTS = 10_000
 
 @dataclass(frozen=True)
 class Moment:
-    """Something that happened once, for pictures with an axis of time.
+    """A single event, for pictures with a time axis.
 
     Attributes:
-        t_s: When, on the clock of events.
+        t_s: Its time, on the clock of events.
         kind: `eval`, `note`, `warning`, `checkpoint`, `death`, `healed`, `joined`, `shed`,
             `inject`, `paused` or `resumed`.
-        rank: Whom it happened to; None: the run.
+        rank: The rank that it concerns; None: the whole run.
     """
 
     t_s: float
@@ -69,29 +69,29 @@ class Moment:
 
 
 class Story:
-    """Folds events, in any order, from all ranks.
+    """Collects events from all ranks, in any order.
 
     Attributes:
         started: Fields of `run_started` (of the lowest rank that sent it).
         finished: Fields of `run_finished` by rank.
         devices: Device by rank.
-        hosts: Name of its host by rank, of those on other machines.
+        hosts: Host name by rank, for ranks on other machines.
         evals: One mapping per evaluation: step, epoch, then the metrics; ordered by step.
-        notes: Notes, warnings and deaths, each text once; a death stands there until a note says
-            more of it.
-        facts: What notes are about, by topic, as the first of each has it.
-        checkpoints: How many were written.
+        notes: Notes, warnings and deaths, each text once; a death is listed until a more detailed
+            note replaces it.
+        facts: Facts of the notes by topic, from the first note of each topic.
+        checkpoints: Number of written checkpoints.
         split: How a pipeline's model was cut.
         unmeasured: Column -> reason, as strategies declared it.
-        memory_bytes: What each rank holds between steps.
+        memory_bytes: Memory of each rank between steps.
         servers: Fields of `server` by number of the server.
         epoch: Latest epoch that began.
-        pauses: When each pause ended, on the clock of events, and how many seconds it took.
-        moments: What happened when, in the order in which it was heard of.
+        pauses: The end of each pause on the clock of events, and its duration in seconds.
+        moments: Single events, in the order of arrival.
         changes: Fields of `healed`, `joined`, `left`, `shed` and `replaced`, with the name as
             `event`.
-        away: Ranks that died or left, and in whose places nobody has come.
-        rewinds: The step from which the run went on, each time that it was set back.
+        away: Ranks that died or left and were not replaced.
+        rewinds: The step from which the run continued, for each time that it was set back.
     """
 
     def __init__(self) -> None:
@@ -119,10 +119,10 @@ class Story:
         self._paused_at: float | None = None
 
     def fold(self, event: Event, t_s: float) -> None:
-        """Take one event in; events that say nothing about the run as a whole are ignored.
+        """Process one event; events that do not concern the whole run are ignored.
 
         Args:
-            t_s: When it happened; pauses are measured between events.
+            t_s: Its time; pauses are measured between events.
         """
         match event:
             case RunStarted():
@@ -150,7 +150,7 @@ class Story:
                     self.pauses.append((t_s, max(t_s - self._paused_at, 0.0)))
                 self._paused_at = None
                 self._moment(t_s, event.name, "resumed")
-            case Healed():  # workers that join or leave are told of so, too
+            case Healed():  # workers that join or leave are also announced in this way
                 self.changes.append({"event": event.name, **event.to_wire()})
                 gone = frozenset(map(int, event.ranks))
                 if event.name in (Healed.name, Left.name):
@@ -168,7 +168,7 @@ class Story:
                 self.servers[int(event.server)] = event.to_wire()
 
     def rewind(self, step: int) -> None:
-        """Forget evaluations of `step` and later, and how the run ended before it went on."""
+        """Drop evaluations of `step` and later, and the end of the run before it continued."""
         self.rewinds.append(step)
         self.away = frozenset()  # all begin again
         self.moments = [
@@ -209,7 +209,7 @@ class Story:
         self.eval_s += float(event.seconds or 0.0)
 
     def _checkpoint(self, event: CheckpointWritten) -> None:
-        """Show the newest checkpoint, in the place of the one before."""
+        """Show the newest checkpoint instead of the previous one."""
         self.checkpoints += 1
         stall_ms, seconds = 1e3 * float(event.stall_s), float(event.seconds)
         kib = int(event.size_bytes) / 1024
@@ -224,7 +224,7 @@ class Story:
         self._note(text)
 
     def _tell(self, event: Noted | EngineDied, t_s: float) -> None:
-        """Take a note in; of a death it takes the place of what was said at first."""
+        """Add a note; a note about a death replaces the first message about it."""
         text, rank = str(event.text), None
         if isinstance(event, EngineDied):
             self._deaths[int(event.engine)] = text
@@ -254,7 +254,9 @@ class Story:
 
 
 def _change_words(event: Healed) -> str:
-    """Say in short who went or came: `healed without rank 1 at step 60: 2 workers, after 9 ms`."""
+    """Return a short text on workers that left or joined: `healed without rank 1 at step 60: 2
+    workers, after 9 ms`.
+    """
     if isinstance(event, Shed):
         return f"shares {' + '.join(map(str, event.shares))} from step {event.step} on"
     ranks = f"rank{'s' if len(event.ranks) > 1 else ''} {', '.join(map(str, event.ranks))}"
@@ -272,20 +274,20 @@ def _change_words(event: Healed) -> str:
 _CHUNK_ROWS = 4096
 _OF_STEPS = frozenset({"eval", "log", "epoch"})
 Phase = tuple[int, tuple[int, ...]]
-"""From this step on, these ranks: a run that went on with fewer workers."""
+"""A first step and the ranks from this step on, for a run that continued with fewer workers."""
 
 
 def cut(folder: Path, ranks: Iterable[int], step: int) -> bool:
     """Drop the rows and events of `step` and later from a run's folder.
 
     Args:
-        ranks: Those whose engines wrote files.
+        ranks: The ranks whose engines wrote files.
 
     Returns:
-        Whether the rows of every rank are here; nothing is changed where they are not.
+        Whether the rows of every rank are here; if not, nothing is changed.
 
     Raises:
-        OSError: Not all files could be written anew; each is as it was or as it should be.
+        OSError: Not all files could be written again; each file is either unchanged or correct.
     """
     records = [folder / f"records-rank{rank}.bin" for rank in ranks]
     if not all(path.exists() for path in records):
@@ -301,7 +303,7 @@ def cut(folder: Path, ranks: Iterable[int], step: int) -> bool:
 
 
 def _stays(line: bytes, step: int) -> bool:
-    """Whether a line's event is still true of a run that goes on from `step`."""
+    """Whether a line's event is still valid for a run that continues from `step`."""
     try:
         fields = json.loads(line)
         return stays(fields["name"], fields, step)
@@ -310,14 +312,14 @@ def _stays(line: bytes, step: int) -> bool:
 
 
 def stays(name: str, fields: Mapping[str, Any], step: int) -> bool:
-    """Whether an event is still true of a run that goes on from `step`."""
+    """Whether an event is still valid for a run that continues from `step`."""
     return name != "run_finished" and (name not in _OF_STEPS or int(fields["step"]) < step)
 
 
 def replay(folder: Path, ranks: Sequence[int], first: int, end: int | None) -> Iterator[Any]:
-    """Yield the rows of steps from `first` to before `end`, of all ranks in turns.
+    """Yield the rows of steps from `first` to before `end`, alternating between ranks.
 
-    Steps so complete as they did in the run, and little waits for other ranks meanwhile.
+    So steps complete as in the run, and few rows wait for other ranks.
     """
     sources = [_rows(folder / f"records-rank{rank}.bin", first, end) for rank in ranks]
     while sources:
@@ -343,7 +345,7 @@ def _rows(path: Path, first: int, end: int | None) -> Iterator[NDArray[Any]]:
 
 
 def phases_before(phases: Sequence[Phase], step: int) -> list[Phase]:
-    """Return the phases that are still true of a run that goes on from `step`."""
+    """Return the phases that are still valid for a run that continues from `step`."""
     return [phase for phase in phases if phase[0] < step]
 
 

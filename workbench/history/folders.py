@@ -27,10 +27,10 @@ _MARK = ".in-use"
 
 
 def runs_root() -> Path:
-    """Return the folder that holds all runs, made if need be; private to the user.
+    """Return the private folder of the user for all runs; it is created if necessary.
 
-    `WORKBENCH_HOME` overrides the user's data folder. Where neither can be written (a container
-    whose HOME is read-only), it is a private folder of the temporary one.
+    `WORKBENCH_HOME` overrides the user's data folder. If neither can be written (a container with a
+    read-only HOME), it is a private folder in the temporary folder.
     """
     root = _root()
     _make_private(root)
@@ -38,13 +38,13 @@ def runs_root() -> Path:
 
 
 def moved() -> str:
-    """Return in a line that runs are kept in the temporary folder, and why; "" where not."""
+    """Return a line that runs are in the temporary folder, and why; "" if they are not."""
     wanted, root = _wanted(), _root()
     if root == wanted:
         return ""
     return (
-        f"Runs are kept in {root}, because {wanted} cannot be written. Temporary folders are "
-        f"emptied sooner or later: set {HOME_VARIABLE} to a permanent folder of yours, and "
+        f"Runs are kept in {root}, because {wanted} cannot be written. The system can empty "
+        f"temporary folders: set {HOME_VARIABLE} to a permanent folder of yours, and "
         "restart the kernel."
     )
 
@@ -55,14 +55,14 @@ def _root() -> Path:
 
 
 def _can_be_written(folder: Path) -> bool:
-    """Whether files may be made in a folder, or the folder itself; a full disk counts as such."""
+    """Whether files can be created in a folder, or the folder itself; True also for a full disk."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def _temporary() -> Path | None:
-    """Return a folder for runs in the temporary one, this user's alone; None: there is none."""
+    """Return a private folder for runs in the temporary folder; None if there is none."""
     with contextlib.suppress(OSError):
         folder = Path(tempfile.gettempdir()) / f"distributed-workbench-runs-{os.getuid()}"
         with contextlib.suppress(FileExistsError):
@@ -70,7 +70,7 @@ def _temporary() -> Path | None:
         about = folder.lstat()
         if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o77:
             return folder
-    return None  # what another user made there is not ours to write to
+    return None  # do not write to a folder of another user
 
 
 def _wanted() -> Path:
@@ -83,16 +83,17 @@ def _wanted() -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder and those above it, each for the user alone, whatever the umask."""
+    """Create a folder and its parents, each private to the user, independent of the umask."""
     if not folder.is_dir():
         _make_private(folder.parent)
         folder.mkdir(exist_ok=True, mode=0o700)
 
 
 def new_run_dir(name: str) -> Path:
-    """Make a folder for a run and return it; folders sort by the time they were made.
+    """Make a folder for a run and return it; folder names sort by creation time.
 
-    Where none can be made (a full disk), the path alone is returned: the run goes on without.
+    If it cannot be created (a full disk), only the path is returned, and the run continues without
+    a folder.
     """
     slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:40] or "run"
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
@@ -109,15 +110,15 @@ def prune(
     *,
     protect: Iterable[str | os.PathLike[str]] = (),
 ) -> list[Path]:
-    """Delete the oldest runs until at most `keep` are left, in at most `max_bytes`.
+    """Delete the oldest runs until at most `keep` remain, with at most `max_bytes`.
 
     Args:
-        protect: Folders of runs in use. A folder written to within the last hour is never
-            deleted either: another notebook may be training there; nor is one that a process
-            that lives has marked (`mark`).
+        protect: Folders of runs in use. A folder that was written to within the last hour is not
+            deleted either, because another notebook can be training there. A folder that a living
+            process has marked (`mark`) is not deleted.
 
     Returns:
-        The folders that were deleted.
+        The deleted folders.
     """
     kept = {Path(path).resolve() for path in protect}
     folders = sorted(path for path in runs_root().iterdir() if path.is_dir())
@@ -139,7 +140,7 @@ def prune(
 
 
 def mark(folder: Path) -> None:
-    """Keep a folder from being pruned for as long as this process lives."""
+    """Protect a folder from deletion until this process ends."""
     me = psutil.Process()
     about = {"host": cluster_env.host_token(), "pid": me.pid, "began": me.create_time()}
     path = folder / f"{_MARK}-{about['host']}-{me.pid}"
@@ -148,9 +149,9 @@ def mark(folder: Path) -> None:
 
 
 def is_marked(folder: Path) -> bool:
-    """Whether a process that lives has marked a folder.
+    """Whether a living process has marked a folder.
 
-    Processes of other hosts cannot be seen: their marks hold for a week.
+    Processes of other hosts cannot be seen, so their marks are valid for a week.
     """
     return any(_holds(path) for path in folder.glob(f"{_MARK}-*"))
 
@@ -166,7 +167,7 @@ def _holds(path: Path) -> bool:
 
 
 def size_bytes(folder: Path) -> int:
-    """Return the size of all files in a folder, 0 for one that is gone."""
+    """Return the size of all files in a folder; 0 if it does not exist."""
     return sum(status.st_size for status in _statuses(folder) if stat.S_ISREG(status.st_mode))
 
 
@@ -175,7 +176,7 @@ def _touched_s(folder: Path) -> float:
 
 
 def _statuses(folder: Path) -> Iterator[os.stat_result]:
-    """Yield what is there; another notebook may be deleting the same folder right now."""
+    """Yield the existing entries; another notebook can be deleting the same folder."""
     with contextlib.suppress(FileNotFoundError):
         yield folder.stat()
     for parent, folders, files in os.walk(folder):

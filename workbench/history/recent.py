@@ -1,29 +1,29 @@
-"""The latest steps in full, for the timeline, the straggler and the present throughput.
+"""The complete latest steps, for the timeline, the straggler and the current throughput.
 
-Time in which no worker is inside a step is cut short: a pause would leave a timeline to a few
-pixels of steps.
+Time in which no worker is inside a step is shortened. Otherwise a pause would fill the timeline,
+and the steps would be a few pixels wide.
 
-Who is slow, where somebody is, follows from one rule for all that name a worker. Workers are never
-equally fast in every step, so somebody always waits for somebody. Named is who costs the others
-time again and again: the steps are cut into `BLOCKS` stretches, and in each the worker that the
-others waited longest for leads the next one by so many seconds a step. It must
+One rule decides whether a worker is slow, in all views. Workers are never equally fast in every
+step, so in each step some worker waits for another. The rule names a worker only if it costs the
+others time repeatedly. The steps are divided into `BLOCKS` stretches. In each stretch, the worker
+that the others waited longest for leads the next worker by some seconds per step. To be named, a
+worker must
 
 - lead by more than 2 ms and a tenth of the step in half of the stretches (of fewer than `FEW` steps
   by more than 5 ms and a quarter),
 - lead at all in nine of ten,
 - cause four fifths of all waits in three of four.
 
-One long pause, however long, is in one stretch only. Means of stretches, since neighbouring steps
-are alike (batch means: Law and Kelton, Simulation Modeling and Analysis, section 9.5.3). The
-numbers are such that on recorded runs without a fault at most one in a hundred accuses anybody
-(`tests/unit/test_culprit.py`): what a processor is taken away for is milliseconds, whatever the
-step is.
+A long pause affects one stretch only. The rule uses means of stretches because neighbouring steps
+are similar (batch means: Law and Kelton, Simulation Modeling and Analysis, section 9.5.3). The
+numbers are such that at most one in a hundred recorded runs without a fault names a worker
+(`tests/unit/test_culprit.py`). The system takes a processor away for milliseconds, independent of
+the step's length.
 
-A worker that was slow for a part of the run is looked at in that part: where one has caused four
-fifths of all waits, the steps that hold the middle four fifths of what it caused are judged alone.
-
-Of fewer than `BLOCKS` steps every single one must have cost the others 10 ms and half of the step.
-Where workers meet in some steps only (`local_sgd`), those are what is counted.
+A worker that was slow in a part of the run is judged in this part. If one worker has caused four
+fifths of all waits, only the steps with the middle four fifths of these waits are judged. With
+fewer than `BLOCKS` steps, each step must have cost the others 10 ms and half of the step. If
+workers meet in some steps only (`local_sgd`), only these steps are counted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KEPT_STEPS = 128
 TIMELINE_STEPS = 60
 WINDOW_S = 2.0
 SLOW_WINDOW_S = 1.5
-"""Of the steps that are looked at for who is slow: three steps of half a second fit in."""
+"""Time window of the search for a slow worker; three steps of half a second fit."""
 
 _TICKS = 4096
 _FEW = 16
@@ -55,9 +55,9 @@ _WAIT = PARTS.index("sync_wait_s")
 class Recent:
     """Rings over the latest `KEPT_STEPS` rows of each rank.
 
-    Each rank has its own write position, so asynchronous workers, which are at different steps,
-    are aligned at their latest rows. Where workers take each step together rows are aligned by
-    their steps: a worker that was away has none in those that the others took meanwhile. Rings
+    Each rank has its own write position, so asynchronous workers, which are at different steps, are
+    aligned at their latest rows. If workers take each step together, rows are aligned by their
+    steps. A worker that was away has no rows in the steps that the others took meanwhile. Rings
     grow until they are full, so short runs take little.
 
     Args:
@@ -78,7 +78,7 @@ class Recent:
         self._ticks = 0
 
     def grow(self, ranks: int) -> None:
-        """Have room for more ranks, of which nothing has come yet."""
+        """Make room for more ranks, which have no rows yet."""
         more = ranks - len(self._at)
         for name, fill in (
             ("_step", 0), ("_start_s", np.nan), ("_parts_s", np.nan), ("_blamed", -1),
@@ -90,7 +90,7 @@ class Recent:
         self._at = np.append(self._at, np.zeros(more, np.int64))
 
     def add(self, rank: int, rows: NDArray[Any], parts_s: Floats, blame: Blame) -> None:
-        """Add one rank's rows: RECORD (rows,), their parts (rows, 5), who is to blame (rows,)."""
+        """Add one rank's rows: RECORD (rows,), their parts (rows, 5), the blamed ranks (rows,)."""
         rows, parts_s = rows[-KEPT_STEPS:], parts_s[-KEPT_STEPS:]
         self._make_room(int(self._at[rank]) + len(rows))
         slots = (self._at[rank] + np.arange(len(rows))) % len(self._step)
@@ -102,7 +102,7 @@ class Recent:
         self._at[rank] += len(rows)
 
     def tick(self, start_s: Floats, end_s: Floats, samples: NDArray[Any]) -> None:
-        """Count samples that were done from `start_s` to `end_s`, each of shape (ticks,)."""
+        """Count samples processed from `start_s` to `end_s`, each of shape (ticks,)."""
         start_s, end_s, samples = start_s[-_TICKS:], end_s[-_TICKS:], samples[-_TICKS:]
         for name in ("_tick_s", "_tick_start_s", "_tick_samples"):
             setattr(self, name, _grown(getattr(self, name), self._ticks + len(end_s), _TICKS))
@@ -133,7 +133,7 @@ class Recent:
 
         Args:
             origin_s: (ranks,) time that counts as 0, on each rank's clock.
-            away: Ranks that take no part now: what they did before they went is not of the latest.
+            away: Ranks that take no part now; their earlier steps do not count as the latest.
         """
         rows = self._latest(steps)
         step = np.nan_to_num(rows(self._step)).max(axis=1, initial=0)
@@ -144,20 +144,20 @@ class Recent:
         return Timeline(step, start_s, parts_s, tuple(int(one) for one in step[cut]))
 
     def median_wait_s(self) -> Floats:
-        """Return (ranks,) the median sync wait over the latest steps; NaN where not measured."""
+        """Return (ranks,) the median sync wait over the latest steps; NaN if not measured."""
         waits = self._latest(KEPT_STEPS)(self._parts_s)[:, :, _WAIT]
         return np.array([_median(waits[:, rank]) for rank in range(waits.shape[1])])
 
     def straggler(self) -> tuple[int | None, float, int]:
-        """Return the worker that the others wait for now, for how long, and in how many steps.
+        """Return the worker that the others currently wait for, the wait, and the number of steps.
 
-        Looked at are the steps of the latest `SLOW_WINDOW_S`, at most `TIMELINE_STEPS`: a worker
-        that has just become slow is not outvoted by all the fast steps before. Where they are too
-        few to name anybody, the latest `FEW` are.
+        The search uses the steps of the latest `SLOW_WINDOW_S`, at most `TIMELINE_STEPS`. So
+        earlier fast steps do not hide a worker that has just become slow. If these steps are too
+        few to name a worker, the latest `FEW` steps are used.
 
         Returns:
-            Its rank (None: nobody stands out), the median wait it causes in seconds, and how many
-            steps were looked at.
+            Its rank (None: no worker is slow), the median wait that it causes in seconds, and the
+            number of searched steps.
         """
         some = self._within(SLOW_WINDOW_S)
         for steps in (some,) if some >= FEW else (some, FEW):
@@ -172,7 +172,7 @@ class Recent:
         return None, 0.0, len(blamed)
 
     def _within(self, seconds: float) -> int:
-        """Return how many of the latest steps began within so many seconds, 3 to 60."""
+        """Return the number of latest steps that began within so many seconds, 3 to 60."""
         start_s = self._latest(TIMELINE_STEPS)(self._start_s)
         if not len(start_s):
             return LEAST_STEPS
@@ -216,7 +216,7 @@ class Recent:
 
 
 class _Window:
-    """Reads rings at some slots; where nothing is `there`: NaN, or -1 of whole numbers."""
+    """Reads rings at some slots; empty slots (not `there`) give NaN, or -1 for integers."""
 
     def __init__(self, slots: NDArray[np.int64], there: NDArray[np.bool_] | None = None) -> None:
         self._slots, self._there = slots, there
@@ -231,7 +231,7 @@ class _Window:
 def _grown(ring: NDArray[Any], need: int, most: int, fill: float = 0.0) -> NDArray[Any]:
     """Return a ring of room for `need` entries, but never for more than `most`.
 
-    It has not begun anew where it still grows, so all entries keep their places.
+    A ring that still grows has not wrapped around, so all entries keep their places.
     """
     if min(need, most) <= len(ring):
         return ring
@@ -246,23 +246,23 @@ def _median(values: Floats) -> float:
 
 
 LONG, LEAST_S = 4.0, 5e-3
-"""A gap is cut that is longer than so many steps (the median of those shown), and than this."""
+"""A gap is cut if it is longer than so many median steps, and longer than this time."""
 LEFT = 1.0
-"""What is left of a gap, in such steps."""
+"""The remaining length of a cut gap, in median steps."""
 
 
 def closed(start_s: Floats, length_s: Floats) -> tuple[Floats, NDArray[np.bool_]]:
-    """Return starts as they are without long gaps, and before which steps one was cut.
+    """Return start times without long gaps, and the steps before which a gap was cut.
 
-    Evaluations and pauses lie between steps, so time is cut only where all workers stand.
+    Evaluations and pauses lie between steps, so time is cut only if all workers are outside steps.
 
     Args:
-        start_s: (steps, ranks) when each worker's steps began; NaN where it has none.
-        length_s: (steps, ranks) how long they took.
+        start_s: (steps, ranks) start of each worker's steps; NaN for missing steps.
+        length_s: (steps, ranks) duration of the steps.
 
     Returns:
-        Starts of the same shape, the first one where it was, and (steps,) whether a gap was cut
-        before that step.
+        Starts of the same shape, with an unchanged first start, and (steps,) whether a gap was cut
+        before the step.
     """
     cut = np.zeros(len(start_s), bool)
     known = np.isfinite(start_s)
@@ -286,25 +286,25 @@ def closed(start_s: Floats, length_s: Floats) -> tuple[Floats, NDArray[np.bool_]
 
 BLOCKS, FEW = 10, 60
 LEAST_STEPS = 3
-"""Of fewer steps nobody is named."""
+"""With fewer steps, no worker is named."""
 
 SURE_S, SURE_SHARE = 2e-3, 0.10
 FEW_S, FEW_SHARE = 5e-3, 0.25
 SHORT_S, SHORT_SHARE = 10e-3, 0.5
 MAJORITY = 0.9
 OF_WAITS = 0.8
-"""Of all waits in a stretch: what one worker must have caused."""
+"""Share of all waits in a stretch that one worker must have caused."""
 
 
 def culprit_of(
     blamed: NDArray[np.integer[Any]], waited_s: NDArray[np.floating[Any]], step_s: Floats
 ) -> int | None:
-    """Return the worker that holds the others up; None where nobody stands out from chance.
+    """Return the worker that delays the others; None if the waits can be chance.
 
     Args:
-        blamed: (steps, ranks) for whom each worker waited in each step; -1: for nobody.
-        waited_s: (steps, ranks) for how long; NaN where that was not measured.
-        step_s: (steps, ranks) length of the steps; NaN where a worker has none.
+        blamed: (steps, ranks) the rank that each worker waited for in each step; -1: none.
+        waited_s: (steps, ranks) duration of these waits; NaN if not measured.
+        step_s: (steps, ranks) length of the steps; NaN for missing steps.
     """
     steps, ranks = blamed.shape
     at = (blamed >= 0) & np.isfinite(waited_s)
@@ -333,13 +333,14 @@ def culprit_of(
 
 
 def _named(caused_s: Floats, length_s: Floats) -> int | None:
-    """Return who is named in steps of such lengths.
+    """Return the worker that the rule names for steps of such lengths.
 
     Args:
-        caused_s: (steps, ranks) how long the others waited for each worker, on the mean.
-        length_s: (steps,) how long the steps were.
+        caused_s: (steps, ranks) mean time that the others waited for each worker.
+        length_s: (steps,) length of the steps.
     """
-    # Stretches of equally many steps in which somebody waited: some workers meet now and then only.
+    # Stretches with equal numbers of steps with waits, because some workers meet in some steps
+    # only.
     meetings = np.flatnonzero(caused_s.any(axis=1))
     count = len(meetings)
     blocks = min(BLOCKS, count)

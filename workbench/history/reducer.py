@@ -1,8 +1,8 @@
-"""Turns rows from all ranks into what a history keeps: totals, curves, latest and stored rows.
+"""Reduces rows from all ranks to a history's data: totals, curves, latest and stored rows.
 
-Ranks report on their own, in batches, in any order: first the rows of one step are put together.
-They are kept in bounded memory: beyond the limit every second step is dropped. So are the columns
-that `wb.log` adds, sparse values by step and rank.
+Ranks report independently, in batches and in any order, so the rows of one step are first joined.
+Memory is bounded: above the limit, every second step is dropped. The same applies to the columns of
+`wb.log`, which are sparse values by step and rank.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Reducer:
     Attributes:
         last: Latest step and its loss; -1 and NaN before the first.
         skewed: Whether the ranks read several clocks.
-        health: Where the loss of a synchronous run stopped being a number.
+        health: The step from which the loss of a synchronous run is not a number.
         invalid_rows: Rows of ranks that the run does not have; they are left out.
-        logged: What `wb.log` added, by column.
+        logged: The values of `wb.log`, by column.
     """
 
     def __init__(
@@ -57,19 +57,19 @@ class Reducer:
         self.recent = Recent(workers, joined=joined)
         self.curves = {name: Envelope() for name in ("loss", "samples_per_s", *CURVES)}
         self.skewed = False
-        self._ahead_s: dict[int, float] = {}  # of each clock that nobody has compared, by rank
+        self._ahead_s: dict[int, float] = {}  # of each clock that was not compared, by rank
         self._began_s = np.nan
         self.last = (-1, float("nan"))
-        self._newest_s = -np.inf  # when the row ended whose loss is in `last`
+        self._newest_s = -np.inf  # end of the row whose loss is in `last`
         self.health = LossWatch()
         self.invalid_rows = 0
         self.logged: dict[str, LoggedColumn] = {}
         self._workers, self._joined, self._data_parallel = workers, joined, data_parallel
         self._joiner = Joiner(workers)
-        self._ranks = np.arange(workers)  # rank in the history of each worker there is now
+        self._ranks = np.arange(workers)  # rank in the history of each current worker
 
     def add(self, rows: Rows) -> None:
-        """Take in RECORD rows of shape (rows,)."""
+        """Add RECORD rows of shape (rows,)."""
         known = rows["rank"] < self._workers
         if not known.all():
             self.invalid_rows += int((~known).sum())
@@ -84,10 +84,11 @@ class Reducer:
             self._take_alone(rows[np.argsort(rows["step"], kind="stable")], lost=False)
 
     def _on_one_clock(self, rows: Rows) -> Rows:
-        """Return rows of one clock; those of a clock that nobody has compared begin with the first.
+        """Return rows on one clock; on a clock that was not compared, times count from the first
+        row.
 
-        The kernel compares as rows arrive; what engines of other hosts have written to a disk
-        themselves is of their own clocks.
+        The kernel compares clocks when rows arrive. Rows that engines of other hosts have written
+        to disk use the clocks of these hosts.
         """
         if not len(rows):
             return rows
@@ -108,12 +109,12 @@ class Reducer:
 
     @property
     def nbytes(self) -> int:
-        """Memory that rows and curves take, in bytes; what waits to be joined is left out."""
+        """Memory of rows and curves in bytes, without rows that wait to be joined."""
         curves = [*self.curves.values(), *(column.envelope for column in self.logged.values())]
         return self.table.nbytes + self.recent.nbytes + sum(curve.nbytes for curve in curves)
 
     def settle(self) -> None:
-        """Count the steps that wait for a row as done: who died had not sent it yet."""
+        """Count steps that wait for a row as done, because a dead worker did not send its row."""
         rows = self._joiner.finish()
         self._take_alone(rows, lost=True)
         if self._joined:
@@ -125,48 +126,48 @@ class Reducer:
         return max(self.last[0], self._joiner.reached)
 
     def narrow(self, ranks: Sequence[int]) -> None:
-        """Go on with fewer workers: those that had these ranks, which their rows still name."""
+        """Continue with fewer workers: those with these ranks, which their rows still contain."""
         self.settle()
         self._ranks = np.asarray(ranks)
         self._joiner.narrow(ranks)
 
     def grow(self, workers: int) -> None:
-        """Know of more ranks; rows of theirs are expected from the next `regroup` on."""
+        """Add ranks; their rows are expected from the next `regroup` on."""
         self.totals.grow(workers)
         self.recent.grow(workers)
         self._joiner.grow(workers)
         self._workers = workers
 
     def hold(self) -> None:
-        """Take no step as complete until it is known which workers have taken it (`regroup`)."""
+        """Treat no step as complete until its workers are known (`regroup`)."""
         self._joiner.held = True
 
     def release(self) -> None:
-        """Take steps as complete again, by the workers that there were."""
+        """Treat steps as complete again, with the previous workers."""
         self._joiner.held = False
         self.add(np.empty(0, RECORD))  # what waited may be complete
 
     def regroup(self, step: int, ranks: Sequence[int]) -> None:
-        """Go on with other workers from a step on, while rows of all steps come in."""
+        """Continue with other workers from a step on, while rows of all steps still arrive."""
         self._joiner.regroup(step, ranks)
         self._ranks = np.asarray(ranks)
         self.add(np.empty(0, RECORD))  # what waited may be complete
 
     def settle_before(self, step: int) -> None:
-        """Count steps before this one as done, whoever's rows they wait for: none will come."""
+        """Count steps before this step as done, because their missing rows will not arrive."""
         rows = self._joiner.give_up(step)
         self._take_alone(rows, lost=True)
         self.totals.steps += len(np.unique(rows["step"]))
 
     def _blame(self, columns: Derived, ranks: NDArray[Any] | None = None) -> Blame:
-        """Return who is to blame, by rank in the history; workers count themselves anew."""
+        """Return the blamed ranks as ranks in the history, because workers renumber themselves."""
         ranks = self._ranks if ranks is None else ranks
         known = (columns.blamed_rank >= 0) & (columns.blamed_rank < len(ranks))
         named = np.where(known, ranks[np.where(known, columns.blamed_rank, 0)], -1)
         return Blame(named.astype(np.int32), columns.blamed_s)
 
     def finish(self) -> None:
-        """Take the rows of steps that some rank never reported."""
+        """Use the rows of steps that some rank never reported."""
         self.release()
         self._take_alone(self._joiner.finish(), lost=True)
 
@@ -177,7 +178,7 @@ class Reducer:
         return np.full(len(first), seen.min() if len(seen) else 0.0)
 
     def _take_steps(self, rows: Rows) -> None:
-        """Take complete steps: RECORD rows of shape (steps, ranks)."""
+        """Add complete steps: RECORD rows of shape (steps, ranks)."""
         if not len(rows):
             return
         columns, ranks = derive(rows), rows["rank"][0].astype(np.int64)
@@ -205,7 +206,7 @@ class Reducer:
                     np.repeat(columns.loss, len(ranks)))  # fmt: skip
 
     def _take_alone(self, rows: Rows, *, lost: bool) -> None:
-        """Take RECORD rows (rows,) that stand alone, or whose step's other rows are lost."""
+        """Add single RECORD rows (rows,): asynchronous rows, or rows whose step is incomplete."""
         if not len(rows):
             return
         columns = derive(rows[:, None], workers=len(self._ranks))
@@ -229,7 +230,7 @@ class Reducer:
             self.curves["loss"].add(step, start, loss)
             newest = int(end.argmax())
             reached = max(int(step.max()), self.last[0])
-            # Rows come in batches by rank: the last one to come need not be the last in time.
+            # Rows come in batches by rank: the last row to arrive is not always the last in time.
             if end[newest] >= self._newest_s:
                 self._newest_s, self.last = float(end[newest]), (reached, float(loss[newest]))
             self.last = (reached, self.last[1])
@@ -262,14 +263,15 @@ PENDING_ROWS = 1 << 16
 class Joiner:
     """Holds rows until every rank has sent its row of the step.
 
-    How many ranks take a step may change with the steps (`regroup`). While that is about to happen
-    (`held`) no step is complete: whoever comes may have sent its rows last. Rows that name a rank
-    which did not take their step are left out: who died had done it, and it was taken anew.
+    The number of ranks in a step can change during the run (`regroup`). Just before a change
+    (`held`) no step is complete, because a new worker's rows can arrive last. Rows of a rank that
+    did not take part in the step are left out: a worker that died had sent them, and the step was
+    repeated.
 
     Args:
         ranks: Number of workers.
-        limit: Most rows that may wait (88 bytes each). Beyond it the oldest steps are given up:
-            some rank's row was lost on the way.
+        limit: Largest number of waiting rows (88 bytes each). Above it, the oldest steps are
+            released incomplete, because some rank's row was lost.
     """
 
     def __init__(self, ranks: int, limit: int = PENDING_ROWS) -> None:
@@ -278,13 +280,13 @@ class Joiner:
         self._limit = max(limit, 4 * ranks)
 
     def narrow(self, ranks: Sequence[int]) -> None:
-        """Expect rows of these ranks from now on; give up those that wait."""
+        """Expect rows of these ranks from now on; release waiting rows."""
         self._first, self._takes = np.zeros(1, np.int64), self._row_of(ranks)
         self._waiting: JoinedRows = np.empty(0, RECORD)
         self.held = False
 
     def grow(self, ranks: int) -> None:
-        """Know of more ranks, which have taken no step so far."""
+        """Add ranks that have taken no step so far."""
         room = np.zeros((len(self._takes), ranks - self._ranks), np.bool_)
         self._takes, self._ranks = np.concatenate([self._takes, room], axis=1), ranks
 
@@ -296,28 +298,27 @@ class Joiner:
         self.held = False
 
     def _row_of(self, ranks: Sequence[int]) -> NDArray[np.bool_]:
-        """Return (1, ranks), for each rank whether it is one of these."""
+        """Return (1, ranks): whether each rank is one of these."""
         return np.isin(np.arange(self._ranks), np.asarray(ranks))[None]
 
     def _phase(self, steps: NDArray[Any]) -> NDArray[np.intp]:
         return np.searchsorted(self._first, steps, side="right") - 1
 
     def give_up(self, step: int) -> JoinedRows:
-        """Stop waiting for rows of steps before this one: return those that there are."""
+        """Stop waiting for rows of steps before this step; return the existing rows."""
         early = self._waiting["step"] < step
         rows, self._waiting = self._waiting[early], self._waiting[~early]
         return rows
 
     def add(self, rows: JoinedRows) -> tuple[list[JoinedRows], JoinedRows]:
-        """Take rows in; return what can be used now.
+        """Add rows; return the rows that can be used now.
 
         Args:
             rows: (rows,) RECORD rows.
 
         Returns:
-            Complete steps in the order of steps, as RECORD rows of shape (steps, ranks), an array
-            for each time that the ranks were others; and the rows of steps that are given up, of
-            shape (rows,).
+            Complete steps in order, as RECORD rows of shape (steps, ranks), with one array per set
+            of ranks. Also the rows of incomplete steps that are released, of shape (rows,).
         """
         rows, keys = self._sorted(np.concatenate([self._waiting, rows]))
         if not self.held:
@@ -335,7 +336,7 @@ class Joiner:
         waiting = rows[~whole]
         excess = len(waiting) - self._limit
         if excess > 0:
-            # Never cut inside a step: its rows wait or are given up together.
+            # Never cut inside a step: all its rows wait, or all are released.
             cut = int(np.searchsorted(waiting["step"], waiting["step"][excess]))
             lost, waiting = waiting[: max(cut, 1)], waiting[max(cut, 1) :]
         else:
@@ -344,13 +345,13 @@ class Joiner:
         return complete, lost
 
     def finish(self) -> JoinedRows:
-        """Give up waiting: return the rows of all incomplete steps."""
+        """Stop waiting: return the rows of all incomplete steps."""
         rows, self._waiting = self._waiting, np.empty(0, RECORD)
         return rows
 
     @property
     def reached(self) -> int:
-        """Latest step of which rows wait; -1 where none do."""
+        """Latest step with waiting rows; -1 if there is none."""
         return int(self._waiting["step"].max()) if len(self._waiting) else -1
 
     @property
@@ -359,7 +360,7 @@ class Joiner:
         return len(self._waiting)
 
     def _sorted(self, rows: JoinedRows) -> tuple[JoinedRows, NDArray[np.int64]]:
-        """Sort by step and rank; of a row that was sent twice keep the later one."""
+        """Sort by step and rank; if a row was sent twice, keep the later one."""
         keys = rows["step"].astype(np.int64) * self._ranks + rows["rank"]
         order = np.argsort(keys, kind="stable")
         keys = keys[order]
@@ -376,8 +377,8 @@ STORED = np.dtype(
         ("loss", "<f8"),
     ]
 )
-"""One stored row (72 bytes): what was measured, and what is derived. `other_s` is the residual of
-the others and is not stored."""
+"""One stored row (72 bytes): measured and derived values. `other_s` is the remainder of the other
+parts and is not stored."""
 
 CHUNK_ROWS = 1 << 14
 _FEW_ROWS = 64
@@ -387,7 +388,7 @@ class RowTable:
     """Append-only rows in chunks; whole steps are kept or dropped, never single ranks.
 
     Attributes:
-        stride: Steps that are multiples of it are kept; 1 while nothing had to be dropped.
+        stride: Steps that are multiples of it are kept; 1 until steps must be dropped.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -410,7 +411,7 @@ class RowTable:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the rows take, and their order where it was asked for, in bytes."""
+        """Memory of the rows, and of their order if it was requested, in bytes."""
         return sum(chunk.nbytes for chunk in self._chunks) + self._sorted[1].nbytes
 
     def column(self, name: str) -> NDArray[Any]:
@@ -419,7 +420,7 @@ class RowTable:
         return np.concatenate(parts) if parts else np.empty(0, STORED[name])
 
     def order(self) -> NDArray[np.intp]:
-        """Return where the rows are, by step and rank: what sorts a column."""
+        """Return the order of the rows by step and rank, which sorts a column."""
         key = (self._rows, self.stride)
         if self._sorted[0] != key:
             self._sorted = (key, np.lexsort((self.column("rank"), self.column("step"))))
@@ -428,7 +429,7 @@ class RowTable:
     def since(self, last: NDArray[np.int64]) -> NDArray[Any]:
         """Return the rows of steps beyond `last[rank]`, as a fresh array ordered by step and rank.
 
-        Looks no further back than the first chunk that holds none, so asking often costs little.
+        The search goes back only to the first chunk without such rows, so frequent calls are cheap.
         """
         found = [np.empty(0, STORED)]
         for chunk in reversed(self._filled()):
@@ -450,7 +451,7 @@ class RowTable:
             at += take
 
     def _make_room(self, used: int, more: int) -> None:
-        """Have the last chunk hold `more` rows behind `used` ones; it grows as it fills."""
+        """Make room in the last chunk for `more` rows after `used` rows; it grows as it fills."""
         if used == 0:
             self._chunks.append(np.empty(0, STORED))
         last = self._chunks[-1]
@@ -477,14 +478,14 @@ class RowTable:
 def unreduced(
     table: RowTable, phases: Sequence[tuple[int, tuple[int, ...]]], *, skewed: bool
 ) -> NDArray[Any]:
-    """Return RECORD rows that reduce to what a table holds, ordered by step and rank.
+    """Return RECORD rows that reduce to a table's content, ordered by step and rank.
 
-    Waits and whom they were for are written down as measured by the strategy: the stamps that they
-    were derived from are gone.
+    Waits and their ranks are written as values measured by the strategy, because the time stamps
+    that they were derived from are not stored.
 
     Args:
-        phases: From which step on the run had which ranks, where that changed: those whom somebody
-            waited for are counted among them.
+        phases: The ranks of the run from each step at which they changed; blamed ranks are numbered
+            among them.
     """
     order = table.order()
     rows = np.zeros(len(order), RECORD)
@@ -510,7 +511,7 @@ LIMIT = 1 << 19
 
 
 class LoggedColumn:
-    """The values logged under one name; beyond `LIMIT` every second step is dropped."""
+    """The values logged under one name; above `LIMIT` every second step is dropped."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.envelope = Envelope()
@@ -519,7 +520,7 @@ class LoggedColumn:
         self._values: dict[tuple[int, int], float] = {}
 
     def add(self, step: int, rank: int, t_s: float, value: float) -> None:
-        """Keep one value; what is no finite number is left out."""
+        """Store one value; a value that is not a finite number is left out."""
         if not math.isfinite(value):
             return
         self.envelope.add(np.array([step]), np.array([t_s]), np.array([value]))
@@ -530,11 +531,11 @@ class LoggedColumn:
             self._values = {k: v for k, v in self._values.items() if k[0] % self._stride == 0}
 
     def at(self, rows: Iterable[tuple[int, int]]) -> list[float]:
-        """Return the values of some `(step, rank)`; NaN where none was logged."""
+        """Return the values of some `(step, rank)`; NaN if none was logged."""
         return [self._values.get(row, math.nan) for row in rows]
 
     def since(self, last: NDArray[np.int64]) -> list[tuple[int, int, float]]:
-        """Return what was logged beyond step `last[rank]`: step, rank, value, oldest first."""
+        """Return the values logged after step `last[rank]`: step, rank, value, oldest first."""
         found = []
         for (step, rank), value in reversed(self._values.items()):
             if rank >= len(last) or step <= last[rank]:
@@ -543,7 +544,7 @@ class LoggedColumn:
         return found[::-1]
 
     def column(self, step: NDArray[np.int64], rank: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the values at the rows `(step, rank)`, each (rows,); NaN where none was logged."""
+        """Return the values at the rows `(step, rank)`, each (rows,); NaN if none was logged."""
         ranks = max((r for _, r in self._values), default=0) + 1
         keys = np.array([s * ranks + r for s, r in self._values], np.int64)
         values = np.array(list(self._values.values()), np.float64)

@@ -1,4 +1,4 @@
-"""What is read of a run by everything that stands below it: its plan, its history, how it is."""
+"""The interface of a run for modules below it: its plan, its history, its state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RunData(Protocol):
-    """A run as views, explanations and log sinks know it; `Run` is one."""
+    """A run as views, explanations and log targets use it; `Run` is one."""
 
     plan: Plan
     name: str
@@ -36,17 +36,17 @@ class RunData(Protocol):
 
     @property
     def state(self) -> Any:
-        """Where it is in its life (`events.State`)."""
+        """The state of the run (`events.State`)."""
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, in whatever way."""
+        """Whether the run has ended, with or without an error."""
 
     def snapshot(self) -> Snapshot:
         """Return the run at this moment, for views."""
 
     def meta(self) -> dict[str, Any]:
-        """Return what `run.json` says about it."""
+        """Return the content of `run.json` about the run."""
 
     def note(self, text: str, deaths: Sequence[int] = ()) -> None:
-        """Add something the user should know about it."""
+        """Add a note for the user about the run."""

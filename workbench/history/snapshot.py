@@ -40,7 +40,7 @@ class Timeline:
         step: (steps,) step numbers.
         start_s: (steps, ranks) seconds since the run began, without pauses (`recent.closed`).
         parts_s: (steps, ranks, 5) seconds in each of `record.PARTS`, in that order.
-        cuts: Numbers of the steps before which time was left out.
+        cuts: Numbers of the steps before which time was cut out.
     """
 
     step: Floats
@@ -60,9 +60,9 @@ class Worker:
         potential_per_s: Its samples over the time it was not waiting.
         share: Fractions of its time in each of `record.PARTS`, which add up to 1.
         wait_ms: Median sync wait of a step, milliseconds.
-        bubble: Share of its work and bubble in which it had nothing to do, 0..1, waits for data
-            left out; NaN outside pipelines.
-        memory_bytes: What it holds of model, gradients and optimizer; NaN where not measured.
+        bubble: Idle share of its work and bubble, 0..1, without waits for data; NaN outside
+            pipelines.
+        memory_bytes: Its memory for model, gradients and optimizer state; NaN if not measured.
         host: Its host's name; empty on the notebook's machine.
         away: Whether it does not take part: it died or left and has not been replaced yet.
     """
@@ -85,9 +85,9 @@ class Stage:
     """One stage of a pipeline.
 
     Attributes:
-        ranks: Who holds it: one worker of each pipeline.
+        ranks: The workers with this stage: one worker of each pipeline.
         layers: The first and the last of its layers.
-        parameters: How many numbers it learns.
+        parameters: Number of its parameters.
         microbatch_s: Forward and backward of a microbatch, as measured before the cut.
         handed_bytes: The bytes it sends on for a microbatch.
     """
@@ -106,7 +106,7 @@ class Split:
 
     Attributes:
         microbatch_samples: Samples of a microbatch.
-        pipelines: How many stand side by side.
+        pipelines: Number of parallel pipelines.
         ideal_bubble: The schedule's share of idle time with equal stages, 0..1.
     """
 
@@ -119,7 +119,7 @@ class Split:
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Split:
-        """Return what a `split` event says; what it leaves open is NaN, and 0 where it counts."""
+        """Return the content of a `split` event; missing values are NaN, missing counts are 0."""
         rows, pipelines = fields["stages"], int(fields.get("pipelines", 1))
         workers = 1 + max(int(row["rank"]) for row in rows)
         stages = (
@@ -141,12 +141,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Staffing:
-    """How many workers take part in a run whose strategy could do with more or fewer.
+    """The number of workers of a run whose strategy can change it.
 
     Attributes:
-        target: How many there are to be, while that is under way.
-        most: More than these it cannot have; None: not known.
-        why_not: Why there can be no others at the moment, in words; empty where there can.
+        target: The target number during a change.
+        most: The largest possible number; None if unknown.
+        why_not: Why the number cannot change at the moment, in words; empty if it can.
     """
 
     workers: int
@@ -168,23 +168,23 @@ class Snapshot:
         color: Number of the run's colour (`views.theme.run_color`).
         slow_rank: The worker that the others wait for; None if no worker stands out.
         slow_ms: Median wait it causes, milliseconds.
-        slow_steps: In how many of the latest steps; of a run that is over, in all of them.
-        dropped: Records lost on the way.
+        slow_steps: The number of latest steps with this wait; for an ended run, of all steps.
+        dropped: Number of lost records.
         plot_cpu: Share of one core that drawing takes in the kernel.
         blame_s: (ranks, ranks) seconds that row waited for column.
-        extra: What the strategy adds (staleness, bubble): name -> Curve.
+        extra: Curves of the strategy (staleness, bubble): name -> Curve.
         evals: One mapping per evaluation: step, epoch, then the metrics.
         logged: Columns of `wb.log`: name -> Curve.
-        changes: One mapping each time that workers went or came, as `run.events` has them.
-        notes: Things the user should know.
+        changes: One mapping for each time that workers left or joined, as in `run.events`.
+        notes: Notes for the user.
         split: How a pipeline's model was cut; None elsewhere.
         parallelism: `data` or `model`: whether workers take shares of the batch.
-        banner: What holds the run up at the moment; empty when nothing does, and when it is over.
-            Of a followed run that failed: why.
-        staffing: How many workers there are and may be; None where that is fixed or it is over.
+        banner: The current reason for a delay of the run; empty if there is none or the run is
+            over. For a followed run that failed: the reason.
+        staffing: The current and possible numbers of workers; None if fixed or if the run is over.
         place: Where a followed run trains: `job @ node-1`; empty for others.
         unmeasured: Names of `record.PARTS` that no row measured; they count 0 in shares and
-            timelines and are to be shown as not measured.
+            timelines and must be shown as not measured.
     """
 
     name: str

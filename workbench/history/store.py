@@ -1,10 +1,10 @@
 """A run's history: rows from all ranks in, columns, exact totals and snapshots out.
 
-What comes in waits in a queue until somebody reads:
+New data waits in a queue until a reader needs it:
 
     append, event ── queue ── fold ──> Reducer, Story ──> columns, totals, snapshot
-    rest: the rows are on disk only;  wake, or whoever reads: they are read again
-    rewind: a run goes on from an earlier step, what came after it is forgotten
+    rest: the rows are on disk only; wake or a reader loads them again
+    rewind: a run continues from an earlier step, later steps are dropped
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
 
 _FOLD_ROWS = 1 << 13
 _FIRST_HEARD, _MOST_HEARD = 100, 20_000
-"""Of more events than both together, the first and the newest are kept."""
+"""If there are more events than both numbers together, the first and the newest are kept."""
 
 
 class RunHistory(Mapping[str, NDArray[Any]]):
     """One row per worker and step, in bounded memory.
 
-    Appending only queues bytes; rows are joined over ranks and reduced in batches, when somebody
-    reads or `_FOLD_ROWS` have piled up. All methods may be called from any thread. A history that
-    rests (`rest`) keeps its rows on disk only, and reads them again when somebody asks for them.
+    Appending only queues bytes. Rows are joined over ranks and reduced in batches when a reader
+    needs them or after `_FOLD_ROWS` rows. All methods can be called from any thread. A history that
+    rests (`rest`) keeps its rows on disk only, and reads them again when they are needed.
 
     Args:
         ranks: Engine ids by rank.
-        memory_limit_bytes: Bound of the stored rows; beyond it whole steps are dropped evenly,
-            `stride` says so and `totals` stays exact.
-        clock: Time of events that do not bring their own.
+        memory_limit_bytes: Bound of the stored rows; above it complete steps are dropped evenly.
+            `stride` shows this, and `totals` stays exact.
+        clock: The clock for events without a time.
         joined: Whether ranks take each step together. Asynchronous strategies' rows stand alone.
         data_parallel: Whether workers take shares of the batch; else all see the same samples.
     """
@@ -76,10 +76,10 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         self._shape = (len(self.engines), memory_limit_bytes)
         self._live: Reducer | None = self._fresh()
         self._rests_in = Path()
-        self._phases: list[history_events.Phase] = []  # where it went on with fewer workers
+        self._phases: list[history_events.Phase] = []  # where the run continued with fewer workers
         self._slow: tuple[int, tuple[int | None, float, int]] | None = None  # as of so many rows
-        self._counted = 0  # rows of earlier steps are left out: they are there already
-        self._heard: list[tuple[str, dict[str, Any]]] = []  # what a copy of the run needs
+        self._counted = 0  # rows of earlier steps are left out because they are already stored
+        self._heard: list[tuple[str, dict[str, Any]]] = []  # data for a copy of the run
 
     # -- what it tells -----------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             return take_snapshot.column(name, self._reduced, self.engines)[self._table.order()]
 
     def together(self, *names: str) -> dict[str, NDArray[Any]]:
-        """Return columns as they are at one moment: of equal length also while rows come in.
+        """Return columns of one moment, so they have equal length even while rows arrive.
 
         A column that this history does not have is NaN throughout.
         """
@@ -130,12 +130,12 @@ class RunHistory(Mapping[str, NDArray[Any]]):
 
     @property
     def stride(self) -> int:
-        """Every how many-th step is stored; 1 for all."""
+        """Distance between stored steps; 1: all steps are stored."""
         return self._table.stride
 
     @property
     def invalid_rows(self) -> int:
-        """Rows that named a rank the run does not have, and were left out."""
+        """Number of ignored rows with a rank that the run does not have."""
         with self._lock:
             self._fold()
             return self._reduced.invalid_rows
@@ -149,7 +149,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
 
     @property
     def unmeasured(self) -> dict[str, str]:
-        """Columns that hold no value, with the reason."""
+        """Columns without values, with the reason."""
         with self._lock:
             self._fold()
             names = self.columns if len(self._table) else ()
@@ -159,7 +159,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
 
     @property
     def changes(self) -> list[dict[str, Any]]:
-        """One mapping each time that workers went or came."""
+        """One mapping for each time that workers left or joined."""
         with self._lock:
             return [dict(one) for one in self.story.changes]
 
@@ -184,7 +184,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
     def logged_since(
         self, last: Mapping[str, NDArray[np.int64]]
     ) -> dict[str, list[tuple[int, int, float]]]:
-        """Return what `wb.log` added beyond step `last[name][rank]`: step, rank, value by name."""
+        """Return values of `wb.log` after step `last[name][rank]`: step, rank, value by name."""
         none = np.full(len(self.engines), -1)
         with self._lock:
             return {name: one.since(last.get(name, none)) for name, one in self._logged.items()}
@@ -196,7 +196,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
 
     @property
     def origin_s(self) -> float:
-        """When the first step began, on the clock of events; NaN before it did."""
+        """Start of the first step on the clock of events; NaN before it."""
         with self._lock:
             self._fold()
             first = self._reduced.totals.first_s
@@ -210,13 +210,13 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             return pd.DataFrame({name: self[name] for name in self.columns})
 
     def write(self, folder: Path) -> None:
-        """Write what is in memory to a folder, as the engines write it where a disk has room.
+        """Write the data in memory to a folder, in the format of the engines.
 
-        What could not be measured stays NaN. Of a run so long that memory keeps every second step,
-        or fewer, those are written, and a note says so.
+        Values that could not be measured stay NaN. If the run is so long that memory has only every
+        second step or fewer, only these steps are written, and a note says so.
 
         Raises:
-            OSError: It cannot be written there.
+            OSError: The folder cannot be written to.
         """
         with self._lock:
             self._fold()
@@ -249,7 +249,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         dropped: int = 0,
         plot_cpu: float = float("nan"),
     ) -> Snapshot:
-        """Return what a view needs, copied; about 0.3 ms for 4 workers.
+        """Return a copy of the data for a view; takes about 0.3 ms for 4 workers.
 
         Args:
             name, strategy, framework, state: Of the run; state is one of `events.State`.
@@ -263,7 +263,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             return take_snapshot.take(self._parts(), label, whole)
 
     def _straggler(self) -> tuple[int | None, float, int]:
-        """Return who held the others up in the run as a whole, as `Blame.worst` has it."""
+        """Return the worker that delayed the others over the whole run, as in `Blame.worst`."""
         rows = len(self._table)
         if self._slow is None or self._slow[0] != rows:
             waits = Waits.of(self)
@@ -287,7 +287,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
     # -- what comes in -----------------------------------------------------------------------------
 
     def append(self, rows: Rows) -> None:
-        """Take in RECORD rows of shape (rows,), of any ranks and steps."""
+        """Add RECORD rows of shape (rows,), of any ranks and steps."""
         with self._lock:
             self._queue.append(rows.tobytes())
             self._queued_rows += len(rows)
@@ -295,11 +295,11 @@ class RunHistory(Mapping[str, NDArray[Any]]):
                 self._fold()
 
     def event(self, event: Event) -> None:
-        """Take in an event, of this moment where it has no time of its own."""
+        """Add an event; an event without a time gets the current time."""
         self.hear(event.name, event.to_wire())
 
     def hear(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Take in an event as it came by message or lies on disk, from any version of Workbench."""
+        """Add an event from a message or from disk, of any version of Workbench."""
         try:
             event = read(name, fields)
         except UnknownEventError:  # a newer version's
@@ -307,7 +307,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         t_s = float(fields.get("t_s") or self._clock())
         with self._lock:
             if isinstance(event, Logged):
-                if self._live is not None:  # else it is on the disk, where it will be read
+                if self._live is not None:  # otherwise it is on disk and will be read there
                     self._log(event, t_s)
                 return
             self.story.fold(event, t_s)
@@ -315,10 +315,10 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             self._tell_totals()
 
     def read(self, folder: Path, phases: Sequence[history_events.Phase] = ()) -> None:
-        """Take in all rows and events of a run's folder.
+        """Read all rows and events of a run's folder.
 
         Args:
-            phases: From which step on the run had which workers, where that changed.
+            phases: The workers of the run from each step at which they changed.
         """
         with self._lock:
             self._phases = list(phases)
@@ -329,24 +329,24 @@ class RunHistory(Mapping[str, NDArray[Any]]):
 
     @property
     def phases(self) -> list[history_events.Phase]:
-        """From which step on the run had fewer workers, and which ranks they had."""
+        """The steps from which the run had fewer workers, with the ranks of these workers."""
         return list(self._phases)
 
     def finish(self) -> None:
-        """Stop waiting for missing rows: those of incomplete steps become rows of their own."""
+        """Stop waiting for missing rows; rows of incomplete steps are then used as single rows."""
         with self._lock:
             if self._live is not None:
                 self._fold()
                 self._reduced.finish()
 
     def rest(self, folder: Path) -> bool:
-        """Let go of the rows of a run that is over, where all of them are in its folder.
+        """Free the rows of an ended run if its folder has all of them.
 
-        They are read again when they are asked for. The folder is marked, so that no other
-        notebook prunes it while this process lives.
+        They are read again when they are needed. The folder is marked, so that no other notebook
+        deletes it while this process lives.
 
         Returns:
-            Whether it rests now; what is not on disk stays in memory.
+            Whether the history rests now; rows that are not on disk stay in memory.
         """
         with self._lock:
             if self._live is None:
@@ -355,14 +355,14 @@ class RunHistory(Mapping[str, NDArray[Any]]):
                 return False
             try:
                 folders.mark(folder)
-            except OSError:  # a full disk: another notebook might prune what is not marked
+            except OSError:  # a full disk: another notebook can delete a folder without a mark
                 return False
             self._live, self._rests_in = None, folder
             self._heard.clear()  # the disk has them
             return True
 
     def on_disk(self, folder: Path) -> bool:
-        """Whether all rows that have come are in the run's folder, as they are in memory."""
+        """Whether the run's folder has all received rows, as memory has them."""
         with self._lock:
             if self._live is None:
                 return True
@@ -371,13 +371,13 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             return disk.holds(folder, len(self.engines), rows)
 
     def wake(self) -> None:
-        """Have the rows in memory again."""
+        """Load the rows into memory again."""
         with self._lock:
             self._fold()
 
     @property
     def rests(self) -> bool:
-        """Whether its rows are on disk only, until somebody asks for them."""
+        """Whether the rows are on disk only."""
         return self._live is None
 
     @property
@@ -388,14 +388,15 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             return queued + (0 if self._live is None else self._live.nbytes)
 
     def rewind(self, step: int, folder: Path, ranks: Sequence[int] | None = None) -> int:
-        """Let the run go on from `step`: its rows and events from there on will come again.
+        """Let the run continue from `step`; its rows and events from this step on will arrive
+        again.
 
         Args:
-            folder: The run's, where engines keep all rows.
-            ranks: Ranks of the workers that go on; None leaves them as they are.
+            folder: The run's folder, with all rows of the engines.
+            ranks: Ranks of the workers that continue; None: all.
 
         Returns:
-            How many steps some worker had done and will be done again.
+            The number of steps that will be repeated.
         """
         with self._lock:
             self._fold()
@@ -414,20 +415,20 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             return lost_steps
 
     def hold(self) -> None:
-        """Wait with what comes until it is known which workers take part (`regroup`)."""
+        """Hold new rows until the workers that take part are known (`regroup`)."""
         with self._lock:
             if self.joined and self._live is not None:
                 self._fold()
                 self._live.hold()
 
     def release(self) -> None:
-        """Wait no longer: nobody else takes part."""
+        """Stop holding rows, because no other worker takes part."""
         with self._lock:
             if self._live is not None:
                 self._live.release()
 
     def grow(self, engines: Sequence[int]) -> None:
-        """Have further ranks, of these engines; they take part when `regroup` says so."""
+        """Add ranks for these engines; they take part after `regroup`."""
         with self._lock:
             self._fold()
             before = len(self.engines)
@@ -437,14 +438,14 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             self._reduced.grow(len(self.engines))
 
     def regroup(self, step: int, ranks: Sequence[int]) -> None:
-        """Expect rows of these ranks alone from `step` on; rows of earlier steps still come in."""
+        """Expect rows of only these ranks from `step` on; earlier rows can still arrive."""
         with self._lock:
             self._phases = [*history_events.phases_before(self._phases, step), (step, tuple(ranks))]
             self._fold()
             self._reduced.regroup(step, ranks)
 
     def settle_before(self, step: int) -> None:
-        """Take steps before this one as they are: the rows that they lack will not come."""
+        """Use steps before this step without their missing rows, which will not arrive."""
         with self._lock:
             self._fold()
             self._reduced.settle_before(step)
@@ -497,7 +498,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             return False
 
     def _keep(self, name: str, fields: dict[str, Any]) -> None:
-        """Keep an event as long as rows are in memory; of epochs the newest says all."""
+        """Keep an event while rows are in memory; of `epoch` events only the newest."""
         if self._live is None:
             return
         if name == "epoch":
@@ -511,7 +512,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             self._live.totals.pauses = tuple(self.story.pauses)
 
     def _fold(self) -> None:
-        reduced = self._reduced  # read from disk, where it rested, with all that came since
+        reduced = self._reduced  # read from disk, where it rested, with all later data
         if not self._queue:
             return
         rows = np.frombuffer(b"".join(self._queue), RECORD)
@@ -528,7 +529,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         self._reduced.narrow(ranks)
 
     def _rebuild(self, folder: Path) -> None:
-        """Read everything anew from a run's folder but what is told of the run as a whole."""
+        """Read all data of a run's folder again, except the events about the whole run."""
         self._live = reduced = self._fresh()
         self._tell_totals()
         self._queue, self._queued_rows = [], 0
@@ -554,7 +555,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
 
 
 def _of_copy(name: str, fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Return an event as a whole copy has it; None where it is of no account there."""
+    """Return an event as a complete copy has it; None if the copy does not need it."""
     if Topic.of(fields.get("topic")) is Topic.NOT_ON_DISK:  # the copy is
         fields = {key: value for key, value in fields.items() if key not in ("topic", "value")}
     return (name, dict(fields)) if name != "post" else None
@@ -563,7 +564,7 @@ def _of_copy(name: str, fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]
 def _logged_events(
     logged: Mapping[str, LoggedColumn], rows: Rows
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what `wb.log` added as events; their times are those at which the steps began."""
+    """Yield the values of `wb.log` as events, with the start times of their steps."""
     ranks = int(rows["rank"].max(initial=0)) + 1
     for name, column in logged.items():
         for step, rank, value in column.since(np.full(ranks, -1)):
@@ -573,13 +574,13 @@ def _logged_events(
 
 
 def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], RunHistory]:
-    """Rebuild a run from its folder, also one that was cut off in the middle of a row.
+    """Rebuild a run from its folder, also if the last row is incomplete.
 
     Returns:
         The run's `run.json`, and its history as it was.
 
     Raises:
-        RunError: There is no run in that folder, or another version wrote it.
+        RunError: There is no run in this folder, or another version wrote it.
     """
     folder, meta = Path(path), disk.read_meta(path)
     row_bytes = meta.pop(disk.ROW_BYTES, None)

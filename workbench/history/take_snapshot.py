@@ -1,7 +1,7 @@
 """Snapshots and columns, made from a history's reduced structures.
 
-A snapshot is what a view draws. Of columns it says which there are, and how each is made of the
-stored rows.
+A snapshot is the data that a view draws. For columns, this module has their names and computes each
+from the stored rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COMPUTE, _WAIT = PARTS.index("compute_s"), PARTS.index("sync_wait_s")
 
 @dataclass(frozen=True)
 class Label:
-    """What a history does not know of its run."""
+    """Data of a run that its history does not have."""
 
     name: str
     strategy: str
@@ -41,7 +41,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Sources:
-    """A history's reduced structures; all of bounded size, live."""
+    """A history's reduced structures, not copied; all have bounded size."""
 
     engines: tuple[int, ...]
     data_parallel: bool
@@ -59,14 +59,14 @@ def take(of: Sources, label: Label, whole: tuple[int | None, float, int] | None 
     """Return a run at this moment; arrays are copies.
 
     Args:
-        whole: Who held the others up in the run as a whole (as `Recent.straggler`), where that is
-            what the snapshot tells: of a run that is over.
+        whole: The worker that delayed the others over the whole run (as `Recent.straggler`), for
+            the snapshot of an ended run.
     """
     totals, started = of.totals, of.story.started
     over = label.state in OVER
     slow_rank, slow_s, slow_steps = of.recent.straggler() if whole is None else whole
     origin = float(of.origin_s.min()) if len(of.origin_s) else 0.0
-    # A pipeline's bubble has a picture of its own, and what a worker holds a column.
+    # A pipeline's bubble has a separate picture, and a worker's memory has a column.
     shown = {"memory_bytes"} | ({"bubble_s"} if of.story.split is not None else set())
     extra = {
         name: of.curves[name].curve(origin)
@@ -115,7 +115,7 @@ def workers(of: Sources) -> tuple[Worker, ...]:
     totals = of.totals
     wait_s, share, train_s = of.recent.median_wait_s(), totals.share, totals.train_s
     away = of.story.away
-    # Waiting for data is neither: the schedule's ideal knows of work and bubble alone.
+    # Waiting for data is neither work nor bubble: the schedule's ideal has only these two.
     piped_s = totals.parts_s[:, _COMPUTE] + totals.bubble_s
     bubble = totals.bubble_s / np.where(piped_s > 0, piped_s, np.nan)
     return tuple(
@@ -156,7 +156,7 @@ _FIRST = ("rank", "step", "start_s", "step_s", *PARTS, "samples", "loss", "local
 COLUMNS = (
     *_FIRST, *(name for name in record.COLUMNS if name not in _FIRST), "blamed_rank", "engine",
 )  # fmt: skip
-"""Columns of every history; `wb.log` adds more. Rare ones are there where they were measured."""
+"""Columns of every history; `wb.log` adds more. Rare columns exist only if they were measured."""
 
 _WHOLE = ("rank", "step", "samples", "blamed_rank", "engine")
 
@@ -183,7 +183,7 @@ def column(name: str, of: Reducer, engines: Sequence[int]) -> NDArray[Any]:
 
 
 def empty(names: Iterable[str], of: Reducer, engines: Sequence[int]) -> list[str]:
-    """Return those of the columns that hold no value in any row."""
+    """Return the columns without a value in any row."""
     return [
         name
         for name in names

@@ -1,8 +1,8 @@
-"""What is known of a whole run, however its rows are decimated: sums, curves, its health.
+"""Data of a whole run, independent of the decimation of its rows: sums, curves, its health.
 
 Sums are exact. A curve has a bounded size and never loses its extremes: buckets whose width
-doubles. Beside them: whether a loss is a number, and still is; how old the parameters were that
-asynchronous pushes were computed from.
+doubles. This module also checks whether the loss stays a number, and measures the age of the
+parameters of asynchronous pushes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Blame:
-    """Who is to blame for rows: `rank` (-1: nobody) and `wait_s`, arrays of equal shape."""
+    """The blamed ranks of rows: `rank` (-1: none) and `wait_s`, arrays of equal shape."""
 
     rank: NDArray[np.int32]
     wait_s: NDArray[np.floating[Any]]
@@ -36,7 +36,7 @@ class Blame:
         return Blame(self.rank[at], self.wait_s[at])
 
     def flat(self) -> Blame:
-        """Return the same, row after row."""
+        """Return the blame as flat arrays, row after row."""
         return Blame(self.rank.reshape(-1), self.wait_s.reshape(-1))
 
 
@@ -56,8 +56,8 @@ class Totals:
         bubble_s: (ranks,) seconds of pipelines' bubbles; NaN while none was measured.
         blame_s: (ranks, ranks) seconds that row waited for column.
         first_s, last_s: (ranks,) start of the first and end of the last step, each rank's clock.
-        pauses: When each pause ended, on the clock of steps, and how many seconds it took.
-        eval_s: Seconds spent in evaluations, that after the last step included.
+        pauses: The end of each pause on the clock of steps, and its duration in seconds.
+        eval_s: Seconds spent in evaluations, including the one after the last step.
     """
 
     ranks: int
@@ -99,7 +99,7 @@ class Totals:
 
     @property
     def paused_s(self) -> float:
-        """Seconds of the pauses that ended before the last step did."""
+        """Seconds of the pauses that ended before the last step ended."""
         last_s = float(self.last_s.max(initial=-np.inf))
         return sum(seconds for end_s, seconds in self.pauses if end_s <= last_s)
 
@@ -109,7 +109,7 @@ class Totals:
         return max(self.wall_s - self.paused_s, 0.0)
 
     def without_pauses(self, t_s: Floats) -> Floats:
-        """Return times, on the clock of steps, less the pauses that had ended by then."""
+        """Return times on the clock of steps, minus the pauses before them."""
         ends_s = np.array([end_s for end_s, _ in self.pauses])
         taken_s = np.cumsum([0.0, *(seconds for _, seconds in self.pauses)])
         return np.asarray(t_s - taken_s[np.searchsorted(ends_s, t_s, side="right")])
@@ -138,7 +138,7 @@ class Totals:
         Args:
             rows: (rows,) RECORD rows.
             parts_s: (rows, 5) seconds in each part.
-            blame: (rows,) whom they waited for.
+            blame: (rows,) the ranks that they waited for.
         """
         n, rank = self.ranks, rows["rank"].astype(np.int64)
         known = np.isfinite(parts_s)
@@ -160,7 +160,7 @@ class Totals:
 
 
 def _add_known(sums: Floats, rank: NDArray[np.int64], values: NDArray[Any]) -> None:
-    """Add what was measured to the sums by rank, which are NaN before the first."""
+    """Add measured values to the sums by rank, which are NaN before the first value."""
     has = np.isfinite(values)
     if has.any():
         touched = np.bincount(rank[has], minlength=len(sums)) > 0
@@ -181,8 +181,8 @@ class Envelope:
     """Mean, least and greatest value over buckets of steps, in at most `POINTS` buckets.
 
     A value of step s goes to bucket `s // width`. When a step lies beyond the last bucket,
-    neighbours are merged and `width` doubles, so any number of values in any order takes bounded
-    memory, and a spike of one step stays visible for ever. Short curves take little of it.
+    neighbours are merged and `width` doubles, so any number of values in any order needs bounded
+    memory, and a spike of one step stays visible forever. Short curves need little memory.
     """
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ class Envelope:
         value: NDArray[Any],
         weight: NDArray[Any] | None = None,
     ) -> None:
-        """Add values; those that are not finite were not measured and are left out.
+        """Add values; values that are not finite were not measured and are left out.
 
         Args:
             step, t_s, value: (values,) step number, time and value.
@@ -272,12 +272,12 @@ def _filled_up(values: NDArray[np.float64], fill: float) -> NDArray[np.float64]:
 
 
 class LossWatch:
-    """Finds the first step whose loss is infinite, or no number although somebody saw it.
+    """Finds the first step whose loss is infinite, or is NaN although the model returned it.
 
-    A loss that nobody has ever seen is just not measured; that is not for this to say.
+    A loss that the model never returned was not measured and is not reported.
 
     Attributes:
-        step: That step; None so far.
+        step: This step; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -292,11 +292,11 @@ class LossWatch:
         loss: NDArray[np.floating[Any]],
         seen: NDArray[np.bool_] | None = None,
     ) -> None:
-        """Look at losses of shape (steps,), in the order of steps.
+        """Check losses of shape (steps,), in the order of steps.
 
         Args:
-            seen: Whether the model gave each of them (`record.FLAG_LOSS_SEEN`): then one that is
-                no number is bad from the first step on.
+            seen: Whether the model returned each loss (`record.FLAG_LOSS_SEEN`). Then a NaN is
+                reported from the first step on.
         """
         if self.step is not None or not len(loss):
             return
@@ -316,7 +316,7 @@ class LossWatch:
 
     @property
     def note(self) -> str:
-        """What the user should know; empty while all is well."""
+        """The warning for the user; empty if there is none."""
         if self.step is None:
             return ""
         if self._never:
@@ -352,7 +352,10 @@ class Staleness:
 
     @staticmethod
     def of(values: NDArray[np.float64]) -> Staleness | None:
-        """Count a history's column; NaN stands for rows without a push. None where none has one."""
+        """Count a history's column, where NaN means a row without a push.
+
+        None if no row has a push.
+        """
         known = values[np.isfinite(values)]
         if not len(known):
             return None
@@ -362,7 +365,7 @@ class Staleness:
 
     @staticmethod
     def merged(parts: Sequence[Staleness | None]) -> Staleness | None:
-        """Return the distribution over several runs' pushes; None where no run has any."""
+        """Return the distribution over several runs' pushes; None if no run has pushes."""
         known = [part for part in parts if part is not None]
         if not known:
             return None

@@ -1,8 +1,8 @@
 """`workbench run`, `compare`, `jobs`, `follow` and `control`: for shells, scripts, agents and CI.
 
-Exit status of all: 0 all is well; 1 the run failed, or a condition of `--fail-if` held; 2 an
-argument is wrong, or something could not be checked; 130 interrupted. With `--json` standard output
-is JSON alone, also of an error.
+Exit status of all commands: 0 success; 1 the run failed, or a condition of `--fail-if` held; 2 an
+argument is wrong, or something could not be checked; 130 interrupted. With `--json`, standard
+output contains only JSON, also for an error.
 """
 
 from __future__ import annotations
@@ -70,17 +70,19 @@ def add_job_commands(commands: Any) -> None:
         commands, "jobs", "list the jobs that you submitted; cancel one; show its output"
     )
     jobs.add_argument("words", nargs="*", metavar="[cancel|logs] NAME", help="default: list all")
-    jobs.add_argument("--last", type=int, default=200, metavar="N", help="lines of logs (200)")
+    jobs.add_argument(
+        "--last", type=int, default=200, metavar="N", help="number of log lines (default 200)"
+    )
     follow = _command(commands, "follow", "show a run on another machine until it ends")
     follow.add_argument("place", nargs="+", metavar="PLACE",
         help="a folder, ssh://host/dir, or a command that prints the run's lines")  # fmt: skip
     follow.add_argument("--until-end", action="store_true", help="print only the end")
     follow.add_argument("--wait", type=float, default=60.0, metavar="SECONDS",
-        help="for a run that has not begun (default 60; inf: no limit)")  # fmt: skip
+        help="wait for a run that has not begun (default 60; inf: no limit)")  # fmt: skip
     control = _command(commands, "control", "stop, pause or slow down a run on another machine")
     control.add_argument("--stdin", action="store_true",
         help='read orders from standard input, one per line: {"do": "stop"}')  # fmt: skip
-    control.add_argument("place", metavar="PLACE", help="as for workbench follow")
+    control.add_argument("place", metavar="PLACE", help="the place, as for workbench follow")
     control.add_argument("order", nargs="*", metavar="ORDER",
         help="stop | pause | resume | step [N] | inject [FAULT ...]")  # fmt: skip
 
@@ -172,10 +174,10 @@ def _follow(given: argparse.Namespace) -> int:
 
 
 def order_of(words: Sequence[str]) -> Order:
-    """Return the order that words ask for: `stop`, `step 3`, `inject slow=1:50ms`.
+    """Return the order in these words: `stop`, `step 3`, `inject slow=1:50ms`.
 
     Raises:
-        PlanError: They are none.
+        PlanError: The words are not an order.
     """
     do, rest = (words[0], tuple(words[1:])) if words else ("", ())
     if do == "inject":
@@ -186,7 +188,7 @@ def order_of(words: Sequence[str]) -> Order:
         if do == known and not rest:
             return Order(known)
     raise PlanError(
-        "That is not an order for a run." if words else "No order for the run is given.",
+        "This is not an order for a run." if words else "No order for the run is given.",
         seen=" ".join(words) or None,
         allowed="stop, preempt, pause, resume, step [N], inject [FAULT ...]",
         next_step="workbench control PLACE stop",
@@ -195,10 +197,10 @@ def order_of(words: Sequence[str]) -> Order:
 
 
 def carry_out(run: Run, order: Order) -> None:
-    """Give a followed run an order.
+    """Send an order to a followed run.
 
     Raises:
-        PlanError: It has ended.
+        PlanError: The run has ended.
     """
     if run.is_over:
         raise PlanError(
@@ -232,13 +234,13 @@ def _control(given: argparse.Namespace) -> int:
 
 
 def relay(folder: Path, lines: Iterable[str]) -> int:
-    """Sign orders that come as lines of JSON, and put them into a run's inbox.
+    """Sign orders that arrive as lines of JSON, and put them into a run's inbox.
 
-    An answer is printed for each: {"sent": ...} or {"error": ...}. This is the far end of
-    `workbench.follow("ssh://...")`: the key of the run does not leave its host.
+    An answer is printed for each: {"sent": ...} or {"error": ...}. This is the remote end of
+    `workbench.follow("ssh://...")`. So the key of the run stays on its host.
 
     Returns:
-        The exit status: whether all were orders, and could be put there.
+        The exit status: 0 if all lines were orders and could be put into the inbox.
     """
     status = WELL
     for line in lines:
@@ -255,7 +257,7 @@ def relay(folder: Path, lines: Iterable[str]) -> int:
 
 
 def _whole(line: str) -> bytes:
-    """Return an order's line with what may be left out of it."""
+    """Return an order's line with its optional fields filled in."""
     with contextlib.suppress(ValueError):
         found = json.loads(line)
         if isinstance(found, dict):
@@ -301,7 +303,7 @@ def _jobs(given: argparse.Namespace) -> int:
 
 
 def job_wire(job: Submitted) -> dict[str, Any]:
-    """Return a submitted job as its platform says now: the keys of `telling.JOB`."""
+    """Return the current state of a submitted job from its platform: the keys of `telling.JOB`."""
     now = job.look()
     return {
         "name": job.name,
@@ -317,7 +319,7 @@ def job_wire(job: Submitted) -> dict[str, Any]:
 
 
 def _status_of(told: Sequence[Mapping[str, Any]]) -> int:
-    """Return the exit status of jobs that were asked for by name."""
+    """Return the exit status for jobs that the user named."""
     states = {one["state"] for one in told}
     return NOT_CHECKED if "unknown" in states else FAILED if "failed" in states else WELL
 

@@ -1,8 +1,8 @@
-"""The process beside rank 0 that is to a job what a notebook's kernel is to its engines.
+"""The process next to rank 0 that controls a job, as a notebook's kernel controls its engines.
 
-It hands out the parts, keeps the records of all ranks in the run's folder, obeys signed orders that
-come into that folder, agrees on a Stop, says whose fault an end was, and ends with the job. Nobody
-looks at it: whoever follows the run reads the folder, or the marked lines.
+It sends each rank its part and writes all records to the run's folder. It obeys signed orders in
+this folder, agrees with the ranks on a Stop, names the rank that caused an error, and ends with the
+job. Followers of the run read the folder or the marked lines.
 
     rank 0 ── job, processes ──> main ── parts ──> rank 0       (a socket pair, lines of JSON)
     ranks ── records, outcomes ──> ControlRouter ──> JobRun ──> DIR/runs/N
@@ -70,27 +70,27 @@ log = logging.getLogger("workbench.jobs")
 RUNS = "runs"
 TOKEN = "token"
 EVENTS = "events-rankjob.jsonl"
-"""Of the conductor itself; read with those of the ranks."""
+"""Stream name of the conductor; it is read like those of the ranks."""
 TURN_S = 0.1
 DIED = (
     "the platform's log says how it ended (out of memory, time limit, a lost host); with "
     "--checkpoint the job continues from its checkpoint when it is started again"
 )
 WORDS_S = 1.0
-"""How long after a process's end its last message may still be on the way to here."""
+"""Time after a process's end during which its last message can still arrive."""
 LINES = "WORKBENCH_LOG_LINES"
-"""Where it is 1, records also go to the standard output, as marked lines."""
+"""If it is 1, records are also printed to standard output as marked lines."""
 RESUME = "WORKBENCH_RESUME"
-"""`0`: begin anew although an earlier run of the job was cut off and left checkpoints."""
+"""`0`: begin from the start, even if an interrupted earlier run of the job has checkpoints."""
 LISTEN = "WORKBENCH_JOB_LISTEN"
-"""The address that ranks on other hosts reach; by default that of the way to the store."""
+"""The address that ranks on other hosts use; by default the address of the route to the store."""
 
 
 class JobRun(Run):
-    """The run of a job, as its folder tells of it.
+    """The run of a job, recorded in its folder.
 
     Attributes:
-        job: What `run.json` says of the job besides: where its records are kept, and by whom.
+        job: Further data about the job in `run.json`: the place and the writer of its records.
     """
 
     def __init__(self, plan: Plan, *, job: dict[str, Any], **about: Any) -> None:
@@ -98,21 +98,21 @@ class JobRun(Run):
         super().__init__(plan, **about)
 
     def meta(self) -> dict[str, Any]:
-        """What `run.json` says about the run."""
+        """The content of `run.json` about the run."""
         return {**super().meta(), "job": self.job}
 
     def note(self, text: str, deaths: Sequence[int] = ()) -> None:
-        """Add something the user should know, also where followers read it."""
+        """Add a note for the user, also for followers of the run."""
         super().note(text, deaths)
         self._write(events.Noted(text=text, deaths=list(deaths)))
 
     def inject(self, *faults: str) -> None:
-        """Replace the run's faults while it goes on."""
+        """Replace the run's faults while it trains."""
         super().inject(*faults)
         self._write(events.Injected(faults=list(faults)))
 
     def tell(self, event: events.Event) -> None:
-        """Add what has happened, also where followers read it."""
+        """Add an event, also for followers of the run."""
         self.history.event(event)
         self._write(event)
 
@@ -121,10 +121,10 @@ class JobRun(Run):
 
 
 class JobEngines:
-    """A job's processes, as far as a `Task` needs engines.
+    """A job's processes with the methods of engines that a `Task` needs.
 
     Args:
-        processes: What each says of itself, by rank.
+        processes: The report of each process about itself, by rank.
     """
 
     def __init__(self, processes: Sequence[Mapping[str, Any]], router: ControlRouter) -> None:
@@ -139,27 +139,27 @@ class JobEngines:
         self.calls: dict[int, Call] = {}
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Requests go out with the parts, all at once."""
+        """Requests are sent together with the parts."""
         return contextlib.nullcontext()
 
     def submit(self, engine: int, what: str, args: Any, output: Any) -> Call:
-        """Return the call that a process's outcome will end."""
+        """Return the call that ends with the process's outcome."""
         self.calls[engine] = Call(engine)
         return self.calls[engine]
 
     def interrupt(self, engines: Iterable[int]) -> None:
-        """Have them interrupt themselves: their control threads are always there."""
+        """Let the processes interrupt themselves; their control threads always run."""
         for engine in engines:
             self.router.send(engine, Interrupt())
 
     def signal(self, engine: int, number: int) -> None:
-        """Signal a process of this host, if it is still the same one."""
+        """Signal a process of this host if its pid still belongs to the same process."""
         if (process := self._process(engine)) is not None:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(number)
 
     def give_up(self, engine: int) -> None:
-        """Take a process for dead."""
+        """Mark a process as dead."""
         self.died(engine, "no longer answers")
 
     def died(self, engine: int, what: str) -> None:
@@ -172,10 +172,10 @@ class JobEngines:
         )
 
     def host_of(self, engine: int) -> None:
-        """No agent is anywhere."""
+        """A job has no agents."""
 
     def gone(self) -> list[int]:
-        """Return the processes of this host that have ended without a word."""
+        """Return the processes of this host that have ended without a message."""
         mine = [i for i, one in self.engines.items() if one.is_here]
         return [i for i in mine if not self.calls[i].done.is_set() and self._process(i) is None]
 
@@ -191,10 +191,10 @@ class JobEngines:
 
 
 class Conductor:
-    """One job, from its parts to its end.
+    """One job from its start to its end.
 
     Args:
-        asked: What rank 0 has sent: `job`, `store`, `key`, `processes`.
+        asked: The message of rank 0: `job`, `store`, `key`, `processes`.
 
     Raises:
         WorkbenchError: The job cannot begin.
@@ -215,7 +215,7 @@ class Conductor:
         leases = self._leases()
         self.plan.check_devices([one.word for one in leases.leases])
         listen = self._listening()
-        self._key = str(asked["key"])  # what all processes know already; empty: nothing
+        self._key = str(asked["key"])  # what all processes know; empty: nothing
         self._left, self._printed = threading.Event(), False
         self._gone_at: dict[int, float] = {}
         key = control_key(self._key) if self._key else None
@@ -286,7 +286,7 @@ class Conductor:
     # -- what the parts are made of ----------------------------------------------------------------
 
     def _place(self) -> tuple[Path, str]:
-        """Return the run's folder, and the checkpoint that it goes on from; empty: none."""
+        """Return the run's folder, and the checkpoint that it continues from; empty: none."""
         root = Path(self._job.get("out") or Path(self._job["folder"]) / RUNS)
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         before = runs_in(root)
@@ -296,14 +296,14 @@ class Conductor:
         if last is not None and not is_twin and os.environ.get(RESUME, "1") != "0":
             resume = self._unfinished(last)
         for number in range(1 + (int(before[-1].name) if before else 0), 1 << 30):
-            with contextlib.suppress(FileExistsError):  # another start of the job was quicker
+            with contextlib.suppress(FileExistsError):  # another start has taken this number
                 (folder := root / str(number)).mkdir(mode=0o700)
                 self._keep_apart(resume, number, is_twin=is_twin)
                 return folder, resume
         raise AssertionError("there are enough numbers")
 
     def _unfinished(self, last: Path) -> str:
-        """Return the checkpoint to go on from, where the job's last run was cut off."""
+        """Return the checkpoint to continue from if the job's last run was interrupted."""
         with contextlib.suppress(WorkbenchError):
             meta = disk.read_meta(last)
             about = meta.get("job") or {}
@@ -316,9 +316,9 @@ class Conductor:
         return ""
 
     def _keep_apart(self, resume: str, number: int, *, is_twin: bool) -> None:
-        """Have a run that begins anew mix its checkpoints with those of no earlier one.
+        """Keep the checkpoints of a new run apart from those of earlier runs.
 
-        The next start would go on from the highest step, whosever it is.
+        Otherwise the next start would continue from the highest step of any run.
         """
         kept = self.plan.checkpoint
         if resume:
@@ -326,7 +326,7 @@ class Conductor:
         elif kept and (is_twin or checkpoints.latest(kept) is not None):
             of_number = (f"{kept}-{one}" for one in itertools.count(number))
             kept = next(one for one in of_number if checkpoints.latest(one) is None)
-            why = "An earlier run has not ended" if is_twin else "An earlier run left checkpoints"
+            why = "An earlier run " + ("has not ended" if is_twin else "has checkpoints there")
             self._beside = f"{why}, so this run's checkpoints are in {Path(kept).name}."
         self.plan = replace(self.plan, checkpoint=kept)
 
@@ -335,7 +335,7 @@ class Conductor:
         return str(folder) if self.plan.init_from and folder.is_dir() else ""
 
     def _leases(self) -> device_pool.Leases:
-        """Return what each worker computes on: the devices that its own process sees."""
+        """Return the devices of each worker: the devices that its process sees."""
         plan = self.plan
         workers = self._processes[: plan.engines]
         if plan.entry.remote_workers:
@@ -358,7 +358,7 @@ class Conductor:
     _rooms: Mapping[int, str] = {}
 
     def _meeting_place(self) -> tuple[str, int]:
-        """Return the store's address, which its own host may know by a loopback address only.
+        """Return the store's address; on its host this can be only a loopback address.
 
         Processes of that host are reached at the same address.
         """
@@ -397,7 +397,7 @@ class Conductor:
         }
 
     def _pin(self, requests: Mapping[int, dict[str, Any]]) -> None:
-        """Have the run do as `run.json` pins it, where it leaves a choice."""
+        """Apply the settings that `run.json` fixes, where the run has a choice."""
         pins = self._job.get("pins") or {}
         for request in requests.values():
             spec = request["spec"]
@@ -413,7 +413,7 @@ class Conductor:
     # -- while it goes on --------------------------------------------------------------------------
 
     def _hear(self, engine: int, message: Up) -> None:
-        """Take a message; on the router's thread."""
+        """Process a message; called on the router's thread."""
         match message:
             case Records() | Happened() | Position():
                 self.run.receive(message, engine)
@@ -425,24 +425,24 @@ class Conductor:
                 pass
 
     def _preempt(self, why: str) -> None:
-        """Stop at a step, since the platform ends the job; only the first word counts."""
+        """Stop at a step because the platform ends the job; only the first request counts."""
         if self.run.job["preempted"] or self.task.is_over:
             return
         if self.task.first_failed is not None:
-            return  # torchrun ends the others where one has failed
+            return  # torchrun ends the others after one has failed
         self.run.job["preempted"] = True
         self.run.note(f"The platform asked the job to end ({why}). It stops after this step.")
         self.run.stop()
 
     def _settled(self, task: Task) -> None:
-        """All processes are done; on the thread that heard the last of them."""
+        """Note that all processes are done; called on the thread that received the last outcome."""
         run = self.run
         run.begin(task)
         error = task.failure()
         if run.state == "stopping" and error is not None and task.cause is None:
             error = None  # an agreed stop that needed an interrupt is still a stop
         if error is not None and any(one.status == "died" for one in task.outcomes.values()):
-            # What brings an engine back in a notebook is of no use here.
+            # The advice for restarting an engine in a notebook does not apply here.
             error = RunError(error.what, next_step=DIED, code="WB-RUN-106")
         if error is None and "script" not in self._job:
             error = outcome_error(run, task.outcomes)
@@ -456,7 +456,7 @@ class Conductor:
         """Serve the job until its run is settled.
 
         Args:
-            rank_0: The way to rank 0, as a file; it ends when rank 0 does.
+            rank_0: The connection to rank 0 as a file; it ends when rank 0 ends.
         """
         watcher = threading.Thread(target=self._watch, args=(rank_0,), daemon=True)
         watcher.start()
@@ -490,14 +490,14 @@ class Conductor:
             progress.close()
         if lines is not None:
             self._printed = True
-            while self._printed:  # what is left, weights among it, in parts
+            while self._printed:  # the remaining files, including weights, in parts
                 self._printed = False
                 if not self._tell_lines(lines):
                     break
         self.router.close()
 
     def _go_on_alone(self) -> bool:
-        """Whether rank 0 ended well, and what is left is here, where its end would be seen."""
+        """Whether rank 0 ended well and its process ran on this host."""
         first = self.task.outcomes.get(0)
         left = self.task.unfinished()
         return first is not None and first.is_well and all(
@@ -505,16 +505,16 @@ class Conductor:
         )  # fmt: skip
 
     def _gone_for_good(self, now: float) -> list[int]:
-        """Return the processes whose last words would have come by now."""
+        """Return the ended processes whose last message would have arrived by now."""
         gone = self.engines.gone()
         self._gone_at = {engine: self._gone_at.get(engine, now) for engine in gone}
         return [engine for engine, at in self._gone_at.items() if now - at > WORDS_S]
 
     def _tell_lines(self, lines: LineWriter) -> bool:
-        """Print what is new, as marked lines; return whether that can be done."""
+        """Print new data as marked lines; return whether printing is still possible."""
         try:
             lines.pump()
-        except (OSError, ValueError) as error:  # nobody reads them any more; the run goes on
+        except (OSError, ValueError) as error:  # the reader has ended; the run continues
             self.run.note(f"The run's lines are no longer printed: {error}")
             return False
         return True
@@ -554,12 +554,12 @@ class Conductor:
 
     def _say_alive(self) -> None:
         about = {"t": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
-        about |= {"banner": self.task.banner}  # what holds it up, if anything does
+        about |= {"banner": self.task.banner}  # the reason for a delay, if there is one
         with contextlib.suppress(OSError):
             cluster_env.replace(self.folder / ALIVE, json.dumps(about))
 
     def _record(self) -> None:
-        """Write `run.json` where the run's state is another one."""
+        """Write `run.json` if the run's state has changed."""
         if self.run.state != self._recorded:
             self._recorded = self.run.state
             self.run.record()
@@ -596,9 +596,9 @@ def _facts(process: Mapping[str, Any]) -> HostFacts:
 
 
 def main() -> int:
-    """Serve one job; the descriptor of the way to rank 0 is the only argument."""
+    """Serve one job; the only argument is the descriptor of the connection to rank 0."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends with the ranks, whom the platform ends
+        signal.signal(number, signal.SIG_IGN)  # it ends with the ranks, which the platform ends
     logging.basicConfig(level=logging.WARNING, format="workbench: %(message)s")
     with socket.socket(fileno=int(sys.argv[1])) as way, way.makefile("rwb") as rank_0:
         asked = json.loads(rank_0.readline() or b"{}")
@@ -614,7 +614,7 @@ def main() -> int:
             conductor.conduct(rank_0)
         finally:
             with contextlib.suppress(OSError):
-                way.shutdown(socket.SHUT_RDWR)  # else closing the file waits for who reads from it
+                way.shutdown(socket.SHUT_RDWR)  # otherwise closing the file waits for its reader
         return 0
 
 

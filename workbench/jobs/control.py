@@ -6,8 +6,9 @@
         <time>-<hex>.json      one order; a line of JSON and its HMAC-SHA256
         .newest                the number of the newest order that was taken
 
-An order is written whole by a rename, so that nobody reads half of one. Its number grows: an order
-that was taken before, or that is older than one that was, is refused.
+An order is written by a rename, so a reader never sees half of it. Each order has a greater number
+than the one before. An order is refused if it was already taken, or if it is older than the last
+taken order.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FILES_AT_ONCE = 100
 MOST_STEPS = 1_000_000
 MOST_FAULTS = 32
 Does = Literal["stop", "preempt", "pause", "resume", "step", "inject", "interrupt"]
-"""`preempt` stops as `stop` does, and the next start of the job goes on from there."""
+"""`preempt` stops like `stop`, and the next start of the job continues from there."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Order:
     """An order to a run for its next step boundary.
 
     Attributes:
-        do: What to do.
-        steps: For `step`: how many steps a paused run goes on.
+        do: The action.
+        steps: For `step`: the number of steps that a paused run takes.
         faults: For `inject`: as `--inject` takes them; none ends the faults.
         number: Grows from order to order.
 
@@ -71,9 +72,9 @@ class Order:
 
 
 def _wrong(order: Order) -> str:
-    """Return what is wrong with an order; a fault's own error says more."""
+    """Return the error in an order; a wrong fault raises a more detailed error."""
     if order.do not in get_args(Does):
-        return "there is no order of that name"
+        return "there is no order with this name"
     if type(order.steps) is not int or not 1 <= order.steps <= MOST_STEPS:
         return "steps is not a number of steps"
     if type(order.number) is not int or not 0 <= order.number < 1 << 63:
@@ -99,10 +100,10 @@ def order_text(order: Order) -> bytes:
 
 
 def read_order(text: bytes) -> Order:
-    """Read what `order_text` made.
+    """Read a line that `order_text` made.
 
     Raises:
-        PlanError: It is no order.
+        PlanError: The text is not an order.
     """
     try:
         if len(text) > ORDER_BYTES:
@@ -130,8 +131,8 @@ def unpacked(signed: bytes, key: bytes) -> Order:
     """Return the order that was signed with a key.
 
     Raises:
-        PlanError: It is no order.
-        ValueError: It was not signed with this key.
+        PlanError: The text is not an order.
+        ValueError: The order was not signed with this key.
     """
     text, _, mac = signed.partition(b"\n")
     if not hmac.compare_digest(hmac.digest(key, text, "sha256").hex().encode(), mac.strip()):
@@ -140,10 +141,10 @@ def unpacked(signed: bytes, key: bytes) -> Order:
 
 
 def make_key(run_dir: str | os.PathLike[str]) -> bytes:
-    """Make a run's key and its inbox, both for this user alone, and return the key.
+    """Create a run's key and its inbox, readable only for this user; return the key.
 
     Raises:
-        OSError: They cannot be written; the run can go on, but takes no orders.
+        OSError: They cannot be written; the run can continue, but takes no orders.
     """
     folder, key = Path(run_dir), secrets.token_bytes(KEY_BYTES)
     with contextlib.suppress(FileExistsError):
@@ -156,7 +157,7 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
     """Return a run's key.
 
     Raises:
-        RunError: There is none, or others than this user could have read or made it.
+        RunError: There is no key, or other users could have read or written it.
     """
     path = Path(run_dir) / KEY
     try:
@@ -206,10 +207,10 @@ def _unsafe(path: Path, why: str) -> RunError:
 
 
 def put(run_dir: str | os.PathLike[str], signed: bytes) -> None:
-    """Put a signed order into a run's inbox, whole or not at all.
+    """Put a signed order into a run's inbox, completely or not at all.
 
     Raises:
-        RunError: It cannot be written.
+        RunError: The order cannot be written.
     """
     name = f"{time.time_ns()}-{secrets.token_hex(4)}.json"
     try:
@@ -227,7 +228,7 @@ def give(run_dir: str | os.PathLike[str], order: Order) -> None:
     """Sign an order with the key in a run's folder and put it into the inbox there.
 
     Raises:
-        RunError: The key is not there or not safe, or the order cannot be written.
+        RunError: The key is missing or not safe, or the order cannot be written.
     """
     key = read_key(run_dir)
     put(run_dir, packed(later(order, newest(run_dir)), key))
@@ -243,7 +244,7 @@ def newest(run_dir: str | os.PathLike[str]) -> int:
 
 
 def later(order: Order, than: int) -> Order:
-    """Return an order with a number above another one: clocks of two hosts may differ."""
+    """Return an order with a greater number than another: clocks of two hosts can differ."""
     return replace(order, number=max(order.number, than + 1))
 
 
@@ -263,14 +264,14 @@ def _write_new(path: Path, content: bytes) -> None:
 
 
 class Inbox:
-    """What a run has been told; read by the process that keeps its folder.
+    """The orders to a run, read by the process that writes its folder.
 
     Args:
         run_dir: The run's folder.
-        key: As `make_key` gave it.
+        key: The key from `make_key`.
 
     Attributes:
-        refused: How many files were no order of this user, or an old one.
+        refused: The number of files that were not an order of this user, or were an old order.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], key: bytes) -> None:
@@ -280,7 +281,7 @@ class Inbox:
         self.refused = 0
 
     def take(self) -> list[Order]:
-        """Return fresh orders by their numbers, and delete their files; never waits."""
+        """Return new orders sorted by number, and delete their files; never waits."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             inbox = os.open(self._run_dir / INBOX, flags)
@@ -322,13 +323,13 @@ class Inbox:
             else:
                 self.refused += 1
         if orders:
-            with contextlib.suppress(OSError):  # it is there for later readers alone
+            with contextlib.suppress(OSError):  # only later readers need it
                 _write_new(self._run_dir / INBOX / NEWEST, str(self._newest).encode())
         return orders
 
 
 def _content(inbox: int, name: str) -> bytes:
-    """Return what a file holds; OSError or ValueError where it is none of this user's own."""
+    """Return a file's content; OSError or ValueError if the file does not belong to this user."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     handle = os.open(name, flags, dir_fd=inbox)
     try:

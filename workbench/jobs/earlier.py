@@ -15,10 +15,10 @@ from ..history import disk
 from ..shared import events
 
 ALIVE = "alive"
-"""Written anew each `ALIVE_S` by the conductor of a run that goes on."""
+"""File that the conductor of a running run writes again each `ALIVE_S`."""
 ALIVE_S = 2.0
 GONE_S = 5.0
-"""How long after a process's end, or rank 0's, the others may say how they ended."""
+"""Time after the end of a process, or of rank 0, in which the others can report their end."""
 LOOK_S = 0.1
 
 
@@ -31,7 +31,7 @@ def runs_in(root: Path) -> list[Path]:
 
 
 def goes_on(folder: Path) -> bool:
-    """Whether the job's last run goes on; waits for a conductor that is about to write its end."""
+    """Whether the job's last run still trains; waits for a conductor that is writing the end."""
     end = time.monotonic() + GONE_S + ALIVE_S
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, WorkbenchError):
         first = text = (folder / ALIVE).read_text()

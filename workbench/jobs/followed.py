@@ -1,7 +1,7 @@
-"""A run on another machine, with everything that a run of this notebook has.
+"""A run on another machine, with all methods and data of a run of this notebook.
 
 Its rows and events are read from a place (`places.py`): a folder, another host, marked lines. Stop,
-pause and faults go back there as signed orders, which the job's conductor obeys at a step.
+pause and faults are sent there as signed orders. The job's conductor obeys an order at a step.
 
     place ── refresh ──> files here ── Tail ──> history, events ──> dashboard, tables, blame
     stop, pause, step, inject ──> Order ──> place
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("workbench.jobs")
 LOOK_S = 0.25
 BEGIN_S = 60.0
-"""How long `follow` waits for a run that has not begun, unless it is told otherwise."""
+"""How long `follow` waits by default for a run that has not begun."""
 ASK_S = 3.0
 SILENT_S = 15.0
-"""After so long without a sign of the job the dashboard says so."""
+"""The dashboard reports when the job was silent for this time."""
 GONE_S = 10.0
-"""How long rows may still come when the place has ended, or the platform says that the job has."""
+"""How long rows can still arrive after the end of the place or of the job."""
 OUTPUT = "log-rank{}.txt"
 WHERE_CHARACTERS, HOST_CHARACTERS = 40, 60
 STATES: frozenset[str] = frozenset(get_args(State))
@@ -57,9 +57,9 @@ class FollowedJob(Run):
     """The run of a job, followed.
 
     Attributes:
-        place: Where it is.
-        heard: How much has been heard of it: another number where there is something to draw.
-        banner: What is wrong with following it; empty where nothing is.
+        place: The place of the run.
+        heard: Counter of received data; it changes when there is something new to draw.
+        banner: The current problem with following the run; empty if there is none.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class FollowedJob(Run):
         self.advance("submit")
 
     def _where(self, meta: Mapping[str, Any]) -> str:
-        """Return where it goes on, in short; workers of no named host are on the job's own."""
+        """Return the run's hosts in short; workers without a named host are on the job's host."""
         about = meta.get("job")
         host = str(about.get("host") or "")[:HOST_CHARACTERS] if isinstance(about, dict) else ""
         if host and host != socket.gethostname():
@@ -103,7 +103,7 @@ class FollowedJob(Run):
         return f"{where} @ {host}" if host else where
 
     def begin_to_follow(self) -> None:
-        """Read what is there, and go on reading on a thread."""
+        """Read the present data, and continue to read on a thread."""
         self._look()
         threading.Thread(target=self._main, name="workbench-job", daemon=True).start()
 
@@ -115,7 +115,7 @@ class FollowedJob(Run):
             try:
                 self.place.refresh()
                 self._look()
-            except Exception as error:  # what cannot be read now may be whole the next time
+            except Exception as error:  # the file can be complete the next time
                 log.exception("Following run %r", self.name)
                 self.banner = f"The run cannot be read: {type(error).__name__}: {error}"
         self.place.close()
@@ -138,7 +138,7 @@ class FollowedJob(Run):
                 self._state = state  # type: ignore[assignment]
 
     def _meta(self) -> dict[str, Any] | None:
-        """Return what `run.json` says, where it says something new."""
+        """Return the content of `run.json` if it is new."""
         try:
             text = (self.folder / disk.META).read_text()
         except OSError:
@@ -153,7 +153,7 @@ class FollowedJob(Run):
         return None
 
     def _catch_up(self) -> None:
-        """Take in what has been added to the records."""
+        """Read new records."""
         for name, fields in self._tail.events():
             with contextlib.suppress(
                 KeyError, TypeError, ValueError, events.InvalidTransitionError, RunError
@@ -169,7 +169,7 @@ class FollowedJob(Run):
         self.heard += 1
 
     def _judge(self) -> None:
-        """Decide what it means that nothing new was said of the run's state."""
+        """Decide what the silence about the run's state means."""
         now = time.monotonic()
         if self._alive():
             self._heard_at = now
@@ -192,7 +192,7 @@ class FollowedJob(Run):
         )
 
     def _alive(self) -> bool:
-        """Whether the conductor has said anew that it lives."""
+        """Whether the conductor has reported again that it lives."""
         try:
             text = (self.folder / ALIVE).read_text()
         except OSError:
@@ -204,13 +204,13 @@ class FollowedJob(Run):
         return fresh
 
     def _keeper_died(self) -> str:
-        """Return that the conductor is gone, where it ran on this host."""
+        """Return the text that the conductor has died, if it ran on this host."""
         with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
             about = json.loads((self.folder / ALIVE).read_text())
             here = about["host"] == socket.gethostname()
             silent = time.time() - float(about["t"]) > 3 * ALIVE_S
             if here and silent and not psutil.pid_exists(int(about["pid"])):
-                return "the process that wrote its records is gone"
+                return "the process that wrote its records has ended"
         return ""
 
     def _end(self, state: str, error: object) -> None:
@@ -237,30 +237,30 @@ class FollowedJob(Run):
             self.place.send(Order(do, **about))
 
     def stop(self) -> None:
-        """Have the job end at a step that all its workers agree on; returns at once."""
+        """End the job at a step that all its workers agree on; returns at once."""
         self._order("stop")
 
     def preempt(self) -> None:
-        """Stop it as if its platform had asked; the job's next start continues from there."""
+        """Stop the job as its platform would; the next start of the job continues from there."""
         self._order("preempt")
 
     def pause(self) -> None:
-        """Have it stand still after a step that all agree on; returns at once."""
+        """Pause the run after a step that all workers agree on; returns at once."""
         self._order("pause")
 
     def resume(self) -> None:
-        """Let it continue after a pause."""
+        """Let the run continue after a pause."""
         self._order("resume")
 
     def step(self, steps: int = 1) -> None:
-        """While paused: let it take this many steps, then pause again."""
+        """While paused: let the run take this many steps, then pause again."""
         self._order("step", steps=int(steps))
 
     def inject(self, *faults: str) -> None:
         """Replace the run's faults while it trains; none clears them.
 
         Raises:
-            PlanError: A fault was not understood or names a worker the run does not have.
+            PlanError: A fault is not valid, or names a worker that the run does not have.
         """
         parsed = [parse_fault(text) for text in faults]
         for fault in parsed:
@@ -281,7 +281,7 @@ class FollowedJob(Run):
         return replace(super().snapshot(), banner=banner, place=self._went_on)
 
     def printed(self, rank: int = 0, last: int = 50) -> str:
-        """The last lines that a rank has printed; empty where they do not come here."""
+        """The last lines that a rank has printed; empty if this place does not send them."""
         path = self.output_of(rank)
         try:
             with path.open("rb") as file:
@@ -292,16 +292,18 @@ class FollowedJob(Run):
         return "\n".join(text.splitlines()[-last:])
 
     def output_of(self, rank: int) -> Path:
-        """Return the file of what a rank prints; of marked lines, that of what was between them."""
+        """Return the file with a rank's output; for marked lines, the file with the lines between
+        them.
+        """
         path = self.folder / OUTPUT.format(int(rank))
         lines = self.folder / LOG
         return lines if not rank and not path.exists() and lines.exists() else path
 
     def record(self) -> None:
-        """Write nothing: `run.json` is the job's."""
+        """Write nothing, because `run.json` belongs to the job."""
 
     def discard(self) -> None:
-        """Remove nothing: the records are the job's."""
+        """Remove nothing, because the records belong to the job."""
 
 
 def follow(
@@ -311,18 +313,18 @@ def follow(
     control: Sequence[str] | None = None,
     gone: Callable[[], str] = lambda: "",
 ) -> FollowedJob:
-    """Return the run at a place, followed from its first step on.
+    """Follow the run at a place from its first step; return it.
 
     Args:
         place: A job's folder or a run's, `ssh://host/dir`, or a command whose standard output has
             marked lines (`kubectl logs -f POD`).
-        wait_s: How long to wait for a run that has not begun; None: as long as it takes.
-        control: The command that takes orders, where the place is one that has no way back.
-        gone: Says that the platform has ended the job, and why; empty while it lives.
+        wait_s: How long to wait for a run that has not begun; None: without a limit.
+        control: The command that takes orders, for a place that cannot take them itself.
+        gone: Returns why the platform has ended the job; empty while the job lives.
 
     Raises:
-        RunError: There is no run there, or it did not begin in time.
-        PlanError: The place was not understood.
+        RunError: There is no run at the place, or it did not begin in time.
+        PlanError: The place is not valid.
     """
     found = open_place(place, control=control)
     try:
@@ -336,7 +338,7 @@ def follow(
 
 
 def _await_meta(place: Place, wait_s: float | None, gone: Callable[[], str]) -> dict[str, Any]:
-    """Return the run's `run.json`, once it is there."""
+    """Wait for the run's `run.json`; return its content."""
     began = asked_at = time.monotonic()
     while True:
         place.refresh()

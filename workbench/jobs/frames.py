@@ -1,20 +1,22 @@
 """A run folder in frames, sent over ssh or as printed lines, and its mirror.
 
-A line is `#wb1 ` and a frame of JSON, which is one append to a file, or a file anew:
+A line is `#wb1 ` and a frame of JSON, which appends to a file, or replaces a file:
 
     {"f": name, "a": offset, "d": base64 of zlib of bytes}
-    {"f": name, "a": -1, "v": version, "d": ...}   the file anew; "m": 1 where more parts follow,
-                                    which have -2
-    {"f": "", ...}                  what is said of the run, or of the other side; of no file
+    {"f": name, "a": -1, "v": version, "d": ...}   replaces the file; "m": 1 if more parts follow,
+                                                   which have -2
+    {"f": "", ...}                  data about the run or the other side; no file
 
-        h  {"dir", "host"}: the run folder over there; `id` tells the writers of lines apart
+        h  {"dir", "host"}: the run folder on the other side; `id` identifies the writer of the
+           lines
         k  the run's key in hex, and n, the number of the newest order that it took
         o  an order was put into the inbox: what went wrong, or ""
-        e  nothing more is told: why, or "" where the run is over
+        e  no more frames: the reason, or "" if the run is over
 
-Offsets make it safe to be told something twice: a connection that was lost is made again and goes
-on where it was, and a command that prints all from the beginning changes nothing. Frames are data:
-their names, sizes and forms are checked, and none is ever run or unpickled.
+Because of the offsets, the same frame can safely arrive twice. A lost connection is opened again
+and continues at its last offset. A command that prints all frames from the beginning changes
+nothing. Frames are data: their names, sizes and forms are checked, and none is ever run or
+unpickled.
 
 The first part of this module also runs on the other side of ssh: `far_source` is sent there.
 """
@@ -54,7 +56,7 @@ NAMES = (
 )
 WAITING_S = 0.2
 
-# -- both sides: nothing but the standard library of Python 3.6 ------------------------------------
+# -- both sides: only the standard library of Python 3.6 ------------------------------------
 
 
 def line_of(about: dict[str, Any]) -> str:
@@ -63,10 +65,10 @@ def line_of(about: dict[str, Any]) -> str:
 
 
 def lines_of(name: str, at: int, data: bytes, line_bytes: int, row_bytes: int) -> list[str]:
-    """Return marked lines for bytes of a file, none longer than `line_bytes`; rows stay whole.
+    """Return marked lines for bytes of a file, each at most `line_bytes` long; rows are not split.
 
     Args:
-        at: Where they stand in it; of a file anew, minus its version.
+        at: The offset of the bytes in the file; for a replaced file, minus its version.
     """
     lines: list[str] = []
     version, at = -at, max(at, -1)
@@ -88,7 +90,7 @@ def lines_of(name: str, at: int, data: bytes, line_bytes: int, row_bytes: int) -
 
 
 def is_job(folder: str) -> bool:
-    """Whether a folder is a job's, which has its runs in `runs/`."""
+    """Whether a folder belongs to a job, with its runs in `runs/`."""
     try:
         with open(os.path.join(folder, "run.json"), "rb") as file:
             about = json.loads(file.read(WHOLE_BYTES).decode())
@@ -98,7 +100,7 @@ def is_job(folder: str) -> bool:
 
 
 def found(top: str, run: str) -> tuple[str, str]:
-    """Return the run folder that is meant ("": not yet there), and what is wrong ("": nothing)."""
+    """Return the run folder ("": not yet created), and an error ("": none)."""
     try:
         names = os.listdir(top)
     except (OSError, ValueError) as error:
@@ -120,7 +122,7 @@ def found(top: str, run: str) -> tuple[str, str]:
 
 
 def status_of(path: str, ask: bool) -> os.stat_result:
-    """Return a file's size and times; opened for it, a network's file system asks its server."""
+    """Return a file's size and times. Opening it makes a network file system ask its server."""
     if not ask:
         return os.lstat(path)
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -133,14 +135,14 @@ def status_of(path: str, ask: bool) -> os.stat_result:
 def fresh_lines(
     folder: str, have: dict[str, int], seen: dict[str, Any], how: dict[str, Any]
 ) -> list[str]:
-    """Return marked lines for what is new in a run's folder.
+    """Return marked lines for new data in a run's folder.
 
     Args:
-        have: How much of each file was sent, and which version of those written anew; changed.
-        seen: What was seen of the files that are written anew; changed. `done`: the run is over,
-            and all of it was sent.
-        how: `names`, `most` (bytes at once, about), `line` and `row` (bytes), `own`: the folder is
-            written by this process, so that what a network's file system knows of it is true.
+        have: The sent bytes of each file, and the sent version of replaced files; is updated.
+        seen: The last seen state of replaced files; is updated. `done`: the run is over and
+            completely sent.
+        how: `names`, `most` (bytes at once, about), `line` and `row` (bytes), `own`: this process
+            writes the folder, so a network file system's cached data is correct.
     """
     whole: dict[str, tuple[tuple[int, int, int], bytes]] = {}
     left: dict[str, int] = {}
@@ -150,7 +152,7 @@ def fresh_lines(
     ask = not how["own"] and not time.time() - 1 < seen.get("asked_s", 0) <= time.time()
     if ask:
         seen["asked_s"] = time.time()
-    for name in filter(meant.match, WHOLE):  # read first: what run.json says is true of the others
+    for name in filter(meant.match, WHOLE):  # first: the others then match run.json
         with contextlib.suppress(OSError):
             path = os.path.join(folder, name)
             about = status_of(path, ask)
@@ -198,7 +200,7 @@ def fresh_lines(
         have["run.json"] = have.get("run.json", 0) + 1
         packed = json.dumps(early).encode()
         lines[:0] = lines_of("run.json", -have["run.json"], packed, how["line"], 1)
-        seen["told"] = True  # a long history comes first, but what it is of is told at once
+        seen["told"] = True  # the run's description is sent before a long history
     for name, (mark, data) in sorted(whole.items()):
         if name != "run.json" or not left or not seen.get("over"):
             have[name] = have.get(name, 0) + 1
@@ -210,7 +212,7 @@ def fresh_lines(
 
 
 def far_put(folder: str, line: bytes) -> str:
-    """Put a signed order into a run's inbox; return what went wrong, or ""."""
+    """Put a signed order into a run's inbox; return an error text, or ""."""
     inbox = os.path.join(folder, "control")
     name = f"{int(time.time() * 1e9)}-{secrets.token_hex(4)}.json"
     try:
@@ -242,7 +244,7 @@ def far_key(folder: str) -> dict[str, Any]:
 
 
 def far_main() -> None:
-    """Tell of a run's folder until stdin ends; orders come in lines of base64."""
+    """Send the content of a run's folder until stdin ends; orders arrive as lines of base64."""
     given = b""
     while b"\n" not in given:
         more = os.read(0, 1 << 16)
@@ -296,7 +298,7 @@ FAR: list[Callable[..., Any]] = [
 
 
 def far_source() -> bytes:
-    """Return what the other side of ssh runs: the functions above, without their types."""
+    """Return the source for the other side of ssh: the functions above without type annotations."""
     modules = "base64, contextlib, json, os, re, secrets, select, socket, stat, sys, time, zlib"
     values = {"MARK": MARK, "OVER": OVER, "WHOLE": WHOLE, "WHOLE_BYTES": WHOLE_BYTES}
     values |= {"WEIGHTS_BYTES": WEIGHTS_BYTES, "WAITING_S": WAITING_S}
@@ -314,7 +316,7 @@ def far_source() -> bytes:
 
 LINE_BYTES = 1 << 16
 PRINTED_BYTES = 4096
-"""Of a line that a job prints: a pipe that ranks share takes it in one piece (PIPE_BUF)."""
+"""Length of a line that a job prints. A pipe that ranks share passes it in one piece (PIPE_BUF)."""
 PUMP_BYTES = 2 << 20
 AGAIN_S = 60.0
 ALIVE_S = 2.0
@@ -328,7 +330,7 @@ _NAME = re.compile(NAMES, re.ASCII)
 
 
 def is_over(meta: bytes) -> bool:
-    """Whether a `run.json` is that of a run which has ended."""
+    """Whether a `run.json` belongs to a run that has ended."""
     try:
         about = json.loads(meta)
     except (ValueError, RecursionError):
@@ -340,15 +342,15 @@ class Mirror:
     """A run folder to which frames are applied.
 
     Args:
-        folder: Of the mirror alone.
-        skips: What is missing in the middle of a file is passed over, and `missing` says so.
+        folder: The folder of this mirror only.
+        skips: Whether a gap in a file is skipped; `missing` then reports it.
 
     Attributes:
-        have: How much of each file was told of, as the other side counts; of those that are
-            written anew, which version.
+        have: The received bytes of each file, as the other side counts; for replaced files, the
+            version.
         over: The run has ended, as its `run.json` says.
-        full: No more is taken.
-        size_bytes: Of all that was appended.
+        full: The mirror takes no more data.
+        size_bytes: Size of all appended data.
     """
 
     def __init__(self, folder: Path, *, skips: bool = False) -> None:
@@ -359,10 +361,10 @@ class Mirror:
         self._parts: dict[str, tuple[int, bytes]] = {}
 
     def apply(self, frame: dict[str, Any]) -> bool:
-        """Append to a file, or replace it; return whether anything was new.
+        """Append to a file, or replace it; return whether the frame had new data.
 
         Raises:
-            ValueError: It is no frame, or would change what was told before.
+            ValueError: The data is not a frame, or would change earlier data.
             OSError: The mirror cannot be written.
         """
         name, at, text = frame.get("f"), frame.get("a"), frame.get("d")
@@ -424,15 +426,15 @@ def _inflated(text: str) -> bytes:
 
 
 class LineWriter:
-    """Prints marked lines of a run's folder, for those who follow the output of its job.
+    """Prints marked lines of a run's folder for followers that read the job's output.
 
-    What the ranks printed is in that output already; weights follow at the end where they are
-    small. What every reader needs is told again each `AGAIN_S`: of a long output, platforms keep
-    the end alone.
+    The ranks' printed text is already in this output. Small weights follow at the end. The data
+    that every reader needs is printed again each `AGAIN_S`, because platforms keep only the end of
+    a long output.
 
     Args:
         run_dir: The run's folder, written by this process.
-        write: Takes one line with its end; it should pass it on in one piece.
+        write: A function that takes one complete line and should write it in one piece.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], write: Callable[[str], object]) -> None:
@@ -444,7 +446,7 @@ class LineWriter:
         self._header = line_of({"f": "", "h": about})
 
     def pump(self) -> None:
-        """Write what is new in the folder, about `PUMP_BYTES` at most.
+        """Write new data of the folder, at most about `PUMP_BYTES`.
 
         Raises:
             OSError: The folder cannot be read, or the lines cannot be written.
@@ -467,13 +469,13 @@ class LineWriter:
 
 
 class Process:
-    """A program whose lines are read without ever waiting for them."""
+    """A program whose lines are read without waiting."""
 
     def __init__(self, command: Sequence[str], *, talks: bool) -> None:
         self._popen = subprocess.Popen(
             list(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
-            start_new_session=True,  # who interrupts the kernel does not mean it
+            start_new_session=True,  # an interrupt of the kernel must not end it
         )  # fmt: skip
         ends = (self._popen.stdout, self._popen.stderr, self._popen.stdin)
         self._pipes = [one for one in ends if one is not None]
@@ -485,7 +487,7 @@ class Process:
         self._rest, self._said, self.ended, self.code = b"", b"", False, 0
 
     def write(self, data: bytes) -> None:
-        """Write all, or raise OSError."""
+        """Write all data, or raise OSError."""
         if os.write(self._in[0], data) < len(data):
             raise BlockingIOError("it does not send data")
 
@@ -494,13 +496,13 @@ class Process:
         select.select([self._out, self._err], [], [], wait_s)
 
     def lines(self) -> list[bytes]:
-        """Return what has been printed, in whole lines; those that are too long, in pieces."""
+        """Return the printed text in complete lines; lines that are too long come in pieces."""
         pieces, size, until = [self._rest], 0, time.monotonic() + LOOK_S
         while not self.ended and size < REFRESH_BYTES:
             try:
                 piece = os.read(self._out, 1 << 18)
             except BlockingIOError:
-                if size < 1 << 16 or time.monotonic() > until:  # no history that is caught up with
+                if size < 1 << 16 or time.monotonic() > until:  # no history to catch up with
                     break
                 select.select([self._out], [], [], 0.01)
                 size += 1 << 12
@@ -513,14 +515,14 @@ class Process:
         return [line for line in lines if line]
 
     def words(self) -> str:
-        """Return the beginning of what it said on stderr."""
+        """Return the beginning of its stderr text."""
         with contextlib.suppress(BlockingIOError):
             while piece := os.read(self._err, 1 << 16):
                 self._said = (self._said + piece)[: 1 << 12]
         return plain(self._said)
 
     def close(self) -> str:
-        """End it, and return how it ended: its exit code and its words."""
+        """End the program; return its exit code and its error text."""
         for pipe in self._pipes[2:]:
             with contextlib.suppress(OSError):
                 pipe.close()
@@ -540,7 +542,7 @@ class Process:
 
 
 def plain(words: str | bytes, most: int = 600) -> str:
-    """Return what a program said, its first and last words, without what a terminal would obey."""
+    """Return the beginning and end of a program's text, without terminal control sequences."""
     text = words.decode(errors="replace") if isinstance(words, bytes) else words
     lines = ("".join(c if c.isprintable() else " " for c in line) for line in text.split("\n"))
     text = "\n".join(line.strip() for line in lines if line.strip())

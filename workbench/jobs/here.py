@@ -1,13 +1,14 @@
 """`workbench run`: the processes of a run on this machine, from their start to their end.
 
-    a job folder            what its run.json says: torchrun, TensorFlow's processes, or one
+    a job folder            the processes in its run.json: torchrun, TensorFlow's processes, or one
+                            process
     a script, -n N          torchrun (or TensorFlow's processes) of `workbench run SCRIPT`
-    a script                one process of the same
+    a script                one process of `workbench run SCRIPT`
     a cell, --strategy      a job folder is written first
 
 Each process that a launcher has started as one of several, by this command or by the user's own
-torchrun, is an engine (`run_rank`): it loads nothing of the notebook's side, so this module imports
-at its top what both sides have, and the rest where it is used.
+torchrun, is an engine (`run_rank`). An engine loads no module of the notebook's side. So this
+module imports at its top only modules that both sides have, and the others where they are used.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ if TYPE_CHECKING:
     from ..execution.run import Run
 
 GRACE_S = 40.0
-"""How long processes that were told to end may take: torchrun gives its own 30 s."""
+"""Time limit for processes that were told to end; torchrun gives its processes 30 s."""
 _LOOK_S = 0.2
-_LAST_S = 5.0  # for what the records say last
-_CONDUCTOR = "workbench.jobs.conductor"  # it ends by itself, and writes how the run ended
+_LAST_S = 5.0  # for the last records
+_CONDUCTOR = "workbench.jobs.conductor"  # the conductor ends by itself and writes how the run ended
 
 
 JOB_KEY = "WORKBENCH_JOB_KEY"  # `engine.meeting.KEY`
@@ -72,8 +73,8 @@ class Process:
     """One process to start.
 
     Attributes:
-        env: What its environment has besides ours.
-        serves: Whether it works for the others, and need not end by itself.
+        env: Environment variables in addition to this process's.
+        serves: Whether it serves the other processes; it does not have to end by itself.
     """
 
     command: tuple[str, ...]
@@ -93,7 +94,7 @@ def add_run_arguments(run: argparse.ArgumentParser) -> None:
     add(
         "--strategy",
         metavar="LINE",
-        help="the file is a cell; LINE is what follows %%%%distributed",
+        help="the file is a cell; LINE is the text after %%%%distributed",
     )
     add(
         "--out",
@@ -107,7 +108,7 @@ def add_run_arguments(run: argparse.ArgumentParser) -> None:
 
 
 def run_rank(argv: Sequence[str]) -> int:
-    """Be one process of `workbench run` that a launcher has started."""
+    """Run as one process of `workbench run` that a launcher has started."""
     parser = argparse.ArgumentParser(prog="workbench run")
     parser.add_argument("--json", action="store_true")
     add_run_arguments(parser)
@@ -115,12 +116,12 @@ def run_rank(argv: Sequence[str]) -> int:
 
 
 def is_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is one that a launcher has started to train."""
+    """Whether a launcher has started this process to train."""
     return "RANK" in environ or bool(environ.get("TF_CONFIG")) or _AS_RANK in environ
 
 
 def _as_rank(given: argparse.Namespace) -> int:
-    """Run the script in this process; a job's joins the run by itself."""
+    """Run the script in this process; a job's script joins the run by itself."""
     os.environ.pop(_AS_RANK, None)  # what the script starts is none
     path = Path(given.what)
     if path.is_dir():
@@ -129,7 +130,8 @@ def _as_rank(given: argparse.Namespace) -> int:
         sys.argv, sys.path[0] = [str(path), *given.args], str(path.resolve().parent)
         runpy.run_path(str(path), run_name="__main__")
         return WELL
-    # By name: this process is an engine from here on, and the command line knows none.
+    # Imported by name, because the command line must not import engine modules and this process is
+    # now an engine.
     job = importlib.import_module("workbench.engine.job")
     job.record_script(path, given.args, str(given.out or ""))
     return WELL
@@ -148,7 +150,8 @@ def run_here(given: argparse.Namespace) -> int:
     recorded = None if given.plain else given.out or _RUNS / what.stem
     if recorded is not None and is_job(recorded):
         raise PlanError(
-            "The records of a script would go into a job folder, where they are not found.",
+            "The records of a script would be written into a job folder, where Workbench does not "
+            "look for them.",
             seen=str(recorded),
             allowed="a separate folder",
             next_step="use --out DIR; or --strategy LINE if the file is that job's cell",
@@ -159,7 +162,7 @@ def run_here(given: argparse.Namespace) -> int:
 
 
 def _checked(given: argparse.Namespace) -> Path:
-    """Return the file or folder that is to run, once the arguments make sense."""
+    """Check the arguments; return the file or folder to run."""
     what = Path(given.what).expanduser()
     is_folder = what.is_dir()
     if not what.exists() or (is_folder and not is_job(what)):
@@ -192,7 +195,7 @@ def _checked(given: argparse.Namespace) -> Path:
 
 
 def _write_job(given: argparse.Namespace, script: Path) -> Path:
-    """Make a job folder of a file that holds a cell; return the folder."""
+    """Make a job folder from a file with a cell; return the folder."""
     from ..cookbook.recipe import Recipe, framework_of
     from ..shared.plan import plan_of
     from ..shared.run_request import parse_cell_line
@@ -205,7 +208,7 @@ def _write_job(given: argparse.Namespace, script: Path) -> Path:
         raise PlanError(
             "workbench run trains a cell once, under one strategy.",
             seen=f"--strategy {shlex.quote(given.strategy)}",
-            allowed="a strategy, and its flags without " + ", ".join(ignored),
+            allowed="a strategy and its flags, without " + ", ".join(ignored),
             next_step="workbench run --strategy 'mirrored --seed 1' "
             f"{shlex.quote(given.what)}; --out DIR and --plain come before --strategy",
             code="WB-PLAN-261",
@@ -220,7 +223,7 @@ def _write_job(given: argparse.Namespace, script: Path) -> Path:
 
 
 def processes_of_script(script: Path, given: argparse.Namespace) -> list[Process]:
-    """Return what is started for a script: torchrun, TensorFlow's processes, or one process."""
+    """Return the processes for a script: torchrun, TensorFlow's processes, or one process."""
     from ..cookbook.recipe import framework_of
 
     count = given.n or 1
@@ -238,10 +241,10 @@ def processes_of_script(script: Path, given: argparse.Namespace) -> list[Process
 
 
 def processes_of_job(folder: Path, args: Sequence[str] = ()) -> list[Process]:
-    """Return what is started for a job folder, as its `run.json` says.
+    """Return the processes for a job folder, from its `run.json`.
 
     Raises:
-        PlanError: It does not say it.
+        PlanError: `run.json` does not describe the processes.
     """
     launch: Any = description(folder).get("launch")
     try:
@@ -309,19 +312,19 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _end_with_parent() -> None:
-    """In a child, before its program: be told to end where this process is killed."""
+    """In a child process, before its program: ask for a signal to end if the parent is killed."""
     _libc.prctl(_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 class Started:
     """The processes of a run on this machine, from their start to their end.
 
-    Signals are passed on to them. They are in sessions of their own, so that a terminal's Ctrl-C
-    reaches each of them once.
+    Signals are passed on to the processes. Each process has a separate session, so that a
+    terminal's Ctrl-C reaches it only once.
 
     Args:
-        processes: What to start.
-        place: Folder below which the records come to lie; None: nothing is recorded.
+        processes: The processes to start.
+        place: Folder for the records; None: nothing is recorded.
     """
 
     def __init__(self, processes: Sequence[Process], place: Path | None) -> None:
@@ -332,7 +335,7 @@ class Started:
         self._before = set(runs_in(place)) if place is not None else set()
 
     def attend(self, given: argparse.Namespace) -> int:
-        """Start them, say how the run goes, and return the exit status once all have ended."""
+        """Start the processes and print the run's progress; return the exit status at the end."""
         teller = Teller(as_json=given.json, aside=True)
         with self._signals():
             try:
@@ -352,12 +355,12 @@ class Started:
                     stdout=output, start_new_session=True, preexec_fn=_end_with_parent,
                 )
             )  # fmt: skip
-        if self._interrupted:  # the last one may not have been in the list
+        if self._interrupted:  # the last process can be missing in the list
             self._tell(signal.SIGTERM)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Pass on what asks this process to end; a second time asks to hurry."""
+        """Pass on a signal to end; a second signal ends the processes faster."""
         heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, self._pass_on) for number in heard}
         try:
@@ -377,7 +380,7 @@ class Started:
                 process.send_signal(number)
 
     def _watch(self, teller: Teller) -> None:
-        """Say how the run goes until all processes have ended."""
+        """Print the run's progress until all processes have ended."""
         run: Run | None = None
         said_at = time.monotonic()
         try:
@@ -395,7 +398,7 @@ class Started:
                 let_go(run)
 
     def _follow(self) -> Run | None:
-        """Return the run, followed, once there is something to follow."""
+        """Return the followed run when its records exist."""
         folder = self._folder()
         if folder is None or self._cannot_follow or not (folder / "run.json").exists():
             return None
@@ -407,13 +410,13 @@ class Started:
         return None
 
     def _folder(self) -> Path | None:
-        """Return the folder of this run's records, once it is there."""
+        """Return the folder of this run's records when it exists."""
         found = [] if self._place is None else runs_in(self._place)
         fresh = [one for one in found if one not in self._before]
         return fresh[-1] if fresh else None
 
     def _have_ended(self) -> bool:
-        """Whether all have ended; where one failed, or only servers are left, the rest is told."""
+        """Whether all have ended; ends the rest if one failed or only servers still run."""
         codes = [process.poll() for process in self._processes]
         if None not in codes:
             return True
@@ -424,7 +427,7 @@ class Started:
         return late or self._hurry
 
     def _kill(self) -> None:
-        """End what is left, and what that has started; the conductor writes the run's end."""
+        """End the remaining processes and their children; the conductor writes the run's end."""
         for process in self._processes:
             if process.poll() is None:
                 tree = []
@@ -438,7 +441,7 @@ class Started:
             process.wait()
 
     def _tell_end(self, teller: Teller) -> int:
-        """Say how it ended; return the exit status."""
+        """Print how the run ended; return the exit status."""
         codes = [
             process.returncode
             for one, process in zip(self._wanted, self._processes, strict=False)
@@ -448,7 +451,7 @@ class Started:
         folder = self._folder()
         run = None
         if folder is not None:
-            with contextlib.suppress(WorkbenchError):  # it was cut off before anything was written
+            with contextlib.suppress(WorkbenchError):  # it ended before anything was written
                 run, _ = load_place(folder)
         state = ("failed" if failed else "finished") if run is None else run.state
         if self._interrupted:

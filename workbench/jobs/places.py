@@ -1,8 +1,8 @@
-"""Where a followed run is: in a folder, on a host that ssh reaches, or in lines that are printed.
+"""The place of a followed run: a folder, a host that ssh reaches, or printed lines.
 
-Whatever it is, `Place.folder` is a run folder on this machine: the run's own, or a mirror of it to
-which `refresh` appends what is new (`frames`). No thread is started: who follows calls `refresh`,
-which reads what is there and never waits for more.
+For each place, `Place.folder` is a run folder on this machine. It is the folder of the run, or a
+mirror of it to which `refresh` appends new data (`frames`). No thread is started. The follower
+calls `refresh`, which reads the available data and never waits for more.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ _MARKED = (MARK + "{").encode()
 
 
 class Place(Protocol):
-    """Where a run that is followed is.
+    """The place of a followed run.
 
     Attributes:
-        folder: A run folder on this machine; of a job that has not begun, the one it will have.
+        folder: A run folder on this machine; for a job that has not begun, its future run folder.
         where: The place in words.
-        problem: Why nothing comes any more, or not all; "" where all is well.
+        problem: Why data no longer arrives, or only part of it; "" if there is no problem.
         over: Nothing more will come.
     """
 
@@ -82,13 +82,13 @@ class Place(Protocol):
     def over(self) -> bool: ...
 
     def refresh(self) -> None:
-        """Bring what is new; takes at most about `LOOK_S`."""
+        """Fetch new data; takes at most about `LOOK_S`."""
 
     def send(self, order: Order) -> None:
-        """Give the run a signed order; RunError where it cannot be given."""
+        """Send the run a signed order; RunError if that is not possible."""
 
     def close(self) -> None:
-        """Let go of the place; may be called twice."""
+        """Close the place; can be called twice."""
 
 
 def open_place(
@@ -98,19 +98,19 @@ def open_place(
     control: Sequence[str] | None = None,
     ssh: Sequence[str] = ("ssh",),
 ) -> Place:
-    """Return where a run is.
+    """Open the place of a run.
 
     Args:
         place: A run folder or a job folder; `ssh://[user@]host[:port]/abs/dir`; or a command whose
             output has marked lines, as a list, or a string whose first word is a program.
-        run: Of a job folder, which of its runs; by default the newest.
-        control: For a command: another one that takes orders, as lines of JSON, on its stdin;
-            `{dir}` in it is the run folder over there. `kubectl logs` needs none.
-        ssh: How ssh is called.
+        run: For a job folder, the number of the run; by default the newest run.
+        control: For a command: another command that takes orders as lines of JSON on its stdin.
+            `{dir}` in it is the run folder on the other side. `kubectl logs` does not need it.
+        ssh: The ssh command.
 
     Raises:
-        PlanError: It is no place.
-        RunError: There is no run, or it cannot be reached.
+        PlanError: It is not a place.
+        RunError: There is no run at the place, or the place cannot be reached.
     """
     if isinstance(place, os.PathLike):
         return FolderPlace(os.fspath(place), run)
@@ -143,13 +143,13 @@ def _words_of(place: str) -> list[str]:
 _WRONG = {
     "none": (
         "There is no such folder.",
-        "check the path; it must be one on the host that is given",
+        "check the path; it must exist on the given host",
     ),
     "closed": ("The folder cannot be read.", "follow as the user who started the job"),
     "empty": ("The folder is empty because no run has begun there.", "give the job's own folder"),
     "other": ("The folder is neither a run nor a job.", "give a folder with a run.json"),
-    "absent": ("The job has no run of that number.", "remove the number to follow the newest"),
-    "gone": ("The folder of the run is gone.", "follow the job again"),
+    "absent": ("The job has no run with this number.", "remove the number to follow the newest"),
+    "gone": ("The folder of the run no longer exists.", "follow the job again"),
     "shrank": (
         "The files of the run became shorter because it was started again.",
         "follow the job again",
@@ -175,7 +175,7 @@ class FolderPlace:
         self.folder = Path(there or os.path.join(self._top, "runs", "1"))
 
     def refresh(self) -> None:
-        """Look whether the run has begun, and whether it is over."""
+        """Check whether the run has begun, and whether it is over."""
         now = time.monotonic()
         if self.over or now - self._looked_s < LOOK_S:
             return
@@ -200,16 +200,16 @@ class FolderPlace:
         orders.give(self.folder, order)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because this place holds nothing open."""
 
 
 class _Streamed:
-    """A place that a program tells of: started again when it ends, for as long as the run goes on.
+    """A place whose data a program prints; the program is started again until the run is over.
 
     Args:
-        where: In words.
-        name: Of the mirror.
-        skips: As `Mirror` takes it.
+        where: The place in words.
+        name: The name of the mirror.
+        skips: The `skips` argument of `Mirror`.
     """
 
     def __init__(self, where: str, name: str, *, skips: bool) -> None:
@@ -233,11 +233,11 @@ class _Streamed:
 
     @property
     def problem(self) -> str:
-        """Why nothing comes any more, or not all."""
+        """Why data no longer arrives, or only part of it."""
         return self._lost or ("lines are missing" if self._mirror.missing else "")
 
     def refresh(self) -> None:
-        """Bring what is new."""
+        """Fetch new data."""
         with self._lock:
             if self.over or self._closed:
                 return
@@ -264,7 +264,7 @@ class _Streamed:
                 self._let_go()
 
     def close(self) -> None:
-        """End the program; what was mirrored stays."""
+        """End the program; the mirrored data stays."""
         with self._lock:
             self._closed = True
             self._let_go()
@@ -275,20 +275,20 @@ class _Streamed:
         raise NotImplementedError
 
     def _said(self, about: dict[str, Any]) -> None:
-        """Take what is said of no file."""
+        """Process a frame that is not about a file."""
         raise NotImplementedError
 
     def _other(self, line: bytes) -> None:
-        """Take what is no frame."""
+        """Process a line that is not a frame."""
 
     def _settle(self) -> None:
-        """All lines of this time were taken."""
+        """Called after all lines of one `refresh` were processed."""
 
     def _ended(self, words: str, code: int) -> None:
         self._wait_to_start(words)
 
     def _take_some(self, process: Process) -> None:
-        """Take lines until all are, or enough for once; what is left waits for the next time."""
+        """Process lines, at most a limited number; the rest waits for the next call."""
         most = self._mirror.size_bytes + REFRESH_BYTES
         lines, self._waiting = self._waiting or process.lines(), []
         for at, line in enumerate(lines):
@@ -331,9 +331,9 @@ class _Streamed:
 
 
 class SshPlace(_Streamed):
-    """A folder on a host that ssh reaches; a reader of ours runs there for as long as we do.
+    """A folder on a host that ssh reaches. A Workbench reader runs there until this process ends.
 
-    Nothing of the address is in the command that is run there: the folder is told over stdin.
+    The remote command contains no part of the address, because the folder is sent over stdin.
     """
 
     def __init__(self, place: str, run: str = "", ssh: Sequence[str] = ("ssh",)) -> None:
@@ -350,7 +350,7 @@ class SshPlace(_Streamed):
             raise
 
     def _connect(self) -> None:
-        """Wait until the other side tells of the folder."""
+        """Wait until the other side reports the folder."""
         until = time.monotonic() + CONNECT_S
         self.refresh()
         while not (self._met or self.over or self._lost) and time.monotonic() < until:
@@ -394,7 +394,7 @@ class SshPlace(_Streamed):
             self._met = True
 
     def send(self, order: Order) -> None:
-        """Sign an order and have the other side put it into the run's inbox."""
+        """Sign an order and let the other side put it into the run's inbox."""
         with self._lock:
             self.refresh()
             process = self._process
@@ -424,7 +424,7 @@ class SshPlace(_Streamed):
 
     def _unsent(self, why: str) -> RunError:
         return RunError(
-            f"The order may not have reached the run: {why}.",
+            f"It is not known whether the order reached the run: {why}.",
             seen=self.where,
             next_step="try again when the connection is back; it reconnects automatically",
             code="WB-RUN-115",
@@ -439,11 +439,11 @@ _ADDRESS = re.compile(
 
 
 def _address(place: str) -> tuple[list[str], str]:
-    """Return what ssh is told of a host, and the folder there."""
+    """Return the ssh arguments for a host, and the folder there."""
     match = _ADDRESS.fullmatch(place)
     if match is None or not 0 < int(match[3] or 22) < 1 << 16 or "\0" in unquote(match[4]):
         raise PlanError(
-            "That is not an address that can be followed over ssh.",
+            "This is not an address that can be followed over ssh.",
             seen=place,
             allowed="ssh://[user@]host[:port]/folder with an absolute path",
             next_step="put other settings of the host into ~/.ssh/config, under a host name",
@@ -455,19 +455,19 @@ def _address(place: str) -> tuple[list[str], str]:
 
 
 class LinesPlace(_Streamed):
-    """What a command prints: marked lines, among others that `log.txt` in the mirror keeps.
+    """The output of a command: marked lines, and other lines that the mirror keeps in `log.txt`.
 
     Args:
-        command: In words; no shell is asked.
-        control: As `open_place` takes it.
+        command: The command as a list of words; no shell is used.
+        control: The `control` argument of `open_place`.
     """
 
     def __init__(self, command: Sequence[str], control: Sequence[str] | None = None) -> None:
         self._command, self._about = list(command), dict[str, Any]()
         self._control = list(control) if control else kubectl_control(self._command)
         self._text: list[bytes] = []
-        self._first = b""  # of the text: whether a command that was begun again begins anew
-        self._at = self._kept = 0  # bytes of text that it printed, and that were kept of it
+        self._first = b""  # of the text: whether a restarted command prints from the beginning
+        self._at = self._kept = 0  # number of printed and of kept bytes
         self._tells = False
         super().__init__(shlex.join(command), f"lines-{Path(command[0]).name}", skips=True)
         try:
@@ -521,16 +521,16 @@ class LinesPlace(_Streamed):
     def _ended(self, words: str, code: int) -> None:
         words += "" if self._tells else "; it has printed no marked line"
         if code == 0 and self._tries >= FRUITLESS:
-            return self._give_up(f"{self.where} ended without anything new: {words}")
+            return self._give_up(f"{self.where} ended without new data: {words}")
         self._wait_to_start(words)
 
     def send(self, order: Order) -> None:
-        """Have another command take an order where the run is."""
+        """Let another command deliver an order to the run."""
         if not self._control:
             raise RunError(
-                "A run that is followed by its output takes no orders.",
+                "A run that is followed through its output takes no orders.",
                 seen=self.where,
-                allowed="kubectl logs -f POD, where orders go by kubectl exec",
+                allowed="kubectl logs -f POD, for which orders are sent by kubectl exec",
                 next_step="give a command that takes them: wb.follow(..., control=[...])",
                 code="WB-RUN-118",
             )
@@ -570,7 +570,9 @@ _KUBECTL_VALUES = {
 
 
 def kubectl_control(command: Sequence[str]) -> list[str]:
-    """Return what takes orders beside `kubectl logs [-f] POD [-n NS] [-c C]`; [] for others."""
+    """Return the command for orders to the pod of `kubectl logs [-f] POD [-n NS] [-c C]`; [] for
+    others.
+    """
     if not command or os.path.basename(command[0]) not in ("kubectl", "oc"):
         return []
     kept, named, words = [], [], iter(command[1:])

@@ -1,9 +1,10 @@
 """Reports a job's progress to Kubeflow Trainer, as in KEP-2779: `kubectl get trainjob` shows it.
 
-https://github.com/kubeflow/trainer/tree/master/docs/proposals/2779-trainjob-progress. Trainer sets
-three variables in a TrainJob's pods where its feature gate TrainJobStatus is on: where to report,
-a file with the pod's token, a file with the certificate of who listens. Both files change while a
-job runs, so they are read for each report. What goes wrong costs a note, not the run.
+https://github.com/kubeflow/trainer/tree/master/docs/proposals/2779-trainjob-progress. If the
+feature gate TrainJobStatus is on, Trainer sets three variables in a TrainJob's pods: the address
+for reports, a file with the pod's token, and a file with the server's certificate. Both files
+change while a job runs, so they are read for each report. An error adds a note but does not end the
+run.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
 
 URL, TOKEN, CA = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "TOKEN", "CA_CERT"))
 PAUSE_S = 5.0
-"""At most one report in so many seconds, as Kubeflow's guide asks for."""
+"""Shortest time between two reports, as Kubeflow's guide asks."""
 LONGEST_PAUSE_S = 80.0
-"""Each report that fails doubles the pause, up to here."""
+"""Each failed report doubles the pause, up to this limit."""
 ANSWER_S = 5.0
 LAST_TRIES = 2
 METRICS = 256
-"""Most metrics, and letters of a name or value, that Trainer 2.3's TrainJob holds."""
+"""Limits of Trainer 2.3's TrainJob: number of metrics, and letters of a name or value."""
 LETTERS = 64
 _INT32 = 2**31 - 1
 _ANSWER_BYTES = 1 << 16
@@ -47,7 +48,7 @@ log = logging.getLogger("workbench.jobs")
 
 
 class Followed(Protocol):
-    """What is used of a run."""
+    """The methods of a run that reports use."""
 
     over: threading.Event
 
@@ -55,12 +56,12 @@ class Followed(Protocol):
         """Return the run at this moment."""
 
     def note(self, text: str) -> None:
-        """Add something that the user should know."""
+        """Add a note for the user."""
 
 
 @dataclass(frozen=True)
 class Since:
-    """Where a rate is measured from; a run that was resumed does not begin at step 0."""
+    """The start of a rate's measurement; a resumed run does not begin at step 0."""
 
     step: int = 0
     elapsed_s: float = 0.0
@@ -69,11 +70,11 @@ class Since:
 def status_of(
     snapshot: Snapshot, since: Since = Since(), now: datetime | None = None
 ) -> dict[str, Any]:
-    """Return what Kubeflow is told of a run: the body of a report.
+    """Return the body of a report about a run to Kubeflow.
 
     Args:
-        since: An earlier moment of the run, to estimate the remaining time by.
-        now: When the snapshot was taken; by default this moment.
+        since: An earlier moment of the run, for the estimate of the remaining time.
+        now: The time of the snapshot; by default now.
     """
     status: dict[str, Any] = {}
     step, total, over = snapshot.step, snapshot.total_steps, snapshot.state in OVER
@@ -97,7 +98,7 @@ def status_of(
 
 
 def _metrics(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
-    """Yield names and values; what was not measured is left out, and each name comes once."""
+    """Yield names and values, each name once; values that were not measured are left out."""
     numbers: dict[str, float] = {
         "loss": snapshot.loss,
         "samples_per_s": snapshot.samples_per_s,
@@ -120,10 +121,10 @@ def _metrics(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
 
 
 class KubeflowProgress:
-    """Reports a run to Kubeflow Trainer from a thread of its own.
+    """Reports a run to Kubeflow Trainer on a separate thread.
 
     Args:
-        url: Of the TrainJob's status at Trainer's server; https.
+        url: Address of the TrainJob's status at Trainer's server; https.
         token: A file with the token, or the token.
         ca: A file with the certificate authority of the server.
     """
@@ -140,20 +141,20 @@ class KubeflowProgress:
     def from_environment(
         cls, environment: Mapping[str, str] | None = None
     ) -> KubeflowProgress | None:
-        """Return a reporter in a TrainJob's pod, None anywhere else."""
+        """Return a reporter in a TrainJob's pod; None elsewhere."""
         found = os.environ if environment is None else environment
         url, token, ca = (found.get(name, "").strip() for name in (URL, TOKEN, CA))
         return cls(url, token, ca) if url and token and ca else None
 
     def follow(self, run: Followed) -> None:
-        """Report a run until it is over; returns at once. For one run."""
+        """Report one run until it is over; returns at once."""
         self._thread = threading.Thread(
             target=self._main, args=(run,), name="workbench-kubeflow", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
-        """Send the last report, of a run that is over or not, and end."""
+        """Send the last report and end; the run can be over or not."""
         self._leave.set()
         if self._thread is not None:
             self._thread.join((LAST_TRIES + 1) * ANSWER_S)
@@ -168,11 +169,11 @@ class KubeflowProgress:
                 break
 
     def _is_time_to_end(self, run: Followed, pause_s: float) -> bool:
-        # Two events, one wait: that nobody waits for the run's end is rare.
+        # One wait for two events: the reporter is rarely ended before the run.
         return any(self._leave.is_set() or run.over.wait(pause_s / 10) for _ in range(10))
 
     def _report(self, run: Followed) -> bool:
-        """Report a run where something is new; return whether the server knows it now."""
+        """Report a run if something is new; return whether the server has the report."""
         try:
             snapshot = run.snapshot()
             found = (snapshot.step, snapshot.state)
@@ -183,7 +184,7 @@ class KubeflowProgress:
                 self._since = None  # the run went back
             if self._since is None and snapshot.step and math.isfinite(snapshot.elapsed_s):
                 self._since = Since(snapshot.step, snapshot.elapsed_s)
-        except Exception as error:  # whatever it is, the run goes on
+        except Exception as error:  # whatever the error is, the run continues
             self._note(run, error)
             return False
         return True
@@ -202,7 +203,8 @@ class KubeflowProgress:
             },
         )
         context = ssl.create_default_context(cafile=self._ca)
-        # No proxy: the server is a service of the cluster. No redirect: nobody else gets the token.
+        # No proxy, because the server is a service of the cluster. No redirect, so that no other
+        # server gets the token.
         opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}),
             urllib.request.HTTPSHandler(context=context),
@@ -217,7 +219,7 @@ class KubeflowProgress:
             raise RunError(f"The server answers {error.code}: {words}", code="WB-RUN-124") from None
 
     def _read_token(self) -> str:
-        """Return the token as it is now: the kubelet puts a new one into its file."""
+        """Return the current token; the kubelet writes new tokens to its file."""
         if "/" not in self._token and not Path(self._token).is_file():
             return self._token
         token = Path(self._token).read_text().strip()
@@ -226,7 +228,7 @@ class KubeflowProgress:
         return token
 
     def _note(self, run: Followed, error: Exception) -> None:
-        """Say once that it does not work."""
+        """Add one note that reports do not work."""
         if self._noted:
             return
         self._noted = True
@@ -237,7 +239,7 @@ class KubeflowProgress:
         )
         try:
             run.note(words)
-        except Exception:  # a full disk is no reason to end either
+        except Exception:  # a full disk must not end the thread either
             log.exception("%s", words)
 
 
@@ -245,11 +247,11 @@ class _Straight(urllib.request.HTTPRedirectHandler):
     """Follows no redirect."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Leave the answer as it is, which makes an error of it."""
+        """Return None, so that the redirect becomes an error."""
 
 
 def _message(answer: bytes) -> str:
-    """Return what a Kubernetes `Status` says, empty where it is none."""
+    """Return the message of a Kubernetes `Status`; empty for another body."""
     try:
         return str(json.loads(answer)["message"])[:200]
     except (ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
-"""The jobs that this user has submitted: `wb.jobs`, kept so that a notebook opened later has them.
+"""The submitted jobs of this user: `wb.jobs`, stored so that later notebooks have them.
 
-What is kept of a job is its ticket, and how it ended once that is known: a file of JSON for each.
-Everything else is asked of the platform when somebody looks.
+One JSON file per job stores its ticket and, when known, how it ended. All other data is requested
+from the platform when the user looks at the job.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 FORMAT = "workbench-submitted/1"
 KEEP = 200
 LOOK_S = 1.0
-"""A platform is asked at most so often for one job."""
+"""Shortest time between two requests to a platform for one job."""
 MOST_ASKED = 20
-"""Jobs of a list that are asked for; of older ones it says what was known last."""
+"""Number of jobs in a list with fresh data; for older jobs the list shows the last known state."""
 SHOWN_LINES = 20
 _FILE_BYTES = 1 << 16
 _WHY_CHARACTERS = 2000
@@ -55,10 +55,11 @@ class Submitted:
     """A job on a platform.
 
     Args:
-        name: What the job is called in `wb.jobs`.
-        last: How it was when last asked.
-        follow: Returns what `follow` calls with the job; that returns the run.
-        keep: Called when something is to be remembered.
+        name: The name of the job in `wb.jobs`.
+        last: The last known state.
+        follow: Returns the function that `follow` calls with the job; this function returns the
+            run.
+        keep: Called when the job must be saved.
     """
 
     def __init__(
@@ -76,12 +77,12 @@ class Submitted:
 
     @property
     def id(self) -> str:
-        """The platform's own name or number of the job."""
+        """The platform's name or number for the job."""
         return self.ticket.id
 
     @property
     def platform(self) -> str:
-        """Where it was submitted: `slurm`."""
+        """The platform: `slurm`."""
         return self.ticket.platform
 
     @property
@@ -96,11 +97,11 @@ class Submitted:
 
     @property
     def reason(self) -> str:
-        """Why, in the platform's own words: `PENDING (Resources)`."""
+        """The reason in the platform's words: `PENDING (Resources)`."""
         return self.look().reason
 
     def look(self) -> JobState:
-        """Ask the platform, at most once a second; not for a job that is over.
+        """Ask the platform, at most once a second; a job that is over is not asked for.
 
         A platform that does not answer makes a job `unknown`; its `reason` says so.
         """
@@ -122,7 +123,7 @@ class Submitted:
         return found
 
     def logs(self, last: int = 200) -> Log:
-        """Return the last lines that the job printed, without its records.
+        """Return the last lines of the job's output, without its records.
 
         Raises:
             ClusterError: The platform does not answer.
@@ -130,7 +131,7 @@ class Submitted:
         return Log(self._platform.logs(self.ticket, last))
 
     def cancel(self) -> None:
-        """End the job at once; `run.stop()` of the run that is followed ends it after a step.
+        """End the job at once; `run.stop()` of the followed run ends it after a step.
 
         Raises:
             ClusterError: The platform refuses, or does not answer.
@@ -143,14 +144,14 @@ class Submitted:
 
     @property
     def place(self) -> Place:
-        """What `wb.follow` takes."""
+        """The place for `wb.follow`."""
         return self._platform.place(self.ticket)
 
     def follow(self) -> Any:
         """Return the job's run, with its live dashboard.
 
         Raises:
-            PlanError: Nothing here can follow.
+            PlanError: This process cannot follow the run.
         """
         follow = self._follow()
         if follow is None:
@@ -166,8 +167,8 @@ class Submitted:
         """Wait for the end and return the job.
 
         Raises:
-            ClusterError: It failed, or its platform knows nothing of it any more.
-            TimeoutError: It did not end within `timeout` seconds.
+            ClusterError: The job failed, or its platform no longer knows it.
+            TimeoutError: The job did not end within `timeout` seconds.
         """
         end = None if timeout is None else time.monotonic() + timeout
         tries = 0
@@ -205,7 +206,7 @@ class Submitted:
                 "finished": "has finished"}.get(now.state, "is in an unknown state")  # fmt: skip
 
     def _why(self) -> str:
-        """Return what the run of a failed job says of its end; empty where that is not here."""
+        """Return the error of a failed job's run; empty if the run is not on this machine."""
         with contextlib.suppress(ClusterError, OSError, TypeError, RunError):
             folder = Path(self.place)  # type: ignore[arg-type]
             if folder.parent.name == "runs":
@@ -213,7 +214,7 @@ class Submitted:
         return ""
 
     def _last_lines(self, now: JobState) -> str:
-        """Return why a job failed, or the end of its log; asked for once."""
+        """Return why a job failed, or the end of its log; requested only once."""
         if now.state != "failed":
             return ""
         if self._end is None:
@@ -235,7 +236,7 @@ class Submitted:
         return [self.name, self.platform, self.id, state, reason, *ages]
 
     def table(self) -> Table:
-        """Return how it is, asked now, and of a failed job what it printed last."""
+        """Return the current state, and for a failed job its last output."""
         now = self.look()
         lines = self._last_lines(now).splitlines()
         if lines and self._why():
@@ -262,25 +263,25 @@ COLUMNS = (
 
 
 class Jobs(Mapping[str, Submitted]):
-    """Jobs by name, id or place, newest last: `jobs["train"]`, `jobs["17"]`, `jobs[-1]`.
+    """Jobs by name, id or position, newest last: `jobs["train"]`, `jobs["17"]`, `jobs[-1]`.
 
-    When a name is used again the older job becomes `name@1`. Other notebooks' jobs are here too.
+    If a name is used again, the older job becomes `name@1`. Jobs of other notebooks are included.
 
     Attributes:
-        follower: What `job.follow()` calls with the job.
-        notes: What could not be read or kept, a sentence each.
+        follower: The function that `job.follow()` calls with the job.
+        notes: One sentence for each file that could not be read or written.
     """
 
     def __init__(self, folder: Callable[[], Path] | None = None) -> None:
         self.follower: Follow | None = None
         self._folder = folder or jobs_root
-        self._found: dict[str, Submitted | str] = {}  # or what is wrong, by the file's name
+        self._found: dict[str, Submitted | str] = {}  # or the error, by the file's name
         self._unkept: dict[str, Submitted] = {}  # by the file that could not be written
         self._lock = threading.Lock()
         self._trouble: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        """Return a module of this package: `workbench.jobs` is this list once a notebook has it."""
+        """Return a module of this package, because in a notebook `workbench.jobs` is this list."""
         try:
             return sys.modules[f"{__package__}.{name}"]
         except KeyError:
@@ -289,15 +290,15 @@ class Jobs(Mapping[str, Submitted]):
     def submit(
         self, folder: Path, on: str, resources: Resources, *, name: str = "", **options: str
     ) -> Submitted:
-        """Submit a job folder, once the platform has been asked whether it can run there.
+        """Check with the platform whether a job folder can run there, then submit it.
 
         Args:
-            name: Of the job here; by default as its folder says.
-            options: As `platforms.platform` takes them.
+            name: The name of the job in `wb.jobs`; by default from its folder.
+            options: The options of `platforms.platform`.
 
         Raises:
-            PlanError: The folder is no job for that platform.
-            ClusterError: The platform is not there, has not what is asked for, or refuses.
+            PlanError: The folder is not a job for this platform.
+            ClusterError: The platform is missing, lacks a requested resource, or refuses the job.
         """
         chosen = platform(on, **options)
         folder = Path(folder).expanduser()
@@ -306,7 +307,7 @@ class Jobs(Mapping[str, Submitted]):
         return self.add(chosen.submit(folder, resources), name)
 
     def add(self, ticket: Ticket, name: str) -> Submitted:
-        """Keep a job that was submitted; one that cannot be kept is here until the kernel ends."""
+        """Save a submitted job; if that fails, the job stays listed until the kernel ends."""
         file = f"{time.time_ns():020d}-{secrets.token_hex(4)}.json"
         job = self._made(file, ticket, name)
         with self._lock:
@@ -334,13 +335,13 @@ class Jobs(Mapping[str, Submitted]):
 
     @property
     def notes(self) -> list[str]:
-        """What could not be read or kept."""
+        """The errors of reading and writing job files."""
         with self._lock:
             self._all()
             return [*self._trouble, *(one for one in self._found.values() if isinstance(one, str))]
 
     def table(self) -> Table:
-        """Return all jobs, the newest last; those that may have changed are asked for."""
+        """Return all jobs, the newest last; asks the platforms for jobs that can have changed."""
         jobs = self._named()
         silent: set[str] = set()
         asked, rows = 0, []
@@ -348,7 +349,7 @@ class Jobs(Mapping[str, Submitted]):
             now = job.last
             if not now.is_over and job.platform not in silent and asked < MOST_ASKED:
                 now, asked = job.look(), asked + 1
-                if not job.answered:  # the others of that platform would wait for it as long
+                if not job.answered:  # the other jobs of this platform would wait as long
                     silent.add(job.platform)
             rows.append(job.row(now))
         return Table(COLUMNS, rows[::-1], "" if rows else "no jobs yet", self.notes)
@@ -394,7 +395,7 @@ class Jobs(Mapping[str, Submitted]):
                 (self._folder() / file).unlink()
 
     def _all(self) -> dict[str, Submitted | str]:
-        """Return what there is by file, the newest last; files that came or went are heeded."""
+        """Return the jobs by file, the newest last; new and deleted files are noticed."""
         here: list[str] = []
         with contextlib.suppress(OSError):
             here = [one.name for one in self._folder().glob("[0-9]*.json")]
@@ -404,7 +405,7 @@ class Jobs(Mapping[str, Submitted]):
         return dict(sorted({**self._found, **self._unkept}.items()))
 
     def _read(self, file: str) -> Submitted | str:
-        """Return a kept job, or a sentence on what is wrong with its file."""
+        """Return a saved job, or a sentence about the error in its file."""
         path = self._folder() / file
         try:
             with path.open("rb") as stream:
@@ -421,7 +422,7 @@ class Jobs(Mapping[str, Submitted]):
         return self._made(file, ticket, name, last=last, cancelled=cancelled)
 
     def _named(self) -> dict[str, Submitted]:
-        """Return the jobs by name; of those of one name the newest has it alone."""
+        """Return the jobs by name; if several have one name, the newest keeps the plain name."""
         with self._lock:
             jobs = [one for one in self._all().values() if isinstance(one, Submitted)]
         groups: dict[str, list[Submitted]] = {}
@@ -468,7 +469,7 @@ class Jobs(Mapping[str, Submitted]):
 
 
 class MissingJobError(KeyError, PlanError):
-    """There is no job of that name."""
+    """There is no job with this name."""
 
     def __init__(self, name: object, names: list[str]) -> None:
         if isinstance(name, str) and names:
@@ -491,9 +492,9 @@ class MissingJobError(KeyError, PlanError):
 
 
 def jobs_root() -> Path:
-    """Return the folder of the jobs' files, beside that of the runs; made, for the user alone."""
+    """Create the folder of job files next to that of the runs, for this user only; return it."""
     root = folders.runs_root()
-    # The temporary folder is shared with others: what lies beside a folder of ours is not ours.
+    # Other users share the temporary folder, so a folder next to ours can belong to another user.
     root = root / "jobs" if folders.moved() else root.parent / "jobs"
     root.mkdir(mode=0o700, exist_ok=True)
     return root

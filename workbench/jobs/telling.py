@@ -31,27 +31,27 @@ if TYPE_CHECKING:
 WELL, FAILED, NOT_CHECKED, INTERRUPTED = 0, 1, 2, 130
 """Exit status of the commands."""
 LINE_S = 1.0
-"""At most one line of progress in so many seconds."""
+"""Shortest time between two lines of progress."""
 FORMAT = "workbench-job/1"
 _ALIVE_S = 30.0
 
 ABOUT = {
     "run": "its name",
-    "place": "as it was given",
+    "place": "the place as given",
     "folder": "the run folder that was read",
     "strategy": "name of the strategy",
     "framework": "`torch` or `tensorflow`",
     "state": "`finished`, `stopped` or `failed`; `running` and others before its end",
-    "error": "what a failed run failed with",
-    "seed": "its seed, where one was given",
+    "error": "the error of a failed run",
+    "seed": "its seed, if one was given",
     "diverged": "whether its loss became NaN or infinite",
 }
-"""What a run is, by key of the JSON; none of it is a number that can be held against another."""
+"""The description of a run, by key of the JSON; these values are not compared between runs."""
 
 METRICS = {
     "workers": "number of workers",
     "steps": "steps that all workers completed",
-    "warm_up_steps": "first steps that rates and shares exclude",
+    "warm_up_steps": "number of first steps that rates and shares exclude",
     "samples_per_s": "samples per second of all workers, after warm-up",
     "samples_per_s_low": "lower end of its 95 % interval",
     "samples_per_s_high": "upper end of its 95 % interval",
@@ -60,18 +60,20 @@ METRICS = {
     "step_median_s": "median seconds of a worker's step, after warm-up",
     "wall_s": "seconds from the first step to the end of the last one, without pauses",
     "data_wait_share": "share of a step that a worker waits for data, 0 to 1",
-    "compute_share": "share that it computes",
-    "sync_wait_share": "share that it waits for other workers",
-    "bubble_share": "share that a pipeline leaves it idle",
-    "transfer_share": "share that it communicates",
-    "other_share": "share of everything else",
+    "compute_share": "share of a step that it computes",
+    "sync_wait_share": "share of a step that it waits for other workers",
+    "bubble_share": "share of a step that it is idle in a pipeline",
+    "transfer_share": "share of a step that it communicates",
+    "other_share": "share of a step for everything else",
     "sent_bytes_per_step": "bytes that all workers send in a step",
     "sent_bytes": "bytes that all workers have sent",
-    "memory_bytes_per_worker": "bytes of model, gradients and optimizer, of the largest worker",
-    "staleness_mean": "updates between a worker's pull and its push, asynchronous strategies",
+    "memory_bytes_per_worker": "bytes of model, gradients and optimizer state, on the worker with "
+    "the most",
+    "staleness_mean": "updates between a worker's pull and its push, in asynchronous strategies",
     "loss": "loss of the last step",
 }
-"""Figures of a run; those of its last evaluation are `eval_NAME`. Not measured is null."""
+"""Figures of a run; those of its last evaluation are `eval_NAME`. A value that was not measured is
+null."""
 
 PROGRESS = {
     "event": "`progress`",
@@ -87,11 +89,11 @@ PROGRESS = {
 }
 
 JOB = {
-    "name": "its name in `wb.jobs`, which the commands take",
+    "name": "its name in `wb.jobs` and for the commands",
     "platform": "`slurm`, `ray`, ...",
-    "id": "the platform's own name or number of the job",
+    "id": "the platform's name or number for the job",
     "state": "`pending`, `running`, `finished`, `failed`, `cancelled`, or `unknown`",
-    "reason": "why, in the platform's own words",
+    "reason": "the reason, in the platform's words",
     "over": "whether the job is over",
     "folder": "its job folder on this machine",
     "submitted_s": "when it was submitted, seconds since 1970",
@@ -103,9 +105,9 @@ END = {
     "event": "`end`",
     "t": "time of the line, seconds since 1970",
     "state": "`finished`, `stopped` or `failed`",
-    "error": "what it failed with, else null",
-    "folder": "its run folder; null where nothing was recorded",
-    "figures": "the run as in `workbench compare --json`; null where nothing was recorded",
+    "error": "its error, otherwise null",
+    "folder": "its run folder; null if nothing was recorded",
+    "figures": "the run as in `workbench compare --json`; null if nothing was recorded",
     "exit_code": "of the command",
 }
 
@@ -113,16 +115,17 @@ END = {
 def error_wire(error: WorkbenchError) -> dict[str, Any]:
     """Return an error as JSON-ready data."""
     seen = error.seen
-    if seen is not None and not isinstance(seen, int):  # a float may be none that JSON has
+    if seen is not None and not isinstance(seen, int):  # a float can be one that JSON does not have
         seen = str(seen)
     return {"code": error.code, "what": error.what, "seen": seen,
             "allowed": error.allowed, "next": error.next_step}  # fmt: skip
 
 
 def say(text: object, stream: TextIO | None = None) -> None:
-    """Print a line at once, on standard output unless told otherwise.
+    """Print a line at once, by default on standard output.
 
-    What a terminal would obey is left out: names, errors and logs may be another's.
+    Terminal control sequences are left out, because names, errors and logs can come from other
+    users.
     """
     stream = stream or sys.stdout
     stream.write("".join(c if c.isprintable() or c in "\n\t" else " " for c in f"{text}\n"))
@@ -130,12 +133,12 @@ def say(text: object, stream: TextIO | None = None) -> None:
 
 
 def print_json(data: Mapping[str, Any]) -> None:
-    """Print an object on a line of its own."""
+    """Print an object as one line of JSON."""
     say(json.dumps(data, default=str, allow_nan=False))
 
 
 def _number(value: float | None) -> float | int | None:
-    """Return a number as JSON has it: null where it was not measured."""
+    """Return a number for JSON: null if it was not measured."""
     if value is None or not math.isfinite(value):
         return None
     return int(value) if isinstance(value, int) or value.is_integer() else float(f"{value:.9g}")
@@ -145,12 +148,12 @@ def _number(value: float | None) -> float | int | None:
 
 
 def is_job(folder: Path) -> bool:
-    """Whether a folder is a job's, as `run.to_job(DIR)` writes it."""
+    """Whether a folder is a job folder, as `run.to_job(DIR)` writes it."""
     return description(folder).get("format") == FORMAT
 
 
 def description(folder: Path) -> dict[str, Any]:
-    """Return a folder's `run.json`; empty where there is none, or none that can be read."""
+    """Return a folder's `run.json`; empty if it is missing or cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         found = json.loads((folder / "run.json").read_text("utf-8"))
         return found if isinstance(found, dict) else {}
@@ -167,13 +170,13 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def run_folder(place: str | Path) -> Path:
-    """Return the run folder that a place on this machine's disks means.
+    """Return the run folder for a place on this machine's disks.
 
     Args:
-        place: A run folder, or a job folder, of which it is the newest run.
+        place: A run folder, or a job folder, which means its newest run.
 
     Raises:
-        PlanError: There is nothing, or a job that has not run yet.
+        PlanError: The place does not exist, or is a job that has not run yet.
     """
     folder = Path(place).expanduser()
     if not folder.is_dir():
@@ -197,7 +200,7 @@ def run_folder(place: str | Path) -> Path:
 
 
 def load_place(place: str | Path) -> tuple[Run, Path]:
-    """Return a run with its folder; what is damaged there is said on standard error."""
+    """Return a run with its folder; damage is reported on standard error."""
     import warnings
 
     from ..execution.registry import load
@@ -212,7 +215,7 @@ def load_place(place: str | Path) -> tuple[Run, Path]:
 
 
 def state_of(run: Run, folder: Path) -> str:
-    """Return a run's state; one that goes on has no end on record, but is alive."""
+    """Return a run's state; a run without a recorded end can still be alive."""
     state = str(description(folder).get("state", run.state))
     if state in OVER:
         return run.state
@@ -227,7 +230,7 @@ def state_of(run: Run, folder: Path) -> str:
 
 
 def figures(run: Run, *, place: str = "", state: str = "") -> dict[str, Any]:
-    """Return a run as JSON-ready data: the keys of `ABOUT` and `METRICS`, and its evaluation's."""
+    """Return a run as JSON-ready data: keys of `ABOUT` and `METRICS`, and evaluation metrics."""
     return figures_of(run, run.summarise(), place=place, state=state)
 
 
@@ -295,7 +298,7 @@ class Condition:
             return self._told(later, None, None, f"{self.metric} of {who} was not measured")
         if not self.absolute:
             if first is not later and first["state"] not in ("finished", "stopped"):
-                words = f"{first['place']}, which it is compared with, is {first['state']}"
+                words = f"the first run, {first['place']}, is {first['state']}"
                 return self._told(later, None, None, words)
             if not base:
                 words = "was not measured" if base is None else "is 0, so there is no ratio"
@@ -314,13 +317,13 @@ class Condition:
 
 @dataclass(frozen=True)
 class Checked:
-    """A condition held against one run.
+    """The result of one condition for one run.
 
     Attributes:
         kind: `ratio` (to the first run) or `value`.
-        value: What was compared; None where there was nothing.
-        held: Whether the condition holds, which is bad; None where it could not be checked.
-        why: Why, in words.
+        value: The compared value; None if there was none.
+        held: Whether the condition holds, so the comparison fails; None if it could not be checked.
+        why: The reason in words.
     """
 
     condition: str
@@ -340,7 +343,7 @@ class Checked:
 
 
 def _called(later: Mapping[str, Any], first: Mapping[str, Any]) -> str:
-    """Return what a run is called beside the first one: its name, or its place."""
+    """Return the name for a run next to the first run: its name, or its place."""
     return str(later["place"] if later["run"] == first["run"] else later["run"])
 
 
@@ -348,7 +351,7 @@ def parse_condition(text: str) -> Condition:
     """Read `samples_per_s < 0.95` or `loss > 0.5 abs`.
 
     Raises:
-        PlanError: It is no condition.
+        PlanError: The text is not a condition.
     """
     found = _CONDITION.fullmatch(text)
     limit = math.nan
@@ -367,10 +370,10 @@ def parse_condition(text: str) -> Condition:
 
 
 def check_all(conditions: Sequence[Condition], runs: Sequence[Mapping[str, Any]]) -> list[Checked]:
-    """Hold all runs but the first against it, under all conditions; a single one against itself."""
+    """Check all conditions on all runs except the first; a single run is compared with itself."""
     first, later = runs[0], runs[1:] or runs[:1]
     found = [one.check(first, run) for one in conditions for run in later]
-    if conditions:  # what has failed is no success, however fast it was
+    if conditions:  # a failed run is not a success, however fast it was
         found += [
             Checked("state is failed", run["run"], run["place"], "value", None, True,
                     run["error"] or "its end was not recorded")
@@ -389,7 +392,7 @@ def status_of(checks: Sequence[Checked]) -> int:
 def ratios_of(
     first: Mapping[str, Any], one: Mapping[str, Any], known: Mapping[str, Any]
 ) -> dict[str, float | int | None]:
-    """Return a run's figures over those of the first; null where there is no ratio."""
+    """Return the ratios of a run's figures to the first run's; null if there is no ratio."""
     found = {}
     for key in known:
         base, value = first.get(key), one.get(key)
@@ -401,7 +404,7 @@ _HEADS = ("samples_per_s", "step_median_s", "wall_s", "compute_share", "sync_wai
 
 
 def against(runs: Sequence[Mapping[str, Any]], known: Mapping[str, Any]) -> str:
-    """Return the figures that matter most over those of the first run, as a table."""
+    """Return a table of the main figures, as ratios to the first run."""
     keys = [*_HEADS, *(key for key in known if key.startswith("eval_"))]
     lines = [[f"ratio to {runs[0]['run']}", *keys]]
     for one in runs[1:]:
@@ -418,7 +421,7 @@ def against(runs: Sequence[Mapping[str, Any]], known: Mapping[str, Any]) -> str:
 
 
 def progress_of(snapshot: Snapshot) -> dict[str, Any]:
-    """Return a run at this moment: the keys of `PROGRESS`."""
+    """Return the current data of a run: the keys of `PROGRESS`."""
     from ..shared.record import PARTS
 
     wait = "sync_wait_s"
@@ -440,12 +443,12 @@ def progress_of(snapshot: Snapshot) -> dict[str, Any]:
 
 
 class Teller:
-    """Says how a run goes: a line where something is new, and its end.
+    """Prints the progress of a run: a line if something is new, and its end.
 
     Args:
-        as_json: A JSON object a line, on standard output; else words.
-        quiet: Say the end alone.
-        aside: Words go to standard error: a script of the user's has standard output.
+        as_json: One JSON object per line on standard output; otherwise words.
+        quiet: Print only the end.
+        aside: Words go to standard error, because the user's script uses standard output.
     """
 
     def __init__(self, *, as_json: bool, quiet: bool = False, aside: bool = False) -> None:
@@ -454,7 +457,7 @@ class Teller:
         self._said: tuple[str, int] | None = None
 
     def tell(self, run: Run) -> None:
-        """Say how far the run is, if that is new."""
+        """Print the progress of the run if it is new."""
         if self._quiet:
             return
         snapshot = run.snapshot()
@@ -469,7 +472,7 @@ class Teller:
             say(progress_line(snapshot), self._stream)
 
     def end(self, run: Run | None, state: str, exit_code: int, error: str | None = None) -> int:
-        """Say how it ended; return the exit status."""
+        """Print how the run ended; return the exit status."""
         if self._as_json:
             print_json({
                 "event": "end",
@@ -493,9 +496,9 @@ def follow_place(words: Sequence[str], wait_s: float | None = 60.0) -> Run:
     """Return the followed run at a place.
 
     Args:
-        words: One word, the name of a submitted job too; or those of a command that prints the
-            run's lines.
-        wait_s: How long to wait for a run that has not begun; None: as long as it takes.
+        words: One word: a place or the name of a submitted job. Or the words of a command that
+            prints the run's lines.
+        wait_s: How long to wait for a run that has not begun; None: without a limit.
     """
     from .followed import follow
 
@@ -519,7 +522,7 @@ def end_of(job: Submitted) -> str:
 
 
 def watch(run: Run, teller: Teller) -> int:
-    """Say how a run goes until it ends; return the exit status."""
+    """Print a run's progress until it ends; return the exit status."""
     teller.tell(run)
     while not run.over.wait(LINE_S):
         teller.tell(run)

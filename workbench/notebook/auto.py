@@ -1,4 +1,4 @@
-"""`%%distributed auto` and `wb.choose`: short runs, a ranking, one to train under."""
+"""`%%distributed auto` and `wb.choose`: short runs, a ranking, the best strategy."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 PROBE_S = 60.0
 MOST_PROBES = 3
 ENOUGH_S, ENOUGH_STEPS = 4.0, 60
-"""A short run ends after so long, with so many steps; sooner where its time is over."""
+"""A short run ends after this time and this number of steps; earlier if its time limit is reached.
+"""
 TELLS_STEPS = LEAST_STEPS + 6
-"""With its warm-up, what others can be predicted from."""
+"""Number of steps, with warm-up, from which other strategies can be predicted."""
 MOST_STEPS = 2000
 _NO_ROOM = frozenset({"OutOfMemoryError", "MemoryError", "ResourceExhaustedError"})
 _OWN = ("memory_per_worker", "allow_stale", "probe_seconds")
@@ -41,10 +42,10 @@ _NOT_BESIDE = ("to_job", "background", "seeds", "profile", "price", "ranks")
 
 
 def chooses(request: RunRequest) -> bool:
-    """Whether a line has short runs choose the strategy.
+    """Whether a line asks for short runs to choose the strategy.
 
     Raises:
-        PlanError: Other strategies are named as well, or its flags are given without it.
+        PlanError: The line also names other strategies, or has flags of auto without auto.
     """
     chosen = AUTO in request.strategies
     mine = [FLAGS[name].long for name in _OWN if getattr(request, name) != UNSAID[name]]
@@ -76,25 +77,25 @@ def choose(
     cluster: Cluster | None = None,
     **settings: Any,
 ) -> ChoicePicture:
-    """Measure one or two strategies, predict the others, return them ranked; train nothing more.
+    """Measure one or two strategies, predict the others, return the ranking; no full training.
 
         found = wb.choose("digits_mlp", workers=2)
         found.winner.candidate.name, found.reason
 
-    At most three short runs are made. They train the cell from its beginning, each on its own.
+    At most three short runs are made. Each of them trains the cell from its beginning, separately.
 
     Args:
         source: Source of a cell, a function, a recipe, or the name of a run or recipe.
-        memory_per_worker: What a worker may hold of weights, gradients and optimizer state: bytes,
-            or text as `"4GiB"`.
-        allow_stale: Whether strategies compete whose weights are not those of one device.
-        most_s: What the short runs may take together, in seconds.
-        cluster: By default the notebook's, or the only one.
+        memory_per_worker: Memory limit of a worker for weights, gradients and optimizer state:
+            bytes, or text as `"4GiB"`.
+        allow_stale: Whether to include strategies whose weights differ from those of one device.
+        most_s: Time limit of all short runs together, in seconds.
+        cluster: By default the notebook's cluster, or the only cluster.
         settings: As `Cluster.run` takes them: `workers`, `options`, `batch_size`, `values`, ...
 
     Raises:
-        PlanError: What is asked for cannot be, or no strategy is left.
-        RunError: The cell fails.
+        PlanError: The settings are not possible, or no strategy remains.
+        RunError: The cell failed.
     """
     where = cluster or cluster_here()
     request = replace(
@@ -110,8 +111,8 @@ class Chooser:
     """Makes the short runs and the choice.
 
     Args:
-        request: As for a run, but for its strategy.
-        most_s: What the short runs may take together.
+        request: The request for a run, without a strategy.
+        most_s: Time limit of all short runs together.
         number, autoreload: As `Cluster.start` takes them.
     """
 
@@ -139,8 +140,8 @@ class Chooser:
         """Measure, predict, rank.
 
         Raises:
-            PlanError: No strategy is left.
-            RunError: The cell fails, or was interrupted.
+            PlanError: No strategy remains.
+            RunError: The cell failed or was interrupted.
         """
         began, race, progress = time.monotonic(), self._race, ProgressLine()
         ends = began + self._most_s
@@ -159,7 +160,7 @@ class Chooser:
         found = race.choose()
         if found.winner is None:
             raise PlanError(
-                "No strategy is left to train with.",
+                "No strategy remains for the training.",
                 seen="; ".join(f"{row.candidate.name}: {row.why}" for row in found.rows)[:600],
                 next_step=_way_out(self._request),
                 code="WB-PLAN-316",
@@ -193,10 +194,10 @@ class Chooser:
         return plan_of(line, self._recipe, framework=self._framework, workers=one.workers)
 
     def _check(self) -> None:
-        """Have those refused that cannot be run as they are asked for.
+        """Refuse the candidates that cannot be run with these settings.
 
         Raises:
-            PlanError: None of them can.
+            PlanError: No candidate can be run.
         """
         errors = {one.name: self._error(one) for one in self._race.entrants}
         found = {name: error for name, error in errors.items() if error is not None}
@@ -212,14 +213,14 @@ class Chooser:
         return None
 
     def _measure(self, one: Candidate, share_s: float, most_s: float) -> int:
-        """Make a short run; return how many were made: none where the strategy refuses.
+        """Make a short run; return the number of runs made: 0 if the strategy refuses.
 
         Args:
             share_s: Its share of the time.
-            most_s: What it may take instead where others are to be predicted from it.
+            most_s: Its time limit if other strategies will be predicted from it.
 
         Raises:
-            RunError: The cell fails under any strategy.
+            RunError: The cell fails under every strategy.
         """
         with attending(True), ending(self._cluster):
             run = self._cluster.start(
@@ -239,7 +240,7 @@ class Chooser:
         return 0
 
     def _watch(self, run: Run, share_s: float, most_s: float) -> None:
-        """Wait for a short run's end, which is asked for once enough is known."""
+        """Wait for a short run's end; stop it when it has enough steps."""
         began, first, asked = time.monotonic(), 0.0, False
         while not run.over.wait(0.05):
             attend()
@@ -259,10 +260,11 @@ def train_chosen(
 ) -> list[Run]:  # fmt: skip
     """Choose, show the ranking, train under the winner (`%%distributed auto`).
 
-    Where the winner refuses the cell, which a prediction cannot know, the next one is taken.
+    A prediction cannot know whether the winner refuses the cell. If it does, the next strategy is
+    used.
 
     Raises:
-        PlanError: What is asked for cannot be, or no strategy is left.
+        PlanError: The settings are not possible, or no strategy remains.
         RunError: The run failed.
     """
     chooser = Chooser(
@@ -270,7 +272,7 @@ def train_chosen(
     )  # fmt: skip
     found = chooser.choose()
     show(found)
-    assert found.winner is not None, "choose raises where none is left"
+    assert found.winner is not None, "choose raises an error if none remains"
     rest = [row for row in found.rows if row.known != "out" and row is not found.winner]
     for row in (found.winner, *rest):
         with contextlib.suppress(_RefusedError):

@@ -44,11 +44,11 @@ class Compared:
     """Runs of one recipe side by side: a figure, a table and a verdict in plain words.
 
     Args:
-        summaries: Of the runs, for what their numbers of workers gained.
-        runs: Those of the summaries, to predict from.
+        summaries: Summaries of the runs, for the speed-up over their numbers of workers.
+        runs: The runs of the summaries, for predictions.
 
     Attributes:
-        comparison: The numbers behind them.
+        comparison: The numbers of the figure and the table.
     """
 
     def __init__(
@@ -62,15 +62,18 @@ class Compared:
 
     @property
     def verdict(self) -> str:
-        """Which plan was fastest and why, and when distributing begins to pay if that is known."""
+        """Which plan was fastest and why.
+
+        If known, also the point from which more workers are faster.
+        """
         return " ".join(filter(None, (self.comparison.verdict, self.comparison.outlook)))
 
     def table(self, sort: str | None = None, descending: bool = True) -> Table:
         """Return the table, which displays itself.
 
         Args:
-            sort: What to sort by: a heading (`"final loss"`) or a column of `to_pandas`
-                (`"samples_per_s"`); rows that lack it stand last.
+            sort: The sort key: a heading (`"final loss"`) or a column of `to_pandas`
+                (`"samples_per_s"`); rows without a value are last.
             descending: Largest first.
 
         Raises:
@@ -111,7 +114,7 @@ class Compared:
         """Return speed-up and efficiency over the numbers of workers, with a figure.
 
         Args:
-            price: Of a worker-hour, in any currency: what an epoch costs is shown too.
+            price: Price of a worker-hour, in any currency; the cost of an epoch is then shown too.
 
         Raises:
             PlanError: All runs have the same number of workers.
@@ -121,10 +124,10 @@ class Compared:
         return scaled(self._summaries, price=price, runs=self._runs)
 
     def to_csv(self, path: str | Path | None = None) -> str:
-        """Return a line per plan: plain numbers, units in the headings, empty where not measured.
+        """Return one line per plan: plain numbers, units in the headings, empty if not measured.
 
         Args:
-            path: Where to write it as well.
+            path: A file to which the text is also written.
         """
         from ..views.comparison.exports import csv_of
 
@@ -141,13 +144,13 @@ class Compared:
         return _written(self.table().html(), path)
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return the figures of `to_csv` as a DataFrame; NaN where not measured."""
+        """Return the figures of `to_csv` as a DataFrame; NaN if not measured."""
         from ..views.comparison.exports import frame_of
 
         return frame_of(self.comparison)
 
     def to_wire(self) -> dict[str, Any]:
-        """Return everything that is shown, curves too, as plain JSON data."""
+        """Return all shown data, including curves, as plain JSON data."""
         return self.comparison.to_wire()
 
     def save(self, path: str | Path) -> Path:
@@ -178,17 +181,17 @@ class Compared:
 
 
 def compare(*runs: Run | str) -> Compared:
-    """Compare runs, also ones that were stopped or failed.
+    """Compare runs, also stopped and failed runs.
 
     Args:
         runs: Runs, or their names in `wb.runs`.
 
-    Shows loss by time, samples and steps, throughput, speed-up and efficiency, where a step's time
-    goes, what is sent and held, staleness, final loss and metrics, and says in a sentence which
-    plan was faster, why, and when distributing would begin to pay.
+    Shows loss by time, samples and steps, throughput, speed-up and efficiency. Also shows the parts
+    of a step's time, sent bytes, memory, staleness, final loss and metrics. One sentence says which
+    plan was faster and why, and when more workers would be faster.
 
     Raises:
-        PlanError: No run was given, something that is none, or a name that no run has.
+        PlanError: No run was given, a value is not a run, or no run has the name.
     """
     if not runs:
         raise PlanError(
@@ -235,9 +238,9 @@ def diagram(
 
     Args:
         strategy: A name or alias, as `%%distributed` takes it.
-        workers: How many, 1 to 64; a strategy with a lower limit takes fewer.
-        framework: `torch` or `tensorflow`, whose strategy of that name is meant.
-        options: The strategy's, as `-o` takes them.
+        workers: Number of workers, 1 to 64; a strategy with a lower limit takes fewer.
+        framework: `torch` or `tensorflow`, the framework of the strategy.
+        options: Options of the strategy, as `-o` takes them.
 
     Returns:
         A picture (SVG, with its content as text); `.data` are nodes, phases and arrows,
@@ -254,7 +257,7 @@ STEPS = 40
 SETTLE = 5
 FRAME_S = 0.2
 MOST_RESIDUAL = 0.01
-"""Share of a run's wall time that may lie outside its steps."""
+"""Largest allowed share of a run's wall time outside its steps."""
 
 RECIPE = """
 import torch
@@ -267,19 +270,19 @@ wb.fit(model, wb.data.synthetic(4096, shape=(64,), classes=10), loss=nn.CrossEnt
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was injected and what was read back, in milliseconds.
+    """The injected and the measured delay, in milliseconds.
 
     Attributes:
         read_ms: Median of the others' sync waits, over workers and steps.
         spread_ms: Half the distance between their quartiles.
         own_ms: Median of the slow worker's own wait, which should be 0.
         named_share: Share of the waits for which the slow worker was named, 0..1.
-        steps: Steps that were read; the first `SETTLE` are not.
-        residual: Share of the wall time that no step accounts for; NaN where unknown.
+        steps: Number of measured steps, without the first `SETTLE`.
+        residual: Share of the wall time outside all steps; NaN if unknown.
         wall_s: Seconds from the first step's start to the last one's end.
-        chart_cpu: Share of a core that making the live dashboard's frames took meanwhile, as a
-            cell would; NaN where none was made.
-        frames: How many frames that were.
+        chart_cpu: Share of a core used for the live dashboard's frames, as below a cell; NaN if no
+            frame was made.
+        frames: The number of these frames.
     """
 
     injected_ms: float
@@ -296,7 +299,7 @@ class Calibration:
 
     @property
     def tolerance_ms(self) -> float:
-        """How far off a reading may be: 5 ms or 10 %."""
+        """Largest allowed error of a reading: 5 ms or 10 %."""
         return max(5.0, 0.1 * self.injected_ms)
 
     @property
@@ -306,25 +309,25 @@ class Calibration:
 
     @property
     def passed(self) -> bool:
-        """Whether the instrument can be believed."""
+        """Whether the measurements can be trusted."""
         right = abs(self.error_ms) <= self.tolerance_ms
         return right and self.own_ms <= self.tolerance_ms and self.named_share >= 0.95
 
     @property
     def did(self) -> tuple[str, ...]:
-        """What was done, in sentences."""
+        """The procedure in sentences."""
         workers = len(self.run.engines)
         return (
             f"Trained a small network under mirrored on {workers} workers and delayed worker 1 by "
             f"{self.injected_ms:.0f} ms in each step, then read the {self.steps} steps after the "
             f"first {SETTLE}.",
             "Read: median and half the distance between the quartiles (±). The error is the median "
-            f"less what was injected: {self.error_ms:+.1f} ms.",
+            "minus the injected delay: {self.error_ms:+.1f} ms.",
         )
 
     @property
     def readings(self) -> tuple[Reading, ...]:
-        """What was measured, with what is allowed."""
+        """The measured values, with their allowed ranges."""
         within, most = self.tolerance_ms, f"at most {self.tolerance_ms:.0f} ms"
         shares = f"{self.residual:.2%} of {duration(self.wall_s)}"
         known = self.residual == self.residual
@@ -342,12 +345,14 @@ class Calibration:
 
     def table(self) -> Table:
         """Return the readings as a table."""
-        verdict = "the measurement can be trusted" if self.passed else "do NOT trust the waits here"
+        verdict = (
+            "the measurement can be trusted" if self.passed else "do NOT trust the measured waits"
+        )
         title = f"Calibration: injected {self.injected_ms:.0f} ms: {verdict}"
         return calibration_table(title, self.readings, self.did)
 
     def to_wire(self) -> dict[str, Any]:
-        """Return JSON-ready data; None for what was not measured."""
+        """Return JSON-ready data; None for values that were not measured."""
         names = (
             "injected_ms", "read_ms", "spread_ms", "error_ms", "tolerance_ms", "own_ms",
             "named_share", "steps", "residual", "wall_s", "chart_cpu", "frames", "passed",
@@ -363,15 +368,15 @@ class Calibration:
 
 
 def calibrate(cluster: Cluster | None = None) -> Calibration:
-    """Slow worker 1 by 50 ms a step under `mirrored` and return what the instrument read.
+    """Slow worker 1 by 50 ms a step under `mirrored` and return the measured delay.
 
-    Meanwhile the live dashboard's frames are made as below a cell, to say what they cost.
+    Meanwhile the live dashboard's frames are made as below a cell, to measure their cost.
 
     Args:
-        cluster: Where to measure; the notebook's cluster by default.
+        cluster: The cluster for the measurement; by default the notebook's cluster.
 
     Raises:
-        RunError: The cluster has fewer than two engines' worth of answers.
+        RunError: Fewer than two engines of the cluster answer.
     """
     if cluster is None:
         from .session import session
@@ -390,10 +395,10 @@ def calibrate(cluster: Cluster | None = None) -> Calibration:
 
 
 def read_back(run: Run, frames: int = 0) -> Calibration:
-    """Read a run in which worker 1 was slowed by `DELAY_S` each step.
+    """Evaluate a run in which worker 1 was slowed by `DELAY_S` in each step.
 
     Args:
-        frames: How many frames were made meanwhile; `run.plot_cpu` says what they cost.
+        frames: Number of frames made during the run; `run.plot_cpu` is their cost.
     """
     history = run.history
     late = history["step"] >= SETTLE
@@ -422,7 +427,7 @@ def read_back(run: Run, frames: int = 0) -> Calibration:
 
 
 def _make_frames(run: Run) -> int:
-    """Make frames until the run is over; note in the run what they cost, and return how many."""
+    """Make frames until the run is over; record their cost in the run, return their number."""
     began, cpu_s, frames, previous = time.perf_counter(), 0.0, 0, None
     while not run.is_over:
         with contextlib.suppress(TimeoutError):

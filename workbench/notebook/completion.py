@@ -1,4 +1,4 @@
-"""What Tab and `dir` offer of a run, a cluster and a history: the names that are for users.
+"""The names that Tab and `dir` offer for a run, a cluster and a history: those for users.
 
 These classes have more methods, which other parts of Workbench call.
 """
@@ -31,7 +31,7 @@ OFFERED: dict[type, tuple[str, ...]] = {
 
 
 def limit_completion() -> None:
-    """Let `dir` list only the names that are for users; the others can still be called."""
+    """Let `dir` list only the names for users; the other names can still be called."""
     for kind, names in OFFERED.items():
         kind.__dir__ = _lister(names)  # type: ignore[method-assign]
 

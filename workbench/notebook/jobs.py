@@ -1,7 +1,7 @@
 """`wb.job`, `wb.submit`, `wb.follow`, `wb.jobs`: from the notebook to a job, and back.
 
-A run, a plan or a cell becomes a folder (`job`), which torchrun starts anywhere. A platform is
-given the folder (`submit`), and the run is shown while it trains there (`follow`).
+A run, a plan or a cell becomes a folder (`job`), which torchrun starts anywhere. `submit` gives the
+folder to a platform, and `follow` shows the run while it trains there.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from .session import session
 
 What = Plan | Run | Recipe | str | Callable[..., Any]
 FOLDERS = "jobs"
-"""Beside the runs: folders of jobs that were submitted without a folder being named."""
+"""Folder next to the runs, for jobs that were submitted without a folder name."""
 ENVELOPE_OF = {"kubernetes": "trainjob", "local": ""}
-"""The envelope that a platform's client takes, where it has another name; empty: it takes none."""
+"""The job file of a platform's client if it has another name; empty: the client takes no file."""
 DRAW_S, STILL_S = 0.5, 2.0
-"""A dashboard is drawn at most, and at least, so often."""
+"""Shortest and longest time between two frames of a dashboard."""
 MOST_RANKS = 16
-"""Whose output is shown below a dashboard; `run.printed(rank)` has that of any."""
+"""The rank whose output is shown below a dashboard; `run.printed(rank)` has that of each rank."""
 OUTPUT_BYTES = 64 << 10
-"""How much of it is kept for the notebook, at most twice this."""
+"""Size of the output that the notebook keeps, at most twice this."""
 _RESOURCES = frozenset(one.name for one in fields(Resources))
 
 
@@ -66,17 +66,16 @@ def job(
     """Write a folder that trains something elsewhere: under torchrun, or on a platform.
 
     Args:
-        what: A run (the same again), a plan, or what `cluster.run` takes: the source of a cell, or
-            a function.
-        folder: Where to write it. An existing job is overwritten; its runs stay.
-        on: Platforms to write a file for as well: `slurm`, `trainjob`, `ray`, `skypilot`, ...
+        what: A run to repeat, a plan, the source of a cell, or a function.
+        folder: The target folder. An existing job is overwritten; its runs stay.
+        on: Platforms for which a file is also written: `slurm`, `trainjob`, `ray`, `skypilot`, ...
         plain: Write a script that does not use Workbench; it is not recorded.
         files: Files that the cell reads; copied next to the script.
-        replace: Whether a train.py that was changed by hand is written over.
-        strategy: Of a source or a function.
+        replace: Whether to overwrite a train.py that was changed by hand.
+        strategy: Strategy for a source or a function.
         args: Arguments of a function.
-        asked: Resources of the platforms (`nodes=2, partition="gpu"`), and what `cluster.run`
-            takes besides (`workers=4, epochs=2`).
+        asked: Resources of the platforms (`nodes=2, partition="gpu"`), and further arguments of
+            `cluster.run` (`workers=4, epochs=2`).
 
     Returns:
         The folder.
@@ -96,7 +95,7 @@ def job(
 
 
 def job_line(folder: Path) -> str:
-    """Return what to say of a job folder that was written: how it starts."""
+    """Return the text about a written job folder: how to start the job."""
     known = read_job(folder)
     processes = int(known.launch["processes"])
     start = f"torchrun --standalone --nproc-per-node {processes} train.py"
@@ -126,27 +125,28 @@ def submit(
     context: str = "",
     **asked: Any,
 ) -> Submitted:
-    """Hand a job to a platform, and show it below this cell once it has begun.
+    """Submit a job to a platform, and show it below this cell after it has begun.
 
     Args:
-        what: What `wb.job` takes, or the folder of a job.
+        what: A value that `wb.job` takes, or the folder of a job.
         on: `slurm`, `ssh`, `ray`, `kubernetes`, `skypilot` or `local`.
         folder: the folder; by default a new one next to the runs. Nodes must see it under Slurm.
-        follow: Whether to wait for its beginning and show it; an interrupt ends the wait alone. A
-            plain job, which nobody records, is not waited for.
-        plot: How it is shown, as `--plot`.
-        venv: Of slurm and ssh: an environment that the nodes have. Under Slurm by default the one
-            that this notebook runs in; empty: one is made for the job from its requirements.
-        address: Of a Ray cluster. By default as RAY_ADDRESS says.
-        context: Of kubectl. By default the current one.
+        follow: Whether to wait for its beginning and show it; an interrupt ends only the wait. A
+            plain job is not recorded, so there is no wait for it.
+        plot: The kind of view, as for `--plot`.
+        venv: For slurm and ssh: an environment that exists on the nodes. Under Slurm the default is
+            the environment of this notebook. Empty: an environment is made for the job from its
+            requirements.
+        address: Address of a Ray cluster; by default RAY_ADDRESS.
+        context: Context of kubectl; by default the current one.
         asked: As `wb.job`: `nodes=2, time_s=600, partition="gpu"`, `strategy=`, `workers=`.
 
     Returns:
         The job: `.state`, `.reason`, `.logs()`, `.cancel()`, `.follow()`; also in `wb.jobs`.
 
     Raises:
-        PlanError: The job or what was asked for makes no sense.
-        ClusterError: The platform's client is not there, or refuses.
+        PlanError: The job or a setting is not valid.
+        ClusterError: The platform's client is missing or refuses the job.
     """
     resources, rest = _parted(asked)
     path = given = _folder_of(what)
@@ -190,24 +190,25 @@ def follow(
     wait_s: float | None = BEGIN_S,
     control: Sequence[str] | None = None,
 ) -> FollowedJob:
-    """Show a run that trains elsewhere, with everything that a run of this notebook has.
+    """Show a run that trains elsewhere, with all methods of a run of this notebook.
 
-    It is read at most a second late, from its beginning, so a notebook that was closed misses
-    nothing. Stop, Pause, one step and faults go back there.
+    Data arrives with a delay of at most a second. It is read from the beginning of the run, so a
+    notebook that was closed misses nothing. Stop, Pause, single steps and faults are sent to the
+    run.
 
     Args:
         place: A job's folder or a run's; `ssh://[user@]host[:port]/folder`; a command whose output
             has the records as marked lines, such as `kubectl logs -f POD`; or a submitted job.
-        plot: How it is shown, as `--plot`.
-        wait_s: How long to wait for a run that has not begun; None: as long as it takes.
-        control: For a command: the one that takes orders back.
+        plot: The kind of view, as for `--plot`.
+        wait_s: How long to wait for a run that has not begun; None: without a limit.
+        control: For a command: the command that takes orders.
 
     Returns:
-        The run, under way or over; also in `wb.runs`.
+        The run, running or ended; also in `wb.runs`.
 
     Raises:
         RunError: There is no run, it did not begin in time, or it cannot be reached.
-        PlanError: The place was not understood.
+        PlanError: The place is not valid.
     """
     if isinstance(place, Submitted):
         return _show_when_begun(place, plot)
@@ -219,9 +220,9 @@ def follow(
 
 
 class Printed:
-    """What the ranks of a followed job print, and why it failed, below its dashboard.
+    """The output of a followed job's ranks and its error, below its dashboard.
 
-    It is data that comes from elsewhere: of long outputs only the end is kept.
+    The data comes from another machine, so only the end of long outputs is kept.
     """
 
     def __init__(self, run: FollowedJob) -> None:
@@ -234,7 +235,7 @@ class Printed:
         self._looked_s = float("-inf")
 
     def update(self, final: bool = False) -> None:
-        """Show what has come since the last second, or all of it."""
+        """Show the output of the last second, or all output."""
         now = time.monotonic()
         if not final and now - self._looked_s < 1.0:
             return
@@ -259,7 +260,7 @@ class Printed:
         missed = size - OUTPUT_BYTES > at
         if missed or self._kept[rank] > OUTPUT_BYTES:
             self._board.message(rank, "clear_output", {"wait": False})
-            self._say(rank, f"... what came before is in {path}\n")
+            self._say(rank, f"... earlier output is in {path}\n")
             self._kept[rank] = 0
         self._at[rank] = size
         self._kept[rank] += len(packed)
@@ -271,7 +272,7 @@ class Printed:
 
 
 class JobView(RunView):
-    """The dashboard of a job that is followed; its figures and what it printed stay below it."""
+    """The dashboard of a followed job; its figures and its output stay below it."""
 
     def __init__(self, run: FollowedJob, plot: str) -> None:
         self._printed, self._followed = Printed(run), run
@@ -281,7 +282,7 @@ class JobView(RunView):
         super().__init__(run, plot)
 
     def _draw(self) -> None:
-        """Draw what is new; rows come some times a second, and a picture is what costs."""
+        """Draw new data. Rows arrive several times a second, and pictures are expensive."""
         run, now = self._followed, time.monotonic()
         seen, since_s = (run.heard, run.state, run.banner), now - self._drawn_s
         if since_s > DRAW_S and (seen != self._drawn or since_s > STILL_S):
@@ -309,7 +310,7 @@ def _show(run: FollowedJob, plot: str) -> None:
 
 
 def _show_when_begun(handed: Submitted, plot: str = "auto") -> FollowedJob:
-    """Say what the platform says of a job until its run begins, then show that."""
+    """Show the platform's state of a job until its run begins, then show the run."""
     said = ""
 
     def gone() -> str:
@@ -340,7 +341,7 @@ def _show_when_begun(handed: Submitted, plot: str = "auto") -> FollowedJob:
 
 
 def _place_of(handed: Submitted, gone: Callable[[], str]) -> Any:
-    """Return where the job's own run is; in a folder that has older runs, once it has begun."""
+    """Return the place of the job's run; if the folder has older runs, after the run has begun."""
     has_older = handed.ticket.extra.get("runs_before", "0") != "0"
     while has_older and str(handed.place) == str(handed.folder) and not gone():
         time.sleep(LOOK_S)
@@ -349,11 +350,11 @@ def _place_of(handed: Submitted, gone: Callable[[], str]) -> Any:
 
 jobs.follower = lambda handed: _show_when_begun(handed)
 ENDED = ("failed", "cancelled", "finished")
-# The package of the same name has been imported by now, and would be what `wb.jobs` is.
+# The package with the same name is imported by now, and `wb.jobs` would be this package.
 vars(sys.modules["workbench"])["jobs"] = jobs
 
 
-# -- what is made of the arguments -----------------------------------------------------------------
+# -- from the arguments -----------------------------------------------------------------
 
 
 def _parted(asked: Mapping[str, Any]) -> tuple[Resources, dict[str, Any]]:
@@ -398,7 +399,7 @@ def _planned(
 
 
 def _names() -> Mapping[str, object] | None:
-    """Return what the notebook has, for errors about names; None outside of one."""
+    """Return the notebook's namespace, for errors about names; None outside a notebook."""
     if "IPython" not in sys.modules:
         return None
     shell = sys.modules["IPython"].get_ipython()
@@ -424,7 +425,7 @@ def _facts(known: JobFolder) -> JobFacts:
 
 
 def _folder_of(what: object) -> Path | None:
-    """Return the job folder that was named; None: something else was given."""
+    """Return the named job folder; None if the argument is not a folder."""
     if isinstance(what, os.PathLike):
         return Path(what)
     if isinstance(what, str) and "\n" not in what and what not in registry.runs:

@@ -1,4 +1,4 @@
-"""`wb.recipe` and `wb.recipes`: the trainings that have a name."""
+"""`wb.recipe` and `wb.recipes`: trainings with a name."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Recipes(Mapping[str, Recipe]):
-    """Recipes by name: those that come with the package, the notebook's cells, its functions.
+    """Recipes by name: those of the package, the notebook's cells, its functions.
 
-    A name is looked up among functions first, then among runs, then among the built-in recipes;
-    the first that is written for the framework asked for is taken.
+    A name is looked up among functions first, then among runs, then among the built-in recipes; the
+    first recipe for the requested framework is used.
     """
 
     def __init__(self) -> None:
         self._functions: dict[str, tuple[Recipe, str]] = {}  # and who registered it
         self.cells_of: Callable[[], Mapping[str, Recipe]] = dict
-        """Tells the cells that the notebook has trained, by the run's name."""
+        """Returns the cells that the notebook has trained, by the run's name."""
 
     def register(self, function: Callable[..., Any], name: str = "", summary: str = "") -> Recipe:
-        """Keep a function as a recipe; the same function, defined again, takes its place.
+        """Keep a function as a recipe; if the function is defined again, it replaces the old one.
 
         Raises:
-            PlanError: It cannot be one, or another function has the name.
+            PlanError: The function cannot be a recipe, or another function has the name.
         """
         made = recipe_of(function, name, summary)
         owner = f"{function.__module__}.{function.__qualname__}"
@@ -50,24 +50,25 @@ class Recipes(Mapping[str, Recipe]):
         return made
 
     def forget(self, name: str) -> None:
-        """Let go of a function's name.
+        """Remove a function's name.
 
         Raises:
-            PlanError: No function is registered under it.
+            PlanError: No function is registered under this name.
         """
         if name not in self._functions:
             raise MissingRecipeError(name, list(self._functions))
         del self._functions[name]
 
     def find(self, name: str, framework: str = "") -> Recipe:
-        """Return the recipe of that name.
+        """Return the recipe with this name.
 
         Args:
-            name: Of a function, of a run (whose cell it then is), or of a built-in recipe.
-            framework: The framework asked for; by default the notebook's.
+            name: Name of a function, of a run (its cell is the recipe), or of a built-in recipe.
+            framework: The requested framework; by default the notebook's.
 
         Raises:
-            PlanError: There is none; lists them and suggests the nearest.
+            PlanError: There is no such recipe; the error lists all recipes and suggests the nearest
+                name.
         """
         found = [one for key, (one, _) in self._functions.items() if key == name]
         found += self._of_runs(name)
@@ -84,7 +85,7 @@ class Recipes(Mapping[str, Recipe]):
         return {name: one for name, one in found.items() if one.framework in ("", framework)}
 
     def names(self) -> list[str]:
-        """Return every name that `--recipe` takes, older runs' (`base@1`) among them."""
+        """Return every name that `--recipe` takes, including older runs (`base@1`)."""
         return list(dict.fromkeys([*self, *registry.runs]))
 
     def __getitem__(self, name: str) -> Recipe:
@@ -100,11 +101,11 @@ class Recipes(Mapping[str, Recipe]):
         return name in set(self)
 
     def _cells(self) -> dict[str, Recipe]:
-        """Return the cells of the notebook's runs; not what has a name of its own."""
+        """Return the cells of the notebook's runs, without recipes that have a name."""
         return {name: one for name, one in list(self.cells_of().items()) if not one.name}
 
     def _of_runs(self, name: str) -> list[Recipe]:
-        """Return what a run trained, or the session's last cell under that name."""
+        """Return the recipe of a run, or the session's last cell with this name."""
         if name in registry.runs:
             plan = registry.runs[name].plan
             return [_shown(replace(plan.recipe, framework=plan.framework), name)]
@@ -112,7 +113,7 @@ class Recipes(Mapping[str, Recipe]):
         return [] if cell is None else [_shown(cell, name)]
 
     def table(self) -> Table:
-        """Return a row per recipe: its name, frameworks, origin, parameters, what it is."""
+        """Return one row per recipe: name, frameworks, origin, parameters, summary."""
         rows = [
             [name, _frameworks(one), one.origin, _parameters(one), one.summary]
             for name, one in self.items()
@@ -136,7 +137,7 @@ class Recipes(Mapping[str, Recipe]):
 
 
 class MissingRecipeError(KeyError, PlanError):
-    """There is no recipe of that name."""
+    """There is no recipe with this name."""
 
     def __init__(self, name: str, names: list[str]) -> None:
         error = unknown("recipe", name, names, "the name of a run, of a function or of a recipe")
@@ -161,18 +162,18 @@ def recipe(*, name: str = "", summary: str = "") -> Callable[[Function], Functio
 
 
 def recipe(function: Any = None, *, name: str = "", summary: str = "") -> Any:
-    """Register a function of the notebook as a recipe: `@wb.recipe` on top of its `def`.
+    """Register a function of the notebook as a recipe: write `@wb.recipe` above its `def`.
 
-    Its source is what the engines run, followed by a call; its arguments, which all need a
-    default, are the recipe's parameters. Defined again, it takes its own place.
+    The engines run its source, followed by a call. Its arguments are the recipe's parameters, so
+    every argument needs a default. If the function is defined again, it replaces the old one.
 
     Args:
-        function: What trains; every argument needs a default.
-        name: What `--recipe` calls it; by default the function's name.
+        function: The training function; every argument needs a default.
+        name: The name for `--recipe`; by default the function's name.
         summary: One line for lists; by default the first line of its docstring.
 
     Returns:
-        The function as it is, so that it can still be called.
+        The unchanged function, which can still be called.
 
     Raises:
         PlanError: It is not a function, its source cannot be read, it uses names of an enclosing

@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("workbench.session")
 INTERRUPTED = frozenset({"WB-RUN-069", "WB-RUN-088"})
-"""Codes of the errors of a run that its user has interrupted."""
+"""Error codes of a run that its user has interrupted."""
 FRAME_S = 0.2
 FIRST_S = 0.6
-"""A cell that is over by then shows its output once, whole: what tests of notebooks compare."""
+"""A cell that ends within this time shows its complete output once; tests of notebooks compare it.
+"""
 
 
 class _Pump:
-    """Calls `draw` from a thread of its own until told to end; knows what drawing costs."""
+    """Calls `draw` on a separate thread until it is closed; measures the cost of drawing."""
 
     def __init__(self, draw: Callable[[], None]) -> None:
         self._draw = draw
@@ -61,31 +62,31 @@ class _Pump:
         return self._cpu_s / max(1e-9, time.perf_counter() - self._began)
 
     def end(self) -> None:
-        """End the thread after the frame under way."""
+        """End the thread after the current frame."""
         self._end.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
 
 
 def check_view(plot: str) -> None:
-    """Raise PlanError when runs cannot be shown this way here."""
+    """Raise PlanError if runs cannot be shown in this way here."""
     make_view(plot, lambda name, fields: None, "")
 
 
 def tell(task: Task | None, error: RunError | None) -> None:
     """Report in the output that a cell in the background has failed.
 
-    Where a rank's own traceback says why, that is enough.
+    Nothing is reported if a rank's traceback already shows the error.
     """
     if task is not None and error is not None and not task.explained:
         task.board.say_with_it(str(error))
 
 
 def _show_outputs(outputs: Blocks, task: Task, *, final: bool) -> None:
-    """Show what a cell has put out; where that fails its end is plain text."""
+    """Show the output of a cell; if that fails, its end is shown as plain text."""
     try:
         outputs.update(task.board, final=final)
-    except Exception as error:  # the cell goes on, and ends as if nobody looked
+    except Exception as error:  # the cell continues, and ends as without a view
         log.exception("Outputs could not be drawn")
         if final:
             with contextlib.suppress(Exception):
@@ -94,7 +95,7 @@ def _show_outputs(outputs: Blocks, task: Task, *, final: bool) -> None:
 
 
 def _draw_late(task: Task, outputs: Blocks) -> None:
-    """Go on showing what comes after the cell's end: a thread of the user's may still print."""
+    """Continue to show output after the cell's end; a thread of the user can still print."""
     waiting = threading.Event()
 
     def draw() -> None:
@@ -112,10 +113,10 @@ def _draw_late(task: Task, outputs: Blocks) -> None:
 
 
 class RunView:
-    """A run's live dashboard below its cell; one that fails costs a note, not the run.
+    """A run's live dashboard below its cell; an error in it adds a note and does not end the run.
 
     Args:
-        brief: Whether only a line stays of it at the end.
+        brief: Whether only one line remains at the end.
     """
 
     def __init__(self, run: Run, plot: str, *, brief: bool = False) -> None:
@@ -137,7 +138,7 @@ class RunView:
             actions[name]()
 
     def _scale(self, workers: Any) -> None:
-        """Change the run's number of workers, in the background: engines may have to start."""
+        """Change the run's number of workers in the background; new engines can be needed."""
 
         def scale() -> None:
             try:
@@ -148,7 +149,7 @@ class RunView:
         threading.Thread(target=scale, name="workbench-scale", daemon=True).start()
 
     def _shown(self, what: str) -> bool:
-        """Have the view `begin`, `update` or `end`; without it from its first failure on."""
+        """Let the view `begin`, `update` or `end`; after its first error the view is not used."""
         try:
             getattr(self._view, what)(self.run.snapshot())
         except Exception as error:
@@ -174,13 +175,13 @@ class RunView:
             if not self._shown("end"):
                 with contextlib.suppress(Exception):
                     sys.stdout.write(text.report(self.run.snapshot()) + "\n")
-        finally:  # also where an interrupt strikes the picture
+        finally:  # also if an interrupt arrives during drawing
             if self.run.task is not None:
                 _show_outputs(self._outputs, self.run.task, final=True)
                 _draw_late(self.run.task, self._outputs)
 
     def wait(self) -> Run:
-        """Block until the run is over; an interrupt stops the run and marks the cell as an error.
+        """Wait until the run is over; an interrupt stops the run and marks the cell as an error.
 
         Raises:
             RunError: The run failed or was interrupted.
@@ -197,7 +198,7 @@ class RunView:
                 code="WB-RUN-088",
             ) from None
         except RunError as error:
-            here = copy.copy(error)  # the run keeps one that is told whole, where it is asked for
+            here = copy.copy(error)  # the run keeps the complete error for later readers
             here.shown = self.run.task is not None and self.run.task.explained
             raise here from None
         finally:
@@ -228,7 +229,7 @@ class CellView:
             _show_outputs(self._outputs, self.task, final=final)
 
     def wait(self) -> Task:
-        """Block until the cell is over on all its engines.
+        """Wait until the cell is over on all its engines.
 
         Raises:
             RunError: A rank failed, or the cell was interrupted.
@@ -248,7 +249,7 @@ class CellView:
         return self.task
 
     def _loop(self) -> None:
-        # A short cell must not pay for the rate limit: wait for its end, draw only in between.
+        # The rate limit must not delay a short cell: wait for its end, and draw only meanwhile.
         attend()
         if self.task.over.wait(FIRST_S):
             return
@@ -258,7 +259,7 @@ class CellView:
             attend(self._draw)
 
     def follow(self) -> None:
-        """Return at once; outputs keep appearing below the cell."""
+        """Return at once; outputs still appear below the cell."""
         keep_awake(self.task.over.wait)
         threading.Thread(target=self._follow, name="workbench-follow", daemon=True).start()
 
@@ -276,7 +277,7 @@ class CellView:
 
 
 def show_attached(cluster: ClusterAccess) -> Run | None:
-    """Show the work of a cluster that was taken over; return its run, if it is one."""
+    """Show the work of a cluster that was taken over; return its run, if there is one."""
     busy = cluster.busy
     if isinstance(busy, Run):
         RunView(busy, "auto").follow()
@@ -287,7 +288,7 @@ def show_attached(cluster: ClusterAccess) -> Run | None:
 
 
 def kept_words(keeping: Keeping) -> str:
-    """Say how a kept cluster is found again, and when it ends."""
+    """Print how to find a kept cluster again, and when it ends."""
     name, idle_s = keeping.id, keeping.idle_timeout_s
     end = f"when idle for {idle_words(idle_s)}" if math.isfinite(idle_s) else "never by itself"
     return (

@@ -1,7 +1,7 @@
 """Runs with several numbers of workers: their speed-up, efficiency, scaling law and price.
 
-`wb.sweep(...)`, a line with `-n 1,2,4` and `wb.compare(...).scaling()` end in a `Scaled`. It
-also has the prediction that follows from each plan's run with the fewest workers.
+`wb.sweep(...)`, a line with `-n 1,2,4` and `wb.compare(...).scaling()` end in a `Scaled`. It also
+has a prediction from each plan's run with the fewest workers.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("workbench.notebook")
 Beside = bool | str | Sequence[str]
-"""Which published curves: all, none, or by their keys."""
+"""Selection of published curves: all, none, or by their keys."""
 MOST_SEEDS = 3
-"""So many runs of a plan are predicted from: more take longer, and tell little more."""
+"""Number of runs of a plan that predictions use; more runs take longer and add little."""
 
 
 class ScalingPicture:
@@ -41,7 +41,7 @@ class ScalingPicture:
 
     Attributes:
         scaling: The numbers behind it.
-        published: The published curves beside it.
+        published: The published curves next to it.
     """
 
     def __init__(self, scaling: Scaling, published: Sequence[Published] = ()) -> None:
@@ -73,11 +73,11 @@ class ScalingPicture:
 
 
 class Scaled:
-    """Runs with several numbers of workers: a figure, a table, and whether to distribute.
+    """Runs with several numbers of workers: a figure, a table, and advice on more workers.
 
     Args:
-        measured: The numbers behind them.
-        runs: The runs by name, to predict from; without them nothing is predicted.
+        measured: The measured numbers.
+        runs: The runs by name, for predictions; without them nothing is predicted.
     """
 
     def __init__(self, measured: Scaling, runs: Mapping[str, RunData] | None = None) -> None:
@@ -85,26 +85,26 @@ class Scaled:
 
     @functools.cached_property
     def scaling(self) -> Scaling:
-        """The numbers behind them, with what is predicted; computed when first asked for."""
+        """The measured and predicted numbers; computed at the first use."""
         return with_predictions(self._measured, self._runs) if self._runs else self._measured
 
     @property
     def verdict(self) -> str:
-        """What the best number of workers gains, or that you should not distribute, and why."""
+        """The gain of the best number of workers, or the advice to use one worker, and why."""
         return self._measured.verdict
 
     @property
     def distribute(self) -> bool | None:
-        """Whether more workers are faster beyond doubt; None where that is not known."""
+        """Whether more workers are clearly faster; None if unknown."""
         return self._measured.distribute
 
     def figure(self, published: Beside = False, predicted: bool = True) -> ScalingPicture:
-        """Return the picture: speed-up, efficiency, a step's time, and costs where priced.
+        """Return the picture: speed-up, efficiency, a step's time, and costs if a price is given.
 
         Args:
             published: Draw published curves next to your own: True for all, or their keys
                 (`wb.published()` lists them).
-            predicted: Draw, dashed, what each plan's run with the fewest workers let expect.
+            predicted: Draw dashed curves, predicted from each plan's run with the fewest workers.
 
         Raises:
             PlanError: The curve does not exist.
@@ -117,13 +117,13 @@ class Scaled:
         return self.scaling if predicted else self._measured
 
     def table(self) -> Table:
-        """Return the table, which displays itself: a row per plan and number of workers."""
+        """Return the table, which displays itself: one row per plan and number of workers."""
         from ..views.scaling.table import scaling_table
 
         return scaling_table(self.scaling)
 
     def to_csv(self, path: str | Path | None = None) -> str:
-        """Return a line per plan and number of workers: plain numbers, empty where not measured.
+        """Return one line per plan and number of workers: plain numbers, empty if not measured.
 
         Args:
             path: Where to write it as well.
@@ -149,7 +149,7 @@ class Scaled:
         return frame_of(self.scaling)
 
     def to_wire(self) -> dict[str, Any]:
-        """Return everything that is shown as plain JSON data."""
+        """Return all shown data as plain JSON data."""
         return self.scaling.to_wire()
 
     def save(self, path: str | Path, published: Beside = False, predicted: bool = True) -> Path:
@@ -182,13 +182,13 @@ class Scaled:
 def scaled(
     summaries: Sequence[RunSummary], *, price: float | None = None, runs: Iterable[RunData] = ()
 ) -> Scaled:
-    """Return the gain of runs with several numbers of workers.
+    """Return the speed-up of runs with several numbers of workers.
 
     Args:
-        runs: Those of the summaries, in their order, to predict from.
+        runs: The runs of the summaries in the same order, for predictions.
 
     Raises:
-        PlanError: They have one number of workers, or the price is not a number above 0.
+        PlanError: All runs have the same number of workers, or the price is not a number above 0.
     """
     asked = None if price is None else price_of(price)
     found = scaling_of(summaries, price=asked)
@@ -202,11 +202,13 @@ def scaled(
 
 
 def with_predictions(scaling: Scaling, runs: Mapping[str, RunData]) -> Scaling:
-    """Return the same with what each curve's run with the fewest workers, 2 or more, let expect.
+    """Return the scaling with predictions from each curve's run with the fewest workers (2 or
+    more).
 
-    It is predicted for all numbers of workers that stand on the axis, and for twice and four times
-    the most. Runs with one worker help to tell how own work changes with a worker's samples; those
-    with more than the fewest are what the prediction is held against, so it knows nothing of them.
+    The prediction covers all numbers of workers on the axis, and twice and four times the largest.
+    Runs with one worker help to estimate how computation time depends on a worker's samples. Runs
+    with more than the fewest workers are compared with the prediction, so the prediction does not
+    use them.
     """
     counts = (*scaling.workers, *scaling.beyond)
     curves = [replace(one, predicted=_predicted(one, counts, runs)) for one in scaling.curves]
@@ -230,7 +232,9 @@ def _predicted(curve: Curve, counts: Iterable[int], runs: Mapping[str, RunData])
         made = predict(probes, wanted, scaling=curve.mode)
     except WorkbenchError as error:
         return Predicted(base.name, point.workers, why_not=error.what)
-    except Exception as error:  # a picture of what was measured must not fail for it
+    except (
+        Exception
+    ) as error:  # the picture of measured values must not fail because of a prediction
         log.exception("Scaling of %r could not be predicted", curve.name)
         return Predicted(base.name, point.workers, why_not=f"It failed ({type(error).__name__}).")
     rate = curve.base.samples_per_s.mean
@@ -243,21 +247,21 @@ def _predicted(curve: Curve, counts: Iterable[int], runs: Mapping[str, RunData])
 
 
 def _fits(curve: Curve, point: Point, count: int) -> bool:
-    """Whether so many workers have a sample each, where the batch stays."""
+    """Whether each of so many workers gets a sample of the unchanged batch."""
     return curve.mode == "weak" or not point.row.shares_batch or not count > point.batch
 
 
 def _runs_of(point: Point, runs: Mapping[str, RunData]) -> list[RunData]:
-    """Return a point's runs, as many as are of use."""
+    """Return a point's runs, up to the useful number."""
     return [runs[name] for name in point.row.names if name in runs][:MOST_SEEDS]
 
 
 def _helpful(curve: Curve, point: Point, runs: Mapping[str, RunData]) -> list[RunData]:
-    """Return what is predicted from: a point's runs, and those with one worker that tell more.
+    """Return the runs for a prediction: a point's runs, and useful runs with one worker.
 
     Raises:
         PlanError: The strategy cannot be predicted.
-        RunError: The first run does not tell enough.
+        RunError: The first run has too little data.
     """
     from ..prediction.probe import Probe
 
@@ -268,16 +272,16 @@ def _helpful(curve: Curve, point: Point, runs: Mapping[str, RunData]) -> list[Ru
     for run in (*found[1:], *(run for one in ones[:1] for run in _runs_of(one, runs))):
         try:
             other = Probe.of(run)
-        except WorkbenchError:  # it would have helped; it is not needed
+        except WorkbenchError:  # this run is useful but not necessary
             continue
-        # Who is slowed, and who holds a stage, tells nothing of what samples cost the others.
+        # A slowed worker, or a worker with a stage, does not show what samples cost other workers.
         if other.workers > 1 or not (first.slow or other.slow or first.setting.piped):
             kept.append(run)
     return kept
 
 
 def shows_scaling(runs: Sequence[RunSummary]) -> bool:
-    """Whether runs are better shown over their numbers of workers than side by side."""
+    """Whether to show runs over their numbers of workers, not side by side."""
     return worth_showing(runs)
 
 

@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Session:
-    """What one notebook has: at most one cluster, prepared ahead, and the last recipe."""
+    """The state of one notebook: at most one cluster, prepared in advance, and the last recipe."""
 
     cluster: Cluster | None = None
     recipe: Recipe | None = None
     recipes: dict[str, Recipe] = field(default_factory=dict)
     prepared: Engines | None = None
-    lost: str = ""  # why the cluster is no longer there, when nobody stopped it
+    lost: str = ""  # why the cluster ended, if the user did not stop it
     _starting: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     # -- the cluster -------------------------------------------------------------------------------
@@ -66,12 +66,12 @@ class Session:
     def start(self, count: int | None, **settings: Any) -> Cluster:
         """Start the notebook's cluster, or add engines to it until it has `count`.
 
-        None means as many as the hosts that were named have room for, or 2. Where another
-        thread (the panel's) is starting it, that is waited for.
+        None means as many engines as the named hosts have room for, or 2. If another thread (the
+        panel's) is starting the cluster, this call waits for it.
 
         Raises:
-            PlanError: The settings make no sense, or a cluster with others is running.
-            ClusterError: The engines did not come up.
+            PlanError: The settings are not valid, or a cluster with other settings is running.
+            ClusterError: The engines did not start.
         """
         with self._starting:
             return self._start(count, settings)
@@ -98,10 +98,11 @@ class Session:
         return self._have(self.cluster)
 
     def attach(self, cluster: str, *, take: bool = False) -> Cluster:
-        """Take over a kept cluster (see `attach.attach`); the notebook may have no other one.
+        """Take over a kept cluster (see `attach.attach`); the notebook must not have another
+        cluster.
 
         Raises:
-            ClusterError: It cannot be taken over, or the notebook has a cluster.
+            ClusterError: The cluster cannot be taken over, or the notebook already has a cluster.
         """
         with self._starting:
             return self._attach(cluster, take)
@@ -158,12 +159,12 @@ class Session:
             cluster.add(missing)
 
     def reset(self) -> None:
-        """Forget the cells that were trained; the cluster stays."""
+        """Forget the trained cells; the cluster stays."""
         self.recipe = None
         self.recipes.clear()
 
     def stop(self) -> None:
-        """Stop the cluster and whatever was prepared."""
+        """Stop the cluster and all prepared processes."""
         cluster, self.cluster = self.cluster, None
         prepared, self.prepared = self.prepared, None
         if cluster is not None:
@@ -175,10 +176,10 @@ class Session:
         """Return the cluster.
 
         Raises:
-            ClusterError: None was started; offers the command.
+            ClusterError: No cluster was started; the error names the command.
         """
         if self.cluster is None:
-            gone = f"The notebook's cluster is gone: {self.lost}." if self.lost else ""
+            gone = f"The notebook's cluster has ended: {self.lost}." if self.lost else ""
             raise ClusterError(
                 gone or "No cluster is running in this notebook.",
                 next_step="run %cluster start 2 first",
@@ -189,7 +190,7 @@ class Session:
     # -- cells -------------------------------------------------------------------------------------
 
     def run_cell(self, line: RunRequest, recipe: Recipe, *, number: int, autoreload: str) -> Task:
-        """Run a cell on the engines, show its output as it comes; return when it is over.
+        """Run a cell on the engines and show its output live; return when it is over.
 
         Raises:
             RunError: A rank failed, or the cell was interrupted.
@@ -228,10 +229,10 @@ class Session:
     def plans(self, line: RunRequest, recipe: Recipe) -> list[Plan]:
         """Return the plans of a line, all validated at once: see `plan.plans_of`.
 
-        What can be known of devices and limits is checked for all of them too.
+        Devices and limits are also checked for all plans, as far as they are known.
 
         Raises:
-            PlanError: One of them cannot be run.
+            PlanError: A plan cannot be run.
         """
         cluster = self.need_cluster()
         if line.ranks is not None:
@@ -262,9 +263,9 @@ class Session:
         """Train a recipe under the line's strategies, one after the other, with a live view each.
 
         Raises:
-            RunError: A rank failed, the run was interrupted, or nothing was trained. Where there
-                are several strategies, one that refuses does not end the rest; where the line gives
-                several values, no run that fails does.
+            RunError: A rank failed, the run was interrupted, or nothing was trained. If there are
+                several strategies and one refuses, the others still run. If the line gives several
+                values, the others still run after any failed run.
         """
         cluster = self.need_cluster()
         plans = self.plans(line, recipe)
@@ -298,10 +299,10 @@ class Session:
         return cluster.queue().train(plans, conduct, partial(_passes, line))
 
     def recipe_named(self, name: str | None, framework: str | None = None) -> Recipe:
-        """Return the recipe of that name (see `Recipes.find`); without one, the last cell's.
+        """Return the recipe with this name (see `Recipes.find`); without one, the last cell's.
 
         Raises:
-            PlanError: There is none.
+            PlanError: There is no such recipe.
         """
         if name:
             return recipes.find(name, framework or "")
@@ -342,12 +343,12 @@ _WHERE = frozenset(LaunchArguments.__annotations__)
 
 
 def _where(settings: dict[str, Any]) -> LaunchArguments:
-    """Return those settings that say where engines are started."""
+    """Return the settings for the place of engines."""
     return cast("LaunchArguments", {name: settings[name] for name in _WHERE & set(settings)})
 
 
 def _fits(prepared: Engines, launch: LaunchSettings, settings: dict[str, Any]) -> bool:
-    """Whether a cluster with these settings can be made of what was prepared."""
+    """Whether a cluster with these settings can use the prepared processes."""
     framework = settings.get("framework") or default_framework()
     return launch == prepared.launch and (
         framework == prepared.framework or prepared.can_fork(framework)
@@ -364,7 +365,8 @@ def queue(plans: Plan | Iterable[Plan] = (), *, keep_going: bool | None = None) 
 
     Args:
         plans: Plans to add, such as `wb.runs["base"].plan`.
-        keep_going: Whether the next plan begins after one has failed; None leaves it as it is.
+        keep_going: Whether the next plan begins after a plan has failed; None leaves this setting
+            unchanged.
 
     Raises:
         ClusterError: The notebook has no cluster.
@@ -388,30 +390,30 @@ def resume(
     cluster: Cluster | None = None,
     **overrides: Any,
 ) -> Run:
-    """Run the cell (or function) again that a checkpoint belongs to, from where it stood.
+    """Run the cell (or function) of a checkpoint again, from the checkpoint's step.
 
-    Its code is stored with the checkpoints and runs on the engines: resume only from folders whose
-    content you would run yourself. Injected faults do not come back.
+    Its code is stored with the checkpoints and runs on the engines. So resume only from folders
+    that you trust. Injected faults are not restored.
 
     Args:
         path: The folder that `--checkpoint DIR` named (its last checkpoint), or a `DIR/step-N`.
-        workers: Replicas; by default as many as then.
+        workers: Number of replicas; by default as in the run.
         strategy: Another strategy of the same framework.
-        options: Options of the strategy; they win over the run's.
-        checkpoint: Where further checkpoints go; by default into the same folder.
-        checkpoint_every: Steps between them; by default as before.
+        options: Options of the strategy; they override the run's options.
+        checkpoint: Folder for further checkpoints; by default the same folder.
+        checkpoint_every: Steps between checkpoints; by default as before.
         on_failure: As `--on-failure`; by default as before.
         name: Name of the run in `wb.runs`; by default as before.
-        args: Arguments of a function that was given some.
+        args: Arguments of a function that had arguments.
         cluster: By default the notebook's, or the only one.
         overrides: `epochs`, `steps`: how far to train; `seed` and `batch_size` must stay.
 
     Returns:
-        The run, under way; its steps count on from the checkpoint's.
+        The running run; its step numbers continue from the checkpoint's.
 
     Raises:
         RunError: There is no checkpoint, or it cannot be read.
-        PlanError: What was asked for cannot be run.
+        PlanError: The requested run is not possible.
     """
     one = checkpoints.at(path)
     about = checkpoints.described(Path(one.path).parent)
@@ -447,7 +449,7 @@ def cluster_here() -> Cluster:
     """Return the notebook's cluster, or the only one of this process.
 
     Raises:
-        ClusterError: There is none, or which one is not clear.
+        ClusterError: There is no cluster, or there are several.
     """
     from .session import session
 

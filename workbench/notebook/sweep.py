@@ -1,4 +1,4 @@
-"""`wb.sweep`: one training with several numbers of workers, batches, options; what came of it."""
+"""`wb.sweep`: one training with several numbers of workers, batches or options, and the results."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def sweep(
         wb.sweep("digits_mlp", ["one_device", "mirrored"], workers=[1, 2, 4], seeds=3)
         wb.sweep(source, "mirrored", options={"bucket_mb": [5, 25]}, values={"lr": [0.1, 0.01]})
 
-    Every plan is checked before an engine is touched. A run that fails does not end the rest; it is
-    shown as missing.
+    Every plan is checked before an engine is touched. If a run fails, the others still run; the
+    failed run is shown as missing.
 
     Args:
         source: Source of a cell, a function, a recipe, or the name of a run or recipe.
-        strategies: One or several; `one_device` is run once and is what others are held against.
-        seeds: How many, from 0, or which.
-        price: Of a worker-hour, in any currency.
-        cluster: By default the notebook's, or the only one.
-        settings: As `Cluster.run` takes them, with lists where several are wanted: `workers`,
-            `batch_size`, `batch_per_worker`, `options`, `values`, `epochs`, `steps`, ...
+        strategies: One or several strategies; `one_device` is run once and is the baseline.
+        seeds: The number of seeds, counted from 0, or a list of seeds.
+        price: Price of a worker-hour, in any currency.
+        cluster: By default the notebook's cluster, or the only cluster.
+        settings: Settings of `Cluster.run`; a list gives several values: `workers`, `batch_size`,
+            `batch_per_worker`, `options`, `values`, `epochs`, `steps`, ...
 
     Returns:
-        Speed-up over workers, where there are several numbers of them; else a comparison.
+        The speed-up over workers, if there are several numbers of workers; otherwise a comparison.
 
     Raises:
         PlanError: A plan cannot be run.
@@ -87,10 +87,10 @@ def sweep(
 
 
 def recipe_of(source: str | Callable[..., Any] | Recipe, framework: str | None) -> Recipe:
-    """Return what is trained: a recipe, the source of a cell, a function, or a name of one.
+    """Return the training: a recipe, the source of a cell, a function, or the recipe of a name.
 
     Raises:
-        PlanError: There is no run or recipe of that name.
+        PlanError: There is no run or recipe with this name.
     """
     if isinstance(source, str) and "\n" not in source.strip() and "(" not in source:
         return (
@@ -100,14 +100,14 @@ def recipe_of(source: str | Callable[..., Any] | Recipe, framework: str | None) 
 
 
 class _Progress:
-    """Says below the cell which run of how many is active."""
+    """Shows below the cell the active run and the number of runs."""
 
     def __init__(self) -> None:
         self.line = ProgressLine()
         self._said = ""
 
     def __call__(self, queue: Queue) -> None:
-        """Look at the queue, which has changed."""
+        """Update the line after a change of the queue."""
         current, items = queue.current, queue.items
         if current is None:
             return
@@ -120,8 +120,8 @@ class _Progress:
 def concluded(runs: Sequence[Run], *, price: float | None = None) -> Scaled | Compared:
     """Return the results of several runs of one recipe.
 
-    Speed-up over workers, where a plan has several numbers of them, or their price is asked for;
-    else the runs side by side.
+    The result is the speed-up over workers if a plan has several numbers of workers or a price is
+    given. Otherwise it is the runs side by side.
     """
     summaries = [run.summarise() for run in runs]
     counts = {one.workers for one in summaries}

@@ -1,6 +1,6 @@
 """`%push` and `%pull`: variables between the notebook and the engines.
 
-`wb.to_a_cell` puts text into the notebook: a new cell below the one that is running.
+`wb.to_a_cell` puts text into the notebook: a new cell below the running cell.
 """
 
 from __future__ import annotations
@@ -69,7 +69,12 @@ def _split(line: str, known: tuple[str, ...], usage: str) -> tuple[list[str], di
         if word in known and words:
             flags[word] = words.pop(0)
         elif word.startswith("-"):
-            raise PlanError("The flag is not valid.", seen=word, allowed=usage, code="WB-PLAN-137")
+            raise PlanError(
+                f"{word} needs a value." if word in known else "The flag is not valid.",
+                seen=line,
+                allowed=usage,
+                code="WB-PLAN-137",
+            )
         else:
             names.append(word)
     if not names:
@@ -91,13 +96,13 @@ def _ids(cluster: Cluster, flags: dict[str, str]) -> list[int]:
 
 
 def to_a_cell(text: str) -> bool:
-    """Put text into a new cell below the one that is running; it is not run.
+    """Put text into a new cell below the running cell; the new cell is not run.
 
-    Only the reply to a cell carries it, so nothing can be put there by a button's callback: the
-    panel then shows the text with a button that copies it.
+    Only the reply to a cell can carry the text, so a button's callback cannot do this. The panel
+    then shows the text with a button that copies it.
 
     Returns:
-        Whether the notebook was told; else nobody will see the text unless it is shown.
+        Whether the notebook got the text; otherwise the caller must show it.
     """
     from IPython import get_ipython
 
@@ -109,7 +114,7 @@ def to_a_cell(text: str) -> bool:
 
 
 def _in_a_cell(shell: Any) -> bool:
-    """Whether a cell is being run, not a message of a widget."""
+    """Whether a cell is running, and not a message of a widget."""
     kernel = getattr(shell, "kernel", None)
     if kernel is None:  # a terminal, which shows the text at its next prompt
         return True

@@ -1,4 +1,4 @@
-"""What is picked in the panel, and the plans that come of it: those that a line would give."""
+"""The choices in the panel, and their plans: the same as a magic's line would give."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 MOST: dict[str, int] = {"workers": 256, "seeds": 10}
 COUNTS = ("workers", "seeds", *OVERRIDES)
 SEVERAL = ("workers", "batch_size")
-"""Counts of which several can be typed, as on the line: `1,2,4`; each is a run."""
+"""Fields that take several numbers, as in the magic's line: `1,2,4`; each gives a run."""
 TEXTS = ("name", "checkpoint", "checkpoint_every", "on_failure", "log")
-"""Flags of the line that the panel has a field for, beside the counts."""
+"""Further flags of the magic's line that have a field in the panel."""
 ON_FAILURE = ("stop", "continue", "replace", "heal")
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """What somebody typed into a field that does not take it.
+    """An invalid value that the user typed into a field.
 
     Attributes:
-        typed: As it was typed; it stays in the field.
-        why: One line, shown at the field.
+        typed: The typed text; it stays in the field.
+        why: The reason in one line, shown at the field.
     """
 
     typed: str
@@ -48,27 +48,29 @@ class Wrong:
 
 @dataclass
 class Choice:
-    """What is picked.
+    """The choices of the user.
 
-    What was typed wrongly is kept beside it (`wrong`), so that it stays on show, in every panel of
-    the notebook, and so that nothing is run meanwhile. Collections are replaced, never changed: one
-    thread draws while another one clicks.
+    Invalid text is kept separately (`wrong`). So every panel of the notebook still shows it, and
+    nothing is run before it is corrected. Collections are replaced, never changed, because one
+    thread can draw while another thread handles a click.
 
     Attributes:
-        recipe: Name of what is trained; empty: the notebook's last training cell, or the first
-            built-in recipe where there is none.
+        recipe: Name of the recipe; empty: the notebook's last training cell, or the first built-in
+            recipe if there is no such cell.
         framework: `torch` or `tensorflow`; empty: the recipe's, or the cluster's.
-        picks: Picked strategies of each framework, in the order of picking.
-        options: Options given, by framework and strategy; also of strategies not picked now.
-        parameters: Parameters given, by the name of the recipe.
-        workers: Replicas, of several numbers the greatest; None: as many as there are engines.
-        engines: What stands in the Engines field: started by Run where there is no cluster.
-        seeds: How many seeds each plan is run with; 1: the recipe's own.
-        overrides: Of `epochs`, `steps`, `batch_size`, `seed`.
-        several: Of `SEVERAL`, where more than one value was typed.
-        faults: Faults that the runs begin with, as `--inject` takes them.
-        texts: What stands in the fields of `TEXTS`, where something does.
-        wrong: By field: `workers`, `inject`, `torch.mirrored.bucket_mb`, `recipe.NAME.PARAMETER`.
+        picks: Selected strategies of each framework, in the order of selection.
+        options: Given options, by framework and strategy; also those of strategies that are not
+            selected now.
+        parameters: Given parameters, by the name of the recipe.
+        workers: Number of replicas; the greatest if several are given. None: the number of engines.
+        engines: The number in the Engines field; Run starts so many if there is no cluster.
+        seeds: Number of seeds for each plan; 1: the recipe's own seed.
+        overrides: Values of `epochs`, `steps`, `batch_size`, `seed`.
+        several: Fields of `SEVERAL` with more than one value.
+        faults: Faults at the start of the runs, as `--inject` takes them.
+        texts: The text of each field of `TEXTS` that is not empty.
+        wrong: Invalid texts by field: `workers`, `inject`, `torch.mirrored.bucket_mb`,
+            `recipe.NAME.PARAMETER`.
     """
 
     recipe: str = ""
@@ -90,7 +92,7 @@ class Choice:
     # -- what it comes to --------------------------------------------------------------------------
 
     def framework_in(self, session: Session) -> str:
-        """Return the framework that is trained with."""
+        """Return the framework for training."""
         if self.framework:
             return self.framework
         if not self.recipe and session.recipe is not None and session.recipe.framework:
@@ -98,10 +100,10 @@ class Choice:
         return session.cluster.framework if session.cluster is not None else default_framework()
 
     def recipe_in(self, session: Session) -> Recipe:
-        """Return what is trained, with the parameters given.
+        """Return the recipe with the given parameters.
 
         Raises:
-            PlanError: There is no recipe of that name any more.
+            PlanError: The recipe with this name no longer exists.
         """
         if not self.recipe and session.recipe is not None:
             found = session.recipe
@@ -113,7 +115,7 @@ class Choice:
         return found.with_parameters(**kept) if kept else found
 
     def line(self, strategy: str, framework: str) -> RunRequest:
-        """Return the magic's line of a strategy; several picked ones are kept apart by name."""
+        """Return the magic's line for a strategy; several strategies get different run names."""
         several, texts = len(self.picks[framework]) > 1, self.texts
         name, folder = texts.get("name", ""), texts.get("checkpoint", "")
         overrides: dict[str, Any] = {**self.overrides}
@@ -134,14 +136,14 @@ class Choice:
         )
 
     def lines(self, framework: str) -> list[RunRequest]:
-        """Return a magic's line for each picked strategy, in the order of picking."""
+        """Return a magic's line for each selected strategy, in the order of selection."""
         return [self.line(strategy, framework) for strategy in self.picks[framework]]
 
     def plans(self, session: Session) -> list[Plan]:
-        """Return the plans, validated as a line's would be.
+        """Return the plans, validated like those of a magic's line.
 
         Raises:
-            PlanError: Nothing is picked, a field is wrong, or something does not fit.
+            PlanError: No strategy is selected, a field is wrong, or settings do not fit together.
             ClusterError: There is no cluster.
         """
         framework = self.framework_in(session)
@@ -153,7 +155,7 @@ class Choice:
         return found
 
     def check(self, framework: str) -> None:
-        """Raise PlanError where nothing is picked, or a field that matters is wrong."""
+        """Raise PlanError if no strategy is selected, or a relevant field is wrong."""
         if not self.picks[framework]:
             raise PlanError(
                 "No strategy is selected.", next_step="select one of the cards", code="WB-PLAN-063"
@@ -173,7 +175,7 @@ class Choice:
     # -- what is typed -----------------------------------------------------------------------------
 
     def toggle(self, framework: str, strategy: str) -> None:
-        """Pick a strategy, or put it back.
+        """Select a strategy, or deselect it.
 
         Raises:
             PlanError: The framework has no such strategy.
@@ -183,10 +185,10 @@ class Choice:
         self.picks = {**self.picks, framework: left if name in picked else [*picked, name]}
 
     def set_count(self, name: str, typed: object) -> None:
-        """Take what was typed for workers, seeds, epochs, steps, batch_size or seed.
+        """Set the typed text for workers, seeds, epochs, steps, batch_size or seed.
 
         Raises:
-            PlanError: There is no such field.
+            PlanError: The field does not exist.
         """
         if name not in COUNTS:
             raise unknown("field", name, COUNTS)
@@ -210,10 +212,10 @@ class Choice:
             self.overrides = {**left, name: values[0]} if len(values) == 1 else left
 
     def set_text(self, name: str, typed: object) -> None:
-        """Take what was typed for a field of `TEXTS`; nothing: as it is.
+        """Set the typed text for a field of `TEXTS`; empty text keeps the recipe's setting.
 
         Raises:
-            PlanError: There is no such field.
+            PlanError: The field does not exist.
         """
         if name not in TEXTS:
             raise unknown("field", name, TEXTS)
@@ -236,7 +238,7 @@ class Choice:
         self._take(name, typed, put)
 
     def set_faults(self, typed: object) -> None:
-        """Take faults as `--inject` takes them, several with spaces or commas between."""
+        """Set faults in the form of `--inject`, separated by spaces or commas."""
 
         def put(text: str) -> None:
             words = [word for word in re.split(r"[\s,]+", text) if word not in ("", "--inject")]
@@ -245,10 +247,10 @@ class Choice:
         self._take("inject", typed, put)
 
     def set_option(self, framework: str, strategy: str, option: str, typed: object) -> None:
-        """Take what was typed for an option; nothing: its default.
+        """Set the typed text for an option; empty text: its default.
 
         Raises:
-            PlanError: There is no such strategy or option.
+            PlanError: The strategy or the option does not exist.
         """
         entry = catalog.lookup(strategy, framework)
         known, key = entry.option(option, catalog.CATALOG), (framework, entry.name)
@@ -263,13 +265,13 @@ class Choice:
         self._take(f"{framework}.{entry.name}.{option}", typed, put)
 
     def set_parameter(self, recipe: Recipe, name: str, typed: object) -> None:
-        """Take what was typed for a parameter of a recipe; nothing: its default.
+        """Set the typed text for a parameter of a recipe; empty text: its default.
 
         Args:
-            recipe: As it was registered.
+            recipe: The registered recipe.
 
         Raises:
-            PlanError: It has no such parameter.
+            PlanError: The recipe has no such parameter.
         """
         if name not in recipe.parameters:
             raise unknown(f"parameter of {recipe.name}", name, recipe.parameters)
@@ -295,7 +297,7 @@ class Choice:
 
 
 def check_written_for(recipe: Recipe, framework: str) -> None:
-    """Raise PlanError where a recipe is written for the other framework."""
+    """Raise PlanError if a recipe is written for the other framework."""
     if recipe.framework not in ("", framework):
         raise PlanError(
             f"{recipe.name or recipe.origin} is written for {recipe.framework}.",
@@ -306,13 +308,13 @@ def check_written_for(recipe: Recipe, framework: str) -> None:
 
 
 def short(error: PlanError) -> str:
-    """Return an error as one line for the place where it was met."""
+    """Return an error as one line, for the place where it occurred."""
     said = error.what if error.seen is None else f"{error.what.rstrip('.')}: {error.seen}."
     return f"{said} Allowed: {error.allowed}." if error.allowed else said
 
 
 def field_name(name: str) -> str:
-    """Return what a field is called in messages."""
+    """Return the name of a field in messages."""
     words = name.split(".")
     if len(words) < 3:
         return name.replace("_", " ").capitalize()

@@ -1,6 +1,7 @@
-"""The cluster's row: how many engines, start, restart, stop, and a line per engine.
+"""The cluster's row: the number of engines, start, restart, stop, and one line per engine.
 
-Below it the queue: Run puts there what is picked; `wb.queue` and magics use the same.
+Below the row is the queue. Run adds the selected strategies to it; `wb.queue` and magics use the
+same queue.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ LOG_LINES = 200
 FIELDS: dict[str, tuple[str, ...]] = {
     LOCAL: (), SSH: ("on",), SLURM: ("nodes", "partition", "time"), MPI: ()
 }  # fmt: skip
-"""Per launcher: what the row has a field for; a line and the launchers' file can say more."""
+"""The fields of the row per launcher; the magic's line and the launchers' file have more settings.
+"""
 
 
 class ClusterPart(Part):
-    """The cluster of the notebook, whoever started it."""
+    """The cluster of the notebook, started from the panel or elsewhere."""
 
     name = "cluster"
 
@@ -45,12 +47,12 @@ class ClusterPart(Part):
         self._engines: list[Wire] = []
         self._where: dict[str, str] = {"launcher": LOCAL}
         self._launchers = [{"name": name, "fields": list(FIELDS[name])} for name in installed()]
-        self._starter = 0  # the thread that starts engines for us
+        self._starter = 0  # the thread that starts engines for the panel
         self._cancelled = False
         self._noted: set[str] = set()  # what the user was told, once
 
     def wire(self) -> Wire:
-        """Its engines, and how far a start has come."""
+        """Its engines, and the progress of a start."""
         session = self.panel.session
         self._watch(session.cluster)
         cluster, progress = session.cluster, self._progress
@@ -70,7 +72,7 @@ class ClusterPart(Part):
         }
 
     def _at_work(self) -> str:
-        """Return what would be lost if the engines ended now; empty: nothing."""
+        """Return the work that would be lost if the engines ended now; empty: none."""
         cluster = self.panel.session.cluster
         if cluster is None or not cluster.is_busy:
             return ""
@@ -80,11 +82,11 @@ class ClusterPart(Part):
         return f"{what} is running" + (f", {waiting} more in the queue" if waiting else "")
 
     def close(self) -> None:
-        """Sample no more: nobody looks."""
+        """Stop sampling, because no panel is shown."""
         self._watch(None)
 
     def _watch(self, cluster: Cluster | None) -> None:
-        with self._watching:  # the last panel may close while the next one opens
+        with self._watching:  # the last panel can close while the next one opens
             if cluster is self._watched:
                 return
             self._undo()
@@ -101,14 +103,14 @@ class ClusterPart(Part):
 
     @action()
     def asked(self, count: object = None) -> None:
-        """Take note of what stands in the Engines field: Run starts as many."""
+        """Store the number in the Engines field; Run starts so many engines."""
         typed = str(count)
         if typed.isdecimal() and 1 <= int(typed) <= MOST["workers"]:
             self.panel.choice.engines = int(typed)
 
     @action(slow=True)
     def start(self, count: int, devices: str = "auto") -> None:
-        """Start engines, or add some until there are `count`."""
+        """Start engines, or add engines until there are `count`."""
         self.bring(int(count), devices.strip() or "auto")
 
     @action()
@@ -120,18 +122,18 @@ class ClusterPart(Part):
         partition: str = "",
         time: str = "",
     ) -> None:
-        """Take note of where engines are to be started; Start and Run do so."""
+        """Store the place for new engines; Start and Run use it."""
         typed = {"on": on, "nodes": nodes, "partition": partition, "time": time}
         said = {name: text.strip() for name, text in typed.items() if text.strip()}
         self._where = {"launcher": launcher, **said}
 
     @action()
     def cancel(self) -> None:
-        """Give up a start that is under way, as Interrupt does for a cell's."""
+        """Cancel a running start, as Interrupt does for a start in a cell."""
         self._cancelled = True
 
     def bring(self, count: int, devices: str = "auto") -> None:
-        """Do so, and tell how far it is."""
+        """Start engines, and report the progress."""
         session, where, settings = self.panel.session, self._where, {}
         if session.cluster is None and where["launcher"] != LOCAL:
             takes = ("launcher", *FIELDS.get(where["launcher"], ()))
@@ -162,12 +164,12 @@ class ClusterPart(Part):
 
     @action(slow=True)
     def restart(self, engine: int | None = None) -> None:
-        """Replace one engine, or all, by fresh ones under the same ids."""
+        """Replace one engine, or all engines, by new engines with the same ids."""
         self.panel.session.need_cluster().restart(None if engine is None else [int(engine)])
 
     @action(slow=True)
     def stop(self) -> None:
-        """End the cluster and what runs on it."""
+        """End the cluster and its work."""
         self.panel.session.stop()
 
     @action(slow=True)
@@ -178,7 +180,7 @@ class ClusterPart(Part):
 
 
 def _where(cluster: Cluster) -> Wire:
-    """Return where a cluster's engines are, as the row's fields show it."""
+    """Return the place of a cluster's engines, in the form of the row's fields."""
     launch = cluster.launch
     hosts = (f"{one.name}:{one.slots}" if one.slots else one.name for one in launch.on)
     nodes = str(launch.nodes or "")
@@ -187,12 +189,12 @@ def _where(cluster: Cluster) -> Wire:
 
 
 class QueuePart(Part):
-    """The plans in a row, how far they are and how long they will take yet."""
+    """The queued plans, their progress and their remaining time."""
 
     name = "queue"
 
     def wire(self) -> Wire:
-        """The queue of the notebook's cluster; empty where there is none."""
+        """The queue of the notebook's cluster; empty if there is no cluster."""
         cluster = self.panel.session.cluster
         if cluster is None:
             return {"items": [], "busy": False, "progress": 1.0, "remaining_s": None,
@@ -203,7 +205,7 @@ class QueuePart(Part):
 
     @action(slow=True)
     def run(self) -> None:
-        """Put the picked strategies with their seeds at the end of the queue."""
+        """Add the selected strategies with their seeds at the end of the queue."""
         session, choice = self.panel.session, self.panel.choice
         choice.check(choice.framework_in(session))
         if session.cluster is None or not session.cluster.worker_ids:
@@ -215,27 +217,27 @@ class QueuePart(Part):
 
     @action()
     def stop_all(self) -> None:
-        """End the present run and let none of the others begin."""
+        """End the current run and drop the waiting plans."""
         self._queue().stop_all()
 
     @action()
     def remove(self, number: int) -> None:
-        """Take out a plan that waits."""
+        """Remove a waiting plan."""
         self._queue().remove(int(number))
 
     @action()
     def move(self, number: int, to: int) -> None:
-        """Have a plan that waits begin as the `to`-th of those that wait, from 0."""
+        """Move a waiting plan to place `to` among the waiting plans, counted from 0."""
         self._queue().move(int(number), int(to))
 
     @action()
     def clear(self) -> None:
-        """Take out all plans that wait."""
+        """Remove all waiting plans."""
         self._queue().clear()
 
     @action()
     def keep_going(self, on: bool) -> None:
-        """Whether the next plan begins after one has failed."""
+        """Whether the next plan begins after a plan has failed."""
         self._queue().keep_going = bool(on)
 
     def _queue(self) -> Queue:

@@ -1,4 +1,4 @@
-"""Runs side by side in the panel: the data of `wb.compare`, its exports, and what stays saved."""
+"""Runs side by side in the panel: the data of `wb.compare`, its exports, and the saved picture."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ KINDS = {
     "svg": "image/svg+xml",
 }
 MOST = 24
-"""Runs that are compared unless others are picked: the newest of one recipe."""
+"""Number of runs that are compared by default: the newest runs of one recipe."""
 
 
 class ComparisonPart(Part):
-    """The picked finished runs, compared again when the selection changes."""
+    """The selected finished runs, compared again when the selection changes."""
 
     name = "comparison"
 
@@ -46,7 +46,7 @@ class ComparisonPart(Part):
     # -- which runs --------------------------------------------------------------------------------
 
     def runs(self) -> list[Run]:
-        """The runs that are compared: those picked, else the latest recipe's."""
+        """The compared runs: the selected runs, otherwise those of the latest recipe."""
         over = [run for run in list(runs.values()) if run.is_over]
         if self._picked is not None:
             return [run for run in over if run.name in self._picked]
@@ -57,7 +57,7 @@ class ComparisonPart(Part):
         return [run for run in trained if run.plan.recipe.digest == recipe][-MOST:]
 
     def _has_steps(self, run: Run) -> bool:
-        """Whether a run that is over did a step; it is not read from disk for that."""
+        """Whether an ended run took a step, without reading it from disk."""
         known = self._trained.get(run.folder)
         if known is None:
             resting = run.history.rests and disk.holds(run.folder, len(run.engines), 1)
@@ -67,7 +67,7 @@ class ComparisonPart(Part):
 
     @action()
     def pick(self, run: str, on: bool = True) -> None:
-        """Take a run in, or leave it out."""
+        """Include a run, or leave it out."""
         names = [one.name for one in self.runs()]
         if run not in runs:
             raise PlanError(
@@ -83,7 +83,7 @@ class ComparisonPart(Part):
     # -- what is shown -----------------------------------------------------------------------------
 
     def wire(self) -> Wire:
-        """The runs there are, and the comparison once it has been made."""
+        """All runs, and the comparison when it is ready."""
         chosen = self.runs()
         key = tuple((run.name, run.number, run.state) for run in chosen)
         if key != self._key:

@@ -1,7 +1,8 @@
-"""The run on show: its live dashboard, with the buttons of the dashboard below a cell.
+"""The displayed run: its live dashboard, with the same buttons as below a cell.
 
-Two more parts are about that run: what it tells a class (step by step, who waited for whom, what
-if, can it be believed), and the fault lab: what `--inject` and `run.inject` do, by sliders.
+Two more parts are about this run. The teaching part shows single steps, waits between workers,
+what-if results and a calibration. The fault lab has sliders for the faults of `--inject` and
+`run.inject`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
     from .model import Panel
 
 MOST_CHARACTERS = 20_000
-"""Of what a failed run printed, the end is shown."""
+"""Length of a failed run's output that is shown, from its end."""
 
 
 class LivePart(Part):
-    """The current or last run, or the run that was picked from the list."""
+    """The current or last run, or the run that the user selected from the list."""
 
     name = "live"
 
@@ -36,7 +37,7 @@ class LivePart(Part):
         self._failed: tuple[Path | None, str] = (None, "")
 
     def run(self) -> Run | None:
-        """The run to show: the active one, else the one picked, else the latest."""
+        """The run to show: the active run, otherwise the selected run, otherwise the latest."""
         cluster = self.panel.session.cluster
         busy = None if cluster is None else cluster.busy
         if isinstance(busy, Run) and not busy.is_over:
@@ -46,7 +47,7 @@ class LivePart(Part):
         return busy if isinstance(busy, Run) else runs.latest
 
     def wire(self) -> Wire:
-        """Which run it is; its numbers come as frames."""
+        """The description of the run; its numbers arrive as frames."""
         run = self.run()
         return {
             "run": None if run is None else run.name,
@@ -60,7 +61,7 @@ class LivePart(Part):
         }
 
     def _failure(self, run: Run) -> str:
-        """Return the tracebacks and outputs of a run that failed, each line with its ranks."""
+        """Return the tracebacks and outputs of a failed run, each line with its ranks."""
         if run.error is None or run.task is None or not run.is_over:
             return ""
         if self._failed[0] != run.folder:
@@ -69,17 +70,17 @@ class LivePart(Part):
 
     @action()
     def pick(self, run: str) -> None:
-        """Show an earlier run; an active run comes first."""
+        """Show an earlier run; an active run has priority."""
         self._picked = run if run in runs else ""
 
     @action()
     def forget(self, run: str) -> None:
-        """Take a run that is over off the lists; what it wrote stays on the disk."""
+        """Remove an ended run from the lists; its files stay on disk."""
         runs.remove(run)
 
     @action(slow=True)
     def load(self, path: str) -> None:
-        """Bring a saved run back and show it."""
+        """Load a saved run and show it."""
         if not path.strip():
             raise RunError(
                 "Which run?",
@@ -92,27 +93,27 @@ class LivePart(Part):
 
     @action()
     def stop(self) -> None:
-        """End the run at a step all workers agree on."""
+        """End the run at a step that all workers agree on."""
         self._going_on().stop()
 
     @action()
     def pause(self) -> None:
-        """Hold the run after a step all workers agree on."""
+        """Pause the run after a step that all workers agree on."""
         self._going_on().pause()
 
     @action()
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         self._going_on().resume()
 
     @action()
     def step(self, steps: int = 1) -> None:
-        """While paused: do this many steps."""
+        """While paused: take this many steps."""
         self._going_on().step(int(steps))
 
     @action(slow=True)
     def scale(self, workers: int) -> None:
-        """Go on with more or fewer workers."""
+        """Continue with more or fewer workers."""
         self._going_on().scale(workers, wait=False)
 
     def _going_on(self) -> Run:
@@ -125,12 +126,12 @@ class LivePart(Part):
 
 
 class TeachingPart(Part):
-    """Pictures of the run on show, made when somebody looks at them."""
+    """Pictures of the displayed run, made when the user opens them."""
 
     name = "teaching"
 
     def wire(self) -> Wire:
-        """Which run it is, and how far: what tells the browser when to ask for a picture anew."""
+        """The run and its progress, from which the browser knows when to request a new picture."""
         run = self._live().run()
         if run is None:
             return {"run": None, "workers": 0, "steps": 0, "state": None, "number": 0}
@@ -145,30 +146,30 @@ class TeachingPart(Part):
 
     @action(slow=True)
     def step(self, step: int | None = None) -> dict[str, Any]:
-        """Who sent what to whom in a step, as measured; the latest one by default."""
+        """The measured messages between workers in a step; by default the latest step."""
         number = None if step is None else int(step)
         return _drawn(lambda: self._run().step_picture(number), wire=True)
 
     @action(slow=True)
     def blame(self) -> dict[str, Any]:
-        """Who waited for whom; during the run in the steps that its headline covers."""
+        """The waits between workers; during the run for the steps that its headline covers."""
         return _drawn(lambda: self._run().blame(self._first()))
 
     @action(slow=True)
     def what_if(self, without: int | None = None) -> dict[str, Any]:
-        """The same steps as they would have been without the straggler."""
+        """The same steps recomputed without the straggler."""
         rank = None if without is None else int(without)
         return _drawn(lambda: self._run().what_if(rank, self._first()))
 
     def _first(self) -> int | None:
-        """Return the first step of those that the run's headline speaks of; None: of all."""
+        """Return the first step that the run's headline covers; None: all steps."""
         run = self._run()
         shot = run.snapshot()
         return None if run.is_over else max(shot.step - shot.slow_steps, 0)
 
     @action(slow=True)
     def calibrate(self) -> dict[str, Any]:
-        """Inject a known delay and say what the instrument read."""
+        """Inject a known delay and report the measured delay."""
         if self.panel.session.cluster is None:
             cluster = self.panel.parts["cluster"]
             assert isinstance(cluster, ClusterPart)
@@ -193,9 +194,9 @@ class TeachingPart(Part):
 
 
 def _drawn(make: Callable[[], Any], *, wire: bool = False) -> dict[str, Any]:
-    """Return a picture for the browser; where there is none, why, in its place.
+    """Return a picture for the browser; if there is none, the reason.
 
-    The browser asks by itself, so what is missing is no message of the panel.
+    The browser asks without a click, so a missing picture does not cause a message.
     """
     try:
         picture = make()
@@ -210,12 +211,12 @@ SLOWEST_LINK, FASTEST_LINK = 1e5, 1e10
 
 
 class FaultsPart(Part):
-    """Sliders per worker and for the links; each change takes the place of what was there."""
+    """Sliders per worker and for the links; each change replaces the previous faults."""
 
     name = "faults"
 
     def wire(self) -> Wire:
-        """What is injected at the moment, and into whom it can be."""
+        """The current faults, and the workers that can get faults."""
         run = self._live().run()
         if run is None or run.is_over:
             return {"live": False, "faults": [], "inject": ""}
@@ -237,7 +238,7 @@ class FaultsPart(Part):
 
     @action()
     def slow(self, rank: int, ms: float | None = None, factor: float | None = None) -> None:
-        """Slow one worker by milliseconds, or by a factor of its own compute; 0 or 1: not."""
+        """Slow one worker by milliseconds, or by a factor of its compute time; 0 or 1: no delay."""
         run, worker = self._going_on(), int(rank)
         kept = [one for one in _now(run) if not (one.kind == "slow" and one.rank == worker)]
         if factor is not None:
@@ -256,7 +257,7 @@ class FaultsPart(Part):
         bytes_per_s: float | None = None,
         clear: str = "",
     ) -> None:
-        """Set what concerns every worker; `clear` names one of jitter, latency, bandwidth."""
+        """Set a fault of all workers; `clear` names one of jitter, latency, bandwidth."""
         run, asked = self._going_on(), [Fault("clear")]
         if jitter_ms is not None:
             delay = _number("jitter_ms", jitter_ms, 0.0, JITTER_MS)
@@ -274,13 +275,13 @@ class FaultsPart(Part):
 
     @action()
     def kill(self, rank: int) -> None:
-        """End a worker's process before its next step (SIGKILL)."""
+        """Kill a worker's process before its next step (SIGKILL)."""
         run = self._going_on()
         run.inject(*run.faults, f"kill={int(rank)}@0")
 
     @action()
     def clear(self) -> None:
-        """Take all faults back."""
+        """Remove all faults."""
         self._going_on().inject()
 
     def _live(self) -> LivePart:

@@ -1,11 +1,11 @@
-"""What the panel shows and does, whichever widgets show it.
+"""The content and the actions of the panel, independent of its widgets.
 
     browser --do--> PanelWidget --> Panel.do --> Part's method --> session (as the magics)
     browser <-parts/frames- PanelWidget <-- Pump <-- Part.wire(), Run.snapshot()
 
 There is one `Panel` for a notebook's session, so two panels in one notebook show the same.
 
-A `Part` is a section of it: what it shows, and what its controls do.
+A `Part` is a section of the panel: its content and the actions of its controls.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 Reply = Callable[..., None]
 """`reply(value)`, or `reply(None, failed=True)`."""
 NOTICES = 4
-"""Messages that are kept on show."""
+"""Largest number of displayed messages."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A message of the panel; shown by all its widgets until somebody closes it.
+    """A message of the panel; all widgets show it until the user closes it.
 
     Attributes:
-        part: The section that it is about.
+        part: The section of the message.
         level: `error` or `info`.
-        detail: What can be unfolded: a traceback.
+        detail: Folded text, such as a traceback.
     """
 
     id: int
@@ -54,11 +54,11 @@ class Panel:
     """The panel's model.
 
     Attributes:
-        session: The notebook's; what is clicked goes the same way as what is typed.
-        choice: What is picked: recipe, strategies with their options, workers, seeds.
+        session: The notebook's session; clicks use the same code as magics.
+        choice: The choices: recipe, strategies with their options, workers, seeds.
         parts: Its sections by name.
         changed: Set when widgets should draw before the next tick.
-        keepers: Called with a name and what should stay in the saved notebook under that name.
+        keepers: Called with a name and the content to save in the notebook under this name.
     """
 
     def __init__(self, session: Session, parts: tuple[type[Part], ...]) -> None:
@@ -77,7 +77,7 @@ class Panel:
     # -- what is shown -----------------------------------------------------------------------------
 
     def wire(self) -> dict[str, Wire]:
-        """What the browser draws, by section; `panel` is about the whole."""
+        """The data for the browser, by section; `panel` is about the whole panel."""
         found = {name: _wire(part) for name, part in self.parts.items()}
         with self._lock:
             notices = [asdict(one) for one in self.notices]
@@ -85,7 +85,7 @@ class Panel:
         return found
 
     def say(self, part: str, text: str, *, level: str = "info", detail: str = "") -> None:
-        """Show a message; the oldest make room."""
+        """Show a message; the oldest messages are dropped if there are too many."""
         notice = Notice(next(self._numbers), part, level, text, detail)
         with self._lock:
             same = [one for one in self.notices if (one.part, one.text) != (part, text)]
@@ -93,24 +93,24 @@ class Panel:
         self.changed.set()
 
     def dismiss(self, notice: object) -> None:
-        """Take a message away, by its id."""
+        """Remove a message by its id."""
         with self._lock:
             self.notices = [one for one in self.notices if one.id != notice]
         self.changed.set()
 
     def keep(self, name: str, thing: Any) -> None:
-        """Keep a picture in the notebook, for when there is no kernel."""
+        """Save a picture in the notebook, for readers without a kernel."""
         for keeper in list(self.keepers):
             keeper(name, thing)
 
     # -- what is done ------------------------------------------------------------------------------
 
     def do(self, name: str, fields: Mapping[str, Any], reply: Reply = lambda *a, **k: None) -> None:
-        """Do what a control asks for: `cluster.start` with its fields. Never raises.
+        """Carry out a control's action: `cluster.start` with its fields. Never raises.
 
         Args:
-            reply: Called with what the action returns, once it is done; after a failure, which
-                becomes a message, with `failed=True`.
+            reply: Called with the return value of the action. If the action fails, the error
+                becomes a message and `reply` is called with `failed=True`.
         """
         part, _, verb = name.partition(".")
         try:
@@ -147,7 +147,7 @@ class Panel:
         self.say(part, text, level="error", detail=detail)
 
     def later(self, name: str, call: Callable[[], None]) -> None:
-        """Do something on the panel's own thread, after what was asked for before it."""
+        """Run an action on the panel's thread, after all earlier requests."""
         with self._lock:
             self._doing.append(name)
             self._slow.put((name, call))
@@ -159,7 +159,7 @@ class Panel:
         self.changed.set()
 
     def _work(self) -> None:
-        """Do what was asked for until there is no more; the next request begins another thread."""
+        """Carry out requests until none waits; the next request starts another thread."""
         while True:
             with self._lock:
                 if self._slow.empty():
@@ -175,7 +175,7 @@ class Panel:
             self.changed.set()
 
     def settled(self, timeout_s: float = 30.0) -> bool:
-        """Wait until nothing that was asked for is under way; for tests and scripts."""
+        """Wait until all requests are done; for tests and scripts."""
         end_s = time.monotonic() + timeout_s
         while self._doing and time.monotonic() < end_s:
             self.changed.wait(0.01)
@@ -185,22 +185,22 @@ class Panel:
 def _wire(part: Part) -> Wire:
     try:
         return part.wire()
-    except Exception as error:  # one section's mistake leaves the others standing
+    except Exception as error:  # an error in one section must not affect the others
         return {"broken": f"{type(error).__name__}: {error}"}
 
 
 Wire = dict[str, Any]
-"""Plain JSON: what the browser draws. Numbers that were not measured are None."""
+"""Plain JSON for the browser. Numbers that were not measured are None."""
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class Action:
-    """What one control does.
+    """The action of one control.
 
     Attributes:
-        slow: Whether it may take longer than a click should: it is then done after what was asked
-            before it, on the panel's own thread. The others are done at once (Stop, sliders).
+        slow: Whether it can take longer than a click should. Then it runs on the panel's thread
+            after all earlier requests. Other actions run at once (Stop, sliders).
     """
 
     call: Callable[..., Any]
@@ -221,7 +221,7 @@ class Part(ABC):
     """One section.
 
     Attributes:
-        name: What the browser calls it; the first half of its actions' names.
+        name: The name of the section in the browser, and the first half of its actions' names.
     """
 
     name: ClassVar[str]
@@ -236,13 +236,13 @@ class Part(ABC):
 
     @abstractmethod
     def wire(self) -> Wire:
-        """What the browser draws; cheap, asked for several times a second, on any thread."""
+        """The data for the browser; cheap, called several times a second on any thread."""
 
     def find(self, name: str, fields: Mapping[str, Any]) -> Action:
         """Return an action that takes these fields.
 
         Raises:
-            PlanError: There is none of that name, or it takes others.
+            PlanError: There is no action with this name, or it takes other fields.
         """
         found = self._actions.get(name)
         if found is None:
@@ -261,4 +261,4 @@ class Part(ABC):
         return found
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Let go of what was held; the last widget is gone."""
+        """Release resources, because the last widget was closed."""

@@ -1,4 +1,4 @@
-"""What is trained: the notebook's cells, its functions, and what comes with the package."""
+"""The recipes: the notebook's cells, its functions, and those of the package."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SHOWN_CHARACTERS = 60_000
 
 
 class RecipePart(Part):
-    """A list of recipes, the code of the one that is picked, and its parameters."""
+    """A list of recipes, the code of the selected recipe, and its parameters."""
 
     name = "recipe"
 
     def wire(self) -> Wire:
-        """The list by kind, and the picked recipe with its code."""
+        """The list by kind, and the selected recipe with its code."""
         session, choice = self.panel.session, self.panel.choice
         framework = choice.framework_in(session)
         listed = _listed(framework)
@@ -48,7 +48,7 @@ class RecipePart(Part):
 
     @action()
     def pick(self, name: str) -> None:
-        """Train this recipe; one that is written for the other framework brings that along."""
+        """Select this recipe, and its framework if it is written for the other one."""
         session, choice = self.panel.session, self.panel.choice
         found = recipes.find(name, choice.framework_in(session))
         choice.recipe = name
@@ -57,13 +57,13 @@ class RecipePart(Part):
 
     @action()
     def parameter(self, name: str, value: object = None) -> None:
-        """Set a parameter of the recipe, or take it back to its default."""
+        """Set a parameter of the recipe, or reset it to its default."""
         picked = self.panel.choice.recipe_in(self.panel.session)
         self.panel.choice.set_parameter(self._registered(picked), name, value)
 
     @action()
     def cell(self) -> dict[str, Any]:
-        """Return the cells that ask for what is picked: one for each strategy."""
+        """Return the cells for the current choices: one for each strategy."""
         session, choice = self.panel.session, self.panel.choice
         framework, recipe = choice.framework_in(session), choice.recipe_in(session)
         choice.check(framework)
@@ -74,7 +74,7 @@ class RecipePart(Part):
 
     @action(slow=True)
     def job(self) -> dict[str, Any]:
-        """Write a job folder for each strategy that is picked, and each seed; return what was."""
+        """Write a job folder for each selected strategy and seed; return the written folders."""
         session, choice = self.panel.session, self.panel.choice
         framework, recipe = choice.framework_in(session), choice.recipe_in(session)
         choice.check(framework)
@@ -89,18 +89,18 @@ class RecipePart(Part):
 
     @staticmethod
     def _registered(picked: Recipe) -> Recipe:
-        """Return the picked recipe with its own parameters."""
+        """Return the selected recipe with its default parameters."""
         if not (picked.name and picked.parameters):
             return picked
         return recipes.find(picked.name, picked.framework)
 
 
 def _cell(plan: Plan, choice: Choice) -> str:
-    """Return a cell that trains a plan, with all numbers of workers, batches and seeds chosen."""
+    """Return a cell that trains a plan, with all chosen numbers of workers, batches and seeds."""
     text = cell_of(plan, framework=notebook_framework())
     first, _, rest = text.partition("\n")
     several = {name: ",".join(map(str, values)) for name, values in choice.several.items()}
-    if "workers" in several:  # the plan has the greatest; one device has no such flag
+    if "workers" in several:  # the plan has the greatest number; one device has no such flag
         first = first.replace(f" -n {plan.workers}", f" -n {several['workers']}", 1)
     if "batch_size" in several:
         first += f" --batch-size {several['batch_size']}"

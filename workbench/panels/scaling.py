@@ -1,4 +1,4 @@
-"""What several numbers of workers gained, in the panel: the runs that are compared."""
+"""The panel's scaling part: the speed-up of the compared runs with several numbers of workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ScalingPart(Part):
-    """The runs that the comparison has picked, where they differ in their workers."""
+    """The runs of the comparison, if they differ in their number of workers."""
 
     name = "scaling"
 
@@ -29,7 +29,7 @@ class ScalingPart(Part):
         self._price: float | None = None
         self._typed, self._wrong = "", ""
         self._published, self._predicted = False, True
-        self._owed = False  # predictions wait for the end of what goes on
+        self._owed = False  # predictions wait until no run is active
         self._key: tuple[Any, ...] = ()
         self._scaled: Scaled | None = None
         self._wire: Wire | None = None
@@ -37,7 +37,7 @@ class ScalingPart(Part):
 
     @action()
     def price(self, value: object = None) -> None:
-        """Take the price of a worker-hour; nothing: none."""
+        """Set the price of a worker-hour; empty: no price."""
         self._typed, self._wrong = str(value or "").strip()[:40], ""
         try:
             self._price = price_of(self._typed) if self._typed else None
@@ -46,12 +46,12 @@ class ScalingPart(Part):
 
     @action()
     def published(self, on: bool = True) -> None:
-        """Draw published curves beside one's own, or do not."""
+        """Turn published curves next to the user's curve on or off."""
         self._published = bool(on)
 
     @action()
     def predicted(self, on: bool = True) -> None:
-        """Draw what fewer workers let expect beside what was measured, or do not."""
+        """Turn the prediction from fewer workers next to the measured curve on or off."""
         self._predicted = bool(on)
 
     def _busy(self) -> bool:
@@ -60,7 +60,7 @@ class ScalingPart(Part):
         return cluster is not None and (cluster.is_busy or cluster.queue().busy)
 
     def wire(self) -> Wire:
-        """What there is to draw, once it has been made."""
+        """The data to draw, when it is ready."""
         part = self.panel.parts["comparison"]
         assert isinstance(part, ComparisonPart)
         chosen = part.runs()

@@ -1,7 +1,7 @@
 """`wb.panel()` and `%panel`: the panel of this notebook, shown.
 
-The parts are listed here in the order in which they are drawn up. A `Pump` sends them and the run's
-frames to the widgets, at most 5 times a second.
+This module lists the parts in the order in which they are created. A `Pump` sends them and the
+run's frames to the widgets, at most 5 times a second.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PanelView:
 
     Attributes:
         panel: The model that all displays share.
-        widget: What the browser draws.
+        widget: The widget in the browser.
     """
 
     def __init__(self, panel: Panel, pump: Pump) -> None:
@@ -55,18 +55,18 @@ class PanelView:
             self.panel.keepers.append(self._keep)
 
     def _left(self) -> None:
-        """No browser shows it any more: its cell was run again, or its output cleared."""
+        """No browser shows it any more: its cell was run again or its output was cleared."""
         self._pump.remove(self.widget)
         with contextlib.suppress(ValueError):
             self.panel.keepers.remove(self._keep)
 
     def close(self) -> None:
-        """Take the widget away; runs, the cluster and what was kept stay."""
+        """Close the widget; runs, the cluster and saved pictures stay."""
         self._left()
         self.widget.close()
 
     def _keep(self, name: str, thing: Any) -> None:
-        """Show below the panel, folded, what a saved notebook has without a kernel."""
+        """Show the saved pictures, folded below the panel, for readers without a kernel."""
         if self._publish is None:
             return
         known = name in self._kept
@@ -91,7 +91,7 @@ _pump: Pump | None = None
 
 
 def shared() -> Pump:
-    """Return the one that all panels of this notebook share."""
+    """Return the model that all panels of this notebook share."""
     global _pump
     if _pump is None:
         model = Panel(session, PARTS)
@@ -102,7 +102,7 @@ def shared() -> Pump:
 
 
 def panel() -> PanelView:
-    """Return the workbench's panel, to be shown by the notebook.
+    """Return the Workbench panel for display in the notebook.
 
     Every panel of a notebook shows the same cluster, choice and runs as the magics do.
 
@@ -137,13 +137,13 @@ log = logging.getLogger("workbench.panels")
 
 PERIOD_S = 0.2
 SOONEST_S = 0.03
-"""After a click widgets draw this soon, whatever the period."""
+"""Delay until widgets are drawn after a click."""
 IDLE_S = 1.0
-"""Where no run goes on, and nothing was clicked, this is often enough."""
+"""Period of updates if no run is active and the user has not clicked."""
 
 
 class Pump:
-    """One thread for all widgets of a panel; it ends when the last one is closed."""
+    """One thread for all widgets of a panel; it ends after the last widget is closed."""
 
     def __init__(self, panel: Panel, run_on_show: Callable[[], Run | None]) -> None:
         self.panel, self._run_on_show = panel, run_on_show
@@ -182,7 +182,7 @@ class Pump:
             before, busy = time.thread_time(), False
             try:
                 busy = self.draw(self.widgets)
-            except Exception:  # the next tick may find it mended; without this thread all freeze
+            except Exception:  # the next tick can succeed; without this thread all widgets freeze
                 log.exception("The panel could not be drawn")
             self.cpu_s += time.thread_time() - before
             time.sleep(SOONEST_S)
@@ -194,7 +194,7 @@ class Pump:
     def _has_widgets(self) -> bool:
         with self._lock:
             if not self._widgets:
-                self._thread = None  # who adds one from now on starts another thread
+                self._thread = None  # a later `add` starts another thread
             return bool(self._widgets)
 
     def draw(self, widgets: tuple[PanelWidget, ...]) -> bool:
@@ -202,14 +202,14 @@ class Pump:
         parts = self.panel.wire()
         run, snapshot = self._seen()
         for widget in widgets:
-            with contextlib.suppress(Exception):  # a comm that is gone: the others go on
+            with contextlib.suppress(Exception):  # its comm is closed; the others continue
                 widget.show(parts)
                 if run is not None and snapshot is not None:
                     widget.frame(f"{run.name}#{run.number}", snapshot)
         return run is not None and not run.is_over
 
     def _seen(self) -> tuple[Run | None, Snapshot | None]:
-        """Return the run on show and how it is; of one that is over, the same as the last time."""
+        """Return the displayed run and its snapshot; for an ended run, the last snapshot."""
         run = self._run_on_show()
         if run is None:
             return None, None

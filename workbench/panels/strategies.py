@@ -1,6 +1,6 @@
-"""The cards of the catalog: which strategies are run, with which options, how often.
+"""The cards of the catalog: the strategies to run, their options and the number of runs.
 
-Which of them can run here and now, and why the others cannot, is asked of the plans' checks.
+The plans' checks decide which strategies can run now, and why the others cannot.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 GLYPH_WORKERS = 3
 DRAWN_WORKERS = 8
-"""More would not be told apart in the panel; the pattern is the same."""
+"""More nodes would be too small to distinguish in the panel; the pattern is the same."""
 
 
 class StrategiesPart(Part):
-    """Cards of the chosen framework's strategies, and what all runs have in common."""
+    """Cards of the chosen framework's strategies, and the settings of all runs."""
 
     name = "strategies"
 
@@ -88,7 +88,7 @@ class StrategiesPart(Part):
     def _problem(
         self, choice: Choice, place: Place, recipe: Recipe | None, cards: list[Wire]
     ) -> str:
-        """Return why nothing can be run as it stands, in a line; empty: it can."""
+        """Return in one line why the current choices cannot be run; empty: they can."""
         for card in cards:
             if card["picked"] and (card["reason"] or card["problem"]):
                 return f"{card['name']}: {card['reason'] or card['problem'].splitlines()[0]}"
@@ -113,7 +113,7 @@ class StrategiesPart(Part):
 
     @action()
     def framework(self, name: str) -> None:
-        """Switch the framework; each has picks of its own."""
+        """Switch the framework; each framework has a separate selection."""
         if name not in catalog.FRAMEWORKS:
             raise PlanError(
                 "This framework does not exist.",
@@ -130,12 +130,12 @@ class StrategiesPart(Part):
 
     @action()
     def option(self, strategy: str, option: str, value: object = None) -> None:
-        """Set an option, or take it back to its default."""
+        """Set an option, or reset it to its default."""
         self.panel.choice.set_option(self._framework(), strategy, option, value)
 
     @action()
     def common(self, name: str, value: object = None) -> None:
-        """Set what all runs have in common; nothing: as the recipe has it."""
+        """Set a value for all runs; empty: the recipe's value."""
         if name == "inject":
             self.panel.choice.set_faults(value)
         elif name in TEXTS:
@@ -145,7 +145,7 @@ class StrategiesPart(Part):
 
     @action()
     def diagram(self, strategy: str) -> dict[str, str]:
-        """Return who sends what to whom in a step, as it is set now, drawn."""
+        """Return a drawing of the messages in a step with the current settings."""
         choice, framework = self.panel.choice, self._framework()
         entry = catalog.lookup(strategy, framework)
         cluster = self.panel.session.cluster
@@ -164,7 +164,7 @@ class StrategiesPart(Part):
 
 
 def summary(choice: Choice, place: Place, recipe: Recipe | None) -> str:
-    """Return what will be run: `2 strategies × 3 seeds = 6 runs on 2 workers`."""
+    """Return a summary of the runs: `2 strategies × 3 seeds = 6 runs on 2 workers`."""
     picked = choice.picks[place.framework]
     if not picked:
         return "Nothing is selected"
@@ -183,7 +183,7 @@ def summary(choice: Choice, place: Place, recipe: Recipe | None) -> str:
 
 
 def _swept(choice: Choice, place: Place, recipe: Recipe | None, named: str) -> str:
-    """Return the same of several numbers of workers or batches: one device is run once."""
+    """Return the summary for several numbers of workers or batches; one device is run once."""
     picked, several = choice.picks[place.framework], choice.several
     counts = several.get("workers", (place.workers,))
     on = f"on {_listed(counts)} worker{'s' if counts != (1,) else ''}"
@@ -229,7 +229,7 @@ def _card(
 
 
 def _facts(entry: catalog.Strategy, place: Place) -> list[str]:
-    """Return what else to know, a few words each."""
+    """Return further remarks, a few words each."""
     facts = ["synchronous" if entry.sync else "asynchronous"]
     if entry.max_workers is not None and place.workers > entry.max_workers:
         facts.append(f"uses {entry.max_workers} of {place.workers} workers")
@@ -335,18 +335,18 @@ def glyph(framework: str, strategy: str) -> Wire | None:
 
 NOTHING = Recipe("pass")
 LOOK_AGAIN_S = 5.0
-"""So often it is asked anew what is installed and allowed here."""
+"""Period of checks for installed frameworks and limits."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """What there is to run on.
+    """The resources for a run.
 
     Attributes:
-        framework: What is trained with.
-        workers: How many replicas a run has that is not told.
-        devices: One per replica: `cpu`, `cuda:0`; None where there is no cluster yet.
-        allowed: What the administrator allows.
+        framework: The framework for training.
+        workers: The default number of replicas.
+        devices: One per replica: `cpu`, `cuda:0`; None if there is no cluster yet.
+        allowed: The administrator's limits.
     """
 
     framework: str
@@ -356,7 +356,7 @@ class Place:
 
 
 def place_of(session: Session, choice: Choice) -> Place:
-    """Return what there is to run on: the notebook's engines, or as many as Run would start."""
+    """Return the resources: the notebook's engines, or those that Run would start."""
     cluster, allowed = session.cluster, limits.load()
     framework = choice.framework_in(session)
     if cluster is None:
@@ -367,7 +367,10 @@ def place_of(session: Session, choice: Choice) -> Place:
 
 
 def missing_framework(framework: str) -> str:
-    """Return why a framework cannot be used here; empty: it can. Looks again after a while."""
+    """Return why a framework cannot be used here; empty: it can.
+
+    The result is checked again after a while.
+    """
     return _missing(framework, int(time.monotonic() / LOOK_AGAIN_S))
 
 
@@ -397,19 +400,19 @@ def reason(entry: catalog.Strategy, place: Place, use: Use) -> str:
 
 
 def check_fitness(plan: Plan, place: Place) -> None:
-    """Raise PlanError where a plan needs devices or engines that there cannot be."""
+    """Raise PlanError if a plan needs devices or engines that are not available."""
     place.allowed.check_engines(plan.engines + len(plan.helpers))
     if place.devices and plan.workers <= len(place.devices):
         plan.check_devices(place.devices[: plan.workers])
 
 
 def draft(line: RunRequest, recipe: Recipe, place: Place) -> Plan:
-    """Return the plan of a line with one strategy, also where there is no cluster yet.
+    """Return the plan of a line with one strategy, even if there is no cluster yet.
 
-    Of several numbers of workers it is the greatest.
+    If there are several numbers of workers, the plan has the greatest.
 
     Raises:
-        PlanError: Something does not fit.
+        PlanError: The settings do not fit together.
     """
     one = replace(line, several=())
     plan = plan_of(one, recipe, framework=place.framework, workers=place.workers)
@@ -418,10 +421,10 @@ def draft(line: RunRequest, recipe: Recipe, place: Place) -> Plan:
 
 
 def drafts(line: RunRequest, recipe: Recipe, place: Place) -> list[Plan]:
-    """Return all plans of such a line, but one whatever its seeds.
+    """Return all plans of such a line, but only one for all seeds.
 
     Raises:
-        PlanError: Something does not fit.
+        PlanError: The settings do not fit together.
     """
     whole = replace(line, seeds=None)
     found = plans_of(whole, recipe, framework=place.framework, workers=place.workers)
@@ -432,7 +435,7 @@ def drafts(line: RunRequest, recipe: Recipe, place: Place) -> list[Plan]:
 
 
 def fitness_problem(line: RunRequest, recipe: Recipe, place: Place) -> str:
-    """Return what is wrong with a strategy as it is set; empty: nothing is."""
+    """Return the error in a strategy's current settings; empty if there is none."""
     try:
         drafts(line, recipe, place)
     except PlanError as error:
@@ -443,7 +446,7 @@ def fitness_problem(line: RunRequest, recipe: Recipe, place: Place) -> str:
 def choices(
     entry: catalog.Strategy, option: catalog.Option, devices: Sequence[str] | None
 ) -> list[str]:
-    """Return the values of an option that need devices which are not there."""
+    """Return the values of an option that need missing devices."""
     if not devices or all(device.startswith("cuda") for device in devices):
         return []
     return [value for name, value in entry.needs_gpus if name == option.name]

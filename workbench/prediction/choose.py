@@ -1,4 +1,4 @@
-"""Finds the fastest strategy: the candidates, what is known of each, the next run, the winner.
+"""Finds the fastest strategy: the candidates, the data about each, the next run, the winner.
 
 A few short runs are measured, and the other strategies are predicted from them where possible. A
 measurement counts more than a prediction: a prediction wins only if its whole interval lies above
@@ -31,16 +31,16 @@ NAN = float("nan")
 BASELINE = "one_device"
 KNOWN = Literal["measured", "predicted", "bounded", "out"]
 WORTH = 1.02
-"""Another short run is made only for what may be faster than the best by more than this."""
+"""Another short run is made only for a candidate that can exceed the best by more than this."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy that may be chosen, with its options and workers.
+    """A candidate strategy with its options and workers.
 
     Attributes:
-        options: Those that are not as by default.
-        settings: All of them.
+        options: The options that differ from their defaults.
+        settings: All options.
     """
 
     entry: Strategy
@@ -50,12 +50,12 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The strategy, with options that differ from its own."""
+        """The strategy, with options that differ from their defaults."""
         return " ".join([self.entry.name, *(f"{k}={v}" for k, v in self.options.items())])
 
     @property
     def most_efficient(self) -> float:
-        """Samples per second per worker over those of one device, at the very best."""
+        """Upper bound of samples per second per worker, relative to one device."""
         if not self.entry.takes_turns:
             return 1.0
         settings, stages = dict(self.settings), self._stages
@@ -68,10 +68,10 @@ class Candidate:
 
     @property
     def least_rounds(self) -> int:
-        """Messages that follow each other in a step of what cannot be predicted, at the least.
+        """Lower bound of consecutive messages in a step of a strategy that cannot be predicted.
 
-        A pipeline fills and empties; divided layers are added up at least once each way, which is a
-        ring's 2 (n - 1) rounds.
+        A pipeline fills and empties. Divided layers are summed at least once in each direction,
+        which takes a ring 2 (n - 1) rounds.
         """
         if self.entry.takes_turns:
             return 2 * (self._stages - 1)
@@ -85,10 +85,10 @@ class Candidate:
         )
 
     def held_bytes(self, whole_bytes: float, gradients_bytes: float) -> float:
-        """Return the bytes that a worker would hold between steps.
+        """Return the memory of a worker between steps, in bytes.
 
         Args:
-            whole_bytes: Of weights, gradients and the optimizer's state.
+            whole_bytes: Size of weights, gradients and the optimizer's state.
         """
         if self.entry.keeps == "weights":
             return min(2 * gradients_bytes, whole_bytes)
@@ -99,17 +99,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of a candidate.
+    """The data about a candidate.
 
     Attributes:
         known: `measured`, `predicted`, only `bounded` from above, or `out` of the race.
-        samples_per_s: Median (or mean), and the ends of the interval: 95 % of a measured rate, 90 %
-            of predicted runs. Of one that is bounded: what it may do with the likeliest cost of a
-            message, 0, and with the least one.
-        step_s: NaN where not known.
-        memory_bytes: What a worker holds between steps; NaN where not known.
-        why: What the figure rests on, or why there is none.
-        run: Name of the run that was measured; empty: none.
+        samples_per_s: Median (or mean), and the ends of the interval: 95 % for a measured rate, 90
+            % for predicted runs. For a bounded candidate: the bound with the likeliest message
+            cost, 0, and the bound with the smallest message cost.
+        step_s: NaN if unknown.
+        memory_bytes: What a worker holds between steps; NaN if unknown.
+        why: The basis of the figure, or why there is none.
+        run: Name of the measured run; empty: none.
     """
 
     candidate: Candidate
@@ -123,12 +123,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Choice:
-    """All candidates, best first, and the one to train under.
+    """All candidates, best first, and the winner.
 
     Attributes:
-        winner: None where nothing is left.
-        reason: Why it is that one, in words.
-        seconds: That the short runs took.
+        winner: None if no candidate remains.
+        reason: The reason for this winner, in words.
+        seconds: Duration of the short runs.
     """
 
     rows: tuple[Row, ...]
@@ -165,11 +165,11 @@ def candidates(
     """Return the candidates, and those left out from the start with the reason.
 
     Args:
-        options: Given by the user; each goes to the strategies that have it.
-        allow_stale: Whether strategies compete whose weights are not those of one device.
+        options: Options of the user; each is passed to the strategies that have it.
+        allow_stale: Whether to include strategies whose weights differ from those of one device.
 
     Raises:
-        PlanError: No strategy has such an option, or its value was not understood.
+        PlanError: No strategy has such an option, or its value is not valid.
     """
     entries = catalog.strategies(framework)
     for name in options:
@@ -205,10 +205,10 @@ def _candidate(entry: Strategy, way: Mapping[str, Any], workers: int) -> Candida
 
 
 def _unfit(one: Candidate, workers: int, given: set[str], *, allow_stale: bool) -> str:
-    """Return why a strategy does not compete; empty where it does.
+    """Return why a strategy is not a candidate; empty if it is one.
 
     Args:
-        given: Options that the user asked for: what they change is meant.
+        given: Options of the user; their effects are intended.
     """
     entry, settings = one.entry, dict(one.settings)
     if not entry.anywhere:
@@ -225,7 +225,7 @@ def _unfit(one: Candidate, workers: int, given: set[str], *, allow_stale: bool) 
         differs = [name for name, value in entry.exact_with if settings.get(name) != value]
         if given.issuperset(differs):
             return ""
-    return "trains other weights than one device does; --allow-stale includes it"
+    return "its weights differ from those of one device; --allow-stale includes it"
 
 
 @dataclass
@@ -234,8 +234,8 @@ class Race:
 
     Attributes:
         measured: Runs by the name of their candidate.
-        refused: Why a candidate is out, by its name.
-        most_bytes: That a worker may hold; None: any.
+        refused: Why a candidate is excluded, by its name.
+        most_bytes: Memory limit of a worker; None: no limit.
     """
 
     entrants: Sequence[Candidate]
@@ -245,7 +245,7 @@ class Race:
     refused: dict[str, str] = field(default_factory=dict)
 
     def first(self) -> list[Candidate]:
-        """Return what is measured before anything is predicted: replicas, and one device."""
+        """Return the candidates that are measured first: replicas and one device."""
         by = {one.entry.name: one for one in self.entrants}
         replicas = [one for one in self.entrants if one.entry.replicated and one.workers > 1]
         return [*replicas[:1], *([by[BASELINE]] if BASELINE in by else [])]
@@ -253,8 +253,8 @@ class Race:
     def next(self) -> Candidate | None:
         """Return the candidate for another short run; None if none can be faster than the best.
 
-        Of what is only bounded a part of the gain is hoped for: a pipeline divides every model, at
-        its layers, tensor parallelism only some layers.
+        For bounded candidates, only a part of the possible gain is expected. A pipeline divides
+        every model at its layers, but tensor parallelism divides only some layers.
         """
         rows = self.rows()
         best = max((r.samples_per_s[0] for r in rows if r.known == "measured"), default=0.0)
@@ -271,7 +271,7 @@ class Race:
         return max(open_, key=gain).candidate if open_ else None
 
     def rows(self) -> list[Row]:
-        """Return what is known of each candidate, best first, those that are out last."""
+        """Return the data about each candidate, best first, excluded candidates last."""
         found = [self._row(one) for one in self.entrants]
         found.sort(key=_place)
         return [*found, *self.out]
@@ -295,13 +295,15 @@ class Race:
         run = self.measured.get(one.name)
         row = self._predicted(one) if run is None else self._measured(one, run)
         if self.most_bytes is not None and row.memory_bytes > self.most_bytes:
-            return replace(row, known="out", why="holds more than --memory-per-worker allows")
+            return replace(
+                row, known="out", why="needs more memory than --memory-per-worker allows"
+            )
         return row
 
     def _measured(self, one: Candidate, run: RunData) -> Row:
         rate, held = rate_of(run.history), memory_of(run)
         if rate is None:
-            return Row(one, "out", memory_bytes=held, why="took no step in its time")
+            return Row(one, "out", memory_bytes=held, why="took no step within its time limit")
         parts = dict(zip(PARTS, rate.parts_s, strict=True))
         lost = (parts["sync_wait_s"] + parts["transfer_s"]) / rate.step_s
         why = f"measured, {rate.steps} steps"
@@ -312,7 +314,7 @@ class Race:
         )
 
     def _predicted(self, one: Candidate) -> Row:
-        """Return what a candidate would do, from the runs that were measured."""
+        """Return the prediction for a candidate from the measured runs."""
         held = self._held(one)
         runs = self._predictable()
         why = "no measurement to predict it from"
@@ -331,7 +333,7 @@ class Race:
         return self._bounded(one, held, why)
 
     def _bounded(self, one: Candidate, held: float, why: str) -> Row:
-        """Return what a candidate could do at best: all workers busy, but for its messages."""
+        """Return a candidate's upper bound: all workers are busy, except for its messages."""
         alone = self.measured.get(BASELINE)
         rate = None if alone is None else rate_of(alone.history)
         if rate is None or not rate.mean > 0:
@@ -343,7 +345,7 @@ class Race:
                    f"upper bound; {why}")  # fmt: skip
 
     def _message_s(self) -> tuple[float, float]:
-        """Return what a message costs besides its bytes: what is likeliest, and at the least."""
+        """Return a message's fixed cost: the likeliest value, and the smallest."""
         runs = self._predictable()
         if not runs or runs[0].plan.workers < 2:
             return 0.0, 0.0
@@ -355,7 +357,7 @@ class Race:
         return float(np.median(cost_s)), float(np.quantile(cost_s, 0.05))
 
     def _predictable(self) -> list[RunData]:
-        """Return the runs that others can be predicted from, replicas first."""
+        """Return the runs from which others can be predicted, replicas first."""
         found = []
         for name in self._order():
             run = self.measured.get(name)
@@ -366,11 +368,11 @@ class Race:
         return sorted(found, key=lambda run: run.plan.workers == 1)
 
     def _order(self) -> list[str]:
-        """Return names of candidates: replicas first, from which others are predicted best."""
+        """Return names of candidates, replicas first, because they give the best predictions."""
         return [c.name for c in sorted(self.entrants, key=lambda c: not c.entry.replicated)]
 
     def _held(self, one: Candidate) -> float:
-        """Return what a worker would hold, from a run in which one held everything."""
+        """Return the memory of a worker, computed from a run in which one worker had everything."""
         for name in self._order():
             run = self.measured.get(name)
             if run is None or run.plan.entry.keeps != "all":
@@ -389,7 +391,7 @@ class Race:
 
 
 def _place(row: Row) -> tuple[int, float]:
-    """Return what rows are sorted by: what is known of them, then their rate."""
+    """Return the sort key of rows: the kind of knowledge, then the rate."""
     group, which = {"measured": (0, 0), "predicted": (0, 0), "bounded": (1, 2), "out": (2, 0)}[
         row.known
     ]
@@ -398,17 +400,17 @@ def _place(row: Row) -> tuple[int, float]:
 
 
 def memory_of(run: RunData) -> float:
-    """Return the most that a worker of a run holds between steps; NaN where not measured."""
+    """Return the largest memory of a run's worker between steps; NaN if not measured."""
     held = [value for value in run.history.story.memory_bytes.values() if value == value]
     return max(held, default=NAN)
 
 
 def _reason(winner: Row | None, rows: Sequence[Row]) -> str:
     if winner is None:
-        return "No strategy is left."
+        return "No strategy remains."
     name, rate = winner.candidate.name, winner.samples_per_s[0]
     if winner.known == "bounded":
-        return f"{name} is the only one left. Its speed is not known."
+        return f"{name} is the only strategy that remains. Its speed is not known."
     words = f"{name} on {winner.candidate.workers} worker" + "s" * (winner.candidate.workers > 1)
     words += f": {_rate(rate)} samples/s, {winner.known}"
     alone = next((r for r in rows if r.candidate.entry.name == BASELINE), None)
@@ -430,11 +432,13 @@ def _notes(rows: Sequence[Row], best: Row | None) -> tuple[str, ...]:
             _, low, high = row.samples_per_s
             if row.known == "predicted" and low <= best.samples_per_s[0] < high:
                 found.append(
-                    f"{row.candidate.name} may be as fast ({_rate(low)} to {_rate(high)} predicted)"
+                    f"{row.candidate.name} can be as fast ({_rate(low)} to {_rate(high)} predicted)"
                     ", but was not measured."
                 )
     if any(row.known == "bounded" for row in rows):
-        found.append("For some only an upper bound is known: all workers busy all the time.")
+        found.append(
+            "For some strategies only an upper bound is known, with all workers busy all the time."
+        )
     return tuple(found)
 
 

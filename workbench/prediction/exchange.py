@@ -1,12 +1,13 @@
 """The cost of a step's messages: each message moves the clocks of its workers forward.
 
-A message of m bytes takes `a + b m` seconds (Hockney, Parallel Computing 20(3), 1994); how many of
-which size follow each other comes from the catalog's description of a strategy, so collectives cost
-what Thakur, Rabenseifner and Gropp (IJHPCA 19(1), 2005, section 4) and Patarasuk and Yuan (JPDC
-69(2), 2009) derive: a ring 2(n-1) rounds of m/n bytes, recursive doubling log2 n rounds of m.
+A message of m bytes takes `a + b m` seconds (Hockney, Parallel Computing 20(3), 1994); The number
+and sizes of consecutive messages come from the catalog's description of a strategy. So the costs of
+collectives are those that Thakur, Rabenseifner and Gropp (IJHPCA 19(1), 2005, section 4) and
+Patarasuk and Yuan (JPDC 69(2), 2009) derive: a ring 2(n-1) rounds of m/n bytes, recursive doubling
+log2 n rounds of m.
 
-    clocks   w0 w1 w2 s0      own work is added, a message moves its receiver's clock forward
-             |--|------>|     who comes late to a ring is waited for by all of it
+    clocks   w0 w1 w2 s0      computation is added, a message moves its receiver's clock forward
+             |--|------>|     all workers of a ring wait for a late worker
 
 Two kinds of links:
 
@@ -15,9 +16,9 @@ Two kinds of links:
 - ports: a node sends everything through one port and receives everything through another. So
   workers queue at a server's port.
 
-Workers that each go at their own pace (asynchronous servers) are a closed queueing network: a
-worker thinks, then is served by the servers' ports. Its mean cycle is found by mean value analysis
-(Reiser and Lavenberg, Journal of the ACM 27(2), 1980).
+Asynchronous workers with servers are a closed queueing network: a worker computes, then the
+servers' ports serve it. Its mean cycle is found by mean value analysis (Reiser and Lavenberg,
+Journal of the ACM 27(2), 1980).
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 FORWARD = 1 / 3
-"""Share of own work that is forward: backward has two products for each one (assumed)."""
+"""Share of the forward pass in computation; assumed: backward has two products for each forward
+product."""
 MOST_BUCKETS = 256
 SERVED_S = 0.0008
-"""What a server spends on each worker's push and pull besides its bytes: it takes one after the
-other. From training runs with 4 to 32 workers; a run of two replicas tells nothing of it.
+"""Fixed time of a server for each worker's push and pull, which it serves one after the
+other. From training runs with 4 to 32 workers; a run of two replicas gives no information about it.
 """
 
 
@@ -47,10 +49,10 @@ class Cost:
     """Seconds per message and per byte; each is (draws,).
 
     Attributes:
-        message_s, byte_s: Of the link.
-        soft_message_s, soft_byte_s: What workers and servers spend on a message besides.
+        message_s, byte_s: Cost of the link.
+        soft_message_s, soft_byte_s: Additional time of workers and servers for a message.
         near_message_s, near_byte_s: Between workers of one host.
-        held: See the module.
+        held: The kind of link, see the module.
     """
 
     message_s: Floats
@@ -85,7 +87,7 @@ class Exchange:
     """The messages of one strategy with this many workers.
 
     Args:
-        message_bytes: Of a worker's gradients, as they travel.
+        message_bytes: Size of a worker's gradients as sent.
     """
 
     def __init__(self, setting: Setting, message_bytes: float) -> None:
@@ -99,7 +101,7 @@ class Exchange:
         self._phases = [self._compiled(phase) for phase in parts.phases]
         self._works = self._own_shares(parts.phases)
         name = setting.entry.name
-        # Simulated links hold back all that such a step sends to whomever at once.
+        # Simulated links delay all messages of such a step at once.
         self._once = name in ("local_sgd", "gossip", "sharded") or self.servers > 0
 
     def _compiled(self, phase: Phase) -> tuple[Phase, list[_Message]]:
@@ -127,7 +129,7 @@ class Exchange:
         """Return the mean seconds of a step, over steps and workers, shape (draws,).
 
         Args:
-            own: (steps, workers, draws) seconds of own work.
+            own: (steps, workers, draws) seconds of computation.
             first: Number of the first step: some messages are not part of every step.
         """
         if self.setting.alone:
@@ -160,7 +162,7 @@ class Exchange:
                 clocks[message.target] += SERVED_S
 
     def _ring(self, clocks: Floats, messages: list[_Message], cost: Cost) -> None:
-        """Let everybody on a ring meet: who is last sends in all rounds, and so do all others."""
+        """Let all workers of a ring meet: like all others, the last worker sends in all rounds."""
         members = sorted({message.source for message in messages})
         longest = np.zeros(clocks.shape[1])
         for message in {(m.size_bytes, m.times, m.near): m for m in messages}.values():
@@ -178,7 +180,7 @@ class Exchange:
         return cost.message_s, cost.byte_s
 
     def _held(self, clocks: Floats, messages: list[_Message], cost: Cost) -> None:
-        """Let senders hold back what they send; half of what else a message takes is each end's."""
+        """Let senders delay their messages; each end has half of a message's other time."""
         begin, leaves = clocks.copy(), clocks.copy()
         paid: set[int] = set()
         count: dict[int, int] = {}
@@ -191,7 +193,7 @@ class Exchange:
             if not (self._once and payer in paid):
                 takes = takes + message_s
                 paid.add(payer)
-            if source >= self.workers:  # the worker holds back what a server sends it
+            if source >= self.workers:  # the worker delays the messages that it gets from a server
                 came = np.maximum(clocks[target], begin[source]) + takes + 2 * half
                 clocks[target] = came
                 continue
@@ -199,9 +201,9 @@ class Exchange:
             count[target] = count.get(target, 0) + 1
             if not self._once:
                 clocks[target] = np.maximum(clocks[target], leaves[source] + half)
-            if count[target] > 1:  # who gets several takes them one after the other
+            if count[target] > 1:  # a receiver processes several messages one after the other
                 clocks[target] = np.maximum(clocks[target], begin[target] + count[target] * half)
-        for message in messages if self._once else ():  # all that a worker sends leaves at once
+        for message in messages if self._once else ():  # all messages of a worker leave at once
             if message.source < self.workers:
                 half = (cost.soft_message_s + cost.soft_byte_s * message.size_bytes) / 2
                 came = leaves[message.source] + half
@@ -220,9 +222,9 @@ class Exchange:
             soft = cost.soft_message_s + cost.soft_byte_s * message.size_bytes
             takes = byte_s * message.size_bytes + soft
             out[source] = out[source] + takes
-            # The first byte can be on its way while the port of the other end is busy.
+            # The first byte can travel while the receiver's port is busy.
             into[target] = np.maximum(out[source] + message_s, into[target] + takes)
-            if (target, source) in pairs:  # an exchange: neither goes on before the other has come
+            if (target, source) in pairs:  # an exchange: each side waits for the other
                 into[target] = np.maximum(into[target], clocks[target] + takes + message_s)
             ends[target] = np.maximum(ends[target], into[target])
             ends[source] = np.maximum(ends[source], out[source])
@@ -249,7 +251,7 @@ class Exchange:
     # -- nobody waits for all -------------------------------------------------------------------
 
     def _alone(self, own: Floats, cost: Cost) -> Floats:
-        """Return the mean step of workers that each go at their own pace."""
+        """Return the mean step of asynchronous workers."""
         options = self.setting.options
         every = int(options.get("pull_every", 1))
         servers = max(self.servers, 1)
@@ -258,11 +260,12 @@ class Exchange:
         soft = servers * cost.soft_message_s + cost.soft_byte_s * size
         once = 1 if cost.held else servers
         away = ways * once * cost.message_s
-        if cost.held:  # each worker's own link: nobody queues at it
+        if cost.held:  # each worker has its own link, so no worker queues
             think = away + ways * cost.byte_s * size + (ways - 1) * soft
             stations = [soft / servers + SERVED_S] * servers
         else:
-            # What left one port in a row comes to the other in a row: it waits at the first alone.
+            # Messages that leave one port one after the other also arrive one after the other, so
+            # they wait only at the first port.
             port = (cost.byte_s * size + soft) / servers
             think = away + port / every
             stations = [port + SERVED_S] * servers
@@ -275,8 +278,8 @@ class Exchange:
     def _served(self, think: Floats, stations: list[Floats]) -> Floats:
         """Return the seconds at the servers' ports in a cycle, by mean value analysis.
 
-        Messages are of one size, so of the one that is being served half is left on the mean
-        (Reiser, IEEE Transactions on Communications 27(8), 1979).
+        All messages have one size, so on average half of the message in service remains (Reiser,
+        IEEE Transactions on Communications 27(8), 1979).
         """
         queues = [np.zeros_like(think) for _ in stations]
         spent, rate = np.zeros_like(think), np.zeros_like(think)
@@ -291,7 +294,7 @@ class Exchange:
         return spent
 
     def _bounded(self, own: Floats, exchange: Floats, bound: int) -> Floats:
-        """Return the mean step where nobody may be more than `bound` steps ahead."""
+        """Return the mean step if no worker can be more than `bound` steps ahead."""
         steps, workers, draws = own.shape
         ends = np.zeros((steps + 1, workers, draws))
         for step in range(steps):

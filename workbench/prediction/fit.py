@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 _ROUNDS, _MOST_STEPS, _BLOCK = 8, 160, 10
 _APART = 1.25
-"""Two runs tell messages from bytes where their proportions differ by this factor."""
+"""Two runs separate the costs of messages and bytes if their proportions differ by this factor."""
 
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """What was found, by draw.
+    """The fitted costs, by draw.
 
     Attributes:
-        message_s, byte_s: (draws,) of the link where it is not simulated; else what workers spend
-            besides it.
-        link: What the runs' faults simulate; None: the link is real.
-        settled: Whether messages can be told from bytes.
-        runs: How many runs had messages.
+        message_s, byte_s: (draws,) costs of the link if it is real; otherwise the workers'
+        additional costs.
+        link: The simulated link of the runs' faults; None: the link is real.
+        settled: Whether the costs of messages and bytes can be separated.
+        runs: Number of runs with messages.
     """
 
     message_s: Floats
@@ -55,7 +55,7 @@ class Fitted:
         """Return the cost of messages.
 
         Args:
-            link: In place of the one that was seen; None: that one.
+            link: A link that replaces the measured link; None: the measured link.
         """
         none = np.zeros_like(self.message_s)
         if self.link is not None:
@@ -78,10 +78,10 @@ def _held(link: Link, soft: tuple[Floats, Floats]) -> Cost:
 
 
 def fit(probes: Sequence[Probe], rng: np.random.Generator, draws: int) -> Fitted | None:
-    """Return what runs tell of messages; None where none of them had any.
+    """Return the message costs from runs; None if no run had messages.
 
     Args:
-        probes: All with the same simulated link, or all without one.
+        probes: Runs that all have the same simulated link, or all have none.
     """
     talking = [p for p in probes if p.workers > 1 and p.message_bytes > 0]
     if not talking:
@@ -111,7 +111,7 @@ def fit(probes: Sequence[Probe], rng: np.random.Generator, draws: int) -> Fitted
 
 
 def _units(exchange: Exchange | Pipe, probe: Probe) -> tuple[float, float]:
-    """Return how many messages, and how many bytes, follow each other in a step."""
+    """Return the numbers of consecutive messages and bytes in a step."""
     steps = 24 if probe.setting.workers < 64 else 8
     own = np.zeros((steps, probe.workers, 1))
     none, one = np.zeros(1), np.ones(1)
@@ -121,7 +121,7 @@ def _units(exchange: Exchange | Pipe, probe: Probe) -> tuple[float, float]:
 
 
 def _resampled(probe: Probe, rng: np.random.Generator, draws: int) -> tuple[Floats, Floats, int]:
-    """Return own work (steps, workers, draws) and the mean step (draws,), of blocks of steps."""
+    """Return computation (steps, workers, draws) and the mean step (draws,) of blocks of steps."""
     every = int(probe.setting.options.get("every", 1) or 1)
     block = every * max(1, -(-_BLOCK // every))
     own, step_s = probe.own_s[-_MOST_STEPS:], probe.step_s[-_MOST_STEPS:]
@@ -140,7 +140,7 @@ def _resampled(probe: Probe, rng: np.random.Generator, draws: int) -> tuple[Floa
 def _one(
     computed: object, k: int, wanted: Floats, share: Floats, unit: tuple[float, float]
 ) -> tuple[Floats, Floats]:
-    """Solve for one run, of whose time `share` is the messages'."""
+    """Solve for one run; `share` of its time belongs to the messages."""
     spent = np.zeros_like(wanted)
     for _ in range(_ROUNDS):
         a, b = _split(spent, share, unit)
@@ -156,10 +156,10 @@ def _split(spent: Floats, share: Floats, unit: tuple[float, float]) -> tuple[Flo
 def _two(
     computed: object, wanted: Sequence[Floats], unit: Sequence[tuple[float, float]]
 ) -> tuple[Floats, Floats]:
-    """Solve for several runs: Gauss and Newton's steps, never below 0."""
+    """Solve for several runs with Gauss-Newton steps; results are never below 0."""
     draws = len(wanted[0])
     a, b = np.zeros(draws), np.zeros(draws)
-    # Time waited for others hides messages, so slopes are those of the messages alone or less.
+    # Time that workers wait for others hides messages, so slopes are at most those of the messages.
     weights = [1 / w for w in wanted]
     for _ in range(2 * _ROUNDS):
         left = [w - computed(k, a, b) for k, w in enumerate(wanted)]  # type: ignore[operator]
@@ -168,7 +168,7 @@ def _two(
         ab = sum(u[0] * u[1] * q * q for u, q in zip(unit, weights, strict=True))
         ra = sum(u[0] * q * q * r for u, q, r in zip(unit, weights, left, strict=True))
         rb = sum(u[1] * q * q * r for u, q, r in zip(unit, weights, left, strict=True))
-        # The normal equations around the present point, both unknowns as they would become.
+        # The normal equations around the current point, for the new values of both unknowns.
         ta, tb = aa * a + ab * b + ra, ab * a + bb * b + rb
         det = np.maximum(aa * bb - ab * ab, 1e-300)
         na, nb = (bb * ta - ab * tb) / det, (aa * tb - ab * ta) / det

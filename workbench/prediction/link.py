@@ -1,4 +1,4 @@
-"""A link as people write it: `100Gbit`, `1GB/s`, `1GB/s 50us`."""
+"""A link as text: `100Gbit`, `1GB/s`, `1GB/s 50us`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _UNIT = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 @dataclass(frozen=True)
 class Link:
-    """What lies between a worker and the others.
+    """The link between a worker and the others.
 
     Attributes:
-        bytes_per_s: What it carries each way; infinite where only its latency is known.
-        latency_s: What a message costs besides its bytes; None where that was not said.
-        held: Whether it is simulated (`--inject bandwidth=`): then every worker holds back what it
-            sends, one message after the other, and what it gets from a server. Else it is a port
-            that all messages of a worker, or of a server, share each way.
+        bytes_per_s: Its bandwidth in each direction; infinite if only its latency is known.
+        latency_s: Fixed time of a message; None if not given.
+        held: Whether it is simulated (`--inject bandwidth=`). Then every worker delays its sent
+            messages, one after the other, and messages from a server. Otherwise it is a port that
+            all messages of a worker or a server share in each direction.
     """
 
     bytes_per_s: float
@@ -45,14 +45,14 @@ class Link:
 
 
 def parse_link(text: object, latency: object = None) -> Link:
-    """Return the link that a text says.
+    """Return the link that a text describes.
 
     Args:
         text: `100Gbit` (bits), `1GB/s` (bytes); a latency may follow: `1GB/s 50us`.
-        latency: The latency, `50us`, where it is not in the text.
+        latency: The latency, `50us`, if it is not in the text.
 
     Raises:
-        PlanError: It is not understood, or carries nothing.
+        PlanError: The text is not valid, or the bandwidth is 0.
     """
     words = str(text).replace(",", " ").split()
     wait = str(latency) if latency is not None else words[1] if len(words) == 2 else None
@@ -87,7 +87,7 @@ def parse_link(text: object, latency: object = None) -> Link:
 
 
 def simulated(faults: Iterable[Fault]) -> Link | None:
-    """Return the link that a run's faults simulate; None where they simulate none."""
+    """Return the link that a run's faults simulate; None if they simulate none."""
     known = list(faults)
     seconds_per_byte = sum(1 / f.bytes_per_s for f in known if f.kind == "bandwidth")
     latencies = [f.delay_s for f in known if f.kind == "latency"]

@@ -22,21 +22,22 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 CAUSES = ("own work", "waiting", "messages")
 UNEXPLAINED = 0.005
-"""Standard deviation of measured over predicted steps that no draw explains. With the next one the
-likeliest over 110 training runs of 4 to 32 workers (docs/measured/predictions-training.jsonl).
+"""Standard deviation of measured over predicted steps that no draw explains. Together with the next
+constant it has the maximum likelihood over 110 training runs of 4 to 32 workers
+(docs/measured/predictions-training.jsonl).
 """
 UNEXPLAINED_PER_DOUBLING = 0.0075
-"""What each doubling of the workers beyond those seen adds to it."""
+"""Increase of it for each doubling of the workers above the measured number."""
 MOST_COMPUTED = 40
 
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """Runs that were computed.
+    """Computed runs.
 
     Attributes:
         step_s: (draws,) mean seconds of a step.
-        share: Of a step that is each of `CAUSES`; adds up to 1.
+        share: Share of each of `CAUSES` in a step; adds up to 1.
     """
 
     step_s: Floats
@@ -45,13 +46,13 @@ class Computed:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What is to be computed.
+    """The setting to compute.
 
     Attributes:
-        message_bytes: Of a worker's gradients as they travel; NaN where nothing is sent.
-        scale: (draws,) factor on own work: other samples of a worker than those seen.
-        steps: Of the run that is predicted.
-        seen_workers: Most workers of a run that it is predicted from.
+        message_bytes: Size of a worker's gradients as sent; NaN if nothing is sent.
+        scale: (draws,) factor on computation for a different number of samples per worker.
+        steps: Number of steps of the predicted run.
+        seen_workers: Largest number of workers among the measured runs.
     """
 
     setting: Setting
@@ -68,7 +69,7 @@ def compute(case: Case, seed: int = 2027, *, noisy: bool = True) -> Computed:
     """Return runs of a case.
 
     Args:
-        noisy: Whether what the model leaves out is in their spread.
+        noisy: Whether the spread includes effects outside the model.
     """
     rng = np.random.default_rng(seed)
     draws, n = len(case.scale), case.setting.workers
@@ -94,9 +95,10 @@ def compute(case: Case, seed: int = 2027, *, noisy: bool = True) -> Computed:
 
 
 def _lengthened(period: Floats, own: Floats, case: Case) -> Floats:
-    """Return steps as they spread over runs of as many steps as asked for, if more than computed.
+    """Return the spread of steps for runs with the requested number of steps, if larger than
+    computed.
 
-    What a run varies by itself shrinks with its steps; what the probes leave open does not.
+    The variation of a run shrinks with its number of steps; the uncertainty of the probes does not.
     """
     steps = len(own)
     if case.steps <= steps:
@@ -111,12 +113,12 @@ def _lengthened(period: Floats, own: Floats, case: Case) -> Floats:
 
 
 def exchange_of(setting: Setting, message_bytes: float) -> Exchange | Pipe:
-    """Return what computes a strategy's messages."""
+    """Return the object that computes a strategy's messages."""
     return (Pipe if setting.piped else Exchange)(setting, message_bytes)
 
 
 def _stages(case: Case, rng: np.random.Generator, steps: int) -> Floats:
-    """Return how long stages are busy, (draws, steps, workers): a step's stages stay together."""
+    """Return the busy time of stages, (draws, steps, workers); stages of a step stay together."""
     busy, n = case.work.own_s, case.setting.workers
     if n != busy.shape[1]:
         busy = np.repeat(busy.sum(axis=1, keepdims=True) / n, n, axis=1)
@@ -132,7 +134,7 @@ def _free(cost: Cost) -> Cost:
 
 
 def _spread(found: Computed, case: Case, rng: np.random.Generator, *, noisy: bool) -> Computed:
-    """Add what the model leaves out."""
+    """Add the effects outside the model."""
     step_s = found.step_s
     if noisy:
         doublings = max(np.log2(case.setting.workers / max(case.seen_workers, 1)), 0.0)

@@ -1,18 +1,19 @@
 """A step of a pipeline, from its schedule's own graph and the stages' measured times.
 
 Every piece of work (forward, backward, and in `zero_bubble` the weights' half of backward) of every
-microbatch and stage is a node; it follows what its worker did before, and the message it needs. The
-schedule gives the order of a worker's pieces. The step time is the longest path (Kelley and Walker,
-Critical-Path Planning and Scheduling, 1959).
+microbatch and stage is a node. It begins after its worker's previous piece and after the message
+that it needs. The schedule gives the order of a worker's pieces. The step time is the longest path
+(Kelley and Walker, Critical-Path Planning and Scheduling, 1959).
 
     gpipe        all forwards, then all backwards
-    1f1b         a stage has at most as many microbatches in work as stages follow it, itself
-                 included; a backward comes before a forward
+    1f1b         a stage has at most as many unfinished microbatches as there are stages from it to
+                 the end, itself included; a backward comes before a forward
     interleaved  the same over the stages of all workers, the microbatches in rounds
     zero_bubble  as 1f1b; the weights' halves fill the gaps
 
-Backward is taken for twice forward, as two matrix products are to one (Narayanan et al., SC 2021,
-section 2.1). With another number of workers the measured work is divided equally among them.
+Backward is assumed to take twice as long as forward, because it has two matrix products instead of
+one (Narayanan et al., SC 2021, section 2.1). With another number of workers the measured work is
+divided equally among them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Piece:
 
     Attributes:
         kind: `F`, `B`, or `W` for the weights' half of backward.
-        stage: Of all stages, in the order of the model.
+        stage: Number of the stage, in the order of the model.
         batch: Number of the microbatch.
     """
 
@@ -49,7 +50,7 @@ class Piece:
 
 
 def shape_of(setting: Setting) -> tuple[str, int, int]:
-    """Return the schedule's name, microbatches and stages in all."""
+    """Return the schedule's name, and the total numbers of microbatches and stages."""
     options = dict(setting.options)
     batches = schedules.microbatches(options, setting.workers)
     each = schedules.stages_per_worker(options)
@@ -72,7 +73,7 @@ def order_of(name: str, workers: int, batches: int, stages: int) -> list[tuple[i
 
 
 def _alternating(forward: list[Piece], backward: list[Piece], first: int) -> list[Piece]:
-    """Return so many first forwards, then backwards and forwards in turn."""
+    """Return so many first forwards, then alternate backwards and forwards."""
     line = forward[:first]
     for k, piece in enumerate(forward[first:]):
         line += [backward[k], piece]
@@ -82,7 +83,8 @@ def _alternating(forward: list[Piece], backward: list[Piece], first: int) -> lis
 def _interleaved(worker: int, workers: int, batches: int, stages: int) -> list[Piece]:
     """Return a worker's pieces in rounds of microbatches, each through all its stages.
 
-    Source: Narayanan et al., SC 2021, section 2.2; how many forwards come first is Megatron-LM's.
+    Source: Narayanan et al., SC 2021, section 2.2; the number of first forwards is that of
+    Megatron-LM.
     """
     per_round = batches // max(1, batches // workers)
     own = range(worker, stages, workers)
@@ -94,7 +96,7 @@ def _interleaved(worker: int, workers: int, batches: int, stages: int) -> list[P
 
 
 def _needs(piece: Piece, stages: int) -> list[Piece]:
-    """Return what must be done before a piece."""
+    """Return the pieces that must be done before a piece."""
     if piece.kind == "F":
         return [Piece("F", piece.stage - 1, piece.batch)] if piece.stage else []
     if piece.kind == "W":
@@ -104,7 +106,7 @@ def _needs(piece: Piece, stages: int) -> list[Piece]:
 
 
 def _in_turn(lines: Sequence[list[Piece]]) -> list[tuple[int, Piece]]:
-    """Return the workers' lines as one, in which nothing comes before what it needs."""
+    """Merge the workers' orders into one order in which each piece comes after its requirements."""
     stages = 1 + max(piece.stage for line in lines for piece in line)
     order: list[tuple[int, Piece]] = []
     done: set[Piece] = set()
@@ -121,10 +123,10 @@ def _in_turn(lines: Sequence[list[Piece]]) -> list[tuple[int, Piece]]:
 
 
 def _filled(workers: int, batches: int, stages: int) -> list[tuple[int, Piece]]:
-    """Return the pieces of `zero_bubble`: each worker takes what it can begin first.
+    """Return the pieces of `zero_bubble`: each worker takes the piece that it can begin first.
 
-    Of several a backward comes first, then a forward, then a weights' half; a stage has at most as
-    many microbatches under way as stages follow it, itself included.
+    If there are several, backward comes first, then forward, then a weights' half. A stage has at
+    most as many unfinished microbatches as there are stages from it to the end, itself included.
     """
     kinds = ("B", "F", "W")
     ends: dict[Piece, float] = {}
@@ -160,9 +162,9 @@ def step_s(
     """Return the seconds of a step, shape (draws,).
 
     Args:
-        work: By kind, (stages, draws) seconds of a piece.
-        message_s: (draws,) of a message between workers.
-        held: Whether who sends holds it back, and computes nothing meanwhile.
+        work: Seconds of a piece by kind, (stages, draws).
+        message_s: (draws,) seconds of a message between workers.
+        held: Whether the sender delays the message and computes nothing meanwhile.
     """
     none = np.zeros_like(message_s)
     free = [none] * workers
@@ -202,7 +204,7 @@ class Pipe:
     """The messages of a pipeline; see `exchange.Exchange`, whose methods it has.
 
     Args:
-        message_bytes: Of what a microbatch hands on.
+        message_bytes: Size of the message of a microbatch to the next stage.
     """
 
     def __init__(self, setting: Setting, message_bytes: float) -> None:
@@ -216,7 +218,7 @@ class Pipe:
 
         Args:
             own: (steps, workers, draws) seconds in which a worker is busy.
-            first: Not needed: all steps are alike.
+            first: Not used, because all steps are equal.
         """
         message = cost.message_s + cost.soft_message_s
         message = message + self.message_bytes * (cost.byte_s + cost.soft_byte_s)

@@ -35,9 +35,10 @@ Floats = NDArray[np.float64]
 DRAWS, SEED = 240, 1907
 MOST_WORKERS = 4096
 FAR = 8
-"""Beyond so many times the workers seen it is said that nothing like it was."""
+"""From this multiple of the measured workers on, a note says that it is far from the measurements.
+"""
 MOST_FIXED = 0.5
-"""Share of own work that is assumed, at most, not to depend on the samples, if it was not seen."""
+"""Largest assumed share of computation that does not depend on the samples, if not measured."""
 Scaling = Literal["strong", "weak"]
 _CHANCE_Z = 2.5
 
@@ -47,9 +48,9 @@ class Point:
     """One number of workers.
 
     Attributes:
-        step_s, samples_per_s: Median, and the ends of the interval that holds 90 %.
-        share: Of a step that is each of `CAUSES`.
-        far: Whether it lies beyond what the runs can tell of.
+        step_s, samples_per_s: Median, and the ends of the 90 % interval.
+        share: Share of each of `CAUSES` in a step.
+        far: Whether it is too far from the measured runs.
         batch: Samples of a step, of all workers.
     """
 
@@ -63,7 +64,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run that was predicted from: samples per second, with its 95 % interval.
+    """A measured run used for the prediction: samples per second, with its 95 % interval.
 
     Attributes:
         batch: Samples of a step, of all workers.
@@ -80,13 +81,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a strategy would do with other numbers of workers.
+    """The prediction for a strategy with other numbers of workers.
 
     Attributes:
-        runs: Names of the runs it was made from.
+        runs: Names of the measured runs.
         scaling: `strong`: the batch stays; `weak`: the samples of each worker stay.
-        link: In words.
-        notes: What is assumed, and where it goes beyond what was seen.
+        link: The link in words.
+        notes: The assumptions, and where the prediction goes beyond the measurements.
     """
 
     strategy: str
@@ -116,10 +117,10 @@ class Prediction:
         }  # fmt: skip
 
     def to_csv(self, path: str | Path | None = None) -> str:
-        """Return a line per number of workers, predicted and measured; units in the headings.
+        """Return one line per number of workers, predicted and measured; units in the headings.
 
         Args:
-            path: Where to write it as well.
+            path: A file to which the text is also written.
         """
         target = io.StringIO()
         keys = ["kind", "workers", "step_s", "step_low_s", "step_high_s", "samples_per_s",
@@ -148,14 +149,14 @@ def predict(
     batch_size: int | None = None, steps: int | None = None, per_host: int = 1,
     gradient_bytes: float | None = None,
 ) -> Prediction:  # fmt: skip
-    """Return what a run would take with other numbers of workers; see `Run.predict`.
+    """Return the predicted step times with other numbers of workers; see `Run.predict`.
 
     Args:
-        runs: The one to predict from, and others that settle what it leaves open.
+        runs: The run to predict from, and further runs that reduce the uncertainty.
 
     Raises:
-        PlanError: What is asked for cannot be, or cannot be predicted.
-        RunError: The runs do not tell enough.
+        PlanError: The setting is not possible, or cannot be predicted.
+        RunError: The runs have too little data.
     """
     counts = _counts(workers)
     for name, value in (("batch_size", batch_size), ("steps", steps), ("per_host", per_host)):
@@ -195,10 +196,10 @@ def predict(
 
 
 def read(runs: Sequence[RunData]) -> tuple[Probe, list[Probe]]:
-    """Return the first run as it was measured, and all of them.
+    """Return the first measured run, and all measured runs.
 
     Raises:
-        PlanError: There is none, or their simulated links differ.
+        PlanError: There is no run, or their simulated links differ.
     """
     if not runs:
         raise PlanError(
@@ -238,7 +239,7 @@ def target_setting(
     base: Probe, workers: int, strategy: str | None, options: Mapping[str, Any] | None,
     per_host: int = 1,
 ) -> Setting:  # fmt: skip
-    """Return how the predicted run would be run.
+    """Return the setting of the predicted run.
 
     Raises:
         PlanError: The strategy or an option is unknown, does not fit, or cannot be predicted.
@@ -259,7 +260,7 @@ def target_setting(
         )  # fmt: skip
     if base.setting.piped and not same:
         raise PlanError(
-            "A pipeline's run does not tell how large the gradients are.", seen=entry.name,
+            "The run of a pipeline does not show the size of the gradients.", seen=entry.name,
             next_step="predict it from a run of mirrored", code="WB-PLAN-297",
         )  # fmt: skip
     given = {k: v for k, v in (options or {}).items() if k != "overlap"}
@@ -288,7 +289,7 @@ def _samples(base: Probe, workers: int, scaling: str, batch_size: int | None) ->
         return total / base.workers
     if workers > total:
         raise PlanError(
-            "There are more workers than samples in a batch, so some would have none.",
+            "There are more workers than samples in a batch, so some workers would have no sample.",
             seen=f"{workers} workers, a batch of {total:g}",
             allowed=f"up to {total:g} workers",
             next_step="a larger batch_size=, or scaling='weak'",
@@ -302,7 +303,7 @@ class Knows:
     """The data from the runs, and the other arguments.
 
     Attributes:
-        fitted: None where no run had messages.
+        fitted: None if no run had messages.
         gradient_bytes: Bytes of the model's gradients, not compressed; NaN if unknown.
     """
 
@@ -318,10 +319,10 @@ class Knows:
         base: Probe, probes: Sequence[Probe], gradient_bytes: float | None, link: Link | None,
         *, needed: bool = True,
     ) -> Knows:  # fmt: skip
-        """Fit what can be fitted.
+        """Fit the costs from the runs.
 
         Raises:
-            RunError: Nothing tells what messages cost, or how large they are.
+            RunError: The cost or the size of messages is unknown.
         """
         rng = np.random.default_rng(SEED)
         fitted = fit(probes, rng, DRAWS)
@@ -354,7 +355,7 @@ class Knows:
         self, setting: Setting, samples: float, link: Link | None, steps: int, *,
         straggler: bool = True,
     ) -> Case:  # fmt: skip
-        """Return what is to be computed for a number of workers."""
+        """Return the case to compute for a number of workers."""
         if self.fitted is not None:
             cost = self.fitted.cost(link)
         elif link is None:
@@ -374,10 +375,10 @@ class Knows:
         )  # fmt: skip
 
     def work(self, *, straggler: bool = True) -> Work:
-        """Return what was seen of own work: by the first run, and by those that worked alike.
+        """Return the measured computation of the first run and of similar runs.
 
-        Those are runs of as many workers with as many samples, whose own work differs by no more
-        than chance.
+        Similar runs have as many workers with as many samples, and their computation differs only
+        by chance.
         """
         base = self.base
         if base.setting.piped or base.slow:
@@ -400,7 +401,7 @@ class Knows:
         return self.base.message_bytes * before / after * samples / self.base.samples
 
     def scale(self, samples: float) -> Floats:
-        """Return by what own work changes with the samples of a worker, (draws,)."""
+        """Return the factor by which computation changes with a worker's samples, (draws,)."""
         base = self.base
         if abs(samples - base.samples) < 1e-9:
             return np.ones(self.draws)
@@ -416,7 +417,7 @@ class Knows:
         slope = np.maximum((middle[:, None] * drawn).sum(axis=0) / (middle**2).sum(), 0.0)
         at = drawn.mean(axis=0) + slope * (np.array([samples, base.samples])[:, None] - x.mean())
         at = np.maximum(at, 1e-9)
-        # No work takes less than its samples' share of a larger one.
+        # The time for a part of the samples is at least this part of the whole time.
         return np.asarray(at[0] / at[1])
 
     @property
@@ -425,7 +426,7 @@ class Knows:
         return len({round(s, 6) for s, _, _ in self.sizes}) > 1
 
     def link_text(self, link: Link | None) -> str:
-        """Return the link that a prediction is for, in words."""
+        """Return the link of a prediction in words."""
         if link is not None:
             return link.text
         if self.fitted is None:
@@ -454,9 +455,9 @@ class Knows:
             )
         if any(abs(s - base.samples) > 1e-9 for s in samples) and not self.two_sizes:
             found.append(
-                f"One size was measured, {base.samples:g} samples per worker: between none and "
-                f"{MOST_FIXED:.0%} of own work is assumed not to depend on it. A run with another "
-                "--batch-size settles it: wb.predict([run, other], ...)."
+                f"One size was measured, {base.samples:g} samples per worker: 0 to "
+                f"{MOST_FIXED:.0%} of the computation time is assumed not to depend on it. A run "
+                "with another --batch-size measures this share: wb.predict([run, other], ...)."
             )
         if base.workers == 1:
             found.append("One worker was measured, so differences between workers are not known.")
@@ -474,18 +475,20 @@ class Knows:
             found.append("Nothing was sent in the runs, so messages cost only the link's time.")
         if any(s.overlapped for s in settings) and most > 1:
             found.append(
-                "Two thirds of own work are assumed to be backward, which overlaps with the "
-                "buckets."
+                "Two thirds of the computation time are assumed to be backward, which overlaps "
+                "with the buckets."
             )
         if any(s.piped and s.workers != base.workers for s in settings):
-            found.append("The model's work is assumed to be divided equally among the stages.")
+            found.append(
+                "The model's computation is assumed to be divided equally among the stages."
+            )
         if any(s.options.get("allreduce") == "auto" for s in settings):
             found.append("allreduce=auto: computed with the fastest of the algorithms.")
         return found
 
 
 def _fastest(setting: Setting, size_bytes: float, cost: Cost) -> Setting:
-    """Return the setting with the all-reduce that takes least."""
+    """Return the setting with the fastest all-reduce."""
     names = ["ring", "hierarchical", "reduce_to_one", "recursive_doubling"]
     if not cost.held:
         return Setting(setting.entry, {**setting.options, "allreduce": "backend"},
@@ -501,10 +504,10 @@ def _fastest(setting: Setting, size_bytes: float, cost: Cost) -> Setting:
 
 
 def packed_share(compress: str) -> float:
-    """Return how many bytes travel for one of the gradients (float32).
+    """Return the bytes sent per byte of the gradients (float32).
 
     Raises:
-        PlanError: That depends on the shapes of the model's matrices.
+        PlanError: The value depends on the shapes of the model's matrices.
     """
     kind, _, amount = compress.partition(":")
     if kind in ("fp16", "bf16"):

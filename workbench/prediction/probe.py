@@ -1,4 +1,4 @@
-"""The data that a prediction takes from a short run: own work, step times, bytes of messages."""
+"""The data that a prediction takes from a short run: computation, step times, bytes of messages."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 LEAST_STEPS = 20
-"""Of fewer steps after warm-up no tail, and so no straggler, can be told."""
+"""With fewer steps after warm-up, the tail and so a straggler cannot be estimated."""
 NOT_PREDICTED = {
     "hybrid": "pipelines side by side: the effect of one more worker on the stages is not known",
-    "tensor_parallel": "how a layer's work divides over more workers is not known",
-    "tpu": "what the compiler makes of a step on more cores is not known",
+    "tensor_parallel": "how a layer's computation divides over more workers is not known",
+    "tpu": "how the compiler changes a step on more cores is not known",
 }
 
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """A strategy as it would be run.
+    """A strategy with all its settings.
 
     Attributes:
-        entry: Of the catalog.
-        options: All of them.
-        per_host: Workers of one host, whose messages to each other do not take the link.
+        entry: The catalog's entry.
+        options: All options.
+        per_host: Number of workers per host; messages between them do not use the link.
     """
 
     entry: Strategy
@@ -51,7 +51,7 @@ class Setting:
 
     @property
     def overlapped(self) -> bool:
-        """Whether buckets travel while backward still runs (DistributedDataParallel)."""
+        """Whether buckets are sent while backward still runs (DistributedDataParallel)."""
         options = self.options
         return (
             self.entry.name == "mirrored"
@@ -62,16 +62,16 @@ class Setting:
 
     @property
     def alone(self) -> bool:
-        """Whether nobody waits for all others in a step."""
+        """Whether no worker waits for all others in a step."""
         return not self.entry.is_sync(dict(self.options))
 
     @property
     def piped(self) -> bool:
-        """Whether workers hold stages of one model."""
+        """Whether workers have stages of one model."""
         return self.entry.name == "model_split"
 
     def parts(self) -> Parts:
-        """Return what a step sends, by the catalog."""
+        """Return the messages of a step from the catalog."""
         module, _, name = self.entry.messages.partition(":")
         options = {k: v for k, v in self.options.items() if k != "overlap"}
         layout = Layout(self.workers, self.entry.server_count(options), options)
@@ -81,13 +81,13 @@ class Setting:
         return parts
 
     def share_of(self, unit: str) -> float:
-        """Return how much of the gradients' bytes an unknown of the messages stands for."""
+        """Return the share of the gradients' bytes for a variable of the messages."""
         servers = self.entry.part_count(dict(self.options))
         return 1.0 if not unit[1:].isdigit() or not servers else 1.0 / servers
 
 
 def _by_host(parts: Parts, ids: Sequence[str], per_host: int) -> Parts:
-    """Return the hierarchical all-reduce with a group for each host, as it is on several hosts."""
+    """Return the hierarchical all-reduce with one group per host."""
     first, *_, last = parts.phases
     unit = "C" if "C" in parts.units else "M"
     groups = [ids[k : k + per_host] for k in range(0, len(ids), per_host)]
@@ -106,19 +106,19 @@ def _by_host(parts: Parts, ids: Sequence[str], per_host: int) -> Parts:
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A run that was measured.
+    """A measured run.
 
     Attributes:
-        setting: How it was run.
+        setting: The setting of the run.
         own_s: (steps, workers) seconds in which a worker neither waited nor sent.
         step_s: (steps,) mean seconds of a step over the workers.
-        bubble_s: (steps, workers) NaN but for pipelines.
+        bubble_s: (steps, workers) NaN except for pipelines.
         first: Number of the first of these steps.
-        slow: Ranks that a fault slows.
-        message_bytes: Of a worker's gradients as they travel; NaN where nothing was counted.
-        samples: Of a worker in a step.
-        link: What its faults simulate.
-        total_steps: Steps with those of the warm-up.
+        slow: Ranks slowed by a fault.
+        message_bytes: Size of a worker's gradients as sent; NaN if not counted.
+        samples: Samples of a worker in a step.
+        link: The simulated link of its faults.
+        total_steps: Number of steps, including the warm-up.
     """
 
     name: str
@@ -135,16 +135,16 @@ class Probe:
 
     @property
     def workers(self) -> int:
-        """How many it had."""
+        """Number of workers."""
         return self.setting.workers
 
     def work(self, *, straggler: bool = True) -> Work:
-        """Return what was seen of own work.
+        """Return the measured computation.
 
         Args:
             straggler: Whether a worker that a fault slows stays slow.
         """
-        if self.setting.piped:  # stages differ: each is what it is
+        if self.setting.piped:  # stages differ, so each keeps its value
             return Work.of(self.own_s)
         calm = [r for r in range(self.workers) if r not in self.slow]
         if not calm or len(calm) == self.workers:
@@ -156,11 +156,11 @@ class Probe:
 
     @staticmethod
     def of(run: RunData) -> Probe:
-        """Read a run.
+        """Read the data of a run.
 
         Raises:
             PlanError: Its strategy cannot be predicted.
-            RunError: It has too few steps, or what is needed was not measured.
+            RunError: The run has too few steps, or a needed value was not measured.
         """
         history, plan = run.history, run.plan
         entry = plan.entry
@@ -169,7 +169,7 @@ class Probe:
         table = Table.of(history, None, None)
         table = table.only(table.complete)
         cut = warm_up_of(table.step_s.mean(axis=1)) if len(table.step) else 0
-        # The first step meets for the first time: connections, and who agrees on sizes.
+        # The first step also opens connections and agrees on sizes.
         cut = max(cut, 1 if len(table.step) > LEAST_STEPS else 0)
         late = np.arange(len(table.step)) >= cut
         table = table.only(late)
@@ -188,9 +188,8 @@ class Probe:
         parts = table.parts_s
         if len(history.engines) > 1 and np.isnan(parts[:, :, [WAIT, TRANSFER]]).any():
             raise RunError(
-                "The workers' waits or transfers were not measured, so own work cannot be "
-                "separated "
-                "from waiting.",
+                "The workers' waits or transfers were not measured, so computation cannot be "
+                "separated from waiting.",
                 seen=f"{run.name}: {', '.join(sorted(history.unmeasured)) or 'some steps'}",
                 next_step="run.history.unmeasured says why",
                 code="WB-RUN-132",
@@ -225,20 +224,20 @@ def check_predicted(entry: Strategy) -> None:
 
 
 def _check_whole(run: RunData) -> None:
-    """Raise RunError where a run was not one and the same from its begin to its end."""
+    """Raise RunError if a run changed between its begin and its end."""
     texts = getattr(run, "faults", None)
     changed = texts is not None and tuple(texts) != lasting(run.plan.faults)
     if changed or run.history.phases:
         raise RunError(
             "The run changed while it trained, so its steps cannot be combined.",
-            seen="faults injected in mid-run" if changed else "workers lost in mid-run",
+            seen="faults injected during the run" if changed else "workers lost during the run",
             next_step="predict from a run without such changes",
             code="WB-RUN-133",
         )
 
 
 def _message_bytes(history: Any, setting: Setting) -> float:
-    """Return the bytes of a worker's gradients, from those sent and what the catalog says."""
+    """Return the bytes of a worker's gradients, from the sent bytes and the catalog."""
     columns = history.together("step", "rank", "sent_bytes")
     sent = float(np.nansum(columns["sent_bytes"]))
     if setting.workers < 2 or not sent > 0:
@@ -261,7 +260,7 @@ def _message_bytes(history: Any, setting: Setting) -> float:
 
 
 def _handed_on(setting: Setting) -> int:
-    """Return how many messages all stages of a pipeline send in a step."""
+    """Return the number of messages of all pipeline stages in a step."""
     options = dict(setting.options)
     batches = schedules.microbatches(options, setting.workers)
     stages = schedules.stages_per_worker(options) * setting.workers

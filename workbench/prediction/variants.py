@@ -1,4 +1,4 @@
-"""What if: changes to a run, each computed by the same model, and which of several is best.
+"""What-if: changes to a run, each computed by the same model, and the best of several.
 
 The measured run and the changed run are computed with the same draws, so errors that both share
 cancel: the measured step is multiplied by the ratio of the two.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 CHANGES = ("link", "latency", "straggler", "batch_size", "overlap", "workers", "strategy")
-"""What can be changed besides the strategy's options."""
+"""Possible changes in addition to the strategy's options."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Variant:
     """A change, and its predicted effect.
 
     Attributes:
-        text: The change as it was asked for.
-        step_s: Median, and the ends of the interval that holds 90 % of such runs.
-        samples_per_s: At the median.
-        speedup: Samples per second over those of the run as it was: median and interval.
-        share: Of a step that is each of `case.CAUSES`.
+        text: The requested change.
+        step_s: Median, and the ends of the interval with 90 % of such runs.
+        samples_per_s: Value at the median.
+        speedup: Samples per second relative to the unchanged run: median and interval.
+        share: Share of each of `case.CAUSES` in a step.
     """
 
     text: str
@@ -52,8 +52,8 @@ class Ranking:
     """Changes to a run, best first.
 
     Attributes:
-        step_s, samples_per_s: Of the run as it was.
-        share: Of its step, as it is computed.
+        step_s, samples_per_s: Values of the unchanged run.
+        share: Shares of its computed step.
     """
 
     run: str
@@ -82,12 +82,12 @@ def rank(
     """Compute changes to a run; return them, best first.
 
     Args:
-        beside: Other runs, which settle what this one leaves open (another batch).
+        beside: Other runs that reduce the uncertainty (another batch).
         every: Changes, each a mapping of one or more of `CHANGES` and the strategy's options.
 
     Raises:
-        PlanError: A change is not known, or does not fit the run.
-        RunError: The run does not tell enough.
+        PlanError: A change is unknown, or does not fit the run.
+        RunError: The run has too little data.
     """
     if not every or not all(every):
         raise PlanError(

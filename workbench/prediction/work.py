@@ -3,7 +3,7 @@
 A worker's seconds in a step are split as in a two-way analysis of variance without interaction
 (Scheffe, The Analysis of Variance, 1959, chapter 4):
 
-    own[step, worker] = mean + what all had in this step + what this worker always has + the rest
+    own[step, worker] = mean + common part of this step + constant part of this worker + the rest
 
 - The part common to all workers is found by their covariance over the steps. If the covariance
   could be chance, this part is zero.
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 BEYOND = 0.9
-"""Share of the draws that are as they were seen; the rest follows the fitted tail."""
+"""Share of the draws that are measured values; the rest follows the fitted tail."""
 LEAST_TAIL = 10
 """Fewer values than these say nothing about a tail."""
 _SHAPES = (-0.4, 0.4)
@@ -37,12 +37,12 @@ _CHANCE_Z = 2.0
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What was seen of the workers' own work.
+    """The measured computation of the workers.
 
     Attributes:
         own_s: (steps, workers) seconds; steps after warm-up that all workers have.
-        extra_s: Seconds by rank that a fault adds to one worker alone.
-        alike: Whether workers differ by no more than chance.
+        extra_s: Seconds by rank that a fault adds to a single worker.
+        alike: Whether workers differ only by chance.
         common: Share of the steps' variance that all workers have together.
     """
 
@@ -53,13 +53,13 @@ class Work:
 
     @staticmethod
     def of(own_s: Floats, extra_s: dict[int, float] | None = None) -> Work:
-        """Look at some rows."""
+        """Analyse rows."""
         offsets = own_s.mean(axis=0) - own_s.mean()
         return Work(own_s, extra_s or {}, _alike(own_s, offsets), _common(own_s))
 
     @property
     def seen(self) -> int:
-        """How many values the rest is drawn from."""
+        """Number of values for draws of the rest."""
         return int(self.own_s.size)
 
     def draw(
@@ -68,7 +68,7 @@ class Work:
         """Return seconds of shape (draws, steps, workers).
 
         Args:
-            again: Whether each draw begins with other steps and workers of those seen.
+            again: Whether each draw resamples the measured steps and workers.
         """
         found = np.empty((draws, steps, workers))
         count, ranks = self.own_s.shape
@@ -91,7 +91,7 @@ class Work:
         return np.maximum(found, 1e-6)
 
     def _parts(self, own: Floats) -> tuple[Floats, Floats]:
-        """Return what each step had for all (steps,), and the rest (values,), both around 0."""
+        """Return the common part of each step (steps,) and the rest (values,), both with mean 0."""
         ranks = own.shape[1]
         apart = own - (own.mean(axis=0) if not self.alike else own.mean())
         if self.common <= 0:
@@ -110,7 +110,7 @@ def _alike(own: Floats, offsets: Floats) -> bool:
     steps, ranks = own.shape
     if ranks < 2:
         return True
-    # Differences of the same step: what all have in common says nothing about who is slow.
+    # Differences within a step, because the common part does not show which worker is slow.
     rest = own - own.mean(axis=1, keepdims=True) - offsets
     error = float(rest.std()) * math.sqrt(ranks / max(ranks - 1, 1)) / math.sqrt(steps)
     spread = math.sqrt(float((offsets**2).sum()) / (ranks - 1))
@@ -122,7 +122,7 @@ def _common(own: Floats) -> float:
     steps, ranks = own.shape
     if ranks < 2 or steps < 3:
         return 0.0
-    # Ranks, not seconds: one step that is long for one worker makes no correlation.
+    # Uses ranks, not seconds, so that one long step of one worker does not cause a correlation.
     order = own.argsort(axis=0).argsort(axis=0).astype(float)
     if not float(own.std()) > 1e-9:
         return 0.0
@@ -133,7 +133,7 @@ def _common(own: Floats) -> float:
 
 
 def _quantiles(values: Floats, at: Floats) -> Floats:
-    """Return quantiles of what was seen, smoothed in the upper tail."""
+    """Return quantiles of the measured values, smoothed in the upper tail."""
     ordered = np.sort(values)
     count = len(ordered)
     plain = np.interp(at * count - 0.5, np.arange(count), ordered)

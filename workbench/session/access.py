@@ -22,10 +22,10 @@ class Sampled(Protocol):
 
     @property
     def latest(self) -> list[EngineVitals]:
-        """The last sample, at once; empty before the first."""
+        """The last sample, without waiting; empty before the first sample."""
 
     def sample(self) -> list[EngineVitals]:
-        """Return the last sample, or a new one where that is older than a second."""
+        """Return the last sample, or a new sample if the last one is older than a second."""
 
     def now(self) -> list[EngineVitals]:
         """Return a sample taken now."""
@@ -36,11 +36,11 @@ class Heard(Protocol):
 
     @property
     def folders(self) -> Mapping[int, Path]:
-        """Folders of all runs that the cluster has had, by number."""
+        """The folders of all runs of this cluster, by run number."""
 
 
 class ClusterAccess(Protocol):
-    """What the parts of a cluster ask of it; `Cluster` is one."""
+    """The methods of a cluster that its parts use; `Cluster` has them."""
 
     engine_set: Engines
     pool: EngineAllocator
@@ -48,7 +48,7 @@ class ClusterAccess(Protocol):
 
     @property
     def vitals(self) -> Sampled:
-        """How its engines are."""
+        """The state of its engines."""
 
     @property
     def hearing(self) -> Heard:
@@ -72,7 +72,7 @@ class ClusterAccess(Protocol):
 
     @property
     def devices_asked(self) -> str:
-        """What `devices` said."""
+        """The value of the `devices` argument."""
 
     @property
     def busy(self) -> Run | Task | None:
@@ -80,11 +80,11 @@ class ClusterAccess(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a cell or a run is going on."""
+        """Whether a cell or a run is active."""
 
     @property
     def last_task(self) -> Task | None:
-        """The cell that runs, or ran last, be it a run's or not."""
+        """The current or the last cell, with or without a run."""
 
     def lease(self, workers: int) -> Leases:
         """Return the device of each of this many workers."""
@@ -93,10 +93,10 @@ class ClusterAccess(Protocol):
         """Start a validated plan; returns at once."""
 
     def claim(self) -> None:
-        """Raise BusyError if the cluster is busy; have dead engines replaced."""
+        """Raise BusyError if the cluster is busy; otherwise replace dead engines."""
 
     def stop(self) -> None:
         """End every process of the cluster."""
 
     def release(self, reason: str) -> None:
-        """Let go of a kept cluster; any other one is stopped."""
+        """Release a kept cluster; stop any other cluster."""

@@ -1,8 +1,8 @@
-"""`wb.attach`, `%cluster attach`: take over a kept cluster and what is running on it.
+"""`wb.attach`, `%cluster attach`: take over a kept cluster and the work that runs on it.
 
-A cell or a run that another notebook began is followed through what its engines write. Rows, events
-and outputs are read from disk from the beginning. None is lost and none comes twice, even if nobody
-received them in the meantime.
+This notebook follows a cell or a run of another notebook through the files of its engines. Rows,
+events and outputs are read from disk from the beginning. Each of them arrives exactly once, even if
+no notebook was connected in the meantime.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 
 
 def attach(cluster: str, *, take: bool = False) -> Cluster:
-    """Take over a kept cluster whose notebook is gone.
+    """Take over a kept cluster whose notebook has ended.
 
     Its engines keep their variables. An active run is restored completely, in `wb.runs` and
     `cluster.current`.
 
     Args:
         cluster: Its id, as `workbench ps` lists it.
-        take: Take it even if another notebook has it, which then loses it.
+        take: Take it even if another notebook has it. The other notebook then loses it.
 
     Raises:
-        ClusterError: The cluster does not exist, was not kept, or has an owner.
+        ClusterError: The cluster does not exist, was started without `keep`, or has an owner.
     """
     found = _find(cluster)
     about = found.about
@@ -119,7 +119,7 @@ def _leases(about: Mapping[str, Any]) -> Leases:
 
 
 def _bring_run(cluster: Cluster, number: int, folder: Path, task: Mapping[str, Any]) -> None:
-    """Have a run of the cluster in `wb.runs`; the one that was not settled is followed."""
+    """Add a run of the cluster to `wb.runs`; follow the run if it has not ended."""
     cluster.hearing.folders[number] = folder
     if any(run.folder == folder for run in registry.runs.values()):
         return
@@ -192,7 +192,7 @@ FINISHED = frozenset({"finished", "stopped", "failed"})
 
 
 class FollowedRun(Run):
-    """A run whose history comes from its folder; its engines' messages only steer it."""
+    """A run whose history is read from its folder; its engines' messages only control it."""
 
     def __init__(self, **about: Any) -> None:
         super().__init__(**about)
@@ -200,7 +200,7 @@ class FollowedRun(Run):
         self._reading = threading.Lock()
 
     def receive(self, message: Records | Happened | Position, engine: int = -1) -> None:
-        """Take a message of this run; what is on disk as well is taken from there."""
+        """Process a message of this run; data that is also on disk is read from disk."""
         match message:
             case Position():
                 super().receive(message, engine)
@@ -208,7 +208,7 @@ class FollowedRun(Run):
                 super().receive(message, engine)
 
     def catch_up(self) -> None:
-        """Take in what engines have written since the last time."""
+        """Read the data that engines have written since the last call."""
         with self._reading:
             for name, fields in self._tail.events():
                 with contextlib.suppress(
@@ -221,20 +221,20 @@ class FollowedRun(Run):
                     self.task.moved()
 
     def finish(self, error: RunError | None) -> None:
-        """Settle the run, all of it being read."""
+        """Settle the run after all its data was read."""
         try:
             self.catch_up()
-        except Exception as trouble:  # it is over, whatever cannot be read of it
+        except Exception as trouble:  # the run is over even if some data cannot be read
             self.note(f"This run could only be read in part: {type(trouble).__name__}: {trouble}")
         finally:
             super().finish(error)
 
 
 class FollowedTask(Task):
-    """A cell that was begun by another kernel.
+    """A cell that another kernel started.
 
     Args:
-        calls: What stands for the engines' parts, in the order of the ranks.
+        calls: The engines' calls, in the order of the ranks.
     """
 
     def __init__(
@@ -256,11 +256,11 @@ class FollowedTask(Task):
 
 
 class Follower:
-    """Reads what the engines of one task write, on its own thread, until all have ended.
+    """Reads the files of one task's engines, on a separate thread, until all engines have ended.
 
     Args:
-        folder: The cluster's.
-        record: What the last owner wrote about the task (`requests.task_record`).
+        folder: The folder of the cluster.
+        record: The last owner's record of the task (`requests.task_record`).
     """
 
     def __init__(self, folder: Path, record: Mapping[str, Any], engines: Engines) -> None:
@@ -271,14 +271,14 @@ class Follower:
         self._began = time.monotonic()
 
     def follow(self, task: Task, run: FollowedRun | None) -> None:
-        """Begin; `task` is told of outputs and ends, `run` of rows and events."""
+        """Start. `task` receives outputs and ends, `run` receives rows and events."""
         threading.Thread(
             target=self._main, args=(task, run), name="workbench-attached", daemon=True
         ).start()
 
     def _main(self, task: Task, run: FollowedRun | None) -> None:
         while not all(call.done.is_set() for call in self.calls.values()):
-            ended = dict(self._ended())  # first: what they printed before is then on disk
+            ended = dict(self._ended())  # first: the text they printed before is on disk
             self._read(task, run)
             for engine, outcome in ended.items():
                 self.calls[engine].finish(outcome)
@@ -305,12 +305,12 @@ class Follower:
                 if not page.get("busy") and isinstance(page.get("outcome"), dict):
                     yield engine, _written(page["outcome"])
             elif time.monotonic() - self._began > BEGIN_S:
-                why = "its notebook was gone before this engine was asked to start"
+                why = "its notebook ended before it asked this engine to start"
                 yield engine, CellOutcome(status="error", ename="RunError", evalue=why)
 
 
 def _written(outcome: object) -> CellOutcome:
-    """Return an outcome that an engine, of any version, has written."""
+    """Read an outcome that an engine of any version has written."""
     try:
         return CellOutcome.from_wire(outcome, strict=False)
     except BadMessageError as error:
@@ -318,14 +318,17 @@ def _written(outcome: object) -> CellOutcome:
 
 
 class _Outputs:
-    """What one engine's call has printed: segments, of which some in the middle may be missing."""
+    """The text that one engine's call has printed, in segments.
+
+    Segments in the middle can be missing.
+    """
 
     def __init__(self, folder: Path, engine: int) -> None:
         self._folder, self._engine = folder / folders.DOING, engine
         self._segment, self._at = 0, 0
 
     def fresh(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Yield what was added since the last time, as kind and content."""
+        """Yield the segments added since the last call, as kind and content."""
         paths = sorted(self._folder.glob(f"out-{self._engine}-*.jsonl"))
         for path in paths:
             number = int(path.stem.rpartition("-")[2])

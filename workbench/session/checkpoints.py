@@ -1,4 +1,4 @@
-"""Checkpoints of runs, on the notebook's side: who owns a folder, and what else is kept in it."""
+"""Checkpoints of runs, on the notebook's side: which run owns a folder, and the record in it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def apart(plans: Sequence[Plan]) -> list[Plan]:
-    """Give each of several plans a folder of its own for its checkpoints, below the one named."""
+    """Give each of several plans a separate checkpoint folder below the named folder."""
     if len(plans) < 2:
         return list(plans)
     return [
@@ -45,10 +45,10 @@ def apart(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def verify(path: str, plan: Plan) -> None:
-    """Refuse a checkpoint of which this plan would load something that is damaged.
+    """Refuse a checkpoint if a file that this plan would load is damaged.
 
     Raises:
-        RunError: Naming the files, and the last checkpoint that is whole.
+        RunError: Names the damaged files and the last complete checkpoint.
     """
     one = at(path)
     alike = one.about["world_size"] == plan.workers and one.about["strategy"] == plan.strategy
@@ -57,17 +57,17 @@ def verify(path: str, plan: Plan) -> None:
 
 
 def claim(plan: Plan, resume_from: str = "") -> None:
-    """Refuse a folder that holds checkpoints which this run would mix with its own.
+    """Refuse a folder with checkpoints of another run, so that the two do not mix.
 
     Args:
         resume_from: The checkpoint that the run continues from.
 
     Raises:
-        PlanError: Says whose they are, and how to continue or start again.
+        PlanError: Names the run that wrote them, and says how to continue or start again.
     """
     if not plan.checkpoint:
         return
-    # Those after it that are damaged are written anew when the run comes by.
+    # The run writes damaged later checkpoints again when it reaches their steps.
     last = last_whole(plan.checkpoint) if resume_from else latest(plan.checkpoint)
     if last is None or (resume_from and Path(last.path) == Path(resume_from)):
         return
@@ -119,10 +119,10 @@ def describe(run: RunData) -> None:
 
 
 def described(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what `describe` wrote.
+    """Return the record that `describe` wrote.
 
     Raises:
-        RunError: It is not there, damaged, or another version's.
+        RunError: The record is missing, damaged, or from another version.
     """
     whole = True
     try:

@@ -64,7 +64,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def begins(method: Method) -> Method:
-    """Have no other thread begin a cell or a run meanwhile: the queue has one of its own."""
+    """Prevent another thread, such as the queue's, from starting a cell or a run meanwhile."""
 
     @wraps(method)
     def alone(self: Cluster, *args: Any, **kwargs: Any) -> Any:
@@ -75,13 +75,13 @@ def begins(method: Method) -> Method:
 
 
 class Cluster:
-    """A controller and engines of this notebook; also a context manager.
+    """A controller and the engines of this notebook; can be used as a context manager.
 
     Args:
         workers: Engines to start with.
-        devices: `auto` (a GPU for each worker, the least used that no other notebook holds; CPUs
-            where there are fewer), `cpu`, `cuda`, or GPU numbers as `0,1`; these may be shared.
-        framework: What engines have imported when they start; by default torch, where installed.
+        devices: `auto` (one GPU for each worker: the least used that no other notebook holds;
+            otherwise CPUs), `cpu`, `cuda`, or GPU numbers as `0,1`; these may be shared.
+        framework: The framework that engines import at their start; by default torch, if installed.
         keep: Whether the cluster outlives this kernel; `wb.attach` can then take it over.
         idle_timeout: `30m`, `never`, or seconds, after which an idle cluster ends;
             by default never, or after a day for a kept one.
@@ -89,8 +89,8 @@ class Cluster:
             as text it is one line.
         launch: Checked settings of the launcher; by default made from the arguments below.
         launcher: `local`, `ssh`, `slurm`, `mpi`, or the name of one of ipyparallel's launchers.
-        on: Hosts for ssh, with their engines: `node1:4,user@node2:4`, or a list.
-        nodes, gpus_per_node, time, partition, account: Of the job, for Slurm.
+        on: Hosts for ssh, with their engines: `node1:4,user@node2:4`, or a list. nodes,
+        gpus_per_node, time, partition, account: Settings of the Slurm job.
         setup: Lines of shell that run on each host before the engines; those that begin with
             `#SBATCH` are options of the job.
         launcher_options: Further options of sbatch, ssh or mpiexec: `{"qos": "high"}`.
@@ -132,8 +132,8 @@ class Cluster:
         self.pool = pool = EngineAllocator(devices, framework, hosted=launch.has_agents)
         self.hearing = RunDispatcher()
         self.paused = Paused(lambda engine, message: self.engine_set.router.send(engine, message))
-        if not launch.has_agents:  # else nobody knows yet which hosts there will be
-            pool.lease(count)  # what cannot be had is said before anything is started
+        if not launch.has_agents:  # otherwise the hosts are not known yet
+            pool.lease(count)  # refuse impossible settings before anything starts
         pool.most_workers = count
         if launch.launcher == LOCAL:
             check_framework(framework)
@@ -160,7 +160,7 @@ class Cluster:
         registry.add_cluster(self)
 
     def listeners(self) -> Listeners:
-        """Where the engines' messages go."""
+        """The object that receives the engines' messages."""
         return Listeners(message=self._message, death=self._death, helper=self._helper_gone)
 
     # -- its end ----------------------------------------------------------------------------------
@@ -172,11 +172,11 @@ class Cluster:
         self.pool.devices.free()
 
     def hand_back(self) -> Engines | None:
-        """Stop the cluster, but keep the controller and the warm parents for another one.
+        """Stop the cluster, but keep the controller and the warm parents for another cluster.
 
         Returns:
-            What `Cluster(engines=...)` takes; None where another cluster could not stand on it: it
-            is ended then.
+            The value for `Cluster(engines=...)`. None if another cluster could not use it; then it
+            is ended.
         """
         self._wind_up()
         engines = self.engine_set
@@ -249,7 +249,7 @@ class Cluster:
 
         Args:
             source: Source of a cell, or a function whose arguments are `args`.
-            asked: What the flags of `%%distributed` give.
+            asked: The settings that the flags of `%%distributed` give.
 
         Raises:
             PlanError: The plan cannot be run; no engine was touched.
@@ -301,11 +301,11 @@ class Cluster:
             launch = RunExecution(
                 pool, run, servers, leases, number, autoreload, self.hearing.renumber
             )
-            launch.files.settings()  # what is to be sent to other hosts may take long
+            launch.files.settings()  # sending files to other hosts can take long
             with deferred():
                 launch.submit()
         except KeyboardInterrupt:
-            # Once it is under way, its engines are told to end by who hears of this.
+            # After the run has started, the caller that catches the interrupt ends its engines.
             if run.task is None:
                 run.finish(RunError("Interrupted before it started.", code="WB-RUN-063"))
             raise
@@ -320,8 +320,8 @@ class Cluster:
         """Return the cluster's queue, which runs plans one after the other in the background.
 
         Args:
-            plans: Are added to it (`Queue.sweep` makes some).
-            keep_going: Whether the next plan begins after one has failed; None leaves it as it is.
+            plans: Plans to add to the queue (`Queue.sweep` makes some).
+            keep_going: Whether the next plan begins after a failure; None: unchanged.
         """
         if keep_going is not None:
             self._queue.keep_going = keep_going
@@ -346,14 +346,14 @@ class Cluster:
         """Run a cell on every worker (SPMD), with a process group; returns at once.
 
         Args:
-            framework: The framework its engines have imported; by default the cluster's.
-            ids: Engines that run it; world size and process group stay those of all workers.
+            framework: The framework that the engines need; by default the cluster's.
+            ids: Engines that run the cell. World size and process group still include all workers.
             workers: Changes the world size to this many engines, the first ones.
             traceback: How errors are shown: `short`, or `full` with every frame.
-            viewed: Whether a view waits for the cell and says when it lasts (`when_long`).
+            viewed: Whether a view waits for the cell and reports a long cell (`when_long`).
         """
         self.claim()
-        if framework is not None:  # the cluster's own was looked for when it was started
+        if framework is not None:  # the cluster's framework was checked when the cluster started
             check_framework(framework)
         framework, pool = framework or self.framework, self.pool
         members = pool.workers_for(workers or len(self.worker_ids), framework)
@@ -381,7 +381,7 @@ class Cluster:
         return task
 
     def cell_over(self, task: Task, framework: str) -> None:
-        """Settle a cell: engines that are spent are replaced, a broken process group is dropped."""
+        """Settle a cell: replace engines that cannot be used again, drop a broken process group."""
         if found := spent(task.outcomes):
             self.pool.replacer.begin(self.engine_set, list(found), framework)
         if task.group_broken:
@@ -454,9 +454,9 @@ class Cluster:
         return self.pool.add(count, framework)
 
     def restart(self, ids: Iterable[int] | None = None) -> list[int]:
-        """Replace engines (all, or those named) with fresh ones that keep the ids.
+        """Replace engines (all, or the named ones) by new engines with the same ids.
 
-        A run or a cell on them fails.
+        An active run or cell on these engines fails.
 
         Raises:
             ClusterError: There is no engine with this id.
@@ -468,16 +468,16 @@ class Cluster:
         )
 
     def take_up(self, busy: Run | Task, record: Mapping[str, Any]) -> None:
-        """Continue work that another kernel began on these engines as this cluster's."""
+        """Let this cluster continue the work that another kernel began on these engines."""
         self.keeping.task = dict(record)
         self._busy = busy
 
     @begins
     def free(self) -> dict[int, int]:
-        """Drop the cells' variables on all engines; return how many names each dropped.
+        """Drop the cells' variables on all engines; return the number of dropped names per engine.
 
-        GPUs are given back: others may take them. The next cell or run takes them again, or others
-        if no engine has used one yet.
+        The GPUs become free for other notebooks. The next cell or run takes the same GPUs again, or
+        others if no engine has used one yet.
 
         Raises:
             RunError: A cell or a run is active.
@@ -498,7 +498,7 @@ class Cluster:
         return self.engine_set.log_tail(engine)
 
     def stacks(self, ids: Iterable[int] | None = None) -> Stacks:
-        """Return where the engines' threads are now; also during a cell or a run.
+        """Return the current stacks of the engines' threads; also works during a cell or a run.
 
         Raises:
             ClusterError: There is no engine with this id.
@@ -509,17 +509,17 @@ class Cluster:
         """Return the frames of the rank whose cell failed (by default the first to fail).
 
         Raises:
-            RunError: It keeps no failure, or a cell is active.
+            RunError: The rank has no stored failure, or a cell is active.
         """
         return post_mortem(self, rank)
 
     def status(self) -> Any:
-        """A table: a row per engine."""
+        """A table with one row per engine."""
         return session_status.table(self)
 
     @property
     def rejected(self) -> int:
-        """Messages and connections that were refused: they knew no key, or were sent again."""
+        """Number of refused messages and connections: without a valid key, or sent twice."""
         return session_status.rejected(self)
 
     @begins
@@ -586,7 +586,7 @@ class RunDispatcher:
     """Gives runs their numbers, and messages to the runs that they name.
 
     Attributes:
-        folders: Of all runs that the cluster has had, by number.
+        folders: The folders of all runs of the cluster, by run number.
     """
 
     def __init__(self) -> None:
@@ -596,17 +596,17 @@ class RunDispatcher:
         self._lock = threading.Lock()
 
     def number(self) -> int:
-        """Return a number that no other run of the cluster had."""
+        """Return a number that no other run of the cluster has used."""
         return next(self._numbers)
 
     def count_from(self, first: int) -> None:
-        """Give numbers from `first` on: another kernel has given those before."""
+        """Start the numbers at `first`, because another kernel has used the smaller numbers."""
         self._numbers = itertools.count(first)
 
     def add(self, run: Run) -> None:
-        """Have messages that name the run's number reach it.
+        """Pass messages with this run's number to the run.
 
-        Those that are over are let go of, but the last one: its last words may still be on the way.
+        Runs that are over are released, except the last one: its last messages can still arrive.
         """
         with self._lock:
             last = list(self._runs)[-1:]
@@ -624,7 +624,7 @@ class RunDispatcher:
         return number
 
     def receive(self, message: Records | Happened | Position, engine: int = -1) -> None:
-        """Hand a message to the run it names; one of a run that is not heard is dropped."""
+        """Pass a message to the run that it names; drop it if that run is not registered."""
         run = self._runs.get(message.run)
         if run is not None:
             run.receive(message, engine)

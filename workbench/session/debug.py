@@ -1,6 +1,6 @@
 """`%cluster debug`: a paused rank, a failed one, or debugpy for VS Code.
 
-For a failed rank, its frames and their variables are kept, and pdb's commands work on them.
+A failed rank keeps its frames with their variables, and pdb's commands work on them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SERVE = "workbench.engine.debugging.stdin_bridge:serve"
 
 
 def debug(cluster: ClusterAccess, asked: ClusterLine) -> None:
-    """Do what a `%cluster debug` line asks for."""
+    """Carry out a `%cluster debug` line."""
     if asked.port is not None:
         for offset, rank in enumerate(asked.ranks or cluster.worker_ids[:1]):
             port = asked.port + offset if asked.port else 0
@@ -49,11 +49,11 @@ def debug(cluster: ClusterAccess, asked: ClusterLine) -> None:
 
 
 def post_mortem(cluster: ClusterAccess, engine: int | None) -> PostMortem:
-    """Return the post-mortem of a rank, by default of the one that failed first.
+    """Return the post-mortem of a rank, by default of the rank that failed first.
 
     Raises:
-        RunError: It has not failed, or a cell is going on.
-        ClusterError: The engine is gone.
+        RunError: The rank has not failed, or a cell is active.
+        ClusterError: The engine has ended.
     """
     cluster.claim()
     if engine is None:
@@ -67,7 +67,7 @@ def check_living(cluster: ClusterAccess, engine: int) -> None:
     info = cluster.engine_set.known(engine)
     if info.state == "dead":
         raise ClusterError(
-            f"Engine {engine} is gone ({info.exit}), so its frames are lost.",
+            f"Engine {engine} has ended ({info.exit}), so its frames are lost.",
             allowed=", ".join(map(str, cluster.ids)),
             next_step=f"%cluster logs {engine} shows its last output",
             code="WB-CLUSTER-037",
@@ -147,8 +147,8 @@ class Frame:
     """One frame of the failed rank, outermost first.
 
     Attributes:
-        index: What `PostMortem.eval` takes.
-        where: `cell line 7 in step`, `train.py:41 in load`.
+        index: The number that `PostMortem.eval` takes.
+        where: Its place in the code: `cell line 7 in step`, `train.py:41 in load`.
         source: The line.
         yours: Whether the user wrote it, rather than a library.
         variables: The beginning of each variable's repr, by name.
@@ -165,15 +165,15 @@ class Frame:
 
 
 class PostMortem:
-    """The frames of the cell that failed last on one rank; gone when the next cell begins.
+    """The frames of the last failed cell on one rank. They are dropped when the next cell begins.
 
     Attributes:
-        error: What the rank failed with.
-        frames: Outermost first.
+        error: The error of the rank.
+        frames: The frames, outermost first.
         current: Index of the user's innermost frame, where commands begin.
 
     Raises:
-        RunError: Nothing is kept there.
+        RunError: The rank has no stored frames.
     """
 
     def __init__(self, engines: Engines, engine: int) -> None:
@@ -195,7 +195,7 @@ class PostMortem:
         """Evaluate an expression in a frame, on the engine; return its repr.
 
         Raises:
-            RunError: It raised, or there is no such frame.
+            RunError: The expression raised an error, or the frame does not exist.
         """
         index = frame.index if isinstance(frame, Frame) else frame
         found = self._call("evaluate", index, expression)
@@ -206,15 +206,16 @@ class PostMortem:
         return str(found["value"])
 
     def command(self, line: str) -> str:
-        """Obey a command of pdb (w u d l p pp a locals, or any expression); return its words.
+        """Run a pdb command (w u d l p pp a locals, or any expression); return its output.
 
         Raises:
-            RunError: The failure is not kept any more.
+            RunError: The failure is no longer stored.
         """
         text = self._call("command", line)
         if text is None:
             raise RunError(
-                f"Rank {self.engine}'s traceback is gone because another cell has run since.",
+                f"The traceback of rank {self.engine} was dropped because another cell has run "
+                "since.",
                 code="WB-RUN-078",
             )
         return str(text)
@@ -224,7 +225,7 @@ class PostMortem:
         try:
             while not call.done.wait(0.1):
                 pass
-        except KeyboardInterrupt:  # it is the expression that is interrupted
+        except KeyboardInterrupt:  # the interrupt ends the expression only
             self._engines.interrupt([self.engine])
             if not call.done.wait(INTERRUPT_S):
                 raise

@@ -1,7 +1,7 @@
-"""What a cluster's folder says about it, how long it may be idle, and who owns it.
+"""The record in a cluster's folder: its state, how long it can be idle, and its owner.
 
-`cluster.json` is written again at each change, `task.jsonl` gets a line with every
-cell and run; `cluster/folders.py` reads them.
+`cluster.json` is written again at each change. `task.jsonl` gets one line for each cell and run.
+`cluster/folders.py` reads both.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Keeping:
         idle_timeout: `30m`, `never`, or seconds; by default a day for a kept cluster.
 
     Attributes:
-        task: What was begun on the engines and not settled yet.
-        on_end: Told why when the cluster has ended, or is no longer ours, without being asked to.
+        task: The cell or run that has started on the engines and is not settled yet.
+        on_end: Called with the reason when the cluster ended by itself or another notebook took it
+            over.
 
     Raises:
         PlanError: The idle timeout is not valid.
@@ -67,11 +68,11 @@ class Keeping:
 
     @property
     def id(self) -> str:
-        """What `%cluster attach` and `workbench stop` call the cluster."""
+        """The id of the cluster for `%cluster attach` and `workbench stop`."""
         return folders.cluster_id(self._cluster.engine_set.folder())
 
     def begin(self) -> None:
-        """The engines are there: describe them from now on, and look whether they are used."""
+        """Start to describe the engines in the folder and to check whether they are used."""
         engines = self._cluster.engine_set
         engines.on_change = self.write
         engines.when_taken(self._taken)
@@ -80,24 +81,24 @@ class Keeping:
             threading.Thread(target=self._watch, name="workbench-idle", daemon=True).start()
 
     def end(self) -> None:
-        """The cluster is stopped, or let go of."""
+        """Note that the cluster is stopped or released."""
         self._over.set()
         with self._lock:
             if self._page is not None:
                 self._page.close()
 
     def touch(self) -> None:
-        """Something is done with the cluster."""
+        """Note that the cluster is in use."""
         self._last_work = time.monotonic()
 
     def begun(self, task: Mapping[str, Any] | None) -> None:
-        """Note what the engines are about to be asked to run; None: it is settled."""
+        """Record the task that the engines will run; None: the task is settled."""
         self.task = None if task is None else dict(task)
         self.touch()
         self._write(whole=False)
 
     def write(self) -> None:
-        """Describe the cluster in its folder; trouble with that must not fail a cell."""
+        """Describe the cluster in its folder; an error here must not make a cell fail."""
         self._write(whole=True)
 
     def _write(self, *, whole: bool) -> None:
@@ -107,7 +108,7 @@ class Keeping:
             try:
                 folder, changing = self._cluster.engine_set.folder(), self._changing()
                 if self._page is not None and self._page.path.parent != folder:
-                    # The controller had died: all of it stands in another folder now.
+                    # The controller had died, so the cluster now has another folder.
                     self._page.close()
                     self._page, self._noted, whole = None, {}, True
                 if whole or changing != self._described:
@@ -124,7 +125,7 @@ class Keeping:
                 log.warning("The cluster could not be described in its folder", exc_info=True)
 
     def _tell_unwritten(self, error: OSError) -> None:
-        """Say once why the folder cannot be written to: with every cell it would bury the rest."""
+        """Report once, not with each cell, why the folder cannot be written to."""
         why = error.strerror or str(error)
         if why != self._unwritten:
             self._unwritten = why
@@ -136,14 +137,14 @@ class Keeping:
             )
 
     def _changing(self) -> object:
-        """Return what may have changed since the last cell, of which nobody is told."""
+        """Return the facts that can change between cells without a message."""
         cluster, pool = self._cluster, self._cluster.pool
         servers, leases = sorted(pool.servers), list(pool.devices.settled)
         held = list(pool.devices.reservations.files)
         return cluster.framework, os.getcwd(), servers, leases, held, list(cluster.hearing.folders)
 
     def about(self) -> dict[str, Any]:
-        """Return what the cluster's folder says of it: processes, owner, runs."""
+        """Return the content of the cluster's record: processes, owner, runs."""
         cluster, pool = self._cluster, self._cluster.pool
         return {
             **cluster.engine_set.about(),
@@ -175,7 +176,7 @@ class Keeping:
     # -- another owner -----------------------------------------------------------------------------
 
     def _taken(self, pid: int) -> None:
-        """Another kernel has the cluster now; on the thread that hears the warm parent."""
+        """Note that another kernel has taken the cluster; called on the warm parent's thread."""
         reason = f"it was taken over by another notebook (its kernel has pid {pid})"
         threading.Thread(target=self._lose, args=(reason,), name="workbench-taken").start()
 
@@ -188,7 +189,7 @@ class Keeping:
 
 
 def _idle_s(asked: str | float | None, keep: bool) -> float:
-    """Return the idle timeout that holds; an administrator's limit may make it shorter."""
+    """Return the idle timeout that applies; an administrator's limit can shorten it."""
     given = KEPT_IDLE_S if keep else math.inf
     if asked is not None:
         try:

@@ -20,7 +20,7 @@ POLL_S = 0.2
 
 
 class Tail:
-    """Reads what is added to a file; one that was replaced or cut is read from its beginning."""
+    """Reads new lines of a file; a file that was replaced or cut is read from its beginning."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -28,7 +28,7 @@ class Tail:
         self._rest = b""
 
     def last(self, lines: int) -> list[str]:
-        """Return the last lines; what comes later is new."""
+        """Return the last lines; later lines count as new."""
         found = self.new()
         return found[-lines:] if lines else []
 
@@ -64,7 +64,7 @@ def follow(
     write: Callable[[str], object],
     wait: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Write lines as they come, until interrupted or until every engine is gone."""
+    """Write new lines as they appear, until an interrupt or until all engines have ended."""
     named = len(tails) > 1
     left = dict(tails)
     try:
@@ -76,12 +76,12 @@ def follow(
                 if lines:
                     write("".join(f"{prefix}{line}\n" for line in lines))
                 if not living[engine]:
-                    write(f"--- engine {engine} is gone\n")
+                    write(f"--- engine {engine} has ended\n")
                     del left[engine]
             if left:
                 wait(POLL_S)
     except KeyboardInterrupt:
-        write("--- no longer followed\n")
+        write("--- the logs are no longer followed\n")
 
 
 def logs(
@@ -92,10 +92,10 @@ def logs(
     *,
     following: bool = False,
 ) -> None:
-    """Do what a `%cluster logs` line asks for.
+    """Carry out a `%cluster logs` line.
 
     Raises:
-        ClusterError: There is no engine of that id.
+        ClusterError: There is no engine with this id.
     """
     tails = {e: Tail(cluster.engine_set.log_path(e)) for e in ranks or cluster.ids}
     show(tails, LINES if lines is None else lines, write)
@@ -109,9 +109,9 @@ class Stack:
 
     Attributes:
         name: `rank 1 (engine 1, pid 2600)`.
-        place: Where its main thread is, and what it waits in.
-        text: Its threads, the main thread's first; lines of the user begin with `>`. Empty where
-            the engine did not answer.
+        place: The place in the code where its main thread is, and the call in which it waits.
+        text: The stacks of its threads, the main thread first. Lines of the user's code begin with
+            `>`. Empty if the engine did not answer.
     """
 
     engine: int
@@ -121,7 +121,7 @@ class Stack:
 
 
 class Stacks(tuple[Stack, ...]):
-    """The engines' stacks; shown as text, in a notebook with a fold for each engine."""
+    """The engines' stacks, shown as text; a notebook shows one fold for each engine."""
 
     def __repr__(self) -> str:
         return "\n\n".join(
@@ -139,13 +139,13 @@ class Stacks(tuple[Stack, ...]):
 
 
 def gather(cluster: ClusterAccess, ids: Iterable[int] | None = None) -> Stacks:
-    """Ask engines where they are; also works during a cell or a run.
+    """Ask engines for their stacks; also works during a cell or a run.
 
     Args:
-        ids: Which engines; by default all that live.
+        ids: The ids of the engines; by default all living engines.
 
     Raises:
-        ClusterError: There is no engine of that id.
+        ClusterError: There is no engine with this id.
     """
     engines = cluster.engine_set
     wanted = [engines.known(i).id for i in ids] if ids is not None else cluster.ids

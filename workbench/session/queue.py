@@ -34,7 +34,7 @@ log = logging.getLogger("workbench.session")
 
 POLL_S = 0.05
 Conduct = Callable[[Plan, Callable[[Run], None]], Run]
-"""Runs a plan to its end: tells the run when it has begun, raises what it failed with."""
+"""Runs a plan to its end: passes on the run when it has begun, raises the error of the run."""
 
 CLOSED = "the cluster was stopped"
 
@@ -42,15 +42,15 @@ CLOSED = "the cluster was stopped"
 class Queue:
     """Runs plans on a cluster, one after the other.
 
-    Added plans begin at once, on a separate thread, if nothing else runs on the
-    cluster. All methods may be called from any thread and return at once, but `wait`.
+    Added plans begin at once, on a separate thread, if nothing else runs on the cluster. All
+    methods can be called from any thread. All of them except `wait` return at once.
 
-    One thread works at a time: its own, which begins when there is something to do, or the one
-    that trains in a cell (`train`).
+    One thread works at a time. It is either the queue's thread, which starts when plans wait, or
+    the thread that trains in a cell (`train`).
 
     Args:
-        keep_going: Whether the next plan begins after one has failed. The notebook's way is not
-            to: the others are given up.
+        keep_going: Whether the next plan begins after a plan has failed. In a notebook it does not:
+            the waiting plans are dropped.
     """
 
     def __init__(self, cluster: ClusterAccess, *, keep_going: bool = False) -> None:
@@ -58,16 +58,16 @@ class Queue:
         self._line = QueueState()
         self._lock = threading.RLock()
         self._listeners: list[Callable[[Any], object]] = []
-        self._worker: threading.Thread | None = None  # also the one that trains in a cell
+        self._worker: threading.Thread | None = None  # also the thread that trains in a cell
         self._idle = threading.Event()
         self._idle.set()
-        self._ending = False  # the one that is about to begin is to end at once
+        self._ending = False  # the plan that is about to begin must end at once
         self._closed = False
 
     # -- what is asked for -------------------------------------------------------------------------
 
     def add(self, plans: Plan | Iterable[Plan]) -> list[Item]:
-        """Put plans at the end and see to it that they run; return their items.
+        """Add plans at the end of the queue and have them run; return their items.
 
         Raises:
             ClusterError: The cluster was stopped.
@@ -96,12 +96,12 @@ class Queue:
         """Add every recipe under every strategy with every seed; return their items.
 
         Args:
-            seeds: How many, from 0, or which.
-            settings: As `Cluster.run` takes them: `workers`, `options`, `epochs`, `name`, ...;
-                several values of one in a list.
+            seeds: The number of seeds, counted from 0, or a list of seeds.
+            settings: As `Cluster.run` takes them: `workers`, `options`, `epochs`, `name`, ...; a
+                list gives several values of one setting.
 
         Raises:
-            PlanError: One of them cannot be run; none was added.
+            PlanError: A plan cannot be run; no plan was added.
         """
         return self.add(sweep(self._cluster, recipes, strategies, seeds=seeds, **settings))
 
@@ -109,17 +109,17 @@ class Queue:
         """Remove a waiting plan.
 
         Raises:
-            PlanError: There is none of that number, or it does not wait.
+            PlanError: There is no plan with this number, or it is not waiting.
         """
         with self._lock:
             self._line.remove(number)
         self._tell()
 
     def move(self, number: int, to: int) -> None:
-        """Move a waiting plan to place `to` among the waiting ones, from 0.
+        """Move a waiting plan to place `to` among the waiting plans, counted from 0.
 
         Raises:
-            PlanError: There is none of that number, or it does not wait.
+            PlanError: There is no plan with this number, or it is not waiting.
         """
         with self._lock:
             self._line.move(number, to)
@@ -132,7 +132,7 @@ class Queue:
         self._tell()
 
     def stop(self) -> None:
-        """Stop the current run at a step that its workers agree on; then the next begins."""
+        """Stop the current run at a step that its workers agree on; then the next plan begins."""
         with self._lock:
             run = self._to_end()
         if run is not None:
@@ -148,14 +148,14 @@ class Queue:
         self._tell()
 
     def close(self) -> None:
-        """Take no more plans and let none begin; the cluster is being stopped."""
+        """Accept no more plans and start no plan, because the cluster is stopping."""
         with self._lock:
             self._closed = True
             self._line.give_up(CLOSED)
         self._tell()
 
     def wait(self, timeout: float | None = None) -> Queue:
-        """Wait until nothing waits or runs.
+        """Wait until no plan waits or runs.
 
         Raises:
             TimeoutError: That took longer than `timeout` seconds.
@@ -171,7 +171,7 @@ class Queue:
         return self._idle.wait(timeout_s)
 
     def listen(self, listener: Callable[[Queue], object]) -> Callable[[], None]:
-        """Call `listener(queue)` when anything has changed, on whatever thread; returns an undo."""
+        """Call `listener(queue)` on each change, on any thread; return a function to stop that."""
         with self._lock:
             self._listeners.append(listener)
 
@@ -185,7 +185,7 @@ class Queue:
 
     @property
     def items(self) -> list[Item]:
-        """The plans of this batch, in their order; each with its state, run and error."""
+        """The plans of this batch in their order, with state, run and error."""
         with self._lock:
             return list(self._line.items)
 
@@ -196,7 +196,7 @@ class Queue:
 
     @property
     def current(self) -> Item | None:
-        """The plan that runs."""
+        """The current plan."""
         with self._lock:
             return self._line.current
 
@@ -207,18 +207,20 @@ class Queue:
 
     @property
     def progress(self) -> float:
-        """Share of the batch that is done, 0..1; each plan counts the same."""
+        """The finished share of the batch, 0..1; each plan counts the same."""
         with self._lock:
             return self._line.progress
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds that are left; None while not known."""
+        """The remaining seconds; None while unknown."""
         with self._lock:
             return self._line.remaining.seconds
 
     def to_wire(self) -> dict[str, Any]:
-        """Return all of it as JSON-ready data; `rough` says how the remaining time was got."""
+        """Return the queue as JSON-ready data; `rough` marks a rough estimate of the remaining
+        time.
+        """
         with self._lock:
             left = self._line.remaining
             return {
@@ -240,13 +242,14 @@ class Queue:
         conduct: Conduct,
         passes: Callable[[RunError], bool] = lambda error: False,
     ) -> list[Run]:
-        """Run plans here and now, one after the other; return their runs.
+        """Run plans in this thread, one after the other; return their runs.
 
-        A run that is stopped ends the rest. One that fails ends it too, and its error is raised.
+        If a run is stopped, the remaining plans do not run. If a run fails, they do not run either,
+        and its error is raised.
 
         Args:
-            passes: Whether the rest continues after a run failed with this error; it stays with
-                the run. Where all fail so, the first error is raised.
+            passes: Whether the remaining plans run after a run failed with this error; the run
+                keeps the error. If all runs fail in this way, the first error is raised.
 
         Raises:
             RunError: A plan failed, or the queue is running.
@@ -257,7 +260,7 @@ class Queue:
                 mine = self._take_up(plans)
             while any(item.state == "waiting" for item in mine):
                 item = self._next()
-                if item is None:  # they were taken out in this moment
+                if item is None:  # the plans were removed at this moment
                     break
                 try:
                     self._run(item, conduct)
@@ -278,7 +281,7 @@ class Queue:
         return [item.run for item in mine if item.run is not None]
 
     def check_free(self) -> None:
-        """Raise RunError while the queue is at work: a cell would push in between."""
+        """Raise RunError while the queue works, because a cell would run between its plans."""
         with self._lock:
             if self._worker is not None:
                 raise RunError(
@@ -289,7 +292,7 @@ class Queue:
                 )
 
     def _take_up(self, plans: Iterable[Plan]) -> list[Item]:
-        """Have this thread be the one that works; return its items."""
+        """Make this thread the one that works; return its items."""
         with self._lock:
             self.check_free()
             self._begin_work()
@@ -297,11 +300,11 @@ class Queue:
             return self._line.add(plans)
 
     def _main(self) -> None:
-        """Run what waits until nothing does; on the queue's own thread."""
+        """Run waiting plans until none waits; on the queue's thread."""
         while (item := self._next()) is not None:
             try:
                 self._run(item, self._conduct)
-            except Exception as error:  # noqa: PERF203 - kept in the item, which shows it
+            except Exception as error:  # noqa: PERF203 - the item keeps the error and shows it
                 if not isinstance(error, WorkbenchError):
                     log.exception("A queued plan failed")
                 if isinstance(error, ClusterError) or not self.keep_going:
@@ -309,12 +312,12 @@ class Queue:
         self._end_work()
 
     def _begin_work(self) -> None:
-        """Take note that somebody works; under the lock."""
+        """Note that a thread works; called under the lock."""
         self._ending = False
         self._idle.clear()
 
     def _go(self) -> None:
-        """Work on a thread of its own; under the lock."""
+        """Start the queue's thread; called under the lock."""
         self._begin_work()
         self._worker = threading.Thread(target=self._main, name="workbench-queue", daemon=True)
         self._worker.start()
@@ -337,7 +340,10 @@ class Queue:
             return self._line.begin()
 
     def _to_end(self) -> Run | None:
-        """Return the run to stop, if it has begun; else it ends as it begins. Under the lock."""
+        """Return the run to stop if it has begun; otherwise it ends when it begins.
+
+        Called under the lock.
+        """
         current = self._line.current
         if current is None:
             return None
@@ -351,10 +357,10 @@ class Queue:
         self._tell()
 
     def _run(self, item: Item, conduct: Conduct) -> None:
-        """Run one to its end and take note of how it ended.
+        """Run a plan to its end and note how it ended.
 
         Raises:
-            Whatever it failed with.
+            The error of the run.
         """
         watch: list[PaceWatch] = []
 
@@ -381,7 +387,7 @@ class Queue:
                 outcome = "stopped"
             raise
         finally:
-            with deferred():  # an interrupt must not leave it running for ever
+            with deferred():  # an interrupt must not leave it running forever
                 for one in watch:
                     one.end()
                 with self._lock:
@@ -417,15 +423,15 @@ class Queue:
 
 
 class _GivenUp(Exception):
-    """The queue was stopped while a plan was about to begin."""
+    """The queue was stopped just before a plan began."""
 
 
 TICK_S = 0.5
-"""How often it is looked at."""
+"""Interval at which the pace is measured."""
 
 
 class PaceWatch:
-    """Keeps an item's pace true until told to end, and tells when it was looked at."""
+    """Updates an item's pace until it is ended, and calls back after each update."""
 
     def __init__(
         self, item: Item, run: Run, lock: threading.RLock, tell: Callable[[], None]
@@ -453,7 +459,7 @@ class PaceWatch:
             )
 
     def end(self) -> None:
-        """Look a last time, and no more."""
+        """Update a last time, then end."""
         self._end.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(5)
@@ -480,14 +486,15 @@ def sweep(
 
     Args:
         recipes: Source of a cell, a function, a recipe; one or several.
-        seeds: How many, from 0, or which; none leaves the seed to the cell.
-        name: Of the runs; the strategy, the recipe's number and the seed are added where there are
-            several.
-        settings: What else `Cluster.run` takes: `workers`, `options`, `values`, `epochs`, ...;
-            several values of one in a list.
+        seeds: The number of seeds, counted from 0, or a list of seeds; without it the cell sets the
+            seed.
+        name: The name of the runs. If there are several, the strategy, the recipe's number and the
+            seed are added.
+        settings: Further settings that `Cluster.run` takes: `workers`, `options`, `values`,
+            `epochs`, ...; a list gives several values of one setting.
 
     Raises:
-        PlanError: One of them cannot be run.
+        PlanError: A plan cannot be run.
     """
     several = isinstance(recipes, Sequence) and not isinstance(recipes, str)
     sources = list(cast("Sequence[Source]", recipes)) if several else [cast("Source", recipes)]

@@ -1,4 +1,4 @@
-"""A queue of plans as a pure state machine: which wait, which runs, its progress, the time left.
+"""A queue of plans as a pure state machine: waiting plans, current plan, remaining time.
 
     waiting ── begin ──> running ── settle ──> finished | stopped | failed
        └───────── give_up, remove, clear ────> stopped
@@ -29,12 +29,12 @@ Units: TypeAlias = tuple[str, int] | None
 
 @dataclass
 class Pace:
-    """How far a run is, and how fast.
+    """The progress and speed of a run.
 
     Attributes:
-        steps, total: Steps done, of how many; total is None while unknown.
-        stepping_s: Seconds that these steps took.
-        elapsed_s: Seconds since it was started, without pauses.
+        steps, total: Finished steps and their total number; total is None while unknown.
+        stepping_s: Duration of these steps in seconds.
+        elapsed_s: Seconds since the run started, without pauses.
         reached: The largest share seen; a run that continues from a checkpoint repeats steps.
     """
 
@@ -45,7 +45,7 @@ class Pace:
     reached: float = 0.0
 
     def update(self, steps: int, total: int | None, stepping_s: float, elapsed_s: float) -> None:
-        """Note its progress."""
+        """Record the progress of the run."""
         self.steps, self.total, self.stepping_s, self.elapsed_s = (
             steps,
             total,
@@ -57,17 +57,17 @@ class Pace:
 
     @property
     def fraction(self) -> float:
-        """Share that is done, 0..1; 0 while its length is unknown."""
+        """The finished share, 0..1; 0 while its length is unknown."""
         return self.reached
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds that are left.
+    """The remaining time of a queue.
 
     Attributes:
-        seconds: None where nothing is known to tell them from.
-        rough: Whether something had to be taken from runs of another kind.
+        seconds: The remaining seconds; None if no data is known to estimate them.
+        rough: Whether the estimate uses runs of another kind.
     """
 
     seconds: float | None
@@ -87,7 +87,7 @@ Waits: TypeAlias = tuple[Any, Units]
 
 
 def units(plan: Plan) -> Units:
-    """Return a plan's length as it was asked for; None where its cell decides."""
+    """Return the requested length of a plan; None if its cell decides."""
     for name in ("steps", "epochs"):  # steps win over epochs
         if name in plan.overrides:
             return name, int(plan.overrides[name])
@@ -95,12 +95,12 @@ def units(plan: Plan) -> Units:
 
 
 def estimate(finished: Sequence[Ran], current: Ran | None, waiting: Sequence[Waits]) -> Estimate:
-    """Return how long the present run and those that wait will take yet.
+    """Return the remaining time of the current run and the waiting runs.
 
     Args:
-        finished: Runs that ended by themselves: kind, length, and how long they took.
-        current: The one that runs.
-        waiting: Kind and length of those that wait.
+        finished: Runs that ended by themselves: kind, length and duration.
+        current: The current run.
+        waiting: Kind and length of the waiting runs.
     """
     samples = [
         _Sample(kind, length, max(0.0, pace.elapsed_s - pace.stepping_s), pace.stepping_s)
@@ -140,7 +140,7 @@ def _expect(samples: Sequence[_Sample], kind: Hashable, length: Units) -> Estima
 
 
 def _scale(seen: Units, wanted: Units) -> float | None:
-    """Return by how much longer a run is than one that was seen; None where that is unknown."""
+    """Return how many times longer a run is than an earlier run; None if unknown."""
     if seen == wanted:
         return 1.0
     if seen is None or wanted is None or seen[0] != wanted[0]:
@@ -155,14 +155,14 @@ TAKEN_OUT = "it was removed from the queue"
 
 @dataclass
 class Item:
-    """One plan in the row.
+    """One plan in the queue.
 
     Attributes:
         number: Permanent; `remove` and `move` take it.
-        run: Its run once it has begun.
-        error: What it failed with.
-        why: Why it never began, where that is not its own doing: `mirrored failed`.
-        pace: How far and how fast it is.
+        run: Its run after it has begun.
+        error: The error of the run.
+        why: Why it never began, if another plan or the user caused that: `mirrored failed`.
+        pace: Its progress and speed.
     """
 
     number: int
@@ -175,13 +175,13 @@ class Item:
 
     @property
     def name(self) -> str:
-        """What it is called: its run's name, else the plan's."""
+        """Its name: the run's name, otherwise the plan's name."""
         name = self.run.name if self.run is not None else self.plan.name or self.plan.strategy
         return str(name)
 
     @property
     def over(self) -> bool:
-        """Whether it neither waits nor runs."""
+        """Whether it has ended."""
         return self.state not in ("waiting", "running")
 
     def to_wire(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class Item:
 
 
 class QueueState:
-    """The row of plans; not safe for threads by itself."""
+    """The list of plans; not thread-safe without a lock."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
@@ -211,7 +211,7 @@ class QueueState:
     # -- what is asked for -------------------------------------------------------------------------
 
     def add(self, plans: Iterable[Plan]) -> list[Item]:
-        """Put plans at the end; a batch that is over is forgotten."""
+        """Add plans at the end; a finished batch is dropped."""
         new = [Item(self._next + k, plan) for k, plan in enumerate(plans)]
         if new and self.done:
             self.items.clear()
@@ -220,7 +220,7 @@ class QueueState:
         return new
 
     def remove(self, number: int) -> Item:
-        """Take out one that waits.
+        """Remove a waiting plan.
 
         Raises:
             PlanError: There is none of that number, or it does not wait.
@@ -231,7 +231,7 @@ class QueueState:
         return item
 
     def move(self, number: int, to: int) -> None:
-        """Have one that waits begin as the `to`-th of those that wait, from 0.
+        """Move a waiting plan to place `to` among the waiting plans, counted from 0.
 
         Raises:
             PlanError: There is none of that number, or it does not wait.
@@ -242,7 +242,7 @@ class QueueState:
         self.items = [one for one in self.items if one.state != "waiting"] + others
 
     def clear(self) -> None:
-        """Take out all that wait."""
+        """Remove all waiting plans."""
         for item in self.give_up(TAKEN_OUT):
             self.items.remove(item)
 
@@ -250,7 +250,7 @@ class QueueState:
         item = self.item(number)
         if item.state != "waiting":
             raise PlanError(
-                f"{item.name} is not waiting any more.",
+                f"{item.name} is no longer waiting.",
                 seen=item.state,
                 allowed="a plan that waits",
                 next_step="call queue.stop() to end the current run"
@@ -261,10 +261,10 @@ class QueueState:
         return item
 
     def item(self, number: int) -> Item:
-        """Return the one of that number.
+        """Return the plan with this number.
 
         Raises:
-            PlanError: There is none.
+            PlanError: There is no plan with this number.
         """
         for item in self.items:
             if item.number == number:
@@ -285,11 +285,11 @@ class QueueState:
         return waiting[0]
 
     def settle(self, item: Item, outcome: Outcome, error: BaseException | None = None) -> None:
-        """Take note of how the one that runs has ended."""
+        """Record how the current plan ended."""
         item.state, item.error = outcome, error
 
     def give_up(self, why: str, only: Iterable[Item] | None = None) -> list[Item]:
-        """Let none of those that wait begin (or none of some of them); return them."""
+        """Drop all waiting plans, or only the given ones; return them."""
         chosen = None if only is None else {item.number for item in only}
         dropped = [one for one in self.waiting if chosen is None or one.number in chosen]
         for item in dropped:
@@ -300,22 +300,22 @@ class QueueState:
 
     @property
     def waiting(self) -> list[Item]:
-        """Those that wait, the next one first."""
+        """The waiting plans, the next plan first."""
         return [item for item in self.items if item.state == "waiting"]
 
     @property
     def current(self) -> Item | None:
-        """The one that runs."""
+        """The current run."""
         return next((item for item in self.items if item.state == "running"), None)
 
     @property
     def done(self) -> bool:
-        """Whether nothing waits or runs."""
+        """Whether no plan waits or runs."""
         return all(item.over for item in self.items)
 
     @property
     def progress(self) -> float:
-        """Share of the plans that is over, 0..1, each counting the same; 1 of an empty row."""
+        """The finished share of the plans, 0..1; each plan counts the same. 1 for an empty list."""
         if not self.items:
             return 1.0
         parts = [1.0 if item.over else item.pace.fraction for item in self.items]
@@ -323,7 +323,7 @@ class QueueState:
 
     @property
     def remaining(self) -> Estimate:
-        """How long it will take yet."""
+        """The remaining time."""
         if self.done:
             return Estimate(0.0, rough=False)
         finished = [_pace(item) for item in self.items if item.state == "finished"]
@@ -337,7 +337,7 @@ def _pace(item: Item) -> Ran:
 
 
 def _kind(item: Item) -> Hashable:
-    """Return what plans have in common that take equally long: all but seed, name and length."""
+    """Return the settings that plans of equal duration share: all except seed, name and length."""
     plan = item.plan
     options = tuple(sorted((key, repr(value)) for key, value in plan.options.items()))
     batch = plan.overrides.get("batch_size")

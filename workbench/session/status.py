@@ -1,7 +1,7 @@
 """Rows of `%cluster`: each engine's kind, place, memory and current work.
 
-What an engine does (a state and a text) follows from what the kernel knows about its cell or run.
-The engines are sampled at most once a second, and only while someone is looking at the table.
+The state and the text of an engine are derived from the kernel's data about its cell or run. The
+engines are sampled at most once a second, and only while someone is looking at the table.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def rows(cluster: ClusterAccess, *, now: bool = False) -> list[dict[str, Any]]:
     """Return one mapping per engine: engine, rank, pid, host, device, memory_bytes, and so on.
 
     Args:
-        now: Take a fresh sample with everybody's memory, which may take some tenths of a second;
-            else the last one does while it is younger than a second.
+        now: Take a new sample with the memory of all engines; this can take some tenths of a
+            second. Otherwise the last sample is used if it is younger than a second.
     """
     found = cluster.vitals.now() if now else cluster.vitals.sample()
     gpus = any(one.gpu_percent is not None or one.gpu_memory_bytes is not None for one in found)
@@ -69,7 +69,7 @@ def rows(cluster: ClusterAccess, *, now: bool = False) -> list[dict[str, Any]]:
 
 
 def rejected(cluster: ClusterAccess) -> int:
-    """Return how many messages and connections did not know the cluster's or a run's key."""
+    """Return the number of messages and connections without the cluster's or a run's key."""
     router, hosted = cluster.engine_set.router, cluster.engine_set.hosted
     agents = None if hosted is None else hosted.agents
     of_agents = 0 if agents is None else agents.refused
@@ -77,12 +77,13 @@ def rejected(cluster: ClusterAccess) -> int:
 
 
 def notes(cluster: ClusterAccess) -> list[str]:
-    """Return what stands below the table."""
+    """Return the lines below the table."""
     count, said = rejected(cluster), []
     if count:
         said.append(
             f"{count} messages or connections were refused because they had no valid key or were "
-            "sent twice. Somebody else on this machine or network may be trying: docs/security.md."
+            "sent twice. Another user of this machine or network may have sent them: "
+            "docs/security.md."
         )
     if (hosted := cluster.engine_set.hosted) is not None:
         said += hosted.agents.turned_away
@@ -90,7 +91,7 @@ def notes(cluster: ClusterAccess) -> list[str]:
 
 
 def table(cluster: ClusterAccess) -> Table:
-    """Return `%cluster`: a row per engine, sampled now."""
+    """Return the table of `%cluster`: one row per engine, sampled now."""
     found = rows(cluster, now=True)
     resident = any(one.memory_kind == "RSS" and one.memory_bytes for one in cluster.vitals.latest)
     said = [RESIDENT] if resident else []
@@ -105,10 +106,9 @@ class Scene:
     """The current work of the cluster.
 
     Attributes:
-        unfinished: Engines that are at the cell, and which part they take; empty when nothing goes
-            on.
-        run_state: Of the run it belongs to (`events.State`); empty of a cell without a strategy.
-        places: Where engines say that they are (`engine.stacks.where`), of those that were asked.
+        unfinished: Engines that run the cell, with their members; empty when no cell runs.
+        run_state: State of the cell's run (`events.State`); empty for a cell without a strategy.
+        places: The reported code place of each engine that was asked (`engine.stacks.where`).
     """
 
     unfinished: Mapping[int, Member]
@@ -117,11 +117,11 @@ class Scene:
 
 
 def doing(engine: int, state: str, exit_words: str, scene: Scene, *, starting: bool) -> Doing:
-    """Return what an engine does.
+    """Return the state and the work of an engine.
 
     Args:
-        state: What is known of its process: idle, busy, dead.
-        exit_words: How it ended, in short; empty while it lives.
+        state: The state of its process: idle, busy, dead.
+        exit_words: How it ended, in a few words; empty while it lives.
     """
     if starting:
         return "starting", "starting"
@@ -140,7 +140,7 @@ def doing(engine: int, state: str, exit_words: str, scene: Scene, *, starting: b
     if not scene.run_state:
         return "cell", "in a cell"
     if who.role == "helper":
-        return "serving", f"at work as {who}"
+        return "serving", f"working as {who}"
     verb = "about to train" if scene.run_state == "starting" else "training"
     return "training", f"{verb} as {who}"
 
@@ -152,7 +152,7 @@ SETTLE_S = 0.1
 """CPU shares need two readings; the clock of processes ticks every 10 ms."""
 STALE_S = 5.0
 QUIET_S = 2.0
-"""An engine is asked where it is only when nothing has come from its cell for so long."""
+"""Silence of a cell after which its engines are asked for their place in the code."""
 ANSWER_S = 0.3
 
 Listener = Callable[[Sequence[EngineVitals]], object]
@@ -162,7 +162,7 @@ class Vitals:
     """Samples the engines of one cluster; all methods may be called from any thread.
 
     Args:
-        processes, gpus: What reads them; replaced in tests.
+        processes, gpus: The objects that read them; tests replace these.
     """
 
     def __init__(
@@ -182,18 +182,18 @@ class Vitals:
 
     @property
     def latest(self) -> list[EngineVitals]:
-        """The last sample, at once; empty before the first."""
+        """The last sample, without waiting; empty before the first sample."""
         return list(self._latest)
 
     def sample(self) -> list[EngineVitals]:
-        """Return a row per engine, by id; the last one again when it is younger than a second."""
+        """Return one row per engine, by id; a sample younger than a second is used again."""
         with self._lock:
             if time.monotonic() - self._sampled_at >= EVERY_S:
                 self._take()
             return list(self._latest)
 
     def now(self) -> list[EngineVitals]:
-        """Return a sample taken now, with everybody's memory; may take some tenths of a second."""
+        """Return a new sample with the memory of all engines; can take some tenths of a second."""
         with self._lock:
             if time.monotonic() - self._sampled_at > STALE_S:
                 self._processes.read(self._local())
@@ -203,7 +203,9 @@ class Vitals:
             return list(self._latest)
 
     def watch(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener(sample)` on a thread of its own once a second; returns an undo."""
+        """Call `listener(sample)` once a second on a separate thread; return a function to stop
+        that.
+        """
         with self._watching:
             self._listeners.append(listener)
             if self._thread is None and not self._ended.is_set():
@@ -219,7 +221,7 @@ class Vitals:
         return undo
 
     def close(self) -> None:
-        """End watching for good; the cluster is stopped."""
+        """End the sampling, because the cluster is stopped."""
         self._ended.set()
         self._gpus.close()
 
@@ -234,7 +236,7 @@ class Vitals:
                 found = self.sample()
                 for listener in listeners:
                     listener(found)
-            except Exception:  # one that fails must not deafen the others for good
+            except Exception:  # a listener that fails must not end the calls of the others
                 log.exception("A sample of the engines failed")
             self._ended.wait(EVERY_S)
 
@@ -312,10 +314,11 @@ class Vitals:
         }
 
     def _read_far(self, *, all_memory: bool = False) -> Mapping[int, HostReading] | None:
-        """Ask the agents of all hosts; of one that does not answer in time the last stands.
+        """Ask the agents of all hosts; if an agent does not answer in time, its last reading is
+        used.
 
         Returns:
-            Readings by the hosts' places; None where engines have no agents.
+            Readings by the hosts' places; None if engines have no agents.
         """
         hosted = self._cluster.pool.hosted
         if hosted is None:
@@ -327,7 +330,7 @@ class Vitals:
     def _of_far(
         self, engine: int, own: Reading | None
     ) -> tuple[Sequence[GpuReading], Reading | None, float | None]:
-        """Return a far engine's GPUs, its reading, and how long it is there."""
+        """Return a remote engine's GPUs, its reading, and the time since its start."""
         hosted = self._cluster.pool.hosted
         host = None if hosted is None else hosted.host_of(engine)
         read = None if host is None else self._far.get(host.place)
@@ -337,7 +340,7 @@ class Vitals:
 
 
 def look(cluster: ClusterAccess) -> Scene:
-    """Return the current work; engines of a quiet cell are asked where they are."""
+    """Return the current work; ask the engines of a silent cell for their place in the code."""
     task, busy = cluster.last_task, cluster.busy
     if task is None or task.is_over:
         return Scene({}, "", {})

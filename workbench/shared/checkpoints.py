@@ -1,30 +1,30 @@
 """Checkpoints on disk and weights of models, as both sides see them.
 
-Where checkpoints are, and which is the last good one:
+The files of checkpoints; the last good one is also found here:
 
     DIR/
-      run.json            the run's plan: what `wb.resume(DIR)` starts again
+      run.json            the run's plan, which `wb.resume(DIR)` starts again
       step-120/           written as `step-120.tmp`, flushed to disk, then renamed
-        checkpoint.json   step, world size, strategy, and a checksum of every file beside it
+        checkpoint.json   step, world size, strategy, and a checksum of every other file
         state/            model, optimizer, scheduler, in the framework's own format
-        rank-0/ ...       what only one worker has: random states, its own replica
+        rank-0/ ...       one worker's own state: random states, its own replica
       step-240/
 
-A folder that is called `step-N` is whole: a crash while writing leaves a `.tmp` behind, which
-nobody reads and the next checkpoint removes. Later damage (by a disk, a
-copy or a person) is found by the checksums before anything is loaded. Checkpoints of versions that
-wrote no checksums are loaded unchecked.
+A folder with the name `step-N` is complete. A crash during writing leaves a `.tmp` folder, which is
+never read and which the next checkpoint removes. The checksums find later damage (by a disk, a copy
+or a person) before anything is loaded. Checkpoints of versions that wrote no checksums are loaded
+unchecked.
 
 If the data on disk differs from what was written, it is refused, and the error names it. CRC-32
 finds every flipped bit and every burst of up to 32; it costs about 0.3 ms per MB. It does not
 protect against an attacker: read only folders that you trust (`docs/security.md`).
 
-Weights of one model are put into another of the same form, also across frameworks (pure), and a
-run's final weights into a model of the notebook; that model brings its framework, nothing is
-imported here. Within a framework weights are found by name; those of Keras in their order where the
-names differ (a model built a second time may be called `sequential_1`). Across frameworks they come
-in order: layer after layer, and within a layer in the order both frameworks use (matrix, bias;
-scale, shift, mean, variance). What differs is how a layer's matrix lies in memory:
+This module also copies weights into another model of the same form, also between frameworks, and a
+run's final weights into a model of the notebook. It imports no framework, because the model brings
+its own. Within a framework, weights are matched by name. If Keras' names differ (a model built
+twice can have the name `sequential_1`), they are matched by order. Between frameworks they are
+matched by order: layer after layer, and within a layer in the order of both frameworks (matrix,
+bias; scale, shift, mean, variance). Only the memory layout of a layer's matrix differs:
 
 | | PyTorch | Keras |
 |---|---|---|
@@ -53,9 +53,9 @@ from numpy.typing import NDArray
 from ..errors import PlanError, RunError
 
 EVERY = 100
-"""Steps between checkpoints where the line does not say."""
+"""Default number of steps between checkpoints."""
 KEEP = 2
-"""Whole checkpoints that are kept in a folder."""
+"""How many complete checkpoints are kept in a folder."""
 MANIFEST, RUN = "checkpoint.json", "run.json"
 VERSION = 1
 ON_FAILURE = ("stop", "continue", "replace", "heal")
@@ -68,12 +68,12 @@ _UNFINISHED = re.compile(r"step-(\d+)(?:\.(.+))?\.tmp")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint that is whole.
+    """One complete checkpoint.
 
     Attributes:
         path: Its folder, `DIR/step-N`.
         step: Steps done when it was taken: the next step is number `step`.
-        about: What its manifest says.
+        about: The content of its manifest.
     """
 
     path: str
@@ -82,7 +82,7 @@ class Checkpoint:
 
 
 def found(folder: str | os.PathLike[str]) -> list[Checkpoint]:
-    """Return the whole checkpoints in a folder, oldest first; none where there is no folder."""
+    """Return the complete checkpoints in a folder, oldest first; none if there is no folder."""
     whole = []
     try:
         names = os.listdir(folder)
@@ -115,13 +115,13 @@ def sweep(folder: str | os.PathLike[str], doomed: Callable[[int, str], bool]) ->
 
 
 def latest(folder: str | os.PathLike[str]) -> Checkpoint | None:
-    """Return the last good checkpoint in a folder, None where there is none."""
+    """Return the last good checkpoint in a folder, None if there is none."""
     whole = found(folder)
     return whole[-1] if whole else None
 
 
 def at(path: str | os.PathLike[str]) -> Checkpoint:
-    """Return the checkpoint at a path: that of `DIR/step-N`, or the last one of `DIR`.
+    """Return the checkpoint at a path: `DIR/step-N`, or the last checkpoint in `DIR`.
 
     Raises:
         RunError: There is none, another version wrote it, or its manifest is damaged.
@@ -144,7 +144,7 @@ def at(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def checked(one: Checkpoint) -> Checkpoint:
-    """Return a checkpoint of this version whose manifest is as it was written.
+    """Return a checkpoint of this version with an unchanged manifest.
 
     Raises:
         RunError: Another version wrote it, or its manifest is damaged.
@@ -165,10 +165,10 @@ def checked(one: Checkpoint) -> Checkpoint:
 def faults(one: Checkpoint, *, own: bool = True) -> list[str]:
     """Return the damage in a checkpoint, file by file; empty if it is undamaged.
 
-    Reads every file: about as long as loading it takes.
+    Reads every file, which takes about as long as loading.
 
     Args:
-        own: Whether the files of each rank are needed too: as many ranks continue, in the same way.
+        own: Whether the files of each rank are needed too, because the same ranks continue.
     """
     if fault := _manifest_fault(one):
         return [fault]
@@ -178,13 +178,13 @@ def faults(one: Checkpoint, *, own: bool = True) -> list[str]:
 
 
 def is_whole(path: str | os.PathLike[str]) -> bool:
-    """Whether `DIR/step-N` is a checkpoint that is as it was written."""
+    """Whether `DIR/step-N` is an unchanged checkpoint."""
     match = _STEP.fullmatch(Path(path).name)
     return match is not None and not faults(_read(Path(path), int(match[1])))
 
 
 def refusal(one: Checkpoint, found: Sequence[str]) -> RunError:
-    """Return the error that names what is damaged, and the last checkpoint that is whole."""
+    """Return the error that names the damaged files, and the last undamaged checkpoint."""
     more = f", and {len(found) - _MOST_FAULTS} more" if len(found) > _MOST_FAULTS else ""
     return RunError(
         f"The checkpoint of step {one.step} is damaged.",
@@ -196,7 +196,7 @@ def refusal(one: Checkpoint, found: Sequence[str]) -> RunError:
 
 
 def last_whole(folder: str | os.PathLike[str], but: str = "") -> Checkpoint | None:
-    """Return the last checkpoint of a folder that is as it was written; None where there is none.
+    """Return the last unchanged checkpoint of a folder; None if there is none.
 
     Args:
         but: Path of a checkpoint that must not be used.
@@ -206,11 +206,12 @@ def last_whole(folder: str | os.PathLike[str], but: str = "") -> Checkpoint | No
 
 
 def _instead(one: Checkpoint, found: Sequence[str]) -> str:
-    """Return what can be done without a checkpoint that is damaged."""
+    """Return the next step for the user if a checkpoint is damaged."""
     ways = []
     if other := last_whole(Path(one.path).parent, but=one.path):
         ways.append(f"wb.resume({other.path!r}) continues from the last intact checkpoint")
-    if all(name.startswith("rank-") for name in found):  # what stands for all ranks is whole
+    # the common part for all ranks is undamaged
+    if all(name.startswith("rank-") for name in found):
         workers = 1 if one.about["world_size"] > 1 else 2
         ways.append(
             f"wb.resume({one.path!r}, workers={workers}) continues without the state that only "
@@ -222,13 +223,13 @@ def _instead(one: Checkpoint, found: Sequence[str]) -> str:
 
 
 def _manifest_fault(one: Checkpoint) -> str:
-    """Return what is wrong with a manifest; empty where it says what was written."""
+    """Return the damage of a manifest; empty if it is unchanged."""
     if not one.about:
         return f"{MANIFEST} cannot be read"
     if not is_as_sealed(one.about):
         return f"{MANIFEST} was changed or damaged (its checksum differs)"
     if isinstance(version := one.about.get("version"), int) and version != VERSION:
-        return ""  # what another version needs to say is not known
+        return ""  # the fields of another version are not known
     if missing := [key for key in _NEEDED if key not in one.about]:
         return f"{MANIFEST} lacks: {', '.join(missing)}"
     if one.about["step"] != one.step:
@@ -237,7 +238,7 @@ def _manifest_fault(one: Checkpoint) -> str:
 
 
 def settings(folder: str, every: object, on_failure: str) -> tuple[str, int, str]:
-    """Check what a line says about checkpoints and failures; return it complete.
+    """Check the checkpoint and failure settings of a line; return them complete.
 
     Args:
         folder: Where checkpoints go; empty for none.
@@ -245,7 +246,7 @@ def settings(folder: str, every: object, on_failure: str) -> tuple[str, int, str
         on_failure: One of `ON_FAILURE`; empty for the default.
 
     Returns:
-        The folder as an absolute path, the steps (0 without checkpoints), what a failure does.
+        The folder as an absolute path, the steps (0 without checkpoints), the action on a failure.
 
     Raises:
         PlanError: Naming the value seen and what is allowed.
@@ -284,7 +285,7 @@ def settings(folder: str, every: object, on_failure: str) -> tuple[str, int, str
 
 
 def _writable(folder: str) -> str:
-    """Return the folder's absolute path; nothing is made before the run begins."""
+    """Return the folder's absolute path; the folder is created only when the run begins."""
     path = Path(os.path.expanduser(folder)).absolute()
     if path.exists() and not path.is_dir():
         raise PlanError(
@@ -307,10 +308,10 @@ def _writable(folder: str) -> str:
 
 
 def _why_not(folder: Path) -> str:
-    """Return why nothing can be made in a folder, empty where it can.
+    """Return why no file can be created in a folder; empty if it can.
 
-    Tried out: what `os.access` says does not hold for root, who may write everywhere but in
-    `/proc`, nor for disks of other hosts.
+    It tries to write. `os.access` is wrong for root, who cannot write in `/proc`, and for disks of
+    other hosts.
     """
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".workbench-", dir=folder))
@@ -328,7 +329,7 @@ def _read(path: Path, step: int) -> Checkpoint:
 
 
 Sums = dict[str, list[int]]
-"""Bytes and CRC-32 of each file, by its path below a folder. Without the CRC: the bytes alone."""
+"""Bytes and CRC-32 of each file, by its path below a folder. The CRC can be missing."""
 
 _CHUNK_BYTES = 1 << 20
 _SEAL = "checksum"
@@ -344,20 +345,20 @@ def of_file(path: Path) -> list[int]:
 
 
 def of_folder(folder: Path, prefix: str = "") -> Sums:
-    """Return those of all files below a folder, their names after `prefix`."""
+    """Return the bytes and CRC-32 of all files below a folder; names begin with `prefix`."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {prefix + path.relative_to(folder).as_posix(): of_file(path) for path in files}
 
 
 def fault(path: Path, written: Sequence[int]) -> str:
-    """Return what is wrong with a file, as in `is missing`; empty where it is as it was written.
+    """Return the damage of a file, such as `is missing`; empty if the file is unchanged.
 
     Args:
-        written: Its bytes and, where they are known, its CRC-32.
+        written: Its size in bytes and, if known, its CRC-32.
     """
     try:
         size = path.stat().st_size
-        # Without a checksum it may have grown since: rows and events are appended.
+        # Without a checksum it may have grown, because rows and events are appended.
         if size < written[0] or (len(written) > 1 and size != written[0]):
             return f"has {size} of {written[0]} bytes"
         if len(written) > 1 and of_file(path) != list(written):
@@ -370,25 +371,25 @@ def fault(path: Path, written: Sequence[int]) -> str:
 
 
 def checksum_faults(folder: Path, written: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return what is wrong with a folder's files: `state/arrays.index is missing`."""
+    """Return the damage of a folder's files: `state/arrays.index is missing`."""
     found = ((name, fault(folder / name, sums)) for name, sums in written.items())
     return [f"{name} {what}" for name, what in found if what]
 
 
 def sealed(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a JSON file says, with a checksum of it."""
+    """Return the content for a JSON file, with its checksum."""
     plain = {key: value for key, value in about.items() if key != _SEAL}
     return {**plain, _SEAL: _crc(plain)}
 
 
 def is_as_sealed(about: Mapping[str, Any]) -> bool:
-    """Whether a JSON file says what was written; of one without a checksum nobody knows."""
+    """Whether a JSON file is unchanged; without a checksum it counts as unchanged."""
     plain = {key: value for key, value in about.items() if key != _SEAL}
     return _SEAL not in about or about[_SEAL] == _crc(plain)
 
 
 def _crc(about: Mapping[str, Any]) -> int:
-    # By way of JSON: keys become texts and tuples lists, as they are when it is read.
+    # Through JSON, so that keys become texts and tuples become lists, as when it is read.
     plain = json.loads(json.dumps(about))
     return zlib.crc32(json.dumps(plain, sort_keys=True).encode())
 
@@ -398,13 +399,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 KERNEL = "kernel"
 COUNTERS = ("num_batches_tracked",)
-"""Of PyTorch's BatchNorm; Keras has none."""
+"""A buffer of PyTorch's BatchNorm that Keras does not have."""
 
 
 def fit_weights(
     arrays: Arrays, source: str, shapes: Shapes, target: str
 ) -> dict[str, NDArray[Any]]:
-    """Return the arrays under a model's names, in the shapes it has.
+    """Return the arrays by the model's names, in the model's shapes.
 
     Args:
         arrays: A run's weights by name, in the order of its model.
@@ -439,7 +440,7 @@ def _across(arrays: Arrays, source: str, shapes: Shapes, target: str) -> dict[st
     wanted = [name for name in shapes if not name.endswith(COUNTERS)]
     if len(given) != len(wanted):
         raise _unlike(f"{len(given)} weights", f"{len(wanted)} weights")
-    channels = 0  # of the latest convolution that no dense layer has followed yet
+    channels = 0  # of the latest convolution without a dense layer after it
     found = {}
     for (name, array), own in zip(given, wanted, strict=True):
         keras_name = own if target == "tensorflow" else name
@@ -458,7 +459,7 @@ def _channels(kernel: NDArray[Any], from_torch: bool) -> int:
 
 
 def _kernel(array: NDArray[Any], to_keras: bool, channels: int) -> NDArray[Any]:
-    """Return a layer's matrix as the other framework lays it out."""
+    """Return a layer's matrix in the other framework's layout."""
     if array.ndim != 2:
         places = range(2, array.ndim) if to_keras else range(array.ndim - 2)
         axes: Sequence[int] = (

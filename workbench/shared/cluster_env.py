@@ -1,6 +1,6 @@
 """A process of a cluster: its owner, its files, its ports, the environment of its imports.
 
-Also its host: how hosts are told apart, and the address at which others reach this one.
+Also its host: how hosts are distinguished, and the address at which other hosts reach this one.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ BACKLOG = 1024
 
 
 def replace(path: Path, content: str | bytes) -> None:
-    """Write a file in one go: readers see the old one or the new one, never half of it.
+    """Write a file in one operation: readers see either the old file or the complete new file.
 
     Raises:
-        OSError: It could not be written; the old one stands, and nothing else is left.
+        OSError: It could not be written; the old file remains, and no partial file.
     """
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -44,7 +44,7 @@ def replace(path: Path, content: str | bytes) -> None:
 
 
 def export(path: Path, content: bytes) -> Path:
-    """Write a file that the user asked for, whole or not at all; return its path.
+    """Write a file that the user requested, either complete or not at all; return its path.
 
     Raises:
         RunError: It cannot be written.
@@ -63,20 +63,22 @@ def export(path: Path, content: bytes) -> Path:
 
 
 def folder() -> str | None:
-    """Return where temporary files of ours go; None (the system's place) outside a cluster.
+    """Return the folder for Workbench's temporary files.
 
-    What is there goes with the cluster, also when this process is killed.
+    None (the system's folder) outside a cluster.
+
+    Files there are removed with the cluster, even if this process is killed.
     """
     path = Path(os.environ.get(MARK) or "/nowhere") / TMP
     return str(path) if path.is_dir() else None
 
 
 def listening(host: str, ports: tuple[int, int] | None = None) -> socket.socket:
-    """Return a socket that listens on one address: on the first free port of those that may be.
+    """Return a socket that listens on one address, on the first free port in the range.
 
     Args:
         host: An IPv4 address of this host; empty: every interface.
-        ports: The first and last port that may be taken; None: the system chooses one.
+        ports: The first and last allowed port; None: the system chooses a port.
 
     Raises:
         ClusterError: All of them are taken, or the address is not this host's.
@@ -111,12 +113,12 @@ def cannot_listen(host: str, ports: tuple[int, int] | None, reason: str) -> Clus
 
 
 def run_folder(run_dir: str, run_id: str) -> Path | None:
-    """Return where an engine writes files of a run: its folder, or one that the kernel fetches.
+    """Return where an engine writes a run's files: the run's folder, or one that is fetched.
 
-    None if it was given no folder and has no folder of Workbench: on a machine without an agent.
+    None if it got no folder and has no Workbench folder, as on a machine without an agent.
 
     Args:
-        run_dir: The run's folder, where the engine is on the kernel's machine.
+        run_dir: The run's folder, if the engine is on the kernel's machine.
     """
     if run_dir:
         return Path(run_dir)
@@ -125,33 +127,33 @@ def run_folder(run_dir: str, run_id: str) -> Path | None:
 
 
 class Page:
-    """A small file of which the last whole line holds: for what changes with every cell.
+    """A small file whose last complete line is its value; for values that change with every cell.
 
-    To replace a file takes milliseconds where the file system then writes the new one out first; to
-    add a line takes microseconds. A line that was cut off counts for nothing, so readers never meet
-    half of a value. A full disk must not fail a cell: what cannot be written is left out.
+    Replacing a file takes milliseconds if the file system first writes the new file to disk. Adding
+    a line takes microseconds. An incomplete line is ignored, so readers never see half of a value.
+    A full disk must not make a cell fail, so values that cannot be written are left out.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: IO[bytes] | None = None
-        self._fresh: Path | None = None  # where the file is until it is whole
+        self._fresh: Path | None = None  # the file's name until it is complete
         self._size = 0
 
     def write(self, value: object) -> None:
-        """Have the file say this from now on."""
+        """Set the value of the file."""
         line = json.dumps(value, default=str).encode() + b"\n"
         with contextlib.suppress(OSError):
             if self._file is None or self._size + len(line) > PAGE_BYTES:
                 self._turn_over()
             assert self._file is not None
-            self._size = PAGE_BYTES  # a line that stays half written is the last of its file
+            self._size = PAGE_BYTES  # a half-written line is always the last line of its file
             if self._file.write(line) == len(line):
                 self._size = self._file.tell()
             self._publish()
 
     def _turn_over(self) -> None:
-        """Begin a fresh file; the old one is there until it holds something."""
+        """Begin a new file; the old file exists until the new one has content."""
         self.close()
         self._fresh = self.path.with_name(
             f".{self.path.name}.{os.getpid()}.{threading.get_ident()}"
@@ -165,14 +167,14 @@ class Page:
             self._fresh = None
 
     def close(self) -> None:
-        """Close the file; what it says stays."""
+        """Close the file; its value stays."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def last_page(path: Path) -> Any:
-    """Return what a `Page` says; None where it is missing or damaged."""
+    """Return the value of a `Page`; None if it is missing or damaged."""
     with contextlib.suppress(OSError):
         for line in reversed(path.read_bytes().splitlines()):
             with contextlib.suppress(ValueError):
@@ -184,12 +186,12 @@ NVIDIA_DRIVER = "/dev/nvidiactl"
 
 
 def import_environment(framework: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment that a framework is to be imported with, besides what is given.
+    """Return the environment for the import of a framework, in addition to the given one.
 
-    Frameworks read these once, while they load or at their first message. Which framework Keras
-    computes with is what was asked for, whatever the user's settings say. Messages of the C++ side
-    would stand below cells: TensorFlow's, whose errors are about the NVIDIA driver that is not
-    there, and torch's, which warns on every rank where a host's name cannot be looked up.
+    Frameworks read these variables once, while they load or at their first message. Keras uses the
+    requested framework, even if the user's settings name another one. Messages from C++ code are
+    switched off, because they would appear below cells: TensorFlow reports a missing NVIDIA driver
+    as an error, and torch warns on every rank if a host name cannot be resolved.
     """
     if framework == "torch":
         return {"TORCH_CPP_LOG_LEVEL": given.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
@@ -203,10 +205,10 @@ def import_environment(framework: str, given: Mapping[str, str]) -> dict[str, st
 
 
 def host_token() -> str:
-    """Return what tells hosts apart: processes with the same one share memory and loopback.
+    """Return a token of this host: processes with the same token share memory and loopback.
 
-    The name alone does not: machines that were cloned share it, and two containers of one machine
-    its boot as well, but not its network.
+    The host name is not enough: cloned machines share it. Two containers of one machine even share
+        the boot id, but not the network.
     """
     node = platform.node()
     try:
@@ -217,21 +219,21 @@ def host_token() -> str:
 
 
 def own_address(towards: str) -> str:
-    """Return the address from which this host reaches another: there it is reached, too.
+    """Return the address from which this host reaches another; others reach it there too.
 
-    No name is resolved, neither its own nor the other's: Debian gives a host's own name the address
-    127.0.1.1, and containers know no names of others.
+    No host name is resolved: Debian gives a host's own name the address 127.0.1.1, and containers
+        do not know the names of other hosts.
 
     Args:
         towards: An IPv4 address.
 
     Raises:
-        ClusterError: IPv4 has no way there.
+        ClusterError: There is no IPv4 route to it.
     """
     try:
         ipaddress.IPv4Address(towards)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((towards, 9))  # sends nothing: only the route is looked up
+            probe.connect((towards, 9))  # sends nothing: it only finds the route
             return str(probe.getsockname()[0])
     except (OSError, ValueError) as error:
         raise ClusterError(
@@ -244,14 +246,14 @@ def own_address(towards: str) -> str:
 
 
 def _own_time() -> str:
-    """Return what tells a container with clocks of its own from its machine."""
+    """Return a token that differs between a machine and containers with their own clocks."""
     with contextlib.suppress(OSError):
         return f"-{os.stat('/proc/self/ns/time').st_ino}"
     return ""
 
 
 class Wakeup:
-    """A pair of sockets, since zmq's poller takes no pipes on Windows; neither end ever blocks."""
+    """A pair of sockets, because zmq's poller takes no pipes on Windows; neither end blocks."""
 
     def __init__(self) -> None:
         self._read, self._write = socket.socketpair()
@@ -259,11 +261,11 @@ class Wakeup:
         self._write.setblocking(False)
 
     def fileno(self) -> int:
-        """What the poller watches."""
+        """The socket that the poller watches."""
         return self._read.fileno()
 
     def set(self) -> None:
-        """Wake the poller; a wake-up that is still waiting stands for this one too."""
+        """Wake the poller; several wake-ups that are still waiting count as one."""
         with contextlib.suppress(OSError):
             self._write.send(b"x")
 

@@ -8,28 +8,29 @@ fields get their defaults.
 
 A run's life is a state machine: events in, the next state out.
 
-What happens after how many seconds when a run is stopped, or a cell interrupted, is one table:
+The following table shows the timing when a run is stopped or a cell is interrupted:
 
     Stop
-    at once              the kernel asks every worker for its step; where workers take steps apart,
-                         it tells each to stop after the one it is in
+    at once              the kernel asks every worker for its step; if workers take steps
+    separately, it tells each to stop after its current step
     ANSWER_S             a worker has not answered: all are interrupted
     REACH_S              the agreed step is not reached (about two steps, within these bounds): the
                          same
-    CLEAR_S              all have left the cell, some have not cleared away: the same
+    CLEAR_S              all have left the cell, but some have not cleaned up: the same
 
     Interrupt
     at once              SIGINT to every engine of the cell
-    GRACE_S              the same to the others where one rank has failed and they went on
+    GRACE_S              the same to the others if one rank has failed and they continued
     BREAK_OUT_S          an engine's main thread waits in C++: its connections are shut down; after
-                         as long again its store's too
-    AGAIN_S              sent again, and again after as long: a cell may catch it and go on
-    KILL_S               the engine is ended (SIGKILL); until then
+    the same time again its store's too
+    AGAIN_S              sent again after each such time: a cell may catch it and continue
+    KILL_S               the engine is ended (SIGKILL)
     KILL_ON_DEVICE_S     the same where it computes on a GPU, whose queue of kernels may be long
-      CLEARING_S         an engine that was told to end and did is deaf to interrupts
-      GROUP_GONE_S       a process group that does not go is broken; it is left after as long again
-    HEARD_S              nobody has told of that engine's end: the cell is over all the same
-    SETTLE_S             the notebook's cell comes back, whatever is left
+      CLEARING_S         an engine that is ending does not react to interrupts
+      GROUP_GONE_S       a process group that does not end is broken; it is abandoned after the same
+      time again
+    HEARD_S              no process reported that engine's end: the cell ends anyway
+    SETTLE_S             the notebook's cell returns, even if something is unfinished
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ class Topic(str, Enum):
     TRAINED_BEFORE = "trained_before"
     """An earlier run had trained the model, which makes comparisons unfair."""
     LOSS_LOST = "loss_lost"
-    """`value`: the first step whose loss is no number."""
+    """`value`: the first step whose loss is not a number."""
     NOT_ON_DISK = "not_on_disk"
-    """`value`: why some of the run could not be written."""
+    """`value`: why a part of the run could not be written."""
     DAMAGED = "damaged"
     """The folder that the run was read from lacks rows, events or weights; `value`: which."""
 
     @classmethod
     def of(cls, word: object) -> Topic | None:
-        """Return what an event calls its topic; None for what this version does not know."""
+        """Return the topic with this name; None if this version does not know it."""
         return next((topic for topic in cls if topic.value == word), None)
 
 
@@ -68,15 +69,15 @@ class Event:
     """Something that happened once.
 
     Attributes:
-        name: How it is called on the wire and on disk.
-        of_kernel: Whether the kernel adds it to a run's history, so that no engine may send it.
+        name: Its name in messages and on disk. of_kernel: Whether the kernel adds it to a run's
+            history; engines must not send such an event.
     """
 
     name: ClassVar[str] = ""
     of_kernel: ClassVar[bool] = False
 
     def to_wire(self) -> dict[str, Any]:
-        """Return its fields; what is None by default and was not said is left out."""
+        """Return its fields; fields with the default None are left out if they are None."""
         return {
             one.name: value
             for one in dataclasses.fields(self)
@@ -128,7 +129,7 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Logged(Event):
-    """Numbers that `wb.log` was given, by name."""
+    """Numbers that were passed to `wb.log`, by name."""
 
     name: ClassVar[str] = "log"
     rank: int = 0
@@ -138,11 +139,11 @@ class Logged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Noted(Event):
-    """Something the user should know, shown once.
+    """A note for the user, shown once.
 
     Attributes:
-        topic, value: What it is about, where something acts on it (`Topic`).
-        deaths: Engines whose deaths it describes completely.
+        topic, value: The subject, if code acts on the note (`Topic`). deaths: Engines whose deaths
+            it describes completely.
     """
 
     name: ClassVar[str] = "note"
@@ -155,7 +156,7 @@ class Noted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Warned(Noted):
-    """The same, as a warning."""
+    """A warning for the user, with the same fields as a note."""
 
     name: ClassVar[str] = "warning"
 
@@ -166,7 +167,7 @@ class WasCut(Event):
 
     Attributes:
         stages: Rows of stage, rank, layers, parameters, microbatch_s, handed_bytes.
-        pipelines: How many stand side by side.
+        pipelines: The number of pipelines.
         ideal_bubble: The schedule's share of idle time with equal stages.
     """
 
@@ -182,11 +183,11 @@ class WasCut(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerHolds(Event):
-    """What a server holds.
+    """The memory that a server holds.
 
     Attributes:
-        copies_bytes: Of all that it holds a copy of, for another server.
-        gradients: Where the workers' pushes arrive.
+        copies_bytes: The bytes of its copies of other servers' parts. gradients: The bytes of
+            memory for the workers' pushes.
     """
 
     name: ClassVar[str] = "server"
@@ -201,10 +202,10 @@ class ServerHolds(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointWritten(Event):
-    """A checkpoint is whole on disk.
+    """A checkpoint is complete on disk.
 
     Attributes:
-        seconds: From the copy to the whole checkpoint on disk.
+        seconds: From the copy to the complete checkpoint on disk.
         stall_s: How long training stood still for the copy.
     """
 
@@ -222,7 +223,7 @@ class Unmeasured(Event):
     """Columns that this run cannot fill, with the reason.
 
     Attributes:
-        reason: Of all of them, where an older version lists the columns alone.
+        reason: The common reason, if an older version lists only the columns.
     """
 
     name: ClassVar[str] = "unmeasured"
@@ -285,14 +286,14 @@ class Posted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Standing(Event):
-    """Where a worker stands in its training, which decides whether it can be regrouped.
+    """The state of a worker's training, which decides whether it can be regrouped.
 
     Attributes:
         rank: Its rank in the run's tables.
-        generation: Of the `Regroup` that this answers; 0: of none.
-        phase: `in` for a worker that trains from now on, and can be regrouped; `apart` for one
-            that trains and cannot, `why` says for what; `ready` for one that waits to be let in,
-            `cut` for one that was cut off from another one, and waits to be told from whom.
+        generation: The generation of the `Regroup` that this answers; 0: none. phase: `in`: the
+            worker trains from now on and can be regrouped. `apart`: it trains but cannot be
+            regrouped; `why` has the reason. `ready`: it waits to join. `cut`: it lost the
+            connection to another worker, and waits for the kernel to say which.
     """
 
     name: ClassVar[str] = "standing"
@@ -304,7 +305,7 @@ class Standing(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Regrouped(Event):
-    """A worker goes on with the members of a generation.
+    """A worker continues with the members of a generation.
 
     Attributes:
         rank: Its rank in the run's tables.
@@ -321,12 +322,11 @@ class Regrouped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ToldToEnd(Event):
-    """An engine was told to end, and waits to be let go.
+    """An engine was told to end, and waits for permission.
 
     Attributes:
-        reason: Who told it, or why: `SIGTERM`.
-        seconds: How much time is left, where that is known.
-        host: Whether its whole host goes.
+        reason: Who told it, or why: `SIGTERM`. seconds: The remaining time, if known. host: Whether
+            its whole host ends.
     """
 
     name: ClassVar[str] = "told_to_end"
@@ -378,12 +378,12 @@ class Shed(Healed):
     """Shares change at a step because a worker was slow for a long time, or is no longer slow.
 
     Attributes:
-        ranks: Of those that have less than an equal share now; none: all shares are equal again.
+        ranks: The workers with less than an equal share now; none: all shares are equal again.
         seconds: How long the others stood still, at most.
         shares: Samples that each worker takes of a batch, in the order of their ranks.
-        ratio: How many times as long as the others the slowest took for its share, before.
-        slow_s: For how long it had been seen so.
-        before_s, after_s: A step before, and after, as soon as that is known (`Gained`).
+        ratio: The slowest worker's time for its share, as a multiple of the others' time, before
+            the change. slow_s: How long it had been this slow. before_s, after_s: The time of a
+            step before and after; the latter when it is known (`Gained`).
     """
 
     name: ClassVar[str] = "shed"
@@ -396,10 +396,10 @@ class Shed(Healed):
 
 @dataclass(frozen=True, kw_only=True)
 class Replaced(Healed):
-    """Fresh engines have taken the places of workers that were slow for long, from a step on.
+    """New engines have replaced workers that were slow for a long time, from a step on.
 
     Attributes:
-        ratio, slow_s, before_s, after_s: As of `Shed`.
+        ratio, slow_s, before_s, after_s: As in `Shed`.
     """
 
     name: ClassVar[str] = "replaced"
@@ -411,7 +411,7 @@ class Replaced(Healed):
 
 @dataclass(frozen=True, kw_only=True)
 class Gained(Event):
-    """What `Shed` or `Replaced` has brought, from `step` on: a step before it, and since."""
+    """The effect of `Shed` or `Replaced` from `step` on: the time of a step before and after."""
 
     name: ClassVar[str] = "gained"
     of_kernel: ClassVar[bool] = True
@@ -421,7 +421,7 @@ class Gained(Event):
 
 
 SHARES = "shares"
-"""Topic on which the kernel asks for a change of shares, says what they are, or calls it off."""
+"""Topic on which the kernel requests a change of shares, announces the shares, or cancels it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -429,7 +429,8 @@ class Dealing(Event):
     """Answers a question on `SHARES`, by its number: the step that this worker has begun.
 
     Attributes:
-        step: It begins no other before it hears what the shares are; -2: they cannot be changed.
+        step: The worker begins the next step only after it has received the shares; -2: they cannot
+            change.
     """
 
     name: ClassVar[str] = "dealing"
@@ -440,7 +441,7 @@ class Dealing(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineDied(Event):
-    """An engine of the run is gone; `rank` is None where it held none."""
+    """An engine of the run has ended; `rank` is None if it had no rank."""
 
     name: ClassVar[str] = "death"
     of_kernel: ClassVar[bool] = True
@@ -451,7 +452,7 @@ class EngineDied(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Injected(Event):
-    """The faults that hold from now on, as text."""
+    """The faults that apply from now on, as text."""
 
     name: ClassVar[str] = "inject"
     of_kernel: ClassVar[bool] = True
@@ -467,14 +468,14 @@ FROM_ENGINES = frozenset(name for name, kind in EVENTS.items() if not kind.of_ke
 
 
 class UnknownEventError(RunError):
-    """An event of a name that this version does not know."""
+    """An event with a name that this version does not know."""
 
 
 def read(name: str, fields: Mapping[str, Any]) -> Event:
-    """Return the event that a name and its fields make.
+    """Return the event with this name and these fields.
 
     Raises:
-        UnknownEventError: There is none of that name.
+        UnknownEventError: There is no event with this name.
     """
     kind = EVENTS.get(name)
     if kind is None:
@@ -490,7 +491,7 @@ State = Literal[
     "failed",
 ]  # fmt: skip
 LifeEvent = Literal["submit", "start", "pause", "resume", "recover", "stop", "finish", "fail"]
-"""`recover`: an engine died, and the run goes on without it or with another in its place."""
+"""`recover`: an engine died, and the run continues without it or with a replacement."""
 
 OVER: frozenset[State] = frozenset({"finished", "stopped", "failed"})
 
@@ -514,13 +515,13 @@ _NEXT: dict[State, dict[LifeEvent, State]] = {
 
 
 class InvalidTransitionError(Exception):
-    """An event that makes no sense in the present state; tells the run's story."""
+    """Raised for an event that is impossible in the present state; lists the run's events."""
 
 
 def step(state: State, event: LifeEvent, story: tuple[str, ...] = ()) -> State:
     """Return the state after `event`.
 
-    Events that repeat what already holds (a second Stop, a start while running) change nothing.
+    Events that repeat the present state (a second Stop, a start while running) change nothing.
 
     Raises:
         InvalidTransitionError: The event cannot happen in this state.
@@ -554,11 +555,11 @@ _REPEATS: frozenset[tuple[State, LifeEvent]] = frozenset(
 
 
 ANSWER_S = 1.0
-"""How long a worker may be silent: its position comes from a thread that waits for nobody."""
+"""How long a worker can be silent; a thread that never waits for others sends its position."""
 REACH_S = (0.8, 2.0)
-"""Least and longest time to the agreed step."""
+"""The shortest and the longest time to the agreed step."""
 CLEAR_S = 10.0
-"""How long workers may take to clear away what a run has left."""
+"""How long workers may take to clean up after a run."""
 
 GRACE_S = 0.5
 BREAK_OUT_S = 0.2
@@ -569,5 +570,7 @@ CLEARING_S = 5.0
 GROUP_GONE_S = 3.0
 HEARD_S = 3.0
 SETTLE_S = CLEAR_S + KILL_S + HEARD_S + 3.0
-"""Longer than it takes to end an engine that no interrupt reaches, nor its answer us: also one that
-has left its cell and is given time to clear away."""
+"""Longer than ending an engine takes that does not react to interrupts or cannot answer.
+
+This includes an engine that has left its cell and still cleans up.
+"""

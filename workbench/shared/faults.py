@@ -1,4 +1,4 @@
-"""Faults a teacher can inject, as data: `slow=1:50ms`, `slow=1:3x`, `jitter=20ms`, `kill=2@100`.
+"""Faults to inject, as data: `slow=1:50ms`, `slow=1:3x`, `jitter=20ms`, `kill=2@100`.
 
 `bandwidth=100MB/s` and `latency=5ms` are simulated: each message on the strategy's own links is
 delayed for as long as such a link would take, in addition to the time of the real link.
@@ -32,13 +32,13 @@ class Fault:
         kind: `slow` delays a worker each step, `jitter` delays every worker by a random time,
             `kill` ends a worker's process with SIGKILL, `bandwidth` and `latency` hold back what
             every worker sends and receives, `clear` removes the faults.
-        rank: The worker it is for; None for all.
+        rank: The worker that gets the fault; None for all.
         delay_s: Seconds added to each step (`slow`) or message (`latency`), or the upper bound of
             the random delay (`jitter`).
-        bytes_per_s: For `bandwidth`: what a worker's link carries.
-        factor: For `slow`: how many times as long the step's own compute takes.
+        bytes_per_s: For `bandwidth`: the rate of a worker's link. factor: For `slow`: the factor on
+            the compute time of a step.
         step: For `kill`: the step before which the worker dies.
-        where: Phase in which the delay is spent.
+        where: The phase in which the delay takes place.
     """
 
     kind: Literal["slow", "jitter", "kill", "bandwidth", "latency", "clear"]
@@ -70,7 +70,7 @@ class Fault:
         """Raise PlanError if the fault does not apply to the run.
 
         Args:
-            links: Whether the strategy has links of its own.
+            links: Whether the strategy has its own links.
         """
         if self.kind in ON_LINKS and not links:
             raise PlanError(
@@ -138,13 +138,13 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _plainly(value: float) -> str:
-    """Return a number without an exponent, in as many digits as give the same number again."""
+    """Return a number without an exponent, with enough digits to read the same number again."""
     digits = f"{Decimal(repr(float(value))):f}"
     return digits.rstrip("0").rstrip(".") if "." in digits else digits
 
 
 def _parse_rate(text: str) -> float:
-    """Return the bytes per second in `100MB/s`; ValueError for anything else, and for none."""
+    """Return the bytes per second in `100MB/s`; ValueError for any other text, and for 0."""
     match = _RATE.match(text.strip())
     if not match or not float(match[1]):
         raise ValueError(text)
@@ -152,7 +152,7 @@ def _parse_rate(text: str) -> float:
 
 
 def _duration(seconds: float) -> str:
-    """Return seconds so that `parse_duration` gives the same number, in ms where it is exact."""
+    """Return seconds so that `parse_duration` gives the same number, in ms if that is exact."""
     short = f"{seconds * 1e3:g}ms"
     if _DURATION.match(short) and parse_duration(short) == seconds:
         return short

@@ -1,7 +1,7 @@
-"""Where a run is written to besides its own folder: `--log tensorboard:DIR`, `--log mlflow:URI`,
+"""Where a run is also written to: `--log tensorboard:DIR`, `--log mlflow:URI`,
 `--log wandb:PROJECT`, `--log trackio:PROJECT`.
 
-Pure: whether the place can be written to is asked where it is written (`execution/logging_to.py`).
+This module is pure: the code that writes checks whether it can write (`execution/logging_to.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import PlanError
 KINDS = ("tensorboard", "mlflow", "wandb", "trackio")
 ALLOWED = "tensorboard:DIR, mlflow:URI, wandb:PROJECT, trackio:PROJECT"
 PROJECT_LETTERS = 128
-"""Most of a project's name, by W&B's rules."""
+"""The maximum length of a project's name, by W&B's rules."""
 STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file")
 """Schemes of MLflow's stores."""
 _URIS = (
@@ -33,17 +33,17 @@ PACKAGES = {
     "wandb": ("wandb",),
     "trackio": ("trackio",),
 }
-"""What each kind imports; the extra of the distribution has the kind's name."""
+"""The package that each kind imports; the distribution's extra has the same name as the kind."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One place that a run is written to.
+    """One place to which a run is written.
 
     Attributes:
         kind: One of `KINDS`.
-        where: A folder (absolute), a tracking URI (empty: what MLflow's environment says), or a
-            project; W&B's may have its owner before it, as `ENTITY/PROJECT`.
+        where: A folder (absolute), a tracking URI (empty: from MLflow's environment), or a project.
+            For W&B it can include the owner: `ENTITY/PROJECT`.
     """
 
     kind: str
@@ -56,10 +56,10 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Read one of `ALLOWED`; paths are taken from the present folder.
+    """Read one of `ALLOWED`; paths are relative to the current folder.
 
     Raises:
-        PlanError: It is none of them, or what comes after the colon is malformed.
+        PlanError: It is not one of them, or the part after the colon is malformed.
     """
     kind, _, where = text.strip().partition(":")
     if kind not in KINDS:
@@ -85,7 +85,7 @@ def parse_targets(texts: Iterable[str]) -> tuple[str, ...]:
     """Return targets as `Target.text`, each once.
 
     Raises:
-        PlanError: One was not understood.
+        PlanError: A target is not valid.
     """
     if isinstance(texts, str):
         texts = [texts]

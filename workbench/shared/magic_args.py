@@ -64,7 +64,7 @@ def whole_number(what: str, text: str, least: int = 1) -> int:
     """Read a number that counts something.
 
     Raises:
-        PlanError: It is none, or too small.
+        PlanError: It is not a whole number, or too small.
     """
     if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < least:
         allowed = f"a whole number, at least {least}"
@@ -147,7 +147,7 @@ def cluster_parser() -> argparse.ArgumentParser:
     keep = "start: keep the cluster when this notebook ends; attach finds it again"
     add("--keep", action="store_true", help=keep)
     add("--idle-timeout", metavar="T", help="start: end when idle for this long: 30m, never")
-    add("--take", action="store_true", help="attach: take it even if another notebook has it")
+    add("--take", action="store_true", help="attach: take it even if another notebook owns it")
     _launch_flags(add)
     _debug_flags(add)
     return parser
@@ -210,7 +210,7 @@ def parse_cluster_line(line: str) -> ClusterLine:
     """Read a `%cluster` line.
 
     Raises:
-        PlanError: Saying what was not understood and what is allowed.
+        PlanError: The line is not valid; the error says what is allowed.
     """
     given = vars(cluster_parser().parse_intermixed_args(tokens(line)))
     action, values = given["action"], given["values"]
@@ -247,7 +247,7 @@ def parse_cluster_line(line: str) -> ClusterLine:
 
 
 def _launch(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was typed of where engines are started."""
+    """Return the typed flags that say where engines are started."""
     found = {name: given[name] for name in LAUNCH if given[name] not in (None, [])}
     for name, least in (("nodes", 1), ("gpus_per_node", 0)):
         if name in found:

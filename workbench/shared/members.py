@@ -14,10 +14,9 @@ class Member:
     Attributes:
         role: A `worker` is one rank; `replicas` are all workers of a run on one engine; a `helper`
             runs no cell: a server, or a worker that a coordinator calls.
-        first, last: Its ranks; of no meaning for a helper.
-        part: What a helper is called.
-        device: Of a worker or replicas; empty where it is not to be shown.
-        host: Where it is; empty on the notebook's machine.
+        first, last: Its ranks; without meaning for a helper. part: The name of a helper. device:
+            The device of a worker or replicas; empty if it should not be shown. host: Its host;
+            empty on the notebook's machine.
     """
 
     role: Literal["worker", "replicas", "helper"] = "worker"
@@ -29,14 +28,14 @@ class Member:
 
     @staticmethod
     def of_ranks(first: int, last: int | None = None, device: str = "") -> Member:
-        """Return who has one rank, or all from the first to the last."""
+        """Return the member with one rank, or with all ranks from the first to the last."""
         if last is None or last == first:
             return Member("worker", first, first, device=device)
         return Member("replicas", first, last, device=device)
 
     @staticmethod
     def helper(part: str) -> Member:
-        """Return who runs no cell."""
+        """Return a member that runs no cell."""
         return Member("helper", part=part)
 
     def __str__(self) -> str:
@@ -50,17 +49,17 @@ class Member:
 
     @property
     def title(self) -> str:
-        """How a sentence begins with it: `Rank 1`."""
+        """Its name at the beginning of a sentence: `Rank 1`."""
         return str(self)[:1].upper() + str(self)[1:]
 
     @property
     def heading(self) -> str:
-        """What stands above its output: `rank 1 · cuda:0`, with its host on another machine."""
+        """The title of its output: `rank 1 · cuda:0`, with its host if that is another machine."""
         return " · ".join(filter(None, [str(self), self.host, self.device]))
 
     @property
     def is_on_device(self) -> bool:
-        """Whether it computes on something else than the CPU."""
+        """Whether it computes on a device other than the CPU."""
         return self.device not in ("", "cpu")
 
     @property

@@ -27,18 +27,19 @@ Purpose = Literal["stop", "pause", "leave", "leave_alone", "leave_now"]
 
 
 class BadMessageError(Exception):
-    """A message that is not signed with the cluster's key, is malformed, or of no known kind."""
+    """A message that is not signed with the cluster's key, is malformed, or has an unknown kind."""
 
 
 # -- fields, checked ---------------------------------------------------------------------------
 
 
 def fields_of(kind: Any, data: object, *, strict: bool = True) -> dict[str, Any]:
-    """Return what a dataclass is made of, from JSON.
+    """Return the arguments of a dataclass, from JSON.
 
     Args:
         kind: The dataclass.
-        strict: Whether fields that the class does not have are refused; else they are left out.
+        strict: Whether fields that the class does not have are refused; otherwise they are left
+            out.
 
     Raises:
         BadMessageError: A field is unknown, missing, or of another type than is declared.
@@ -98,8 +99,7 @@ class Message:
     """One message.
 
     Attributes:
-        kind: How it is called on the wire.
-        word: What it says or has done, where several messages are of one kind.
+        kind: Its name in the message. word: Distinguishes several messages of one kind.
     """
 
     kind: ClassVar[str] = ""
@@ -111,7 +111,7 @@ class Message:
         return {k: v.to_wire() if isinstance(v, CellOutcome) else v for k, v in fields.items()}
 
     def buffers(self) -> tuple[Buffer, ...]:
-        """Return what travels beside the fields, as raw bytes."""
+        """Return the raw bytes that are sent in addition to the fields."""
         return ()
 
     @classmethod
@@ -135,20 +135,24 @@ class OfEngine(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class OfRun(Message):
-    """What belongs to a run; `run` is its number, 0 outside of runs."""
+    """A message that belongs to a run; `run` is its number, 0 outside of runs."""
 
     run: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToUser(Message):
-    """The kernel's word to a cell that waits for its user; `number` is its question's."""
+    """A message from the kernel to a cell that waits for its user.
+
+    `number` is the question's number.
+    """
 
     kind: ClassVar[str] = "debugger"
     number: int
 
 
-# -- up: what engines say ----------------------------------------------------------------------
+# -- up: messages from engines
+# ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +160,7 @@ class Hello(OfEngine):
     """The engine is attached.
 
     Attributes:
-        clock: Names the clock that it reads (`record.clock_name`); empty: it does not say.
+        clock: The name of the clock that it reads (`record.clock_name`); empty: not known.
     """
 
     kind: ClassVar[str] = "hello"
@@ -240,9 +244,8 @@ class Stopped(OfEngine):
     """A cell waits for its user.
 
     Attributes:
-        number: Of the question, among this engine's.
-        where: Place in the cell.
-        text: What the user is shown first.
+        number: The question's number on this engine. where: The place in the cell. text: The text
+            that the user sees first.
         patience_s: How long the other ranks wait for this one in a collective.
         since: When it stopped (seconds since 1970).
     """
@@ -282,9 +285,8 @@ class Served(OfEngine):
     """The result of `Serve`.
 
     Attributes:
-        port: Where debugpy listens; None: it does not.
-        before: Whether it did already.
-        missing, taken: Why it does not.
+        port: The port on which debugpy listens; None: it does not listen. before: Whether it
+            listened already. missing, taken: Why it does not listen.
     """
 
     kind: ClassVar[str] = "debugger"
@@ -300,9 +302,9 @@ class Whereabouts:
     """Where an engine's main thread is.
 
     Attributes:
-        at: The innermost line of the user's: `train.py:41 in load_batch`, `cell line 7`.
-        inside: What a library is doing there.
-        waits_in: The collective, or whatever else it waits in.
+        at: The innermost line of the user's code: `train.py:41 in load_batch`, `cell line 7`.
+        inside: The library function that runs there. waits_in: The collective or other function in
+            which it waits.
     """
 
     state: Literal["idle", "busy", "waits", "held", "paused"]
@@ -329,7 +331,7 @@ class StacksAnswer(WhereAnswer):
 
 @dataclass(frozen=True, kw_only=True)
 class ClockAnswer(OfEngine):
-    """Answers `AskClock`: what the engine's clock (`time.perf_counter`) read then."""
+    """Answers `AskClock`: the time of the engine's clock (`time.perf_counter`)."""
 
     kind: ClassVar[str] = "clock"
     ask: int
@@ -338,7 +340,7 @@ class ClockAnswer(OfEngine):
 
 @dataclass(frozen=True, kw_only=True)
 class CellEnded(OfEngine):
-    """What the cell came to, where no call of the kernel's waits for it: in a job."""
+    """The result of a cell in a job, where no call of the kernel waits for it."""
 
     kind: ClassVar[str] = "ended"
     outcome: CellOutcome
@@ -352,7 +354,7 @@ class AskedToEnd(OfEngine):
     why: str
 
 
-# -- down: what the kernel says ----------------------------------------------------------------
+# -- down: messages from the kernel ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,7 +375,7 @@ class Halt(OfRun):
 
 @dataclass(frozen=True, kw_only=True)
 class HaltAt(OfRun):
-    """Halt after this step, which all ranks reach; -1: where each stands."""
+    """Halt after this step, which all ranks reach; -1: each at its present step."""
 
     kind: ClassVar[str] = "halt_at"
     purpose: Purpose
@@ -382,7 +384,7 @@ class HaltAt(OfRun):
 
 @dataclass(frozen=True, kw_only=True)
 class Resume(OfRun):
-    """Go on after a pause."""
+    """Continue after a pause."""
 
     kind: ClassVar[str] = "resume"
 
@@ -404,12 +406,15 @@ class Inject(OfRun):
 
 
 SERVER_GONE, WORKERS_DONE = "server gone", "workers done"
-"""Topics of the kernel: a server has died (by its number), others go on; no worker comes."""
+"""Topics of the kernel: a server has died (by its number) and others continue.
+
+No worker will come.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Told(OfRun):
-    """What another engine of the run has posted (`events.Posted`), or what the kernel tells."""
+    """A value that another engine of the run (`events.Posted`) or the kernel has posted."""
 
     kind: ClassVar[str] = "told"
     rank: int
@@ -423,17 +428,17 @@ class Regroup(OfRun):
 
     kind: ClassVar[str] = "regroup"
     generation: int
-    places: tuple[int, ...]  # ranks in the run's tables, none: leave; `ranks` are their engines
+    places: tuple[int, ...]  # ranks in the run's tables, none: leave; `ranks` has their engines
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     past: tuple[int, ...]
-    prefix: str  # of where they meet in the store
-    fresh: tuple[int, ...] = ()  # of the places: who is let in
+    prefix: str  # the prefix under which they meet in the store
+    fresh: tuple[int, ...] = ()  # the places of the workers that join
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hold(ToUser):
-    """Wait for the user; `announce`: tell them, since no cell of the notebook blocks."""
+    """Wait for the user; `announce`: show a message, because no notebook cell is blocked."""
 
     word: ClassVar[str] = "hold"
     announce: bool = True
@@ -441,7 +446,7 @@ class Hold(ToUser):
 
 @dataclass(frozen=True, kw_only=True)
 class GoOn(ToUser):
-    """No answer will come, and why; the cell continues."""
+    """No answer will come, with the reason; the cell continues."""
 
     word: ClassVar[str] = "go_on"
     reason: str
@@ -449,7 +454,7 @@ class GoOn(ToUser):
 
 @dataclass(frozen=True, kw_only=True)
 class Typed(ToUser):
-    """What the user has typed."""
+    """The text that the user has typed."""
 
     word: ClassVar[str] = "line"
     text: str
@@ -457,7 +462,7 @@ class Typed(ToUser):
 
 @dataclass(frozen=True, kw_only=True)
 class Repeat(Message):
-    """Say again where the cell waits for its user, if it does."""
+    """Report again where the cell waits for its user, if it waits."""
 
     kind: ClassVar[str] = "debugger"
     word: ClassVar[str] = "where"
@@ -465,7 +470,7 @@ class Repeat(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Serve(Message):
-    """Serve debugpy at this port; 0: any that is free."""
+    """Serve debugpy on this port; 0: any free port."""
 
     kind: ClassVar[str] = "debugger"
     word: ClassVar[str] = "serve"
@@ -474,7 +479,7 @@ class Serve(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class AskWhere(Message):
-    """Where is the main thread, and what does it wait in? `ask` comes back."""
+    """Asks where the main thread is, and in which function it waits; the answer repeats `ask`."""
 
     kind: ClassVar[str] = "where"
     ask: int
@@ -482,7 +487,7 @@ class AskWhere(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class AskStacks(Message):
-    """The stacks of all threads; `ask` comes back."""
+    """Asks for the stacks of all threads; the answer repeats `ask`."""
 
     kind: ClassVar[str] = "stacks"
     ask: int
@@ -490,7 +495,7 @@ class AskStacks(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class AskClock(Message):
-    """What does your clock read? `ask` comes back."""
+    """Asks for the time of the engine's clock; the answer repeats `ask`."""
 
     kind: ClassVar[str] = "clock"
     ask: int
@@ -513,12 +518,12 @@ Down = (
 )  # fmt: skip
 
 
-# -- what a cell came to -----------------------------------------------------------------------
+# -- the result of a cell -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnLoop:
-    """What a cell's own loop did: who was handed it, backward passes, optimizer steps."""
+    """A cell's own loop: the call that took it over, its backward passes, its optimizer steps."""
 
     by: str = ""
     backwards: int = 0
@@ -527,7 +532,7 @@ class OwnLoop:
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """An engine's copy of the model at the end: digests of what is rounded alike can be compared.
+    """An engine's copy of the model at the end; digests with equal rounding can be compared.
 
     Attributes:
         rank: The rank under which the engine's rows are kept.
@@ -540,31 +545,28 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True)
 class CellOutcome:
-    """The result of a cell on one engine; if the engine died, as the kernel has found it.
+    """The result of a cell on one engine; if the engine died, as the kernel found it.
 
     Attributes:
-        ename, evalue: The class of an error, and its words.
-        traceback: Of an error that was not the cell's.
-        advice: What helps against it.
-        felt: What Workbench's links saw of another engine's death, if that was the error.
+        ename, evalue: The class of an error, and its message. traceback: The traceback of an error
+            outside the cell. advice: The next step for the user. felt: The other engine's death as
+            Workbench's links saw it, if that was the error.
         replace: The engine's framework cannot be used any more.
-        trained: How many steps.
-        loop: What an own loop did.
+        trained: The number of steps. loop: The report about a user's own loop.
         options_read: Whether the cell read `wb.options`.
         unread: Names of `--set` that the cell did not read.
         initial_read: Whether a model took the initial weights.
         weights: Name of the file with the final weights.
         copies: The engine's copy of the model, where copies should be equal.
         kept_step: The step that was rescued for the workers that continue; -1: none.
-        reassigned: Names of ours that the cell gave another value.
+        reassigned: Names of Workbench to which the cell assigned another value.
         group_broken: Whether the process group must be created again.
         cut_off: Whether the engine's connections were cut so that it stopped waiting.
         how: How a dead engine ended.
         log: The last lines of its log.
         recoverable: Whether it died by itself, so that a run may continue without it.
-        restarted: Whether it was restarted, so that it is there again.
-        with_all: Whether it ended with all others.
-        ended: Words for how it was ended by us; empty: it was not.
+        restarted: Whether it was restarted, so that it exists again. with_all: Whether it ended
+            with all others. ended: How Workbench ended it, in words; empty: it did not.
         failed_of: The error that it had shown before.
     """
 
@@ -601,11 +603,11 @@ class CellOutcome:
 
     @property
     def is_well(self) -> bool:
-        """Whether the cell went through, or was stopped as its user wanted."""
+        """Whether the cell succeeded, or was stopped by its user."""
         return self.status in ("ok", "stopped")
 
     def to_wire(self) -> dict[str, Any]:
-        """Return JSON-ready data; what is as by default is left out."""
+        """Return JSON-ready data; default values are left out."""
         bare = CellOutcome(status=self.status)
         said = dataclasses.asdict(self).items()
         return {k: v for k, v in said if k == "status" or v != getattr(bare, k)}
@@ -615,14 +617,14 @@ class CellOutcome:
         """Rebuild what `to_wire` gave, from JSON.
 
         Args:
-            strict: Whether fields that this version does not know are refused; those of a file
-                that another one wrote are left out.
+            strict: Whether fields that this version does not know are refused. For files of other
+                versions they are left out.
 
         Raises:
-            BadMessageError: It is none.
+            BadMessageError: The data is not a result.
         """
         return CellOutcome(**fields_of(CellOutcome, data, strict=strict))
 
 
 Outcomes = Mapping[int, CellOutcome]
-"""What a cell came to on each of its engines."""
+"""The results of a cell on each of its engines."""

@@ -41,20 +41,20 @@ from .run_request import (
 )
 
 MOST_NAME = 100
-"""Letters of a run's name: it stands in tables, in pictures and in the names of folders."""
+"""Maximum length of a run's name, because it appears in tables, figures and folder names."""
 
 
 @dataclass(frozen=True)
 class Plan(RunSettings):
-    """Everything that is decided before a run begins: its settings, and these.
+    """Everything that is decided before a run begins: its settings, and these attributes.
 
     Attributes:
-        recipe: What is trained.
+        recipe: The recipe that is trained.
         strategy: Name in the catalog.
         workers: Number of replicas.
         options: Value of every option of the strategy.
-        overrides: `epochs`, `steps`, `batch_size`, `seed` as given on the line; they win over
-            what the cell passes to `wb.fit`.
+        overrides: `epochs`, `steps`, `batch_size`, `seed` from the line; they override the cell's
+            arguments of `wb.fit`.
     """
 
     recipe: Recipe
@@ -71,12 +71,12 @@ class Plan(RunSettings):
 
     @property
     def servers(self) -> int:
-        """Number of server engines the run needs besides its workers."""
+        """Number of server engines that the run needs in addition to its workers."""
         return self.entry.server_count(self.options)
 
     @property
     def helpers(self) -> tuple[str, ...]:
-        """Names of the engines that the run needs besides those that run the cell."""
+        """Names of the engines that the run needs in addition to those that run the cell."""
         return self.entry.helpers(self.options, self.workers)
 
     @property
@@ -93,7 +93,7 @@ class Plan(RunSettings):
         """Raise PlanError if a run cannot continue with this number of workers, or with any other.
 
         Args:
-            batch: Samples of its global batch; None where that is not known.
+            batch: Samples of its global batch; None if not known.
         """
         if not (self.entry.heals and self.entry.replicated):
             able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated)
@@ -129,7 +129,7 @@ class Plan(RunSettings):
         """Raise PlanError if the strategy or an option needs devices that are not available.
 
         Args:
-            devices: One per replica: `cpu`, `cuda:0`; several on one GPU name the same.
+            devices: One per replica: `cpu`, `cuda:0`; replicas on one GPU have the same device.
         """
         on_gpus = [device for device in devices if device != "cpu"]
         alone = len(set(on_gpus)) == len(on_gpus)
@@ -167,7 +167,7 @@ class Plan(RunSettings):
         )
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the plan as JSON-ready data (function arguments do not travel here)."""
+        """Return the plan as JSON-ready data, without function arguments."""
         data = asdict(self) | self.settings_to_wire()
         data["recipe"].pop("args")
         return data
@@ -190,15 +190,16 @@ def make_plan(
     overrides: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Plan:
-    """Validate what was asked for and return it as a plan.
+    """Validate the request and return it as a plan.
 
     Args:
-        workers: Engines at hand or asked for; a strategy with a lower limit takes fewer.
-        settings: Fields of `RunSettings`. Paths are taken from the notebook's folder; by default
+        workers: The number of available or requested engines; a strategy with a lower limit uses
+            fewer.
+        settings: Fields of `RunSettings`. Paths are relative to the notebook's folder; by default
             `on_failure` is `replace` with checkpoints, `stop` without.
 
     Raises:
-        PlanError: Naming the value seen, what is allowed and the next step.
+        PlanError: With the value seen, what is allowed and the next step.
     """
     entry = catalog.lookup(strategy, framework)
     asked = RunSettings(**settings)
@@ -252,12 +253,11 @@ def plan_of(
     """Return the plan of a request.
 
     Args:
-        strategy: One of the request's, where it names several.
-        framework: Used where neither the request nor the recipe names one.
-        workers: Used where the request gives no number.
+        strategy: One of the request's strategies, if it names several. framework: Used if neither
+            the request nor the recipe names one. workers: Used if the request gives no number.
 
     Raises:
-        PlanError: Naming the value seen, what is allowed and the next step.
+        PlanError: With the value seen, what is allowed and the next step.
     """
     chosen = strategy or request.strategies[0]
     framework = request.framework or recipe.framework or framework
@@ -304,15 +304,15 @@ def _axis(axis: Axis) -> str:
 def plans_of(request: RunRequest, recipe: Recipe, *, framework: str, workers: int) -> list[Plan]:
     """Return the plans of a request: every strategy with every combination of its several values.
 
-    A strategy that has a limit of workers (`one_device`) is asked for once where only the number
-    of workers differs, and takes no part in what is said of other strategies' options and links:
-    it is what the others are measured against.
+    A strategy with a limit of workers (`one_device`) runs once if only the number of workers
+    varies. Options and link faults of other strategies do not apply to it, because it is the
+    baseline.
 
     Args:
-        framework, workers: As `plan_of` takes them.
+        framework, workers: As in `plan_of`.
 
     Raises:
-        PlanError: One of them cannot be run, or they are too many.
+        PlanError: A plan cannot be run, or there are too many.
     """
     sizes = [len(axis.values) for axis in request.several]
     check_runs(len(request.strategies), *sizes, request.seeds or 1)
@@ -352,20 +352,20 @@ def plans_of(request: RunRequest, recipe: Recipe, *, framework: str, workers: in
 
 
 def _is_yardstick(strategy: str, request: RunRequest, recipe: Recipe, framework: str) -> bool:
-    """Whether a strategy has one worker and no options, beside others that have them."""
+    """Whether a strategy has one worker and no options, next to strategies that have options."""
     entry = catalog.lookup(strategy, request.framework or recipe.framework or framework)
     return entry.max_workers == 1 and not entry.options and len(request.strategies) > 1
 
 
 def _of_cell(word: str, request: RunRequest) -> bool:
-    """Whether a word of a name tells of a value that the cell reads."""
+    """Whether a word of a run's name describes a value that the cell reads."""
     key = word.partition("=")[0]
     read = ("values", "parameters")
     return any(axis.field in read and axis.key == key for axis in request.several)
 
 
 def _check_values(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `--set` gives, if `wb.options` has no other meaning for its names."""
+    """Return the values of `--set`, if their names have no other meaning in `wb.options`."""
     found = check_values(values)
     for name in found:
         if name in OVERRIDES or name in options:
@@ -380,7 +380,7 @@ def _check_values(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict
 
 
 def _check_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those that are given, as numbers."""
+    """Return the given overrides, as numbers."""
     given = {key: value for key, value in overrides.items() if value is not None}
     for key, value in given.items():
         if key not in OVERRIDES:
@@ -397,7 +397,7 @@ def _check_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
 def _check_layout(
     entry: catalog.Strategy, settings: dict[str, Any], count: int, batch: int | None
 ) -> None:
-    """Raise PlanError where so many workers, these options and the batch do not go together."""
+    """Raise PlanError if the number of workers, the options and the batch do not fit each other."""
     if batch is not None and entry.data_parallel and batch < count:
         raise PlanError(
             "The global batch is smaller than the number of workers, so some would have no sample.",
@@ -446,8 +446,8 @@ def _check_on_failure(
         if settings[name] == value:
             raise PlanError(
                 f"{entry.name} cannot continue without a restart when a worker dies and its "
-                f"servers keep to one order of pushes ({name}={value}): one of them may have "
-                "counted a push that the others never get.",
+                f"servers keep to one order of pushes ({name}={value}): one server "
+                "may have counted a push that the other servers never receive.",
                 seen=f"--on-failure heal, {name}={value}",
                 allowed=f"heal without {name}={value}; stop, or replace with --checkpoint DIR",
                 next_step=f"leave out -o {name}={value}",
@@ -516,28 +516,28 @@ Part = tuple[str, object]
 
 
 def cell_of(plan: Plan, *, framework: str = "torch") -> str:
-    """Return a notebook cell that asks for this plan.
+    """Return a notebook cell that requests this plan.
 
     Args:
-        plan: What the cell is to train. A recipe that is a function is defined and then called.
-        framework: What cells of the notebook have where they name no framework; another one is
-            written down.
+        plan: The plan that the cell must train. A recipe that is a function is defined and then
+            called. framework: The notebook's default framework; only another framework is written
+            into the cell.
 
     Returns:
         The text of the cell, `%%distributed ...` first.
 
     Raises:
-        PlanError: It cannot be said in a cell: a name has a line break, or the function was given
-            an argument that cannot be written down.
+        PlanError: It cannot be written as a cell: a name has a line break, or an argument of the
+            function cannot be written as source code.
     """
     return f"{MAGIC} {line_of(plan, framework=framework)}\n{plan.recipe.cell}"
 
 
 def line_of(plan: Plan, *, framework: str = "torch") -> str:
-    """Return what stands behind `%%distributed` in that cell.
+    """Return the text after `%%distributed` in this cell.
 
     Raises:
-        PlanError: A value cannot stand on one line.
+        PlanError: A value does not fit on one line.
     """
     words = [plan.strategy]
     for flag, value in _parts(plan, framework):
@@ -555,7 +555,7 @@ def line_of(plan: Plan, *, framework: str = "torch") -> str:
 
 
 def _parts(plan: Plan, framework: str) -> Iterator[Part]:
-    """Yield what differs from the defaults, in order."""
+    """Yield the settings that differ from the defaults, in order."""
     entry = plan.entry
     if entry.max_workers is None or plan.workers < entry.max_workers:
         yield "-n", plan.workers
@@ -574,7 +574,7 @@ def _parts(plan: Plan, framework: str) -> Iterator[Part]:
 
 
 def _implied(name: str, settings: RunSettings) -> object:
-    """Return what a plan has where its line does not say it."""
+    """Return a plan's values for flags that its line does not have."""
     if name == "checkpoint_every":
         return checkpoints.EVERY if settings.checkpoint else 0
     if name == "on_failure":
@@ -589,8 +589,8 @@ def _option(value: Any) -> str:
 
 
 def _words(flag: str, value: str) -> list[str]:
-    """Return a flag and its value as they stand on the line."""
-    if value.startswith("-") or not value:  # else it would be taken for a flag
+    """Return a flag and its value as text for the line."""
+    if value.startswith("-") or not value:  # otherwise it would look like a flag
         return [_quoted(f"{flag}={value}")]
     return [flag, _quoted(value)]
 
@@ -601,7 +601,7 @@ def _quoted(text: str) -> str:
 
 
 def _check_said(plan: Plan, said: RunRequest, framework: str) -> None:
-    """Raise PlanError where the line, read again, asks for something else."""
+    """Raise PlanError if the line, when parsed again, gives another plan."""
     entry = plan.entry
     read: dict[str, object] = {
         "strategy": said.strategies[0] if len(said.strategies) == 1 else said.strategies,

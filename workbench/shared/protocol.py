@@ -1,4 +1,4 @@
-"""How messages between the notebook's kernel and the engines travel, for both sides.
+"""How messages between the notebook's kernel and the engines are sent, for both sides.
 
 Every message is `[signature, header, payload...]`: the header is JSON, payloads are raw bytes
 (packed records), the signature is HMAC-SHA256 over both with the cluster's key. Nothing is ever
@@ -13,12 +13,12 @@ A signed message is valid only once: for one receiver, in one session, in one di
 
 Each side draws a nonce when it is created and numbers its messages. A recorded message is refused
 if it is sent again to the receiver, to the sender, or to a later process with the same key. An
-engine learns the kernel's nonce with the first answer. Its earlier messages (its hello, and all
-that goes through ipyparallel if the socket cannot be reached) are valid once, for any kernel that
+engine learns the kernel's nonce with the first answer. Its earlier messages (its hello, and
+messages through ipyparallel if the socket cannot be reached) are valid once, for any kernel that
 has the key.
 
-The window is RFC 4303's (section 3.4.3): numbers may come in any order, each once, and not later
-than `WINDOW` behind the highest.
+The window is RFC 4303's (section 3.4.3): numbers can come in any order, each once, and at most
+`WINDOW` behind the highest.
 
 `Wakeup` wakes a thread that polls sockets, from any other thread; both sides use it.
 """
@@ -48,7 +48,7 @@ class Packet:
     """A message in the form in which it is sent; only this module reads it.
 
     Attributes:
-        kind: How the message is called.
+        kind: The name of the message.
         body: JSON-ready fields.
         payload: Raw buffers.
     """
@@ -96,13 +96,13 @@ def unpack(frames: Sequence[bytes | memoryview], key: bytes) -> Packet:
 
 
 _UP_WORD, _DOWN_WORD = "said", "do"
-"""The field that tells messages of one kind apart."""
+"""The field that distinguishes messages of one kind."""
 _UP: dict[tuple[str, str], type[Message]] = {(one.kind, one.word): one for one in get_args(Up)}
 _DOWN: dict[tuple[str, str], type[Message]] = {(one.kind, one.word): one for one in get_args(Down)}
 
 
 def encode(message: Up | Down) -> Packet:
-    """Return a message as it travels."""
+    """Return a message in its packed form."""
     body = message.to_wire()
     if message.word:
         body[_UP_WORD if isinstance(message, Up) else _DOWN_WORD] = message.word
@@ -110,11 +110,11 @@ def encode(message: Up | Down) -> Packet:
 
 
 def decode_up(packet: Packet) -> Up:
-    """Return what an engine says.
+    """Return an engine's message.
 
     Raises:
-        BadMessageError: Engines say nothing of the kind, or a field is unknown, missing or of
-            another type than it should be.
+        BadMessageError: Engines do not send such a message, or a field is unknown, missing or has
+            the wrong type.
     """
     message = cast(Up, _decode(packet, _UP, _UP_WORD))
     if isinstance(message, Records):
@@ -123,11 +123,11 @@ def decode_up(packet: Packet) -> Up:
 
 
 def decode_down(packet: Packet) -> Down:
-    """Return what the kernel says.
+    """Return the kernel's message.
 
     Raises:
-        BadMessageError: The kernel says nothing of the kind, or a field is unknown, missing or of
-            another type than it should be.
+        BadMessageError: The kernel does not send such a message, or a field is unknown, missing or
+            has the wrong type.
     """
     return cast(Down, _decode(packet, _DOWN, _DOWN_WORD))
 
@@ -159,7 +159,7 @@ def records_from(payload: bytes | memoryview) -> np.ndarray[Any, np.dtype[Any]]:
         BadMessageError: The size is not a whole number of rows.
     """
     if len(payload) % RECORD.itemsize:
-        raise BadMessageError(f"{len(payload)} bytes are no whole number of records")
+        raise BadMessageError(f"{len(payload)} bytes are not a whole number of records")
     return np.frombuffer(payload, RECORD)
 
 
@@ -167,46 +167,49 @@ def records_from(payload: bytes | memoryview) -> np.ndarray[Any, np.dtype[Any]]:
 class RunSpec(RunSettings):
     """The data that one engine gets about its run (or about its cell without a strategy).
 
-    Besides the run's settings, of which `init_from` names a folder here:
+    In addition to the run's settings, where `init_from` is a folder:
 
     Attributes:
         run: Sequence number; the `run` field of records. 0 for SPMD cells.
         run_id: Unique, sortable name of the run's folder.
-        ranks: Engine ids by rank; an engine that holds several replicas stands there several times.
+        ranks: Engine ids by rank; an engine that holds several replicas occurs several times.
         resume: The checkpoint (`DIR/step-N`) that the run continues from; empty: none.
-        resume_name: What it is called where it was sent to this host from: its path there.
-        original_rank: Rank under which this engine's rows are kept, where the run has gone on with
-            fewer workers and ranks were given anew; -1: its own.
-        rows_from: Rows of earlier steps are not recorded: the run's history has them already.
-        rescue: Whether to keep this worker's state if the cell fails: the run may continue from it.
-        heals: Whether training goes on with others when a worker dies; `joins`: this engine takes
-            part once it has been let in, and has what the others know from one of them.
+        resume_name: Its path on the host that sent it to this host. original_rank: The rank for
+            this engine's rows, if the run continued with fewer workers and ranks were assigned
+            again; -1: its own.
+        rows_from: Rows before this step are not recorded, because the run's history has them
+            already.
+        rescue: Whether to keep this worker's state if the cell fails, because the run may continue
+            from it. heals: Whether training continues with the others when a worker dies; `joins`:
+            this engine takes part after it has joined and has received another worker's state.
         replicas: How many replicas this engine holds: those of `rank` and the following ranks.
-        devices: Device of each replica held here, in the order of their ranks; where this engine
-            only hands out work (`device` is the CPU), of those it hands it to. `cuda:k` is the
-            k-th of `gpus`, and k the local rank of a worker with a GPU of its own.
+        devices: Device of each replica held here, in the order of their ranks; if this engine only
+            gives out steps (`device` is the CPU), the devices of its workers. `cuda:k` is the k-th
+            of `gpus`, and k the local rank of a worker that does not share its GPU.
         labels: The same for tables, with the GPU's name and number in nvidia-smi; none for CPUs.
         gpus: Permanent names (UUIDs) of the GPUs that engines of this host may see, in this order
             (`devices/mask.py`); of kind `accelerator`, a name in `mask.KINDS`.
         sharers: How many workers of the run compute on this worker's GPU, itself included.
-        reserved: Files that say whose the GPUs are; the engine holds them too
+        reserved: Files that reserve the GPUs; the engine holds them too
             (`devices/reservations.py`).
         backend: Of the process group: `gloo`, or `cpu:gloo,cuda:nccl`.
-        run_dir: Of the run; empty where this engine does not see it.
-        far: Whether the kernel writes this engine's rows: it is on another host.
-        threads: CPU threads of this worker; `cores` are what all on its host have together.
+        run_dir: The run's folder; empty if this engine does not see it. far: Whether the kernel
+            writes this engine's rows, because it is on another host.
+        threads: CPU threads of this worker; `cores` is the number of cores for all workers on its
+            host together.
         store: Host, port of the TCPStore keeper; `prefix` keeps groups apart.
-        hosts: What tells the engines' hosts apart (`address.host_token`), in the order of `ranks`.
-        address: By which other hosts reach this engine, where there is no store to find it by.
-        ports: The first and last port that this engine may listen on; None: any.
-        group: Name of the process group, where it outlives the run; by default `prefix`.
+        hosts: Tokens that identify the engines' hosts (`address.host_token`), in the order of
+            `ranks`. address: The address at which other hosts reach this engine, if there is no
+            store to find it. ports: The first and last port on which this engine can listen; None:
+            any. group: Name of the process group, if it exists longer than the run; by default
+            `prefix`.
         mode: `run` trains under a strategy; `spmd` runs on every worker with a process group.
         role: A `server` holds parameters: it never runs the cell, and world_size does not count it.
             Its rank is world_size + its index among the engines that run no cell.
-        part: What an engine that runs no cell is called: `server s0`, `worker 1`.
+        part: The name of an engine that runs no cell: `server s0`, `worker 1`.
         servers: How many servers the run has.
-        key: What proves to the run's servers, and to other workers, that a worker is one of theirs,
-            and back (hex).
+        key: The secret with which workers and servers of the run prove to each other that they
+            belong to it (hex).
     """
 
     mode: Literal["run", "spmd"]
@@ -252,12 +255,12 @@ class RunSpec(RunSettings):
 
     @property
     def group_name(self) -> str:
-        """What keeps this process group apart from others in the store."""
+        """The prefix of this process group's keys in the store."""
         return self.group or self.prefix
 
     @property
     def host_ranks(self) -> list[int]:
-        """Ranks of the workers on this worker's host; all of them where hosts are not known."""
+        """Ranks of the workers on this worker's host; all ranks if hosts are not known."""
         if not self.hosts:
             return list(range(self.world_size))
         workers = self.hosts[: self.world_size]  # servers follow; they have no local rank
@@ -275,7 +278,7 @@ class RunSpec(RunSettings):
 
     @property
     def neighbours(self) -> list[int]:
-        """Engines of the run on this engine's host, this one too, in the order of the ranks."""
+        """Engines of the run on this engine's host, including itself, in the order of the ranks."""
         if not self.hosts:
             return list(dict.fromkeys(self.ranks))
         where = zip(self.ranks, self.hosts, strict=False)
@@ -283,12 +286,12 @@ class RunSpec(RunSettings):
 
     @property
     def row_rank(self) -> int:
-        """Rank under which this engine's rows are kept, for the whole of the run."""
+        """The rank for this engine's rows, during the whole run."""
         return self.rank if self.original_rank < 0 else self.original_rank
 
     @property
     def gpus_used(self) -> int:
-        """How many of the first `gpus` hold all that this engine computes on."""
+        """How many of the first `gpus` this engine uses at most."""
         if self.device == "cpu":
             return 0
         numbers = [one.partition(":")[2] for one in (self.device, *self.devices)]
@@ -325,8 +328,8 @@ class Seal:
 
     Args:
         key: The cluster's key.
-        open_to_any: Whether messages that name no receiver are taken: the kernel's end takes an
-            engine's first words.
+        open_to_any: Whether messages that name no receiver are accepted. The kernel's end accepts
+            an engine's first messages.
 
     Attributes:
         name: This end's nonce.
@@ -348,8 +351,8 @@ class Seal:
         """Return the packet in `frames` and the nonce of the end that sent it.
 
         Raises:
-            BadMessageError: It is not signed with the key, is malformed, is for somebody else, or
-                was received before.
+            BadMessageError: It is not signed with the key, is malformed, is for another receiver,
+                or was received before.
         """
         packet = unpack(frames, self._key)
         sender, to, number = _read(packet.body.get(_VIA))
@@ -371,13 +374,13 @@ def _read(via: Any) -> tuple[str, str, int]:
 
 
 class _Window:
-    """Which of one sender's latest numbers have come."""
+    """Which of one sender's latest numbers have arrived."""
 
     def __init__(self) -> None:
         self._highest, self._bits = -1, 0
 
     def accept(self, number: int) -> bool:
-        """Take a number; return False where it came before or is too old to tell."""
+        """Accept a number; return False if it came before or is too old to know."""
         ahead = number - self._highest
         if ahead > 0:
             kept = self._bits << ahead if ahead < WINDOW else 0

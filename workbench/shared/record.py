@@ -42,26 +42,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 FLAG_SKEWED_CLOCK = 1
-"""The run's workers read several clocks: waits use the min rule over `exposed_s`. Where their
-moments are comparable all the same, `FLAG_KERNEL_CLOCK` says so."""
+"""The run's workers read several clocks: waits use the min rule over `exposed_s`.
+
+If their times can still be compared, `FLAG_KERNEL_CLOCK` is set.
+"""
 
 FLAG_LOSS_SEEN = 2
-"""`local_loss` is what the model gave: where it is NaN, the loss is no number. Without it NaN may
-only say that nobody saw the loss."""
+"""`local_loss` is the model's loss, so NaN means that the loss is not a number.
+
+Without this flag NaN can mean that the loss was not seen.
+"""
 
 FLAG_DEVICE_CLOCK = 4
-"""`ready_s` was read from an accelerator's own clock, which is right to a millisecond at best on
-the host's: waits use the min rule over `exposed_s`."""
+"""`ready_s` was read from an accelerator's own clock, which agrees with the host's clock
+only to about a millisecond. So waits use the min rule over `exposed_s`."""
 
 FLAG_UNMEASURED = 8
-"""The device never said when it had done the step: times are those at which the host gave it."""
+"""The device did not report when it had done the step: times are those of the host's calls."""
 
 FLAG_KERNEL_CLOCK = 16
-"""Of a row with `FLAG_SKEWED_CLOCK`: its moments are on the kernel's clock, read there or put on
-it by the kernel, which knows the engine's clock to a bound."""
+"""For a row with `FLAG_SKEWED_CLOCK`: its times are on the kernel's clock.
+
+They were read there, or the kernel converted them with a known error bound.
+"""
 
 MIN_RULE_S = 2e-5
-"""The min rule compares durations of clocks of their own; less than this says nothing."""
+"""The min rule compares durations of different clocks; smaller differences mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +75,12 @@ class Measured:
     """One field of a row.
 
     Attributes:
-        name: Its unit stands in it.
-        type: NumPy's, with its size.
-        column: Whether a history keeps it as it was measured, under this name. The others are
-            kept as what `record.derive` makes of them.
-        curve: Whether views draw its course where a run has it.
-        rare: Whether a history has the column only where some row has a value.
-        result: The field of a `StepResult` that has it, where that is called otherwise.
-        moment: Whether it is a time on the engine's clock; the others last, or count.
+        name: Its name, which contains the unit. type: The NumPy type, with its size. column:
+            Whether a history keeps the measured value under this name. Other fields are kept only
+            as results of `record.derive`. curve: Whether views draw its curve if a run has it.
+            rare: Whether a history has the column only if some row has a value. result: The field
+            of `StepResult` with this value, if its name differs. moment: Whether it is a time on
+            the engine's clock; other fields are durations or counts.
     """
 
     name: str
@@ -98,7 +102,7 @@ MEASURED = (
     Measured("end_s", "<f8", moment=True),
     Measured(
         "ready_s", "<f8", moment=True
-    ),  # when its last gradient was ready; NaN where nothing waits
+    ),  # when its last gradient was ready; NaN if nothing waits
     Measured("data_wait_s", "<f4"),
     Measured("compute_s", "<f4"),
     Measured("exposed_s", "<f4"),  # time blocked in communication after ready_s
@@ -107,7 +111,7 @@ MEASURED = (
     Measured("sent_bytes", "<f8", column=True),
     Measured("staleness", "<f4", column=True, curve=True),
     Measured("bubble_s", "<f4", column=True, curve=True, rare=True),
-    Measured("waited_for", "<i8"),  # the rank that wait_s was for, where that is known; else -1
+    Measured("waited_for", "<i8"),  # the rank that wait_s was for, if known; otherwise -1
 )
 
 RECORD = np.dtype([(one.name, one.type) for one in MEASURED])
@@ -126,13 +130,13 @@ PARTS = ("data_wait_s", "compute_s", "sync_wait_s", "transfer_s", "other_s")
 """The parts of a step, in the order in which they are drawn; they add up to `step_s`."""
 
 REAL_WAIT_S, REAL_WAIT_SHARE = 1e-3, 0.05
-"""A worker that costs the others no more seconds, or no more of the step, stands not out."""
+"""A worker that costs the others less time, or a smaller share of the step, is not reported."""
 
 
 def clock_name() -> str:
-    """Return a name that two processes share where `time.perf_counter` is one clock for both.
+    """Return a name that two processes share if `time.perf_counter` is one clock for both.
 
-    That is so on one boot of a machine, in one time namespace: containers may have their own.
+    This is so within one boot of a machine and one time namespace; containers can have their own.
     """
     boot = space = ""
     with contextlib.suppress(OSError):
@@ -145,7 +149,8 @@ def clock_name() -> str:
 class Derived:
     """Columns that need the rows of all ranks; each is (steps, ranks), loss is (steps,).
 
-    `blamed_s` is how long `blamed_rank` is to blame for: the sync wait, of a bubble the excess.
+    `blamed_s` is the time for which `blamed_rank` is to blame: the sync wait, or the excess of a
+    bubble.
     """
 
     step_s: Floats
@@ -164,15 +169,15 @@ def derive(rows: NDArray[Any], *, workers: int | None = None) -> Derived:
 
     Args:
         rows: RECORD rows of shape (steps, ranks): every rank's row of each step, by rank.
-        workers: Workers of the run, where `rows` holds them one by one (asynchronous
-            strategies); the number of ranks in `rows` where not given.
+        workers: Workers of the run, if `rows` holds them one by one (asynchronous strategies); by
+            default the number of ranks in `rows`.
     """
     count = rows.shape[1] if workers is None else workers
     step_s = rows["end_s"] - rows["start_s"]
     data, compute, exposed = (_f8(rows[name]) for name in ("data_wait_s", "compute_s", "exposed_s"))
     wait, blamed = sync_wait(rows, workers=count)
     blamed, blamed_s = bubble_blame(rows, blamed, np.where(blamed >= 0, wait, 0.0))
-    # A single worker has nobody to talk to: its transfer is known to be 0.
+    # A single worker sends no messages, so its transfer is known to be 0.
     unknown = 0.0 if count == 1 else np.nan
     transfer = np.where(np.isnan(exposed), unknown, np.maximum(exposed - np.nan_to_num(wait), 0.0))
     named = sum(np.nan_to_num(part) for part in (data, compute, wait, transfer))
@@ -192,15 +197,15 @@ def derive(rows: NDArray[Any], *, workers: int | None = None) -> Derived:
 def sync_wait(
     rows: NDArray[Any], *, workers: int | None = None
 ) -> tuple[Floats, NDArray[np.int32]]:
-    """Return the wait of each rank in each step, and the rank it was for (-1: for nobody).
+    """Return the wait of each rank in each step, and the rank it waited for (-1: none).
 
     Args:
         rows: RECORD rows of shape (steps, ranks).
         workers: As in `derive`.
 
     Returns:
-        Two arrays of shape (steps, ranks): seconds waited (NaN where neither the strategy
-        measured it nor every rank's `ready_s` is known), blamed rank.
+        Two arrays of shape (steps, ranks): seconds waited (NaN if the strategy did not measure it
+        and some `ready_s` is not known), blamed rank.
     """
     own, exposed, ready = _f8(rows["wait_s"]), _f8(rows["exposed_s"]), rows["ready_s"]
     steps, ranks = ready.shape
@@ -219,7 +224,7 @@ def sync_wait(
         more = exposed[skewed] - least
         derived[skewed] = np.where(more < MIN_RULE_S, 0.0, more)
         last[skewed, 0] = exposed[skewed].argmin(axis=1)
-    # A rank cannot have waited longer than it was blocked, whatever the clocks say.
+    # A rank cannot have waited longer than it was blocked, even if the clocks say so.
     derived = np.minimum(derived, np.where(np.isnan(exposed), derived, np.maximum(exposed, 0.0)))
     wait = np.where(np.isnan(own), derived, own)
     named = np.where(np.isnan(own) | (rows["waited_for"] < 0), last, rows["waited_for"])
@@ -230,12 +235,12 @@ def sync_wait(
 def bubble_blame(
     rows: NDArray[Any], blamed: NDArray[np.int32], blamed_s: Floats
 ) -> tuple[NDArray[np.int32], Floats]:
-    """Return who is to blame and for how long, in pipelines for the excess of the bubble.
+    """Return the rank to blame and for how long; in pipelines for the excess of the bubble.
 
     Args:
         rows: RECORD rows of shape (steps, ranks); steps in which all ranks have a bubble are those
             of pipelines.
-        blamed, blamed_s: (steps, ranks) what is known of the other steps.
+        blamed, blamed_s: (steps, ranks), the values for all other steps.
     """
     step_s, bubble_s = rows["end_s"] - rows["start_s"], _f8(rows["bubble_s"])
     if rows.shape[1] < 2 or np.isnan(bubble_s).all():
@@ -255,7 +260,7 @@ def global_loss(local_loss: Floats, samples: NDArray[Any]) -> Floats:
     """Return each step's loss over all samples: local means weighted by their samples.
 
     Args:
-        local_loss: (steps, ranks), NaN where a rank computes no loss (a stage that is not last).
+        local_loss: (steps, ranks), NaN if a rank computes no loss (a stage that is not the last).
         samples: (steps, ranks).
     """
     weight = np.where(np.isnan(local_loss), 0, samples).astype(float)
@@ -281,14 +286,14 @@ def what_if(rows: NDArray[Any]) -> Floats:
 def potential(samples: Floats, step_s: Floats, wait_s: Floats) -> float:
     """Return samples per second of a worker that never had to wait.
 
-    In synchronous training all actual rates are equal; this one tells workers apart.
+    In synchronous training all actual rates are equal; this rate shows differences between workers.
     """
     busy = float(np.sum(step_s) - np.sum(wait_s))
     return float(np.sum(samples)) / busy if busy > 0 else float("nan")
 
 
 def residual(step_s: Floats, wall_s: float, paused_s: float = 0.0) -> float:
-    """Return the share of a run's wall time that no step accounts for (0.01 is 1 %)."""
+    """Return the share of a run's wall time that belongs to no step (0.01 is 1 %)."""
     if wall_s <= 0:
         return float("nan")
     return (wall_s - paused_s - float(np.sum(step_s))) / wall_s

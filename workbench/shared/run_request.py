@@ -7,9 +7,9 @@ engines use unchanged are in `flags/settings.py`; `RunRequest` has the other fie
 To add a flag: a field there or here, and the place where it does something.
 
 This module parses the line above a `%%distributed` cell into words and flags, without side effects.
-In `--profile`, `10:15` are the five steps from step 10 on.
+In `--profile`, `10:15` means the five steps from step 10 on.
 
-Several values of one flag are a run for each: `flags/several.py`.
+Several values of one flag give one run for each value: `flags/several.py`.
 """
 
 from __future__ import annotations
@@ -37,35 +37,32 @@ from .magic_args import (
 )
 
 AUTO = "auto"
-"""In place of a strategy: short runs choose one."""
+"""Used instead of a strategy's name: short runs choose the strategy."""
 PLOTS = ("auto", "widget", "svg", "text", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest(RunSettings):
-    """What the line above a `%%distributed` cell asks for, or `cluster.run(...)`, or the panel.
+    """The request of a `%%distributed` line, of `cluster.run(...)`, or of the panel.
 
     Attributes:
         strategies: Names in the catalog, several with commas; none: a plain cell.
         workers: Number of replicas; None: as many as there are engines.
         ranks: Engines that a plain cell runs on; None: all.
         framework: None: the recipe's, else the cluster's.
-        options: Options of the strategy, as text where they stood on a line.
-        epochs, steps, batch_size, seed: Win over what the cell passes to `wb.fit`.
-        batch_per_worker: The global batch is so many times the number of workers.
-        price: What a worker costs an hour, in any currency; None: not known.
-        memory_per_worker: Bytes that a worker may hold where the strategy is chosen; None: any.
-        allow_stale: Whether strategies are chosen from whose weights are not those of one device.
-        probe_seconds: That choosing may take; None: as by default.
-        several: Of what the line gives several values; the fields themselves are as by default.
-        seeds: Runs of each strategy, with seeds 0 and on; None: one, with the cell's.
-        recipe: What is trained in place of the cell below.
-        parameters: Parameters of the recipe, as text where they stood on a line.
-        local: Whether the cell also runs in the kernel.
-        background: Whether the cell is over at once.
-        plot: How the live dashboard is shown.
-        to_job: Folder that is written in place of training; empty: none.
-        plain: Whether its script does without Workbench.
+        options: Options of the strategy; as text if they came from a line. epochs, steps,
+            batch_size, seed: Override the cell's arguments of `wb.fit`. batch_per_worker: The
+            global batch is this number times the number of workers. price: The price of a worker
+            per hour, in any currency; None: not known. memory_per_worker: With `auto`: memory limit
+            of a worker in bytes; None: no limit. allow_stale: Whether `auto` also considers
+            strategies whose weights differ from one device's. probe_seconds: The time limit for
+            choosing; None: the default. several: The fields with several values; the fields
+            themselves have their defaults. seeds: Number of runs of each strategy, with seeds from
+            0; None: one run with the cell's seed. recipe: The recipe that is trained instead of the
+            cell below. parameters: Parameters of the recipe; as text if they came from a line.
+            local: Whether the cell also runs in the kernel. background: Whether the cell returns at
+            once. plot: How the live dashboard is shown. to_job: Folder that is written instead of
+            training; empty: none. plain: Whether the job's script does not use Workbench.
     """
 
     strategies: tuple[str, ...] = _said(
@@ -122,7 +119,7 @@ class RunRequest(RunSettings):
         read=number("--epochs"),
         several=True,
         help="overrides the cell's epochs",
-        without="what `wb.fit` is given, else 1",
+        without="the argument of `wb.fit`, else 1",
         example="%%distributed mirrored --epochs 2",
     )
     steps: int | None = _said(
@@ -157,7 +154,7 @@ class RunRequest(RunSettings):
         read=number("--batch-per-worker"),
         several=True,
         help="overrides the batch with N samples for each worker (weak scaling)",
-        without="the global batch stays, whatever the number of workers (strong scaling)",
+        without="the global batch stays the same for any number of workers (strong scaling)",
         example="%%distributed mirrored -n 1,2,4 --batch-per-worker 64",
     )
     seed: int | None = _said(
@@ -169,7 +166,7 @@ class RunRequest(RunSettings):
         read=number("--seed", least=0),
         several=True,
         help="overrides the cell's seed",
-        without="what `wb.fit` is given, else 0",
+        without="the argument of `wb.fit`, else 0",
         example="%%distributed mirrored --seed 7",
     )
     seeds: int | None = _said(
@@ -229,7 +226,7 @@ class RunRequest(RunSettings):
         metavar="PRICE",
         trains=True,
         read=several.price_of,
-        help="price of a worker-hour: what an epoch costs is shown beside its speed",
+        help="price of a worker-hour: tables then also show the cost of an epoch",
         without="no costs are shown",
         example="%%distributed one_device,mirrored -n 1,2,4 --price 2.5",
     )
@@ -248,7 +245,7 @@ class RunRequest(RunSettings):
         False,
         trains=True,
         help="with auto: also allow strategies whose weights differ from those of one device",
-        without="only strategies that train what one device trains",
+        without="only strategies with the same result as one device",
         example="%%distributed auto --allow-stale",
     )
     probe_seconds: int | None = _said(
@@ -294,7 +291,7 @@ class RunRequest(RunSettings):
 
     @property
     def overrides(self) -> dict[str, int]:
-        """What wins over the cell, by name."""
+        """The values that override the cell, by name."""
         given = {name: getattr(self, name) for name in OVERRIDES}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -315,16 +312,16 @@ FLAGS: dict[str, Flag] = {
 """The flag of every field of a request: first those that a plan decides, then the settings."""
 
 UNSAID: dict[str, Any] = {name: getattr(RunRequest(), name) for name in FLAGS}
-"""What every field is where nobody said anything."""
+"""The default of every field."""
 OVERRIDES = tuple(name for name, flag in FLAGS.items() if flag.overrides)
 _ARGUMENTS = {flag.argument: name for name, flag in FLAGS.items() if flag.argument}
 
 
 def from_line(given: Mapping[str, Any]) -> RunRequest:
-    """Return the request of a line, from what its parser has found by long name.
+    """Return the request of a line, from its parsed values by long name.
 
     Raises:
-        PlanError: Saying what was not understood and what is allowed.
+        PlanError: The line is not valid; the error says what is allowed.
     """
     found: dict[str, Any] = {}
     axes: list[Axis] = []
@@ -348,7 +345,7 @@ def from_line(given: Mapping[str, Any]) -> RunRequest:
 
 
 def _of_options(found: dict[str, Any]) -> list[Axis]:
-    """Take the options of which there are several values out of what was found."""
+    """Remove the options with several values from the parsed line, and return them."""
     frameworks = [found["framework"]] if found.get("framework") else catalog.FRAMEWORKS
     text = {
         option.name
@@ -373,7 +370,7 @@ def from_arguments(strategy: str, asked: Mapping[str, Any]) -> RunRequest:
     """Return the request that arguments of `cluster.run(...)` make.
 
     Raises:
-        PlanError: There is no argument of that name, or its text was not understood.
+        PlanError: There is no argument with this name, or its text is not valid.
     """
     found = {}
     for argument, value in asked.items():
@@ -393,9 +390,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def takes_flags(function: Function) -> Function:
-    """Show in a function's signature and docstring the arguments that its `**asked` stands for.
+    """Show the arguments behind `**asked` in a function's signature and docstring.
 
-    They take the place of the docstring's line `asked: ..`.
+    They replace the line `asked: ..` of the docstring.
     """
     before = inspect.signature(function)
     mine = [p for p in before.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -452,13 +449,13 @@ def parse_cell_line(line: str, prog: str = "%%distributed") -> RunRequest:
     """Read the line above a cell.
 
     Raises:
-        PlanError: Saying what was not understood and what is allowed.
+        PlanError: The line is not valid; the error says what is allowed.
     """
     return from_line(vars(cell_parser(prog).parse_args(tokens(line))))
 
 
 def check_straggler(entry: catalog.Strategy, asked: RunSettings, chosen: dict[str, Any]) -> None:
-    """Raise PlanError where a strategy cannot do what is asked for about slow workers."""
+    """Raise PlanError if a strategy does not support the requested action for slow workers."""
     what = asked.on_straggler
     if what not in ON_STRAGGLER:
         raise PlanError(
@@ -488,11 +485,11 @@ def check_straggler(entry: catalog.Strategy, asked: RunSettings, chosen: dict[st
 
 
 def _check_replacing(entry: catalog.Strategy, asked: RunSettings) -> None:
-    """Raise PlanError where a worker cannot be replaced while the others train."""
+    """Raise PlanError if a worker cannot be replaced while the others train."""
     if not (entry.heals and entry.replicated):
         able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated)
         raise PlanError(
-            f"{entry.name} cannot add a fresh worker while the others train.",
+            f"{entry.name} cannot add a new worker while the others train.",
             seen="--on-straggler replace",
             allowed=f"replace under {able}; wait" + ("; shed" if entry.sheds else ""),
             next_step="remove --on-straggler, or use one of these",

@@ -1,19 +1,19 @@
-"""What is drawn: functions of snapshots and results, never of a client.
+"""All drawings: functions of snapshots and results, never of a client.
 
-Tables and text stand here, pictures of a kind in a folder each:
+Tables and text are here; each kind of picture has a folder:
 
-    theme        which colours; what do figures drawn as SVG have in common
+    theme        the colours, and the shared parts of SVG figures
     table        how does a table look as HTML and as text
     tables       the tables that notebooks show, of a run and of several
-    text         a run in words; how are numbers written
-    terminal     what would a terminal show of a stream
+    text         a run in words, and the format of numbers
+    terminal     the text that a terminal would show of a stream
     output       how are the outputs of several ranks shown
-    places       what can the front end show: Colab, Kaggle, any other Jupyter
-    blocks       how are they displayed and kept up to date
-    drawing      what do figures drawn with matplotlib have in common
-    live/        a run while it trains, and its last picture
+    places       the abilities of the front end: Colab, Kaggle, other Jupyter
+    blocks       how are these outputs displayed and kept up to date
+    drawing      the shared parts of figures drawn with matplotlib
+    live/        a run while it trains, and its final picture
     comparison/  runs side by side
     scaling/     runs over the numbers of workers
-    explain/     who waited for whom, who sends what to whom
+    explain/     which worker waited for which, and their messages
     panel/       the panel in the browser
 """

@@ -18,23 +18,23 @@ from .table import SHOWS, Table
 
 Bundle = dict[str, Any]
 Publish = Callable[[Bundle, str, bool], None]
-"""`publish(bundle, display_id, update)`: show a MIME bundle, or replace the one of that id."""
+"""`publish(bundle, display_id, update)`: show a MIME bundle, or replace the bundle with this id."""
 
 
 def show(thing: Any) -> None:
-    """Display an object below the cell that is running; the output says what a table is about."""
+    """Display an object below the running cell; the output's metadata names a table's content."""
     about = thing.about if isinstance(thing, Table) else ""
     metadata = {SHOWS: about} if about else None
     display(thing, metadata=metadata)  # type: ignore[no-untyped-call,unused-ignore]
 
 
 def show_bundle(bundle: Bundle) -> None:
-    """Display a MIME bundle below the cell that is running."""
+    """Display a MIME bundle below the running cell."""
     display(bundle, raw=True)  # type: ignore[no-untyped-call,unused-ignore]
 
 
 class ProgressLine:
-    """One line below the cell that says what is being done; what comes of it takes its place."""
+    """One line below the cell about the current work; the result replaces the line."""
 
     def __init__(self) -> None:
         self._publish = notebook_publisher() if in_notebook() else None
@@ -42,7 +42,7 @@ class ProgressLine:
         self._shown = False
 
     def __call__(self, text: object) -> None:
-        """Show what is being done now: a text, or what has one."""
+        """Show the current work: a text, or an object with a text."""
         if self._publish is not None:
             self._publish({"text/plain": f"{text} ..."}, self._display_id, self._shown)
         elif sys.stderr.isatty():
@@ -65,37 +65,37 @@ class ProgressLine:
 
 
 def _captured() -> bool:
-    """Whether `%%capture` takes what the cell puts out; a kernel's own streams are no files."""
+    """Whether `%%capture` takes the cell's output; a kernel's streams are not files."""
     return isinstance(sys.stdout, io.StringIO)
 
 
 class Board(Protocol):
-    """What is drawn (`views.output.OutputBoard`)."""
+    """The content to draw (`views.output.OutputBoard`)."""
 
     def render(self, final: bool) -> Bundle:
         """The blocks as a MIME bundle; the tail of long outputs unless `final`."""
 
     def take_republished(self) -> list[Bundle]:
-        """Outputs that need displays of their own (widgets, scripts), each once."""
+        """Outputs that need separate displays (widgets, scripts), each only once."""
 
     @property
     def banner(self) -> str:
-        """What holds the cell up at the moment; empty when nothing does."""
+        """The current reason for a delay of the cell; empty if there is none."""
 
     @property
     def empty(self) -> bool:
-        """Whether nothing has come yet."""
+        """Whether there is no output yet."""
 
     @property
     def only_text(self) -> bool:
-        """Whether plain text says all of it."""
+        """Whether plain text can show all of the output."""
 
 
 class Blocks:
-    """One display that is replaced as output comes; plain text in a terminal.
+    """One display that is updated with each output; plain text in a terminal.
 
     Args:
-        publish: How bundles are shown; the notebook's display by default.
+        publish: The function that shows bundles; by default the notebook's display.
     """
 
     def __init__(self, publish: Publish | None = None) -> None:
@@ -105,7 +105,7 @@ class Blocks:
         self._shown = False
 
     def update(self, board: Board, *, final: bool) -> None:
-        """Show the board as it is now; in a terminal only the final one."""
+        """Show the current board; a terminal shows only the final board."""
         if self._captured and not final and board.only_text:
             return
         if board.empty and not (self._publish is not None and (board.banner or self._shown)):
@@ -127,10 +127,11 @@ def in_notebook() -> bool:
 
 
 def notebook_publisher() -> Publish:
-    """Return a function that displays in the cell that is running now, from any thread.
+    """Return a function that displays in the running cell, from any thread.
 
-    A kernel files output under the message that a thread last handled; a timer thread has none,
-    and a button's message would become the parent of what follows. So the cell's is kept.
+    A kernel assigns output to the message that the thread last handled. A timer thread has no
+    message, and after a click output would belong to the button's message. So the cell's message is
+    kept.
     """
     publisher: Any = _shell().display_pub
     parent = getattr(publisher, "parent_header", None)
@@ -154,7 +155,7 @@ def notebook_publisher() -> Publish:
 
 @contextlib.contextmanager
 def output_of(publisher: Any, parent: Any) -> Iterator[None]:
-    """Set the message that output belongs to, for this thread and this block only."""
+    """Set the parent message of outputs, for this thread and this block only."""
     if not parent or not hasattr(publisher, "set_thread_parent"):  # ipykernel 6: one for all
         yield
         return

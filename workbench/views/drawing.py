@@ -1,12 +1,12 @@
-"""What figures drawn with matplotlib have in common: settings, letters, panels, bands.
+"""Shared parts of figures drawn with matplotlib: settings, letters, panels, bands.
 
-Settings are matplotlib's and global: one thread draws at a time. For letters that its fonts may
-lack there are other fonts of this machine, else words. A run may be called 实验 or 🚀. Fonts with
-such letters are used where this machine has some; what no font has is spelled (`:rocket:`, `ka`,
-`u5B9E`) instead of drawn as an empty box.
+Matplotlib's settings are global, so one thread draws at a time. If matplotlib's fonts lack a
+letter, another font of this machine is used, otherwise a word. A run can be called 实验 or 🚀.
+Fonts with such letters are used if this machine has them. A letter that no font has is spelled
+(`:rocket:`, `ka`, `u5B9E`) instead of drawn as an empty box.
 
-Panels of a comparison share colours, frames, and how wide words are; bands of a run's picture their
-titles, the workers' axis, and boxes.
+Panels of a comparison share colours, frames and text widths. Bands of a run's picture share titles,
+the workers' axis and boxes.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ _NEEDED = (
 
 @contextmanager
 def own_style(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Draw with matplotlib's defaults and these settings; the user's are back afterwards.
+    """Draw with matplotlib's defaults and these settings; restore the user's settings afterwards.
 
     Two threads that change and restore the settings at once could leave wrong settings.
     """
     _import_whole()
     import matplotlib.style
 
-    # What is left of letters that no font has (in SVG) is no matter of the user's.
+    # Warnings about letters that no font has (in SVG) do not concern the user.
     warnings.filterwarnings("ignore", "Glyph .* missing", module=r"workbench\.views")
     with _ONE, matplotlib.style.context(["default", {"font.family": families(), **settings}]):
         yield
 
 
 def spell(figure: Figure) -> None:
-    """Put words in the place of letters that no font of this machine has."""
+    """Replace letters that no font of this machine has by words."""
     from matplotlib.text import Text
 
     for words in figure.findobj(Text):
@@ -67,9 +67,9 @@ def spell(figure: Figure) -> None:
 
 @functools.cache
 def _import_whole() -> None:
-    """Import what pictures need on a thread of its own, which no interrupt strikes.
+    """Import the modules for pictures on a separate thread that interrupts do not reach.
 
-    An interrupt in the midst of an import leaves a module that can neither be used nor imported.
+    After an interrupt during an import, the module cannot be used and cannot be imported again.
     """
     failed: list[BaseException] = []
 
@@ -94,16 +94,16 @@ FONTS = (
     "Microsoft YaHei", "SimHei", "Yu Gothic", "Meiryo", "Malgun Gothic", "Segoe UI Symbol",
     "Segoe UI Emoji", "Noto Emoji", "Symbola", "IPAGothic", "NanumGothic",
 )  # fmt: skip
-"""Families that have more letters than matplotlib's own, in the order in which they are asked."""
+"""Font families with more letters than matplotlib's own, in order of preference."""
 
 _MARKS = frozenset({"Cc", "Cf", "Mn", "Me", "Cs", "Co", "Cn"})
-"""Categories of what has no shape of its own: left out where no font has it."""
+"""Categories of characters without a shape; they are left out if no font has them."""
 _SPELLED = (" LETTER ", " SYLLABLE ", " CHARACTER ")
 
 
 @functools.cache
 def families() -> tuple[str, ...]:
-    """Return matplotlib's own family and those of `FONTS` that this machine has."""
+    """Return matplotlib's family and the families of `FONTS` that this machine has."""
     from matplotlib.font_manager import fontManager
 
     there = set(fontManager.get_font_names())
@@ -112,7 +112,7 @@ def families() -> tuple[str, ...]:
 
 @functools.cache
 def _drawn() -> frozenset[int]:
-    """Return the letters that some family has, in plain and in bold."""
+    """Return the letters that one of the families has, both plain and bold."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     found: list[set[int]] = []
@@ -127,7 +127,7 @@ def _drawn() -> frozenset[int]:
 
 @functools.lru_cache(maxsize=2048)
 def readable(text: str) -> str:
-    """Return text in letters that can be drawn here."""
+    """Return text with only letters that can be drawn here."""
     if text.isascii():
         return text
     drawn = _drawn()
@@ -135,7 +135,7 @@ def readable(text: str) -> str:
 
 
 def spelled(letter: str) -> str:
-    """Return what stands for a letter that cannot be drawn: its sound, its name or its number."""
+    """Return the replacement for a letter that cannot be drawn: its sound, name or number."""
     category = unicodedata.category(letter)
     if category in _MARKS:
         return ""
@@ -149,7 +149,7 @@ def spelled(letter: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return text of at most `most` letters, wide ones counted twice; its middle is left out."""
+    """Return text of at most `most` letters; wide letters count twice, the middle is left out."""
     if _width(text) <= most:
         return text
     kept = min(len(text) - 1, most - 1)
@@ -171,13 +171,13 @@ BAR = 0.62
 """Height of a bar, in rows."""
 
 _HINTED = 1.08
-"""Letters that are fitted to pixels stand wider apart than their outlines by this much."""
+"""Extra width of letters that are fitted to pixels."""
 
 _MOST_LETTERS = 300
-"""More fit no line, however narrow they are."""
+"""Most letters that fit into a line, even if they are narrow."""
 
 LINES = ("-", "--", "-.", ":")
-"""Styles of lines: of rows beyond the eighth, which have the colour of an earlier one."""
+"""Line styles: rows after the eighth have the colour of an earlier row but another style."""
 
 
 def color_of(comparison: Comparison, row: int) -> str:
@@ -186,20 +186,20 @@ def color_of(comparison: Comparison, row: int) -> str:
 
 
 def line_of(comparison: Comparison, row: int) -> str:
-    """Return the style of a row's line: another one for each earlier row of its colour."""
+    """Return the line style of a row; it differs from that of earlier rows with the same colour."""
     colors = [one.color for one in comparison.rows[: row + 1]]
     return LINES[(colors.count(colors[-1]) - 1) % len(LINES)]
 
 
 @lru_cache(maxsize=2048)
 def width_in(text: str, size_pt: float, weight: str = "normal") -> float:
-    """Return how wide a line of text is drawn at most, inches."""
+    """Return the largest width of a drawn line of text in inches."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextPath
 
     if not text.strip():
         return 0.0
-    # A dollar sign is no formula here, and a path has no use for what it would become.
+    # A dollar sign does not begin a formula here, for example in a path.
     path = TextPath(
         (0, 0),
         readable(text).replace("$", "S"),
@@ -209,7 +209,7 @@ def width_in(text: str, size_pt: float, weight: str = "normal") -> float:
 
 
 def clipped(text: str, size_pt: float, most_in: float, weight: str = "normal") -> str:
-    """Return text that fits a width: what is too much is left out of its middle."""
+    """Return text that fits a width; if it is too long, its middle is left out."""
     if len(text) <= _MOST_LETTERS and width_in(text, size_pt, weight) <= most_in:
         return text
 
@@ -217,7 +217,7 @@ def clipped(text: str, size_pt: float, most_in: float, weight: str = "normal") -
         head = (kept + 1) // 2
         return f"{text[:head]}…{text[len(text) - (kept - head) :]}"
 
-    # Widths are measured glyph by glyph: to try every length would take seconds.
+    # Widths are measured glyph by glyph, because trying every length would take seconds.
     fits, beyond = 2, min(len(text), _MOST_LETTERS + 1)
     while beyond - fits > 1:
         middle = (fits + beyond) // 2
@@ -229,7 +229,7 @@ def clipped(text: str, size_pt: float, most_in: float, weight: str = "normal") -
 
 
 def wrapped(text: str, size_pt: float, most_in: float, weight: str = "normal") -> list[str]:
-    """Return text in lines that fit a width; a number keeps its unit with it."""
+    """Return text in lines that fit a width; a number and its unit stay on one line."""
     lines: list[str] = []
     together = re.sub(r"(?<=\d) (?=(?:%|ms|s)(?!\w))", "\u00a0", " ".join(text.split()))
     for word in filter(None, together.split(" ")):
@@ -255,7 +255,7 @@ def frame(axes: Axes, title: str, grid: str = "x") -> None:
 
 
 def row_axis(axes: Axes, comparison: Comparison) -> None:
-    """Make the vertical axis that of the rows, first on top; their names stand beside the band."""
+    """Use the vertical axis for the rows, the first on top; their names are next to the band."""
     count = len(comparison.rows)
     axes.set_yticks([])
     axes.set_ylim(count - 0.5, -0.5)
@@ -264,7 +264,7 @@ def row_axis(axes: Axes, comparison: Comparison) -> None:
 
 
 def tick(value: float, _: object = None) -> str:
-    """Return a tick's number in short: `2.5k`, `0.25`."""
+    """Return a short form of a tick's number: `2.5k`, `0.25`."""
     for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= scale:
             return f"{value / scale:.4g}{suffix}"
@@ -272,7 +272,7 @@ def tick(value: float, _: object = None) -> str:
 
 
 def ticks_alike(axes: Axes, values: Sequence[float]) -> None:
-    """Put ticks at values, written with equally many decimals: `1.79`, `1.80`."""
+    """Put ticks at values, all with the same number of decimals: `1.79`, `1.80`."""
     words = [tick(value) for value in values]
     if all(word[-1:].isdigit() and "e" not in word for word in words):
         places = max((len(word.partition(".")[2]) for word in words), default=0)
@@ -287,13 +287,13 @@ def panel_in(axes: Axes) -> float:
 
 
 def empty_axes(axes: Axes, text: str = "not measured") -> None:
-    """Write into axes that have nothing to draw."""
+    """Write a text into axes without data."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center",
               fontsize=LABEL_PT, color=MUTED["any"])  # fmt: skip
 
 
 def style(axes: Axes, title: str, value: str = "") -> None:
-    """Give axes a title, and what is said on its right; no frame, no ticks."""
+    """Give axes a title, and a text on its right; no frame, no ticks."""
     axes.set_title(title, loc="left", fontsize=9.5, weight="bold", color=INK["any"])
     axes.set_title(value, loc="right", fontsize=9, color=MUTED["any"])
     axes.tick_params(labelsize=8, length=0, colors=MUTED["any"])
@@ -303,7 +303,7 @@ def style(axes: Axes, title: str, value: str = "") -> None:
 
 
 def stack(axes: Axes, at: Any, widths: Any, left: Any, part: str) -> None:
-    """Draw one phase's boxes; the waiting ones hatched."""
+    """Draw one phase's boxes; boxes of waiting are hatched."""
     color, hatched = phase_colors()[part], part == HATCHED
     axes.barh(
         at,
@@ -318,7 +318,7 @@ def stack(axes: Axes, at: Any, widths: Any, left: Any, part: str) -> None:
 
 
 def worker_axis(axes: Axes, snapshot: Snapshot) -> None:
-    """Name the workers down the side, the slow one in colour."""
+    """Write the workers' names at the side, the slow worker in colour."""
     axes.set_yticks(range(len(snapshot.workers)))
     axes.set_yticklabels([worker_label(w) for w in snapshot.workers])
     axes.set_ylim(len(snapshot.workers) - 0.4, -0.6)
@@ -329,7 +329,7 @@ def worker_axis(axes: Axes, snapshot: Snapshot) -> None:
 
 
 def draw_percent(axes: Axes, x: float, row: float, share: float, part: str) -> None:
-    """Write a share into its box; on a hatched one it stands on a plate."""
+    """Write a share into its box; in a hatched box it has a plain background."""
     plate = {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if part == HATCHED else None
     dark = part in (HATCHED, "data_wait_s", "other_s")
     axes.text(

@@ -1,6 +1,6 @@
-"""The outputs of one cell on several workers: a block per rank, equal ones drawn once.
+"""The outputs of one cell on several workers: one block per rank; equal blocks are drawn once.
 
-Its errors: the reason first, and folded under it what only followed from it.
+Errors: the cause first; errors that only followed from it are folded below.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .theme import series
 Bundle = dict[str, Any]
 
 TAIL_LINES = 200
-"""Lines of one stream that are sent while the cell runs; all of them when it is over."""
+"""Number of lines of one stream that are shown while the cell runs; at its end all are shown."""
 _TAIL_CHARS = 20_000
 
 _OWN_DISPLAY = re.compile(
@@ -45,23 +45,23 @@ class _Rich:
 
     bundle: Bundle
     display_id: str | None
-    own: bool  # shown in a display of its own
+    own: bool  # shown in a separate display
 
 
 @dataclass
 class _Rank:
-    """Everything one worker put out."""
+    """All outputs of one worker."""
 
     items: list[_Stream | _Rich] = field(default_factory=list)
     clear_next: bool = False
 
 
 class OutputBoard:
-    """Collects what the workers of a cell put out and draws it as one bundle.
+    """Collects the outputs of a cell's workers and draws them as one bundle.
 
     Args:
-        members: Who each sender is, in the order of the ranks. The keys are whatever `message` is
-            given (engine ids).
+        members: The member of each sender, in the order of the ranks. The keys are the senders that
+            `message` gets (engine ids).
     """
 
     def __init__(self, members: Mapping[int, Member]) -> None:
@@ -70,10 +70,10 @@ class OutputBoard:
         self._republish: list[Bundle] = []
         self._failures = Failures()
         self._lock = threading.Lock()
-        self.banner = ""  # what holds the cell up at the moment; never part of what stays
+        self.banner = ""  # the current reason for a delay; not part of the final output
 
     def expect(self, members: Mapping[int, Member]) -> None:
-        """Take output of further senders from now on."""
+        """Accept output of further senders from now on."""
         with self._lock:
             self._members.update(members)
             for key in members:
@@ -81,13 +81,13 @@ class OutputBoard:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to draw."""
+        """Whether the board is empty."""
         with self._lock:
             return not self._failures and not any(rank.items for rank in self._ranks.values())
 
     @property
     def only_text(self) -> bool:
-        """Whether there are but streams and values as text, and no error."""
+        """Whether the board has only streams and text values, and no error."""
         with self._lock:
             items = [item for rank in self._ranks.values() for item in rank.items]
             return not self._failures and all(
@@ -95,7 +95,7 @@ class OutputBoard:
             )
 
     def message(self, rank: int, msg_type: str, content: Mapping[str, Any]) -> None:
-        """Take in one message of Jupyter's protocol; other types than outputs are ignored."""
+        """Process one message of Jupyter's protocol; only outputs are used."""
         with self._lock:
             state = self._ranks.setdefault(rank, _Rank())
             if msg_type == "clear_output":
@@ -116,12 +116,12 @@ class OutputBoard:
                 self._failures.add(rank, content)
 
     def fold(self, rank: int, content: Mapping[str, Any]) -> None:
-        """Take in an error that only followed from another one; shown on demand."""
+        """Add an error that only followed from another error; it is folded."""
         with self._lock:
             self._failures.add(rank, content, folded=True)
 
     def say_with_it(self, headline: str) -> None:
-        """Say in one line what is folded."""
+        """Set the line about the folded errors."""
         with self._lock:
             self._failures.headline = headline
 
@@ -140,7 +140,7 @@ class OutputBoard:
                 item.bundle, item.own = fresh.bundle, fresh.own
 
     def take_republished(self) -> list[Bundle]:
-        """Return outputs that need displays of their own (widgets, scripts), each once."""
+        """Return outputs that need separate displays (widgets, scripts), each only once."""
         with self._lock:
             taken, self._republish = self._republish, []
             return taken
@@ -188,7 +188,7 @@ class OutputBoard:
         return "".join(blocks)
 
     def _groups(self, final: bool) -> list[tuple[list[int], tuple[str, str]]]:
-        """Return (ranks, (html, text)) for each distinct output, in the order of first ranks."""
+        """Return (ranks, (html, text)) for each different output, in the order of first ranks."""
         found: dict[tuple[str, str], list[int]] = {}
         for key, rank in self._ranks.items():
             if rank.items:
@@ -199,7 +199,7 @@ class OutputBoard:
         return list(self._ranks).index(key)
 
     def _names(self, keys: list[int]) -> str:
-        """Return `rank 1` or `ranks 0-2, 5`; one by one where not all have a rank."""
+        """Return `rank 1` or `ranks 0-2, 5`; one name each if not all have a rank."""
         return called(self._member(key) for key in keys)
 
     def _member(self, key: int) -> Member:
@@ -227,7 +227,7 @@ def _display_id(content: Mapping[str, Any]) -> str | None:
 
 
 def _needs_own_display(bundle: Bundle) -> bool:
-    """Whether only the front end itself can draw it: widgets, scripts, interactive charts."""
+    """Whether only the front end can draw the output: widgets, scripts, interactive charts."""
     if any(_OWN_DISPLAY.fullmatch(kind) for kind in bundle):
         return True
     return "<script" in _joined(bundle.get("text/html", "")).lower()
@@ -326,38 +326,38 @@ class Failure:
 
     @staticmethod
     def of(content: Mapping[str, Any]) -> Failure:
-        """Return what a Jupyter `error` message says."""
+        """Return the error of a Jupyter `error` message."""
         name, value = str(content.get("ename", "")), str(content.get("evalue", ""))
         lines = [str(line) for line in content.get("traceback") or [f"{name}: {value}"]]
         return Failure(name, value, "\n".join(lines))
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """The same of errors that differ in numbers alone: sizes, samples, addresses."""
+        """Equal for errors that differ only in numbers: sizes, samples, addresses."""
         plain = terminal.to_text(terminal.render(self.traceback))
         return self.name, without_numbers(self.value), without_numbers(plain)
 
 
 class Failures:
-    """What ended a cell, in the order in which it was added."""
+    """The errors that ended a cell, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._shown: dict[Failure, list[int]] = {}
         self._folded: dict[Failure, list[int]] = {}
         self.headline = ""
-        """One line on what is folded: `with it: ranks 0, 2: Connection closed by peer`."""
+        """The line about folded errors: `Also failed: ranks 0, 2: Connection closed by peer`."""
 
     def __bool__(self) -> bool:
         return bool(self._shown or self._folded or self.headline)
 
     def add(self, key: int, content: Mapping[str, Any], *, folded: bool = False) -> None:
-        """Take in an error; equal ones of several workers are one."""
+        """Add an error; equal errors of several workers are shown once."""
         keys = (self._folded if folded else self._shown).setdefault(Failure.of(content), [])
         if key not in keys:
             keys.append(key)
 
     def lines(self, names: Names) -> list[str]:
-        """Return them as text, each line with its ranks; of what is folded only the headline."""
+        """Return the errors as text, each line with its ranks; folded errors as a headline."""
         lines = []
         for failures, keys in _alike(self._shown):
             traceback = terminal.to_text(terminal.render(failures[0][0].traceback))
@@ -368,11 +368,11 @@ class Failures:
     def html(
         self, names: Names, heading: Names, block: Callable[[str, str, list[int]], str]
     ) -> str:
-        """Return them as HTML.
+        """Return the errors as HTML.
 
         Args:
-            names: Returns how some workers are called.
-            heading: Returns what stands above their error.
+            names: Returns the names of workers.
+            heading: Returns the heading above an error.
             block: Draws a heading, its traceback and the workers it belongs to.
         """
 
@@ -392,16 +392,16 @@ class Failures:
         return (
             f'{text}<details style="margin:0 0 6px"><summary style="cursor:pointer;font-size:85%;'
             f'white-space:pre-wrap">'
-            f"{escape(self.headline or 'with it')}</summary>{folded}</details>"
+            f"{escape(self.headline or 'Also failed')}</summary>{folded}</details>"
         )
 
 
 Group = list[tuple[Failure, list[int]]]
-"""Errors that differ in numbers alone, each with its workers, in the order in which they came."""
+"""Errors that differ only in numbers, each with its workers, in the order of arrival."""
 
 
 def _alike(found: Mapping[Failure, list[int]]) -> list[tuple[Group, list[int]]]:
-    """Return errors of one kind together, and all the workers that they ended."""
+    """Return all errors of one kind, and all workers that they ended."""
     groups: dict[tuple[str, str, str], Group] = {}
     for failure, keys in found.items():
         groups.setdefault(failure.kind, []).append((failure, sorted(keys)))
@@ -409,7 +409,7 @@ def _alike(found: Mapping[Failure, list[int]]) -> list[tuple[Group, list[int]]]:
 
 
 def _others(failures: Group, names: Names) -> list[str]:
-    """Return what the errors say that are not shown, where that is something else."""
+    """Return the texts of errors that are not shown if they differ."""
     first = failures[0][0]
     return [
         f"{names(keys)}: {one.name}: {one.value}"

@@ -11,10 +11,10 @@ from typing import Any, Literal
 Align = Literal["left", "right"]
 COMPARISON = "comparison"
 SHOWS = "workbench_shows"
-"""Name in an output's metadata: what it shows (`Table.about`)."""
+"""Key in an output's metadata for the content of a table (`Table.about`)."""
 
-# Colours are inherited, lines come from JupyterLab's theme, so light and dark both work; where a
-# style is stripped (GitHub) a plain table is left.
+# Colours are inherited, lines come from JupyterLab's theme, so light and dark both work; if a page
+# strips styles (GitHub), a plain table remains.
 _LINE = "1px solid var(--jp-border-color2, rgba(128, 128, 128, .35))"
 _BOX = "max-width:100%;overflow-x:auto;color:inherit;font-size:13px;line-height:1.45"
 _TABLE = (
@@ -33,9 +33,9 @@ class Column:
     """One column.
 
     Attributes:
-        title: Its heading, with the unit where all cells share one.
-        align: Numbers stand right, words left.
-        wrap: Most characters of a line in plain text, for prose; None never wraps.
+        title: Its heading, with the unit if all cells share one.
+        align: Numbers are aligned right, words left.
+        wrap: Largest line length in plain text, for prose; None never wraps.
     """
 
     title: str
@@ -48,13 +48,13 @@ class Table:
     """Rows of words, displayed by notebooks as HTML and elsewhere as text.
 
     Attributes:
-        rows: Cells as they are shown; each row has one per column.
-        strong: Indices of rows that stand out.
-        folded: Indices of columns that HTML shows in a table of their own, folded, below: the page
-            would be too narrow for all.
+        rows: Cells as text; each row has one cell per column.
+        strong: Indices of emphasised rows.
+        folded: Indices of columns that HTML shows in a second, folded table below, because the page
+            is too narrow for all columns.
         notes: Sentences below the table.
-        about: What it shows, for who reads a notebook's outputs (`COMPARISON`); empty: of no
-            interest.
+        about: The kind of content, for programs that read a notebook's outputs (`COMPARISON`);
+            empty: not marked.
     """
 
     columns: Sequence[Column]
@@ -131,7 +131,7 @@ class Table:
 
 
 def _cell(tag: str, column: Column, text: str, extra: str) -> str:
-    # Headings of several words take two lines where the page is too narrow for the table.
+    # Headings of several words take two lines if the page is too narrow for the table.
     wraps = tag == "th" or column.wrap
     style = _CELL.format(wrap="normal" if wraps else "nowrap", align=column.align)
     return f'<{tag} style="{style};{extra}">{html.escape(text)}</{tag}>'

@@ -1,6 +1,6 @@
 """The tables that notebooks show: engines, one run, the catalog, a calibration.
 
-A calibration's has each quantity, what was measured, and what is allowed.
+The table of a calibration has each quantity, its measured value and its allowed range.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from ..history.analysis.summary import RunSummary
 
 SHARE_NAMES = {**PHASE_NAMES, "bubble_s": "bubble"}
-"""What each of `rows.SHARES` is called."""
+"""The names of `rows.SHARES`."""
 
 
 FOLDED = frozenset({
     "framework", "steps", "95 % interval", "all steps", "data wait", "transfer", "other", "elapsed",
     "sent/step", "sent", "a worker holds",
 })  # fmt: skip
-"""Columns that notebooks show folded below the others: all together are wider than a page."""
+"""Columns that notebooks fold below the others, because all columns are wider than a page."""
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """One column: its heading, and a row's cell in words; `keys` are the figures it stands for."""
+    """One column: its heading, and the text of a row's cell; `keys` are the figures it shows."""
 
     title: str
     cell: Callable[[ComparisonRow], str]
@@ -47,16 +47,16 @@ class _Shown:
 def comparison_table(
     comparison: Comparison, *, sort: str | None = None, descending: bool = True
 ) -> Table:
-    """Return a row per plan, the verdict as title, and what is unfair about it as notes.
+    """Return a table with one row per plan, the verdict as title, and unfair points as notes.
 
-    Columns that no row has anything to say in are left out.
+    Columns without a value in any row are left out.
 
     Args:
         sort: Key of the figure to sort by (`history.fields`), or the heading of its column; by
-            default rows stand in the order in which they were given.
+            default rows keep their given order.
 
     Raises:
-        PlanError: There is no such figure.
+        PlanError: The figure does not exist.
     """
     columns = _columns(comparison)
     rows = list(comparison.rows)
@@ -74,7 +74,9 @@ def comparison_table(
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Return what stands below the table: when distributing pays, what is unfair, what ± means."""
+    """Return the notes below the table: when more workers are worth it, unfair points, the meaning
+    of ±.
+    """
     found = [comparison.outlook] if comparison.outlook else []
     if any(row.payoff is not None and row.payoff.kind != "undivided" for row in comparison.rows):
         found += [ASSUMED] if comparison.outlook else []
@@ -92,14 +94,14 @@ def between(rate: Spread) -> str:
 
 
 def loss(value: float | None) -> str:
-    """Return a loss or metric in four significant digits; a dash where not measured."""
+    """Return a loss or metric in four significant digits; a dash if not measured."""
     if value is None or math.isnan(value):
         return UNKNOWN
     return f"{value:.4g}"
 
 
 def relative_title(comparison: Comparison) -> str:
-    """Return what throughput over the baseline's is called."""
+    """Return the heading for the ratio of throughput to the baseline's."""
     return "speed-up" if comparison.has_one_device else f"vs {comparison.baseline}"
 
 
@@ -133,7 +135,7 @@ def _columns(comparison: Comparison) -> list[_Shown]:
 
 
 def _left_out(rows: Sequence[ComparisonRow]) -> set[str]:
-    """Return the headings of columns that would tell the rows nothing."""
+    """Return the headings of columns without information for these rows."""
     left_out: set[str] = set()
     if len({row.framework for row in rows}) < 2:
         left_out.add("framework")
@@ -198,7 +200,7 @@ def _flag(value: Any) -> str:
 
 
 LOG_CHARACTERS = 48
-"""Of a log's line as tables show it."""
+"""Largest length of a log line in tables."""
 
 
 def _percent(value: Any) -> str:
@@ -219,7 +221,7 @@ _CLUSTER: dict[str, tuple[str, Callable[[Any], str]]] = {
     "uptime_s": ("up", lambda v: UNKNOWN if v is None else duration(float(v))),
     "busy": ("busy", _flag),
 }
-"""Heading and format of the columns of `cluster_table` that need one; others show as they are."""
+"""Heading and format of columns of `cluster_table`; other columns are shown unchanged."""
 
 
 def cluster_table(
@@ -228,9 +230,9 @@ def cluster_table(
     """Return a table with one row per engine.
 
     Args:
-        rows: One mapping per engine; the keys, in the order in which they are first met, become
-            columns. `memory_bytes`, `cpu_percent`, `heartbeat_s` and their like are shown with
-            units; None is shown as a dash.
+        rows: One mapping per engine; the keys become columns, in the order of their first use.
+            `memory_bytes`, `cpu_percent`, `heartbeat_s` and similar values are shown with units;
+            None is shown as a dash.
     """
     keys = list(dict.fromkeys(key for row in rows for key in row))
     columns, cells = [], []
@@ -244,7 +246,7 @@ def cluster_table(
 
 
 def summary_table(run: RunSummary) -> Table:
-    """Return one run's key figures: a row per worker, the run as a whole in title and notes."""
+    """Return one run's key figures: one row per worker; title and notes describe the whole run."""
     waited = "sync_wait_s" not in run.unmeasured
     weighed = bool(run.servers) or any(math.isfinite(w.memory_bytes) for w in run.workers_table)
     elsewhere = any(worker.host for worker in run.workers_table)
@@ -279,7 +281,7 @@ def summary_table(run: RunSummary) -> Table:
 
 
 def strategies_table(entries: Sequence[catalog.Strategy] = catalog.CATALOG) -> Table:
-    """Return the catalog: what each strategy is, when it suits, its options and their defaults."""
+    """Return the catalog: each strategy, when to use it, its options and their defaults."""
     columns = [
         Column("name", "left"), Column("framework", "left"),
         Column("term", "left", 24), Column("what it does", "left", 40),
@@ -326,7 +328,7 @@ def _headline(run: RunSummary) -> str:
 
 
 def _figures(run: RunSummary) -> list[str]:
-    # Workers that take steps as they come may take more than their part: "27 of 20" helps nobody.
+    # Workers that take the next free step can exceed their share; "27 of 20" would be confusing.
     of = f" of {run.total_steps}" if run.total_steps and run.steps < run.total_steps else ""
     lines = [
         f"{run.steps}{of} steps, {number(run.samples)} samples in {duration(run.wall_s)}.",
@@ -351,33 +353,35 @@ def _figures(run: RunSummary) -> list[str]:
 
 
 def _change(change: Mapping[str, Any]) -> str:
-    """Return when what happened to whom, and what was left: `step 60: rank 1 died (2 workers)`."""
+    """Return the step, the event and the number of remaining workers: `step 60: rank 1 died (2
+    workers)`.
+    """
     words = text.change_words(str(change["event"]), change["ranks"])
     return f"step {change['step']}: {words} ({_count(change['workers'], 'worker')})"
 
 
 def _warmed(run: RunSummary) -> str:
-    """Return which steps a run's rate is of."""
+    """Return the steps that a run's rate covers."""
     if not run.warm_up:
         return "After warm-up (there was none):"
     return f"After warm-up ({_count(run.warm_up, 'step')}):"
 
 
 def _believed(run: RunSummary) -> str:
-    """Return the interval of a run's rate, where there is one."""
+    """Return the interval of a run's rate, if there is one."""
     if not math.isfinite(run.low_per_s):
         return ""
     return f" (95 % interval {number(run.low_per_s)} to {number(run.high_per_s)})"
 
 
 def _sent(run: RunSummary) -> str:
-    """Return what a run sent, or that nobody measured it."""
+    """Return the bytes that a run sent, or that they were not measured."""
     known = math.isfinite(run.sent_bytes)
     return f"; sent {size(run.sent_bytes)}" if known else "; bytes sent are not measured"
 
 
 def _held_bytes(held: Mapping[str, Any]) -> float:
-    """Return what a server holds in all."""
+    """Return the total memory of a server by content."""
     kinds = ("parameters", "optimizer", "gradients", "copies")
     return float(sum(held.get(f"{kind}_bytes", 0) for kind in kinds))
 
@@ -410,7 +414,8 @@ class Reading:
     """One line of a calibration.
 
     Attributes:
-        passed: Whether it is as it should be; None where nothing is asked of it, or unknown.
+        passed: Whether the value is in its allowed range; None if there is no range or the value is
+            unknown.
     """
 
     quantity: str
@@ -420,7 +425,7 @@ class Reading:
 
 
 def calibration_table(verdict: str, readings: Sequence[Reading], did: Sequence[str]) -> Table:
-    """Return the readings as a table, under the verdict; what was done stands below."""
+    """Return the readings as a table, with the verdict above and the procedure below."""
     marks = {True: "yes", False: "NO", None: ""}
     rows = [[r.quantity, r.measured, r.allowed, marks[r.passed]] for r in readings]
     columns = [

@@ -1,4 +1,6 @@
-"""What a terminal would show of a stream: carriage returns, backspaces, colours, cursor moves."""
+"""The text that a terminal would show of a stream: carriage returns, backspaces, colours, cursor
+moves.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ _BRIGHT = ("#7a828e", "#e8605f", "#3fb865", "#d0a020", "#5a9df0", "#c07be0", "#3
 
 @dataclass(frozen=True)
 class Style:
-    """How text is drawn; `fg` and `bg` are CSS colours or empty."""
+    """The style of text; `fg` and `bg` are CSS colours or empty."""
 
     fg: str = ""
     bg: str = ""
@@ -45,7 +47,7 @@ Run = tuple[str, Style]
 
 
 class Screen:
-    """A growing page of styled lines that text is written to, as to a terminal without end."""
+    """A growing page of styled lines; text is written to it as to an endless terminal."""
 
     def __init__(self) -> None:
         self._lines: list[list[Run]] = [[]]
@@ -105,7 +107,7 @@ class Screen:
         return self._cells
 
     def _settle(self) -> None:
-        """Put an edited line back as runs of equal style."""
+        """Store an edited line as runs of equal style."""
         if self._cells is not None:
             self._lines[self._row] = _join(self._cells)
             self._cells = None
@@ -191,7 +193,7 @@ def _simple(style: Style, code: int) -> Style:
 
 
 def _extended(codes: list[int]) -> str:
-    """Take a 256-colour or true-colour code off the front; return it as CSS."""
+    """Remove a 256-colour or true-colour code from the front; return it as CSS."""
     kind = codes.pop(0) if codes else 0
     if kind == 2 and len(codes) >= 3:
         red, green, blue = (min(codes.pop(0), 255) for _ in range(3))
@@ -215,7 +217,7 @@ def to_text(lines: list[list[Run]]) -> str:
 
 
 def to_html(lines: list[list[Run]]) -> str:
-    """Return lines as HTML for a `pre`; everything that is text is escaped."""
+    """Return lines as HTML for a `pre`; all text is escaped."""
     return "\n".join("".join(_span(text, style) for text, style in line) for line in lines)
 
 
@@ -224,7 +226,7 @@ def _span(text: str, style: Style) -> str:
 
 
 def render(text: str) -> list[list[Run]]:
-    """Return what a terminal shows of a complete text."""
+    """Return the text that a terminal shows for a complete text."""
     screen = Screen()
     screen.write(text)
     return screen.lines()

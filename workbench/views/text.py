@@ -1,7 +1,7 @@
 """A run in words: the figures that all views show, a progress line and a report for terminals.
 
-Numbers are written here for all views, with their units. A pipeline is told the same
-way in all views: its stages, and each worker's bubble.
+Numbers are written here for all views, with their units. All views describe a pipeline in the same
+way: its stages, and each worker's bubble.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from ..history.snapshot import Snapshot, Split, Worker
 
 UNKNOWN = "–"
-"""Shown for what was not or cannot be measured; never 0."""
+"""Shown for values that were not or cannot be measured; never 0."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def number(value: float | None) -> str:
-    """Return a number in three significant digits, with k, M, G beyond a thousand."""
+    """Return a number in three significant digits, with k, M, G from a thousand up."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     size = abs(value)
@@ -65,7 +65,9 @@ def duration(seconds: float) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Return milliseconds in a width that suits their size: `0.42 ms`, `4.2 ms`, `48 ms`."""
+    """Return milliseconds with a precision that depends on their size: `0.42 ms`, `4.2 ms`, `48
+    ms`.
+    """
     if not math.isfinite(value):
         return UNKNOWN
     places = 0 if abs(value) >= 9.95 or value == 0 else 1 if abs(value) >= 0.995 else 2
@@ -78,7 +80,7 @@ def percent(fraction: float) -> str:
 
 
 def size(value: float | None) -> str:
-    """Return bytes in binary units: `512 B`, `1.5 MiB`; a dash where not measured."""
+    """Return bytes in binary units: `512 B`, `1.5 MiB`; a dash if not measured."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     power = 0
@@ -93,7 +95,7 @@ _BAR_CELLS = 20
 
 
 def term(snapshot: Snapshot) -> str:
-    """Return the field's term for the run's strategy, empty where the catalog has none."""
+    """Return the field's term for the run's strategy; empty if the catalog has none."""
     try:
         return catalog.lookup(snapshot.strategy, snapshot.framework).term
     except PlanError:
@@ -101,11 +103,11 @@ def term(snapshot: Snapshot) -> str:
 
 
 HOST_CHARACTERS = 10
-"""Of a host's name before a worker's row; what is longer is cut."""
+"""Largest length of a host's name in a worker's row; longer names are cut."""
 
 
 def worker_label(worker: Worker) -> str:
-    """Return what stands before a worker's row: `rank 1 · cuda:0`, `rank 1 · node2 · away`."""
+    """Return the text before a worker's row: `rank 1 · cuda:0`, `rank 1 · node2 · away`."""
     where = worker.device.split(" ")[0]  # not known before its first word
     host = worker.host if len(worker.host) <= HOST_CHARACTERS else worker.host[:9] + "…"
     device = "away" if worker.away else "" if host and where == "cpu" else where
@@ -113,14 +115,21 @@ def worker_label(worker: Worker) -> str:
 
 
 def progress(snapshot: Snapshot) -> str:
-    """Return how far the run is: `step 120 of 400`; a worker may take more than its part."""
+    """Return how far the run is: `step 120 of 400`.
+
+    The last rows of a killed worker can be lost, so a failed run has only `2 of 40 steps recorded`.
+    The total is left out if a worker took more than its share of the steps.
+    """
+    if snapshot.state == "failed":
+        of = f" of {snapshot.total_steps}" if snapshot.total_steps is not None else ""
+        return f"{snapshot.step}{of} steps recorded"
     if snapshot.total_steps is None or snapshot.step > snapshot.total_steps:
         return f"step {snapshot.step}"
     return f"step {snapshot.step} of {snapshot.total_steps}"
 
 
 def slow(snapshot: Snapshot) -> str:
-    """Return who makes the others wait and how long; empty when nobody stands out."""
+    """Return which worker makes the others wait and how long; empty if there is none."""
     if snapshot.slow_rank is None:
         return ""
     wait = milliseconds(snapshot.slow_ms)
@@ -131,11 +140,11 @@ def slow(snapshot: Snapshot) -> str:
 
 
 OVERFIT_RISE = 1.05
-"""An eval loss this many times its minimum counts as risen."""
+"""An eval loss of this multiple of its minimum counts as risen."""
 
 
 def overfitting(snapshot: Snapshot) -> str:
-    """Return that the eval loss rises while the training loss falls; empty if it does not.
+    """Return the warning that the eval loss rises and the training loss falls; empty if not.
 
     The lowest eval loss must be at least two evaluations old, so that one bad value says nothing.
     """
@@ -159,31 +168,31 @@ def overfitting(snapshot: Snapshot) -> str:
 
 
 def _window(snapshot: Snapshot) -> str:
-    """Return which steps were looked at for who is slow."""
+    """Return the steps in which a slow worker was searched."""
     if not snapshot.slow_steps:
         return ""
     return " (all steps)" if snapshot.state in OVER else f" (latest {snapshot.slow_steps} steps)"
 
 
 def left_out(snapshot: Snapshot, shown: int) -> str:
-    """Return that pauses are cut out of the latest `shown` steps; empty where none is."""
+    """Return the note that pauses are cut out of the latest `shown` steps; empty if none."""
     later = set(snapshot.timeline.step[-shown:][1:].tolist())
     return " · pauses left out" if later.intersection(snapshot.timeline.cuts) else ""
 
 
 def dropped(snapshot: Snapshot) -> str:
-    """Return how many records were lost; empty when none."""
+    """Return the number of lost records in words; empty if none was lost."""
     return f"{number(snapshot.dropped)} records dropped" if snapshot.dropped else ""
 
 
 def findings(snapshot: Snapshot) -> list[str]:
-    """Return what stands out in a run: a straggler, overfitting, lost records."""
+    """Return remarkable facts of a run: a straggler, overfitting, lost records."""
     found = (slow(snapshot), overfitting(snapshot), dropped(snapshot))
     return [line for line in found if line]
 
 
 def drawing(snapshot: Snapshot) -> str:
-    """Return what drawing costs the kernel; empty where it is not measured."""
+    """Return the kernel's CPU share for drawing; empty if it was not measured."""
     if not math.isfinite(snapshot.plot_cpu):
         return ""
     return f"drawing takes {snapshot.plot_cpu * 100:.1f} % of a core"
@@ -201,15 +210,15 @@ CHANGES = {
     "shed": ("less work for {}", "equal shares"),
     "replaced": ("{} replaced", ""),
 }
-"""What is written at an event of `run.events`: with the ranks that it names, and without any."""
+"""The label of an event of `run.events`: with ranks, and without ranks."""
 AGAIN = frozenset({"replaced"})
-"""Events that say more of those who `joined` at that step, and stand in its place."""
+"""Events with more detail about ranks that `joined` at the same step; they replace it."""
 MOST_LABELS = 6
-"""More changes than these are marked without words, which would cover each other."""
+"""If there are more changes, marks have no words, because words would overlap."""
 
 
 def change_words(event: str, ranks: Sequence[int]) -> str:
-    """Return what happened to whom: `rank 1 died`; an event that is not known by its own name."""
+    """Return the event and its ranks: `rank 1 died`; an unknown event by its name."""
     some, none = CHANGES.get(event, (f"{{}} {event}", ""))
     if not ranks:
         return none or event
@@ -217,9 +226,9 @@ def change_words(event: str, ranks: Sequence[int]) -> str:
 
 
 def change_labels(snapshot: Snapshot) -> list[tuple[int, str]]:
-    """Return at which steps workers went or came, and who: `(60, "rank 1 died")`.
+    """Return the steps at which workers left or joined, with labels: `(60, "rank 1 died")`.
 
-    Several that went or came at one step share a label.
+    Several changes at one step share a label.
     """
     found: dict[tuple[int, str], set[int]] = {}
     for change in snapshot.changes:
@@ -235,13 +244,13 @@ def change_labels(snapshot: Snapshot) -> list[tuple[int, str]]:
 
 
 def change_lines(changes: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each time that workers went or came, aligned; none without any."""
+    """Return one aligned line for each time that workers left or joined."""
     rows = [
         (
             f"step {change['step']}",
             change_words(str(change["event"]), change["ranks"]),
             f"{change['workers']} worker{'s' if change['workers'] != 1 else ''}",
-            f"training stood still for {milliseconds(1e3 * float(change['seconds']))}",
+            f"training paused for {milliseconds(1e3 * float(change['seconds']))}",
         )
         for change in changes
     ]
@@ -257,21 +266,21 @@ def change_lines(changes: Iterable[Mapping[str, Any]]) -> list[str]:
 def change_places(
     marks: Sequence[tuple[float, float]], left: float, right: float
 ) -> list[float | None]:
-    """Return where labels begin that stand right of their marks, or left of them at the edge.
+    """Return the left edges of labels, which are right of their marks, or left of them at the edge.
 
     Args:
-        marks: Of each mark from left to right where it is, and how wide its label is.
-        left, right: Where labels may stand.
+        marks: The position of each mark from left to right, and the width of its label. left,
+        right: The limits for labels.
 
     Returns:
-        The left edge of each label; None for those that have no room beside the others.
+        The left edge of each label; None for labels without room.
     """
     found: list[float | None] = []
     free = left
     for index, (at, wide) in enumerate(marks):
         later = marks[index + 1][0] if index + 1 < len(marks) else right
         begin: float | None = at + GAP
-        if at + GAP + wide > later:  # it would reach over the next mark
+        if at + GAP + wide > later:  # it would cover the next mark
             begin = at - GAP - wide if at - GAP - wide >= free else None
         found.append(begin)
         free = max(free, at if begin is None else max(at, begin + wide) + GAP)
@@ -279,11 +288,11 @@ def change_places(
 
 
 GAP = 4.0
-"""Between a mark and its label, in the units of both."""
+"""Distance between a mark and its label, in their units."""
 
 
 def latest_eval(snapshot: Snapshot) -> dict[str, str]:
-    """Return the last evaluation's metrics by name; empty without one."""
+    """Return the last evaluation's metrics by name; empty without an evaluation."""
     if not snapshot.evals:
         return {}
     values = snapshot.evals[-1].items()
@@ -293,7 +302,7 @@ def latest_eval(snapshot: Snapshot) -> dict[str, str]:
 
 def figures(snapshot: Snapshot) -> dict[str, str]:
     """Return the headline figures by label, in the order in which they are shown."""
-    over = snapshot.state in OVER  # then it counts the first steps too, a comparison does not
+    over = snapshot.state in OVER  # then it also counts the first steps; a comparison does not
     found = {
         "throughput, all steps" if over else "throughput": (
             f"{number(snapshot.samples_per_s)} samples/s"
@@ -315,7 +324,7 @@ def title(snapshot: Snapshot) -> str:
 
 
 def describe(snapshot: Snapshot) -> str:
-    """Return the present figures as a sentence, for screen readers."""
+    """Return the current figures as a sentence, for screen readers."""
     parts = [f"Run {title(snapshot)}, {snapshot.state}", progress(snapshot)]
     parts += [f"{label} {value}" for label, value in figures(snapshot).items()]
     parts += [line for line in (*findings(snapshot), snapshot.banner) if line]
@@ -325,7 +334,7 @@ def describe(snapshot: Snapshot) -> str:
 def sparkline(values: Sequence[float], width: int = 40) -> str:
     """Return values as a row of bar characters, averaged into at most `width` cells.
 
-    NaN values are left out; a cell that holds nothing else is a space.
+    NaN values are left out; a cell with only NaN values is a space.
     """
     count = min(width, len(values))
     cells: list[float] = []
@@ -345,7 +354,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def progress_line(snapshot: Snapshot) -> str:
-    """Return the run on one line, laid out like tqdm's."""
+    """Return the run on one line, in the layout of tqdm."""
     total = snapshot.total_steps
     rate = snapshot.step / snapshot.elapsed_s if snapshot.elapsed_s > 0 else math.nan
     if total:
@@ -416,14 +425,14 @@ def _table(snapshot: Snapshot) -> list[str]:
 
 
 class LineWriter:
-    """Writes the progress line over itself."""
+    """Writes each progress line over the previous line."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
         self._width = 0
 
     def write(self, snapshot: Snapshot) -> None:
-        """Show the run's present line."""
+        """Show the run's current line."""
         stream = self._stream or sys.stdout
         line = progress_line(snapshot)
         stream.write("\r" + line.ljust(self._width))
@@ -431,7 +440,7 @@ class LineWriter:
         stream.flush()
 
     def close(self, snapshot: Snapshot) -> None:
-        """Leave the last line standing and write the report below it."""
+        """Keep the last line and write the report below it."""
         self.write(snapshot)
         stream = self._stream or sys.stdout
         stream.write("\n" + ("" if nothing_done(snapshot) else report(snapshot) + "\n"))
@@ -440,12 +449,12 @@ class LineWriter:
 
 COLUMNS = ("stage", "worker", "layers", "parameters", "per microbatch", "hands on")
 NUMERIC = frozenset({"parameters", "per microbatch", "hands on"})
-"""Columns of `rows` that stand right."""
+"""Columns of `rows` that are aligned right."""
 
 MOST_ROWS = 12
-TITLE = "Pipeline bubble, of a step without its wait for data"
+TITLE = "Pipeline bubble, as a share of a step without its wait for data"
 NAMES = ("schedule's ideal", "excess", "at work")
-"""What the parts of a worker's bar are called: ideal bubble, excess, the rest."""
+"""Names of the parts of a worker's bar: ideal bubble, excess, the rest."""
 
 
 @dataclass(frozen=True)
@@ -453,9 +462,9 @@ class Bubble:
     """One worker's bubble as shares of its pipeline's time, 0..1: its work and its bubble.
 
     Attributes:
-        ideal: The part that the schedule has with equal stages, at most `whole`: who has more to
-            do than the others has less, and they stand idle for it.
-        excess: What comes on top.
+        ideal: The bubble that the schedule has with equal stages, at most `whole`. A worker with
+            more work than the others has a smaller bubble, and the others wait for it.
+        excess: The part above the ideal bubble.
     """
 
     whole: float
@@ -469,7 +478,7 @@ class Bubble:
 
     @property
     def words(self) -> tuple[str, str]:
-        """How large it is, and how much of it is beyond the schedule's share."""
+        """The size of the bubble, and its part above the schedule's share."""
         if not self.known:
             return UNKNOWN, UNKNOWN
         points = round(self.excess * 100)
@@ -477,7 +486,7 @@ class Bubble:
 
 
 def bubble(worker: Worker, split: Split) -> Bubble:
-    """Return a worker's bubble, set against its schedule."""
+    """Return a worker's bubble, compared with its schedule."""
     ideal = min(worker.bubble, split.ideal_bubble)
     return Bubble(worker.bubble, ideal, max(worker.bubble - split.ideal_bubble, 0.0))
 
@@ -496,12 +505,12 @@ def caption(split: Split) -> str:
 
 
 def ideal(split: Split) -> str:
-    """Return what the schedule itself leaves idle."""
+    """Return the idle share that the schedule itself causes."""
     return f"ideal bubble {percent(split.ideal_bubble)}"
 
 
 def rows(split: Split) -> list[tuple[str, ...]]:
-    """Return one row of `COLUMNS` per stage; of many stages the first ones."""
+    """Return one row of `COLUMNS` per stage; only the first stages if there are many."""
     found: list[tuple[str, ...]] = [
         (
             str(stage.number),
@@ -549,7 +558,7 @@ def sentences(split: Split) -> list[str]:
 
 
 def _layers(named: str) -> str:
-    """Return what a stage holds, in words: `layers 0 to 1`, `layer 2`, but `dense` by its name."""
+    """Return the layers of a stage in words: `layers 0 to 1`, `layer 2`, or `dense`."""
     if not named[:1].isdigit():
         return named
     several = " to " in named or "," in named

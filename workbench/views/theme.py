@@ -1,10 +1,10 @@
 """The colours that every view shares, safe for colour-blind readers, light and dark.
 
-Pictures that stay in a notebook as PNG cannot know on which page they will lie: they have no
-background, and the colours of `any` page, with a contrast of at least 3.4 on white and on dark.
+A PNG picture in a notebook can be shown on a light or a dark page. So it has no background and uses
+the `any` colours, with a contrast of at least 3.4 on white and on dark.
 
-The hues are Okabe and Ito's (Color Universal Design, 2008), lightened for dark backgrounds.
-Waiting is hatched as well, so that it can be told apart without colour.
+The hues are Okabe and Ito's (Color Universal Design, 2008), lightened for dark backgrounds. Waiting
+is also hatched, so that readers can recognise it without colour.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ PHASE_NAMES: dict[str, str] = {
     "transfer_s": "transfer",
     "other_s": "other",
 }
-"""What the parts are called in legends."""
+"""Names of the parts in legends."""
 
 BUSY, HATCHED = "compute_s", "sync_wait_s"
-"""The part that stands for work, and the one that is hatched in every view."""
+"""The part for useful work, and the part that is hatched in every view."""
 
 SERIES_LIGHT = (
     "#2C7BB6", "#D55E00", "#009E73", "#B8578F", "#B07C00", "#4A4E8C", "#5B8C2A", "#6B7079",
@@ -58,11 +58,11 @@ SERIES_DARK = (
 )  # fmt: skip
 SERIES_ANY = tuple("#686DC4" if color == "#4A4E8C" else color for color in SERIES_LIGHT)
 SERIES = SERIES_LIGHT
-"""Colours of curves, in order; repeat from the start beyond the eighth."""
+"""Colours of curves, in order; after the eighth they repeat from the start."""
 
 _RUNS = (7, 5, 3, 6, 4, 0, 1, 2)
-"""Which of `SERIES` is a run's, by the number of its colour: grey for one device, which others are
-measured against, and first those that no phase of a step uses."""
+"""Index into `SERIES` by a run's colour number. Grey is for one device, the baseline of
+comparisons. Colours that no phase of a step uses come first."""
 
 INK = {"light": "#1F2328", "dark": "#E6E8EB", "any": "#757C86"}
 MUTED = {"light": "#62676F", "dark": "#A4ABB5", "any": INK["any"]}
@@ -118,12 +118,12 @@ _PAPER = (
     "{svg.wb-fig{background:#111418;color:#e6e8eb}}</style>"
 )
 LETTER = 0.53
-"""Mean width of a letter, in heights of the font."""
+"""Mean width of a letter, as a multiple of the font's height."""
 
 
 @dataclass(frozen=True)
 class Canvas:
-    """Pieces of SVG on a page as wide as a phone; `height` is found while drawing."""
+    """Pieces of SVG on a page with a phone's width; `height` is computed while drawing."""
 
     width: float
     height: float
@@ -135,7 +135,7 @@ class Canvas:
         """Return the document.
 
         Args:
-            alone: For a file or an `<img>`, which knows no page: with a background of its own.
+            alone: For a file or an `<img>`, which has no page: adds a background.
         """
         key = f"wb{zlib.crc32(''.join(self.body).encode()):08x}"
         size = f'viewBox="0 0 {self.width:g} {self.height:.0f}"'
@@ -161,7 +161,7 @@ def hatch(key: str) -> str:
 
 
 class Picture(ABC):
-    """Base of what notebooks show as SVG, HTML and text of the same content."""
+    """Base class of content that notebooks show as SVG, HTML and text."""
 
     @abstractmethod
     def canvas(self) -> Canvas:
@@ -172,11 +172,11 @@ class Picture(ABC):
         """Return the content as plain text."""
 
     def svg(self) -> str:
-        """Return an SVG document of its own, for a file."""
+        """Return a complete SVG document, for a file."""
         return self.canvas().svg(alone=True)
 
     def html(self) -> str:
-        """Return the drawing for a page, with its text to unfold."""
+        """Return the drawing for a page, with its text in a fold."""
         return (
             f'<div style="max-width:100%">{self.canvas().svg()}'
             '<details style="font-size:12px"><summary>The same as text</summary>'
@@ -205,7 +205,7 @@ def svg_text(
 
 
 def width_of(words: str, size: float = 11) -> float:
-    """Return about how wide a line is."""
+    """Return the approximate width of a line."""
     return len(words) * size * LETTER
 
 

@@ -42,12 +42,13 @@ def test_logs_are_followed_until_interrupted(book, monkeypatch):
 
     monkeypatch.setattr(logs.follow, "__defaults__", (turn,))
     cell = book.ok("%cluster logs 1 -f -n 0")
-    assert cell.stdout.splitlines()[-3:] == ["turn 1", "halfturn 2", "--- no longer followed"]
+    ended = "--- the logs are no longer followed"
+    assert cell.stdout.splitlines()[-3:] == ["turn 1", "halfturn 2", ended]
 
 
 def test_logs_are_followed_until_the_engine_is_gone(book):
     killer = threading.Timer(0.5, psutil.Process(session.cluster.engines[1].pid).kill)
     killer.start()
     cell = book.ok("%cluster logs 1 --follow")
-    assert cell.stdout.splitlines()[-1] == "--- engine 1 is gone"
+    assert cell.stdout.splitlines()[-1] == "--- engine 1 has ended"
     book.ok("%cluster restart 1")

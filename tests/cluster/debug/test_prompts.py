@@ -25,7 +25,7 @@ print("sum", y.item())
     assert not typist.lines
     assert typist.prompts[0] == "rank 0> "
     assert typist.prompts[-1] == "rank 1> "
-    assert "rank 0 is paused at cell line 3; paused too: 1" in cell.stdout
+    assert "rank 0 is paused at cell line 3; also paused: 1" in cell.stdout
     assert "at most 30 min" not in cell.stdout, "nobody waits for it: both are paused"
     assert "[ranks 0-1] sum 13.0" in cell.text, "(5 + 1) + (6 + 1)"
 

@@ -1,7 +1,7 @@
 """The kernel's handle on the warm parent: standard library and psutil only, from any thread.
 
-What is said to it and heard from it is one line of JSON each. Commands have a number under which
-they are answered; events (a child ended, imports are done, another kernel took over) have none.
+Each message in either direction is one line of JSON. Commands have a number, and answers repeat it.
+Events (a child ended, imports are done, another kernel took over) have no number.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ANSWER_TIMEOUT_S = 30.0
 LOG_TAIL_LINES = 20
 LOOK_S = 1.0
 PATIENCE = 3
-"""Looks in a row that must find a silent parent halted (SIGSTOP) before it is given up."""
+"""This many checks in a row must find a silent parent halted (SIGSTOP) before it is given up."""
 
 
 class WarmParent:
@@ -61,19 +61,19 @@ class WarmParent:
     Args:
         framework: `torch` or `tensorflow`: what it imports.
         preload: Further modules to import when idle.
-        folder: Of the cluster it belongs to, which also takes its log.
+        folder: The cluster's folder, which also contains its log.
     """
 
     def __init__(
         self, framework: str = "torch", preload: Sequence[str] = (), folder: str = ""
     ) -> None:
         self.ready = threading.Event()
-        """Set when engines can be forked, and also when that will never be."""
+        """Set when engines can be forked, or when it is certain that they never can."""
         self.warmed = threading.Event()
         """Set when the second stage (what the first training step imports) is loaded too."""
         self.report: dict[str, Any] = {}
         self.put_off = ""
-        """Why the import was left until engines are asked for, in words; empty where it was not."""
+        """Why the import waits until engines are requested, in words; empty if it does not wait."""
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._pending: dict[int, Future[dict[str, Any]]] = {}
@@ -89,7 +89,7 @@ class WarmParent:
         self._stopped = self._released = False
         self._over = threading.Event()
         self.on_taken: Callable[[int], None] = lambda pid: None
-        """Called with the pid of a kernel that took the kept cluster over from us."""
+        """Called with the pid of a kernel that took the kept cluster over."""
         self.framework, self.folder = framework, folder
         self._preload = list(preload)
         self._kept = False
@@ -100,7 +100,7 @@ class WarmParent:
         """Start the process and return at once; a second call does nothing.
 
         Raises:
-            ClusterError: It cannot work here (see `can_fork`).
+            ClusterError: A warm parent cannot work here (see `can_fork`).
         """
         with self._lock:
             if self._process is not None:
@@ -138,10 +138,10 @@ class WarmParent:
         Args:
             who: Its pid and start time.
             door: Where it listens.
-            take: Also when somebody else owns it, who is then told.
+            take: Even if another kernel owns it; that kernel is then told.
 
         Raises:
-            ClusterError: It is gone, or has an owner.
+            ClusterError: It has ended, or has an owner.
         """
         me = folders.identity(os.getpid())
         try:
@@ -193,7 +193,7 @@ class WarmParent:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs and listens to us."""
+        """Whether the process runs and listens to this kernel."""
         return self._process is not None and not self._stopped and not self._failure
 
     @property
@@ -202,7 +202,10 @@ class WarmParent:
         return None if self._process is None else self._process.pid
 
     def stop(self) -> None:
-        """End the process; it kills its children and all it guards, removes guarded folders."""
+        """End the process.
+
+        It kills its children and guarded processes, and removes guarded folders.
+        """
         with self._lock:
             self._stopped = True
             process, sock = self._process, self._sock
@@ -245,7 +248,7 @@ class WarmParent:
             name: Shown by `ps` and `top` (15 characters).
 
         Raises:
-            ClusterError: The warm parent is gone or could not fork.
+            ClusterError: The warm parent has ended or could not fork.
         """
         answer = self.ask(
             "fork_engine", argv=list(argv), env=dict(env), cwd=cwd, sys_path=list(sys_path),
@@ -263,8 +266,8 @@ class WarmParent:
 
         Args:
             log_path: As of an engine.
-            host: The one address of this host at which it listens.
-            ports: The first and last port that it may take; None: any.
+            host: The address of this host on which it listens. ports: The first and last allowed
+                port; None: any.
 
         Raises:
             ClusterError: It cannot listen there, or the parent is gone or could not fork.
@@ -277,8 +280,8 @@ class WarmParent:
     def signal(self, pid: int, sig: int) -> bool:
         """Signal a process that was forked here; False if it is already gone.
 
-        Directly where that is safe: the parent may be in the middle of an import that takes
-        seconds. Else it is asked to.
+        The signal is sent directly if this is safe, because the parent may be busy with an import
+        for seconds. Otherwise the parent is asked to send it.
         """
         parent_pid = self.pid
         if parent_pid is not None and self.has(pid) and signal_child(parent_pid, pid, sig):
@@ -290,15 +293,15 @@ class WarmParent:
         self.ask("stop", pids=list(pids), grace_s=grace_s)
 
     def guard(self, pid: int) -> None:
-        """Have a process that somebody else started killed when this kernel is gone."""
+        """Let the parent kill another process when this kernel has ended."""
         self.ask("guard", pid=pid, create_time=psutil.Process(pid).create_time())
 
     def guard_dir(self, path: str | os.PathLike[str]) -> None:
-        """Have a cluster's folder removed when this kernel is gone, and its controller ended.
+        """Let the parent remove a cluster's folder and controller when this kernel has ended.
 
-        Returns at once, also while the parent is still importing: what has been sent is heeded even
-        when this kernel dies before it is read. So a controller that is started after this call is
-        never left behind, whether `guard` is reached or not.
+        Returns at once, also while the parent is still importing: a sent command is executed even
+        if this kernel dies before it is read. So a controller that is started after this call
+        always ends, even if `guard` is never called.
         """
         self.tell("guard_dir", path=os.fspath(path))
 
@@ -306,7 +309,7 @@ class WarmParent:
         """Let the engines outlive this kernel.
 
         The parent then ends after the last engine, or when nothing has run for `idle_timeout_s`
-        (0: never) while nobody owned it.
+        (0: never) while it had no owner.
         """
         self.ask("keep", keep=True, folder=str(folder), idle_timeout_s=idle_timeout_s)
         self._kept = True
@@ -321,7 +324,7 @@ class WarmParent:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def soon(self) -> None:
-        """Say that engines will be wanted in a moment: idle imports are put off for 10 s.
+        """Announce that engines will be needed soon: idle imports are postponed for 10 s.
 
         Returns at once, also while the parent is still importing.
         """
@@ -368,7 +371,7 @@ class WarmParent:
         return answer
 
     def _await(self, future: Future[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
-        """Return an answer; one that is halted gives none, so that is not waited for to the end.
+        """Return an answer; if the parent is halted, stop waiting early.
 
         Raises:
             ClusterError: The parent is halted.
@@ -419,7 +422,7 @@ class WarmParent:
         self._looker.start()
 
     def _look(self) -> None:
-        """Tell of the ends of processes while the parent, which is halted, does not."""
+        """Report the ends of processes while the halted parent cannot."""
         while not self._over.wait(LOOK_S):
             process = self._process
             if process is None or not is_halted(process.pid):
@@ -449,7 +452,7 @@ class WarmParent:
             code = self._process.wait() or 0  # None of a process that is not our child
             end = Exit(self._process.pid, code if code >= 0 else None, -code if code < 0 else None)
             parent = f"the warm parent it was forked from (pid {end.pid}): {end.text}"
-        # Its children died with it (PR_SET_PDEATHSIG) and nobody is left to tell us so.
+        # Its children died with it (PR_SET_PDEATHSIG), and no process reports this.
         for pid in set() if self._released else self._forked - self._exits.keys():
             self._ended(Exit(pid, None, signal.SIGKILL, parent=parent))
 
@@ -481,7 +484,7 @@ class WarmParent:
 
     def _ended(self, end: Exit) -> None:
         with self._lock:
-            if end.pid in self._exits:  # told already, while the parent was halted
+            if end.pid in self._exits:  # already reported while the parent was halted
                 return
             self._exits[end.pid] = end
             callbacks = list(self._callbacks)
@@ -503,5 +506,5 @@ class WarmParent:
 def _tell(callback: ExitCallback, end: Exit) -> None:
     try:
         callback(end)
-    except Exception:  # one listener's mistake must not deafen the others
+    except Exception:  # an error in one listener must not stop the others
         log.exception("A listener failed on the end of process %d", end.pid)

@@ -1,7 +1,8 @@
 """The process that hosts the TCPStore, the meeting point of a run's process group.
 
-It lives outside the ranks, so that the survivors of a killed rank can meet again, and outside the
-kernel and the warm parent, which must own no thread when it forks. torch is imported by name.
+It is outside the ranks, so that the others can meet again if a rank is killed. It is also outside
+the kernel and outside the warm parent, which must have no other thread when it forks. torch is
+imported by name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 def host(listen_fd: int) -> Any:
     """Host a TCPStore on a listening socket; it lives as long as the returned object.
 
-    torch's own would listen on every interface; handed this socket it does not.
+    torch's own socket would listen on every interface; this socket does not.
 
     Args:
         listen_fd: Descriptor of the socket; the store owns it from now on.
@@ -33,7 +34,7 @@ def host(listen_fd: int) -> Any:
 
 
 def main() -> None:
-    """Host a store on the socket that was handed over, say so in a line, end when stdin closes."""
+    """Host a store on the inherited socket, report this in a line, and end when stdin closes."""
     store = host(int(sys.argv[1]))
     sys.stdout.write(json.dumps({"pid": os.getpid()}) + "\n")
     sys.stdout.flush()

@@ -1,14 +1,14 @@
-"""Who owns the warm parent, how the next owner connects, and what happens to its processes.
+"""The owner of the warm parent, how the next owner connects, and what happens to its processes.
 
-It belongs to the kernel that started it, to another one that took it over, or to nobody. It reaps
-and stops what it forked, and leaves nothing behind. Its door is a Unix socket in a kept cluster's
-folder:
+It belongs to the kernel that started it, to another kernel that took it over, or to no kernel. It
+reaps and stops the processes that it forked, and leaves nothing behind. Its door is a Unix socket
+in a kept cluster's folder:
 
     next owner -> warm   {"cmd": "own", "pid", "create_time", "take"}
     warm -> next owner   {"children", "exits", "report"} | {"error", "owner"}
 
-Only this user can reach it (the folder is 0700), and who knocks is checked once more by the user id
-that the system vouches for. Runs in the warm parent: one thread, no waiting but a short one.
+Only this user can reach it (the folder is 0700), and the system's user id of a connection is
+checked again. It runs in the warm parent's only thread, so it waits only for short times.
 """
 
 from __future__ import annotations
@@ -36,16 +36,15 @@ class Owner:
     """Knows who owns this warm parent, and whether it is needed without an owner.
 
     Attributes:
-        alone: Whether the owner is gone.
-        kept: Whether the engines are to outlive it.
-        door: Where the next owner knocks; None where the cluster is not kept.
-        exits: How engines ended that nobody was told of.
+        alone: Whether the owner has ended. kept: Whether the engines outlive it. door: The socket
+            for the next owner; None if the cluster is not kept. exits: The unreported ends of
+            engines.
     """
 
     def __init__(self, nanny: Nanny, framework: str) -> None:
         self._nanny, self._framework = nanny, framework
         self._parent = os.getppid()
-        self._who: Mapping[str, Any] | None = None  # a kernel that is not our parent
+        self._who: Mapping[str, Any] | None = None  # a kernel that is not the parent process
         self._folder: Path | None = None
         self._idle_timeout_s = 0.0
         self._alone_since = self._looked = 0.0
@@ -55,7 +54,7 @@ class Owner:
         self.exits: list[dict[str, Any]] = []
 
     def look(self) -> None:
-        """Notice a death that closed no socket: a copy of it may live on in a forked child."""
+        """Notice a death that closed no socket, because a forked child can hold a copy of it."""
         if self.alone:
             return
         if self._who is None:
@@ -69,7 +68,7 @@ class Owner:
             self.lost()
 
     def lost(self) -> None:
-        """The owner is gone."""
+        """Note that the owner has ended."""
         if not self.alone:
             self.alone, self._alone_since = True, time.monotonic()
 
@@ -79,7 +78,7 @@ class Owner:
         self.kept = True
         if self.door is None:
             self.door = Door(folder, f"warm-{self._framework}")
-        # Whose death makes the folder stale: ours, once the kernel's no longer does.
+        # From now on the folder is unused when this process dies, not when the kernel dies.
         self._nanny.own_folders(os.getpid())
 
     def let_go(self) -> None:
@@ -88,7 +87,7 @@ class Owner:
         self._nanny.own_folders(self._parent if self._who is None else int(self._who["pid"]))
 
     def needed(self) -> bool:
-        """Whether the engines of a kept cluster are there still, and were not forgotten."""
+        """Whether the engines of a kept cluster still exist and are still needed."""
         if not self.kept:
             return False
         if time.monotonic() - self._looked < LOOK_EVERY_S:
@@ -105,9 +104,9 @@ class Owner:
         return "engine" in self._nanny.children.values() or bool(found.engines)
 
     def successor(self) -> int:
-        """Return the cluster's other warm parent if it continues with engines; else 0.
+        """Return the pid of the cluster's other warm parent if it continues with engines; else 0.
 
-        It then has the folder and all that was guarded.
+        It then takes over the folder and the guarded processes.
         """
         found = folders.look(self._folder) if self.kept and self._folder is not None else None
         if found is None or self._idle or not found.engines:
@@ -143,7 +142,7 @@ class Owner:
             self.exits = [*self.exits, message][-MAX_EXITS:]
 
     def leave(self) -> None:
-        """Let go of the door in a forked child."""
+        """Close the door in a forked child."""
         if self.door is not None:
             self.door.leave()
 
@@ -160,11 +159,11 @@ class Nanny:
         self.guarded: dict[int, float] = {}
         """pid -> start time of processes that somebody else started."""
         self._folders: list[str] = []
-        self._doomed: dict[int, float] = {}  # pid -> when SIGTERM gives way to SIGKILL
+        self._doomed: dict[int, float] = {}  # pid -> when SIGKILL follows SIGTERM
 
     @property
     def busy(self) -> bool:
-        """Whether `escalate` will have something to do soon."""
+        """Whether `escalate` will soon have a process to kill."""
         return bool(self._doomed)
 
     @property
@@ -186,7 +185,10 @@ class Nanny:
                 )
 
     def signal(self, pid: int, sig: int) -> bool:
-        """Signal a child; False for anything else (a pid may belong to another by now)."""
+        """Signal a child.
+
+        False for other processes, because a pid may belong to another process now.
+        """
         if pid not in self.children:
             return False
         os.kill(pid, sig)
@@ -219,12 +221,12 @@ class Nanny:
             self._folders.append(path)
 
     def own_folders(self, pid: int) -> None:
-        """Say which process keeps the guarded folders in use."""
+        """Write which process keeps the guarded folders in use."""
         for folder in self._folders:
             folders.own(Path(folder), pid)
 
     def hand_over(self, pid: int) -> None:
-        """Kill children only: another process has the folders and all that is guarded."""
+        """Kill only children: another process now guards the folders and processes."""
         self.own_folders(pid)
         for child in self.children:
             kill_group(child)
@@ -232,8 +234,8 @@ class Nanny:
     def end(self) -> None:
         """Kill children, guarded processes and those of guarded folders; remove the folders.
 
-        The second look is for a controller that the kernel was starting when it died, before it was
-        a program of its own and carried the folder in its environment.
+        The second check is for a controller that the kernel was starting when it died, before its
+        environment contained the folder.
         """
         for pid in self.children:
             kill_group(pid)
@@ -249,10 +251,10 @@ class Nanny:
 
 
 def kill_group(pid: int) -> None:
-    """SIGKILL a process and, where it leads a group (all of ours do), what it started.
+    """SIGKILL a process and, if it leads a group (Workbench's do), the processes that it started.
 
-    Not multiprocessing's resource trackers: they unlink shared memory and semaphores of whoever
-    started them, and end by themselves.
+    multiprocessing's resource trackers are not killed: they remove the shared memory and semaphores
+    of their starter, and end by themselves.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         leads = os.getpgid(pid) == pid
@@ -271,8 +273,7 @@ class Door:
     """Listens in a cluster's folder.
 
     Args:
-        folder: The cluster's.
-        name: Of the socket; one for each warm parent.
+        folder: The cluster's folder. name: The socket's name; one for each warm parent.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -315,7 +316,7 @@ class Door:
             self.path.unlink()
 
     def leave(self) -> None:
-        """Let go of it in a forked child."""
+        """Close it in a forked child."""
         self._socket.close()
 
 
@@ -323,7 +324,7 @@ def knock(path: Path, message: Mapping[str, Any]) -> tuple[socket.socket, dict[s
     """Ask to own the cluster; return the connection and the answer.
 
     Raises:
-        OSError: Nobody is there.
+        OSError: No process listens there.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -343,7 +344,7 @@ def knock(path: Path, message: Mapping[str, Any]) -> tuple[socket.socket, dict[s
 
 
 def _line(sock: socket.socket, most_bytes: int = -1) -> bytes:
-    """Read one line, and not a byte more: what follows belongs to somebody else."""
+    """Read one line and no byte more, because the next bytes are for another reader."""
     with sock.makefile("rb", buffering=0) as unbuffered:
         return unbuffered.readline(most_bytes)
 
@@ -356,7 +357,7 @@ def _uid(sock: socket.socket) -> int:
 
 @contextlib.contextmanager
 def _short(path: Path) -> Any:
-    """Yield a name that fits a socket's address (107 bytes), however deep the folder lies."""
+    """Yield a name that fits a socket's address (107 bytes), even for a deep folder."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"

@@ -1,10 +1,10 @@
-"""The warm parents of one cluster: one for each framework that engines should have.
+"""The warm parents of one cluster: one for each framework of its engines.
 
-The default framework's is started ahead of need. A second one is started when the first run of the
-other framework asks for it, beside the first and under the same guards: nothing outlives the
-kernel, whichever parent is left.
+The default framework's parent is started in advance. The first run of the other framework starts a
+second parent in addition, with the same guards: no process outlives the kernel, even if only one
+parent remains.
 
-The store that the workers of a cluster meet at, a TCPStore, has a process of its own.
+The store through which workers find each other, a TCPStore, has its own process.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from .client import WarmParent
 
 
 class Parents:
-    """Starts warm parents and finds the one that a process was forked from.
+    """Starts warm parents, and finds the parent of a forked process.
 
     Args:
         launcher: The cluster's launcher; only `local` engines are forked.
-        on_exit: Called with the `Exit` of each child, whichever parent's.
-        home: The cluster's folder.
+        on_exit: Called with the `Exit` of each child of any parent. home: The cluster's folder.
 
     Attributes:
-        on_taken: Called with the pid of a kernel that took the kept cluster over from us.
+        on_taken: Called with the pid of a kernel that took the kept cluster over.
     """
 
     def __init__(self, launcher: str, on_exit: ExitCallback, home: Path | None = None) -> None:
@@ -57,11 +56,11 @@ class Parents:
         return can_fork(framework)[1]
 
     def find(self, framework: str) -> WarmParent | None:
-        """Return the framework's parent, None where it was not started."""
+        """Return the framework's parent, None if it was not started."""
         return self._parents.get(framework)
 
     def start(self, framework: str) -> WarmParent:
-        """Begin to import the framework in a parent, if none has; returns at once.
+        """Begin to import the framework in a parent, if no parent has; returns at once.
 
         Raises:
             ClusterError: It cannot work here (see `why_not`), or the cluster was stopped.
@@ -83,7 +82,9 @@ class Parents:
             return parent
 
     def ready(self, framework: str) -> WarmParent:
-        """Return the framework's parent when it can fork; it then guards what the others do.
+        """Return the framework's parent when it can fork.
+
+        It then has the same guards as the others.
 
         Raises:
             ClusterError: It did not come up.
@@ -96,7 +97,7 @@ class Parents:
         return parent
 
     def guard_dir(self, folder: Path) -> None:
-        """Have the cluster's folder gone when the kernel is, with a controller that uses it."""
+        """Remove the cluster's folder, and end its controller, when the kernel has ended."""
         with self._lock:
             self._folder = folder
             parents = list(self._parents.values())
@@ -104,7 +105,7 @@ class Parents:
             parent.guard_dir(folder)
 
     def guard(self, pid: int) -> None:
-        """Have the controller gone when the kernel is."""
+        """End the controller when the kernel has ended."""
         with self._lock:
             self._controller = pid
             parents = dict(self._parents)
@@ -129,7 +130,7 @@ class Parents:
     # -- kept clusters -----------------------------------------------------------------------------
 
     def keep(self, folder: Path, idle_timeout_s: float) -> None:
-        """Let the engines outlive this kernel, also those of later parents."""
+        """Let the engines outlive this kernel, including engines of later parents."""
         with self._lock:
             self._keep = idle_timeout_s
             # The others are told when they are ready.
@@ -148,7 +149,7 @@ class Parents:
         """Become the owner of a kept cluster's parent.
 
         Raises:
-            ClusterError: It is gone, or has an owner and `take` is false.
+            ClusterError: It has ended, or has an owner and `take` is false.
         """
         parent = WarmParent(framework=framework, folder=str(folder))
         self._hear(parent)
@@ -172,7 +173,10 @@ class Parents:
         return {name: one.pid for name, one in found.items() if one.alive and one.pid}
 
     def signal(self, pid: int, sig: int) -> None:
-        """Signal a process through the parent that forked it; does nothing when it is gone."""
+        """Signal a process through the parent that forked it.
+
+        Does nothing if the process has ended.
+        """
         with self._lock:
             owners = [parent for parent in self._parents.values() if parent.has(pid)]
         for parent in owners:
@@ -180,7 +184,7 @@ class Parents:
                 parent.signal(pid, sig)
 
     def stop(self) -> None:
-        """End all of them, with their children and what they guard; safe to call twice."""
+        """End all parents, with their children and guarded processes; safe to call twice."""
         with self._lock:
             self._stopped = True
             parents = list(self._parents.values())
@@ -189,7 +193,7 @@ class Parents:
 
 
 END_S = 10.0
-"""How long a keeper that was killed may take to be gone."""
+"""How long a killed keeper may take to end."""
 
 
 class Store:
@@ -197,13 +201,13 @@ class Store:
 
     Args:
         folder: The cluster's.
-        on_exit: Told how the keeper ended, where no warm parent does that.
-        elsewhere: Has another host keep it: returns pid, address and port there.
+        on_exit: Called with the keeper's end, if no warm parent reports it. elsewhere: Starts it on
+            another host: returns pid, address and port there.
 
     Attributes:
-        host, ports: Where the next keeper listens, as in `cluster_env.listening`.
-        pid: Its process; 0 while there is none.
-        process: The same, where it was not forked from a warm parent.
+        host, ports: Where the next keeper listens, as in `cluster_env.listening`. pid: Its process;
+            0 while there is none. process: The process object, if it was not forked from a warm
+            parent.
     """
 
     def __init__(
@@ -224,7 +228,7 @@ class Store:
         self.process: subprocess.Popen[bytes] | None = None
 
     def address(self) -> tuple[str, int]:
-        """Return its host and port; a keeper is started where there is none, or a halted one."""
+        """Return its host and port; a keeper is started if there is none, or if it is halted."""
         with self._lock:
             if self.pid and self._elsewhere is None and is_halted(self.pid):
                 with contextlib.suppress(OSError):
@@ -251,12 +255,12 @@ class Store:
         return host, port
 
     def left(self) -> None:
-        """Its process ended: the next run gets a fresh one."""
+        """Note that its process ended: the next run gets a new one."""
         self._address, self.pid = None, 0
         self._gone.set()
 
     def end(self) -> None:
-        """End the keeper and wait until it is gone: process groups are counted anew.
+        """End the keeper and wait until it has ended: process groups are counted from 0 again.
 
         Raises:
             ClusterError: It does not end.
@@ -276,18 +280,18 @@ class Store:
             )
 
     def about(self) -> dict[str, Any]:
-        """Return what another kernel must know about it, for `recall`."""
+        """Return its description for another kernel, for `recall`."""
         with self._lock:
             return {"store": self._address, "store_pid": self.pid}
 
     def recall(self, about: Mapping[str, Any]) -> None:
-        """Go on with the one that another kernel started, if it lives."""
+        """Continue with the keeper that another kernel started, if it lives."""
         if about["store"] is not None and psutil.pid_exists(int(about["store_pid"])):
             host, port = about["store"]
             self._address, self.pid = (str(host), int(port)), int(about["store_pid"])
 
     def stop(self) -> None:
-        """End the keeper, where no warm parent does that."""
+        """End the keeper, if no warm parent does."""
         if self.process is not None:
             assert self.process.stdin is not None
             self.process.stdin.close()

@@ -1,4 +1,4 @@
-"""What the warm parent imports, by name, and whether it is still safe to fork afterwards."""
+"""The modules that the warm parent imports, and the check whether it can still fork afterwards."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def first_stage(framework: str) -> dict[str, Any]:
         if framework == "torch":
             sys.modules["torch"].set_num_threads(1)
         else:
-            # Threads that TensorFlow starts while it is imported were found not to matter.
+            # Tests showed that the threads which TensorFlow starts during its import do no harm.
             _allowed.threads = _count_threads()
         hazard = fork_hazard()
         if hazard:
@@ -115,7 +115,7 @@ class SecondStage:
         extra: Further modules, after the framework's.
 
     Attributes:
-        waiting: What is not imported yet.
+        waiting: The modules that are not imported yet.
     """
 
     def __init__(self, framework: str, extra: Iterable[str] = ()) -> None:
@@ -123,16 +123,16 @@ class SecondStage:
         self._quiet_until = 0.0
 
     def touch(self, quiet_s: float = IDLE_BEFORE_WARMING_S) -> None:
-        """Somebody wants something: import nothing for so long."""
+        """A request is coming: import nothing for this time."""
         self._quiet_until = max(self._quiet_until, time.monotonic() + quiet_s)
 
     @property
     def due_s(self) -> float:
-        """Seconds until the next module's turn; endless where none waits."""
+        """Seconds until the next import; infinite if no module waits."""
         return max(0.0, self._quiet_until - time.monotonic()) if self.waiting else math.inf
 
     def go_on(self) -> bool:
-        """Import the next module if its turn has come; return whether that was the last one."""
+        """Import the next module if it is time; return whether it was the last one."""
         if self.due_s > 0:
             return False
         import_if_safe(self.waiting.pop(0))
@@ -140,7 +140,7 @@ class SecondStage:
 
 
 def import_module(name: str) -> bool:
-    """Import a module by name; False (and a traceback in our log) where that fails."""
+    """Import a module by name; False (and a traceback in the log) if that fails."""
     before = opened_device()
     try:
         importlib.import_module(name)
@@ -160,8 +160,8 @@ def import_module(name: str) -> bool:
 def import_if_safe(name: str) -> bool:
     """Import a module unless doing so would make forking unsafe.
 
-    With a driver of GPUs present the import is first tried in a child, since a library may ask
-    for its devices while it loads, and a process that did can never fork again.
+    With a driver of GPUs present the import is first tried in a child, because a library may
+    initialise its devices while it loads. After that a process can never fork again.
     """
     if any(map(glob.glob, DRIVERS)) and not _harmless_in_child(name):
         return False
@@ -197,9 +197,10 @@ DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 def opened_device() -> str:
-    """Return the device file by which this process has begun to use a GPU; empty: it has not.
+    """Return the device file that shows that this process uses a GPU; empty: it uses none.
 
-    Who only counts the GPUs (NVML) opens /dev/nvidiactl and under WSL2 /dev/dxg, and may fork.
+    A process that only counts the GPUs (NVML) opens /dev/nvidiactl, and under WSL2 /dev/dxg; it can
+    still fork.
     """
     for fd in os.listdir(FDS):
         with contextlib.suppress(OSError):
@@ -214,7 +215,7 @@ def opened_device() -> str:
 
 
 def fork_hazard() -> str | None:
-    """Say what makes it unsafe to fork this process, or None."""
+    """Return what makes it unsafe to fork this process, or None."""
     threads = _count_threads()
     if threads > _allowed.threads:
         return f"{threads} threads are running"
@@ -232,7 +233,7 @@ def _tensorflow_began() -> bool:
 
 @contextlib.contextmanager
 def on_hangup(sock: socket.socket, end: Callable[[], None]) -> Iterator[None]:
-    """Call `end` when the other side of `sock` is gone, even in the middle of a long import.
+    """Call `end` when the other side of `sock` has closed, even during a long import.
 
     The kernel sends SIGIO when something happens on the socket; outside this block a loop reads.
     """

@@ -1,11 +1,11 @@
 """The warm parent: a process that has imported the framework and forks engines from it.
 
-Forking takes milliseconds where a fresh engine imports for seconds, and the children share the
-framework's memory. What makes it safe (each point was a hang when ignored): one thread, no
-operation ever run, one OpenMP thread, no ZeroMQ context, no TCPStore, no CUDA call.
+Forking takes milliseconds, but a new engine imports for seconds. The children also share the
+framework's memory. Forking is safe under these conditions (each violation caused a hang): one
+thread, no operation ever run, one OpenMP thread, no ZeroMQ context, no TCPStore, no CUDA call.
 
-It is also the nanny: it reaps its children and tells the kernel how they ended, and when the
-kernel is gone it kills them, whatever state they are in. It talks JSON lines over an inherited
+It also watches its children: it reaps them and tells the kernel how they ended. When the kernel has
+ended, it kills them in any state. It talks JSON lines over an inherited
 socket pair; nothing listens.
 
 What libraries read from the environment while they are imported (OMP_NUM_THREADS, TORCH_LOGS) is
@@ -17,14 +17,14 @@ per run, by `torch.set_num_threads`.
     warm -> kernel   {"id", ...the answer... | "error"},
                      {"event": "ready" | "warmed" | "exit" | "failed" | "taken" | "later", ...}
 
-Imports wait for their turn among the user's notebooks, and where memory is scarce until engines are
-asked for ("later", `turns.py`).
+Imports of a user's notebooks run one after another. If memory is scarce, they wait until engines
+are requested ("later", `turns.py`).
 
-A kept cluster's parent stays when its kernel goes, as long as there are engines, until another
-kernel takes it over or nothing has run for too long (`owner.py`).
+A kept cluster's parent stays while it has engines, even if its kernel ends. It waits until another
+kernel takes it over, or ends after a long idle time (`owner.py`).
 
-The other end of the line to its owner is `client.py`. What a forked child does before it becomes an
-engine or the store's keeper stands here as well.
+The other end of the line to its owner is `client.py`. The code of a forked child, before it becomes
+an engine or the store's keeper, is here too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PARENT_CHECK_S = 1.0
 SOON_S = 10.0
 AGAIN_S = 1.0
 TOGETHER_S = 1.0
-"""SIGTERMs that come within this time are one: a platform may tell a process by several ways."""
+"""SIGTERMs within this time count as one, because a platform can send several."""
 ESCALATE_EVERY_S = 0.05
 
 Job = Callable[[], None]
@@ -93,7 +93,7 @@ class WarmServer:
     # -- life ----------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Import the first stage and say so, or say why it is left for later."""
+        """Import the first stage and report it, or report why it is postponed."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._import(asked=False)
         signal.set_wakeup_fd(self._wake_out, warn_on_full_buffer=False)
@@ -102,11 +102,11 @@ class WarmServer:
             signal.signal(number, self._on_term)
 
     def _import(self, asked: bool) -> None:
-        """Import the first stage, in its turn; the kernel's death ends even this.
+        """Import the first stage when it is this process's turn; the kernel's death ends even this.
 
         Args:
-            asked: Whether engines are wanted now; ahead of need nothing is imported into memory
-                that is scarce.
+            asked: Whether engines are requested now. If not, nothing is imported when memory is
+                scarce.
         """
         with preload.on_hangup(self._line.sock, self._end), turns.turn():
             why = "" if asked else turns.too_little(self._framework)
@@ -124,7 +124,7 @@ class WarmServer:
             self._send({"event": "warmed"})
 
     def serve(self) -> Job | None:
-        """Serve until the kernel is gone (None) or, in a fresh child, what the child must do."""
+        """Serve until the kernel has ended (then return None); in a new child, return its task."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_in, selectors.EVENT_READ)
             while not self._over:
@@ -147,7 +147,7 @@ class WarmServer:
         return None
 
     def _listen_to(self, selector: selectors.BaseSelector) -> None:
-        """Have the selector watch the owner, while there is one, and the door."""
+        """Let the selector watch the owner, if there is one, and the door."""
         wanted = {self._wake_in}
         if not self._owner.alone:
             wanted.add(self._line.fileno())
@@ -160,7 +160,7 @@ class WarmServer:
             selector.register(fd, selectors.EVENT_READ)
 
     def _admit(self) -> None:
-        """Let the next owner in; the one before is told."""
+        """Accept the next owner; the previous owner is told."""
         came = self._owner.admit()
         if came is None:
             return
@@ -177,7 +177,10 @@ class WarmServer:
         self._send({"children": children, "exits": exits, "report": self._report})
 
     def _on_term(self, number: int, _frame: FrameType | None) -> None:
-        """Pass a SIGTERM on to the engines, which say goodbye first; a later one ends all."""
+        """Pass a SIGTERM on to the engines, which first report their end.
+
+        A later SIGTERM ends all.
+        """
         now = time.monotonic()
         if number == signal.SIGTERM and self._told_at is None:
             self._told_at = now
@@ -199,7 +202,7 @@ class WarmServer:
         return PARENT_CHECK_S if idle else min(PARENT_CHECK_S, self._later.due_s)
 
     def _warm_up(self) -> None:
-        """Import one module of the second stage when nobody wants anything."""
+        """Import one module of the second stage when there is no request."""
         if self._owner.alone or not self._imported or self._later.due_s > 0:
             return
         with turns.turn(wait_s=0) as free:
@@ -213,7 +216,7 @@ class WarmServer:
             self._send({"event": "warmed"})
 
     def _end(self) -> None:
-        """Leave nothing of ours behind, and end."""
+        """Clean up everything, and end."""
         self._drain_guards()
         successor = self._owner.successor()
         if successor:
@@ -226,7 +229,7 @@ class WarmServer:
         os._exit(0)
 
     def _drain_guards(self) -> None:
-        """Heed what the kernel still asked to be guarded before it died."""
+        """Accept the guard requests that the kernel sent before it died."""
         for message in self._line.rest():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 if message["cmd"] in ("guard", "guard_dir"):
@@ -344,7 +347,7 @@ class WarmServer:
 
 
 def _wake_up(_number: int, _frame: FrameType | None) -> None:
-    """Have the signal written to the wake-up descriptor; the loop does the rest."""
+    """Write the signal to the wake-up descriptor; the loop does the rest."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -387,7 +390,7 @@ class OwnerLine:
         return self.sock.fileno()
 
     def send(self, message: Message) -> bool:
-        """Send a message; return whether the owner is there."""
+        """Send a message; return whether the owner still exists."""
         try:
             self.sock.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
@@ -395,7 +398,7 @@ class OwnerLine:
         return True
 
     def receive(self) -> list[Message] | None:
-        """Return the messages that are complete now; None when the owner is gone."""
+        """Return the messages that are complete now; None when the owner has ended."""
         try:
             chunk = self.sock.recv(_CHUNK_BYTES)
         except OSError:
@@ -406,7 +409,7 @@ class OwnerLine:
         return [json.loads(line) for line in lines]
 
     def rest(self) -> list[Message]:
-        """Return the messages received before the owner was gone; invalid ones are left out."""
+        """Return the messages received before the owner ended; invalid ones are left out."""
         self.sock.setblocking(False)
         with contextlib.suppress(OSError):
             while chunk := self.sock.recv(_CHUNK_BYTES):
@@ -418,13 +421,14 @@ class OwnerLine:
         return found
 
     def change(self, sock: socket.socket) -> None:
-        """Go on with another owner."""
-        # A fresh descriptor first: were the old one's number used again, nobody would notice.
+        """Continue with another owner."""
+        # First a new descriptor: if the old number were used again, the change would not be
+        # noticed.
         old, self.sock, self._input = self.sock, sock, b""
         old.close()
 
     def close(self) -> None:
-        """Let go of the line, in a forked child."""
+        """Close the connection, in a forked child."""
         self.sock.close()
 
 
@@ -460,7 +464,7 @@ def run_engine(job: Mapping[str, Any], parent_pid: int) -> None:
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except BaseException as error:
-        # What a SIGTERM looks like here: it stops the loop under a main task that never returns.
+        # A SIGTERM looks like this here: it stops the loop, but the main task never returns.
         if "Event loop stopped" not in str(error):
             traceback.print_exc()
             code = 1
@@ -470,7 +474,8 @@ def run_engine(job: Mapping[str, Any], parent_pid: int) -> None:
 def _leave(code: int) -> None:
     """End as multiprocessing's forked children do: exit handlers run, memory is not torn down.
 
-    Tearing down every module would write to, and so copy, all memory shared with the parent.
+    Otherwise every module would be torn down. That would write to all memory shared with the
+    parent, and so copy it.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -484,7 +489,7 @@ def _leave(code: int) -> None:
 def run_keeper(job: Mapping[str, Any], parent_pid: int, listen_fd: int) -> None:
     """Turn this fresh child into the process that hosts the TCPStore; never returns."""
     _detach(parent_pid, job["log_path"], "store-keeper")
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # engines that say goodbye may meet in it
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ending engines may still use it
     store = keeper.host(listen_fd)
     while True:
         signal.pause()
@@ -529,7 +534,7 @@ def _enter_folder(path: str) -> None:
 
 
 def _reseed() -> None:
-    """Give each child its own random numbers; forked ones would all draw the same."""
+    """Give each child its own random numbers; otherwise forked children would all draw the same."""
     random.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -1,10 +1,9 @@
-"""Whose turn it is to import a framework: a class that opens its notebooks at once takes turns.
+"""Limits how many notebooks import a framework at the same time, for example in a class.
 
-An import keeps a core busy for seconds and takes hundreds of megabytes. Were all of a user's
-notebooks to import at the same moment, none would be ready before the last. So a warm parent takes
-one of a few places first (a locked file, free again when its holder dies), and imports nothing
-ahead of need where that memory is not free. Nobody waits for ever: whose turn does not come goes
-ahead without one.
+An import keeps a core busy for seconds and takes hundreds of megabytes. If all of a user's
+notebooks imported at the same time, all would be ready late. So a warm parent first takes one of a
+few places (a locked file, which is free again when its holder dies). It imports nothing in advance
+if memory is scarce. The wait is limited: after a timeout a parent imports without a place.
 """
 
 from __future__ import annotations
@@ -20,23 +19,22 @@ import platformdirs
 import psutil
 
 NEEDED_BYTES = {"torch": 500 << 20, "tensorflow": 900 << 20}
-"""What a warm parent holds when it has imported the framework, with as much again as torch's second
-stage takes."""
+"""The memory of a warm parent after the import of the framework and of torch's second stage."""
 SPARED = 0.05
-"""Share of the machine's memory that nothing is imported into ahead of need."""
+"""Share of the machine's memory that must stay free when importing in advance."""
 WAIT_S = 60.0
 POLL_S = 0.05
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def places() -> int:
-    """Return how many import at the same time: one for each core, which an import keeps busy."""
+    """Return how many can import at the same time: one per core, which an import keeps busy."""
     return len(os.sched_getaffinity(0))
 
 
 @contextlib.contextmanager
 def turn(wait_s: float = WAIT_S, folder: Path | None = None) -> Iterator[bool]:
-    """Hold a place in the block; whether one was free in time."""
+    """Hold a place in the block; yields whether a place was free in time."""
     import fcntl  # here: the notebook's side must import where this does not exist
 
     end = time.monotonic() + wait_s
@@ -69,7 +67,7 @@ _taken: list[Path] = []
 
 
 def leave() -> None:
-    """Leave no file behind when the process is about to end during its turn."""
+    """Remove the file if the process ends during its turn."""
     for path in _taken:
         _clear(path)
 
@@ -77,13 +75,13 @@ def leave() -> None:
 def _clear(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
-    with contextlib.suppress(OSError):  # others are in there, or it is not ours
+    with contextlib.suppress(OSError):  # it contains other files, or belongs to another user
         if path.parent == platformdirs.user_runtime_path() and not _given():
             path.parent.rmdir()
 
 
 def _given() -> bool:
-    """Whether the system has a folder for what runs; platformdirs names one in TMPDIR otherwise."""
+    """Whether the system has a runtime folder; otherwise platformdirs names a folder in TMPDIR."""
     return tempfile.gettempdir() not in map(str, platformdirs.user_runtime_path().parents)
 
 
@@ -95,10 +93,10 @@ def _files(folder: Path | None) -> list[Path]:
 
 
 def _lock(path: Path, how: int) -> int | None:
-    """Lock a file of this user's; None where somebody holds it.
+    """Lock a file of this user; None if another process holds it.
 
     Raises:
-        OSError: It cannot be had: a full or read-only disk, a file of another user.
+        OSError: It cannot be created or opened: a full or read-only disk, a file of another user.
     """
     import fcntl
 
@@ -124,7 +122,7 @@ def _lock(path: Path, how: int) -> int | None:
 
 
 def too_little(framework: str) -> str:
-    """Say why nothing is imported ahead of need, in words; empty where memory is free for it."""
+    """Return why nothing is imported in advance, in words; empty if there is enough memory."""
     free, whole = memory()
     needed = NEEDED_BYTES[framework] + SPARED * whole
     if free >= needed:
@@ -133,7 +131,7 @@ def too_little(framework: str) -> str:
 
 
 def memory() -> tuple[int, int]:
-    """Return the memory that is free and that there is: the machine's, or the control group's."""
+    """Return free and total memory: the machine's, or the control group's."""
     system = psutil.virtual_memory()
     free, whole = int(system.available), int(system.total)
     with contextlib.suppress(OSError, ValueError):
@@ -145,7 +143,7 @@ def memory() -> tuple[int, int]:
 
 
 def _inactive_bytes() -> int:
-    """Return what the control group holds of files and gives back when memory is asked for."""
+    """Return the control group's file cache, which it frees when memory is needed."""
     for line in (_CGROUP / "memory.stat").read_text().splitlines():
         name, _, value = line.partition(" ")
         if name == "inactive_file":

@@ -1,12 +1,12 @@
 """The process on a host that starts engines there; they end with it.
 
-It connects to the kernel that had it started, tells what the host is like, forks engines from a
-warm parent of its own, and tells how they end and what they log. When the kernel is gone (its
-connection stays lost for `PATIENCE_S`, or the stdin it came through is closed) it ends, and with it
-the warm parent, the engines, and its private folder.
+It connects to the kernel that started it, describes the host, and forks engines from its own warm
+parent. It reports how the engines end and what they log. It ends when the kernel has ended: the
+connection stays lost for `PATIENCE_S`, or its stdin is closed. Then it also ends the warm parent
+and the engines, and removes its private folder.
 
-    main thread    the connection: reads orders, sends what others have queued
-    a few others   do what was ordered, as that may take as long as an import
+    main thread    the connection: reads orders, sends queued messages
+    a few others   execute orders, which can take as long as an import
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ PATIENCE_S = 6.0
 """How long a lost connection may take to come back."""
 BEAT_S = 1.0
 TOGETHER_S = 1.0
-"""SIGTERMs that come within this time are one: srun and Slurm's step daemon both tell."""
+"""SIGTERMs within this time count as one: srun and Slurm's step daemon both send one."""
 LOOK_S = 0.2
-"""How often logs are looked into, and whether the kernel is there."""
+"""How often it checks the logs, and whether the kernel still exists."""
 HEARTBEAT_MS, SILENT_MS = 1000, 4000
 CONNECT_S = 8.0
 LOG_BYTES = 64 << 10
 MOST_WAITING = 100
-"""So many messages may wait for the connection before logs are read on."""
+"""Logs are read only while fewer messages than this wait for the connection."""
 MPI_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDRA_")
 RANKS = ("SLURM_NODEID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
@@ -67,8 +67,7 @@ class Agent:
     """One host's agent.
 
     Args:
-        join: Where the kernel is.
-        stdin: Whether the end of stdin means that the kernel is gone.
+        join: Where the kernel is. stdin: Whether the end of stdin means that the kernel has ended.
     """
 
     def __init__(self, join: wire.Join, *, stdin: bool) -> None:
@@ -93,7 +92,7 @@ class Agent:
     # -- the connection ----------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serve the kernel until it is gone; return this process's exit code."""
+        """Serve the kernel until it ends; return this process's exit code."""
         if self._join.framework:
             self._workers.submit(self._warm, self._join.framework)
         context = zmq.Context()
@@ -164,7 +163,7 @@ class Agent:
         return tuple(i for i, pid in pids if i != wire.KEEPER and is_halted(pid))
 
     def _send(self, sock: Any, message: wire.Up) -> bool:
-        """Send a message; return False where the connection takes none now."""
+        """Send a message; return False if the connection accepts none now."""
         try:
             sock.send_multipart(wire.pack(message, self._word), zmq.NOBLOCK)
         except zmq.Again:
@@ -210,7 +209,10 @@ class Agent:
         self._wakeup.set()
 
     def _warn(self) -> None:
-        """Pass a SIGTERM on to the engines, which say goodbye; the last one's end is this one's."""
+        """Pass a SIGTERM on to the engines, which report their end.
+
+        After the last one this process ends.
+        """
         self._warns = False
         with self._lock:
             pids = [pid for engine, pid in self._pids.items() if engine != wire.KEEPER]
@@ -287,7 +289,7 @@ class Agent:
         raise NotImplementedError(message.kind)
 
     def _warm(self, framework: str) -> WarmParent:
-        """Return the warm parent of a framework, started where there is none."""
+        """Return the warm parent of a framework; it is started if there is none."""
         with self._starting:
             if self._over:
                 raise ClusterError("The agent has ended.", code="WB-CLUSTER-071")
@@ -337,7 +339,10 @@ class Agent:
         return pid
 
     def _environ(self, engine: int, framework: str) -> dict[str, str]:
-        """Return an engine's environment; of a rank of MPI one engine at a time is that rank."""
+        """Return an engine's environment.
+
+        With MPI, only one engine at a time has the rank's variables.
+        """
         env = {
             **os.environ,
             cluster_env.MARK: str(self.folder),
@@ -432,7 +437,7 @@ class Agent:
         log = self._logs.get(engine)
         if log is None:
             return
-        with log.lock:  # what is read first is said first
+        with log.lock:  # text that was read first must be sent first
             while data := log.new():
                 self._say(wire.LogAdded(engine=engine, data=data))
 
@@ -450,14 +455,14 @@ class Agent:
 
 
 class _Log:
-    """What is added to a log; read by whoever comes first."""
+    """Reads additions to a log; several threads can call it."""
 
     def __init__(self, path: Path) -> None:
         self._path, self.lock = path, threading.Lock()
         self._at = path.stat().st_size if path.exists() else 0  # of an engine of before
 
     def new(self) -> bytes:
-        """Return what was added; the lock is held by who asks."""
+        """Return the additions; the caller holds the lock."""
         try:
             if self._path.stat().st_size == self._at:
                 return b""
@@ -471,7 +476,7 @@ class _Log:
 
 
 def _unfit(found: Survey) -> dict[str, list[str]]:
-    """Return why frameworks cannot use devices that are there, by name."""
+    """Return why frameworks cannot use existing devices, by framework."""
     fit = {name: survey(name) for name in ("torch", "tensorflow") if found.devices}
     return {
         name: [note for note in one.notes if note not in found.notes]
@@ -495,7 +500,7 @@ def _installed(package: str) -> tuple[str, str] | None:
 
 
 def _place() -> int:
-    """Return this agent's number among all; -1: nothing here says it."""
+    """Return this agent's number among all; -1 if it is not known here."""
     for name in (wire.PLACE, *RANKS):
         with contextlib.suppress(KeyError, ValueError):
             return int(os.environ[name])
@@ -503,7 +508,7 @@ def _place() -> int:
 
 
 def _slots() -> int:
-    """Return for how many engines this host was asked: the number itself, or a node's of Slurm."""
+    """Return the requested number of engines on this host: given, or Slurm's for the node."""
     told = os.environ.get(wire.SLOTS, "")
     if told.isdecimal():
         return int(told)
@@ -526,7 +531,7 @@ def tasks_of_node(text: str, node: int) -> int:
 
 
 def main() -> None:
-    """Be a host's agent: told where the kernel is by the environment, or by a line of stdin."""
+    """Run a host's agent; the environment or a line of stdin says where the kernel is."""
     told = os.environ.pop(wire.JOIN, "")
     stdin = not told
     try:

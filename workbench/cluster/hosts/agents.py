@@ -1,7 +1,7 @@
 """The kernel's side of the agents: which hosts exist, requests to them, their reports.
 
-One thread reads and writes the socket. A host that has said nothing for `SILENT_S` counts as gone
-with all its engines, and what waits for its answers is told so.
+One thread reads and writes the socket. A host without a message for `SILENT_S` counts as lost with
+all its engines, and requests that wait for its answers fail.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ LOOK_S = 0.5
 ASK_S = 60.0
 CHUNK_BYTES = 4 << 20
 SENT = "sent"
-"""Folder, in an agent's own, of what runs there start from."""
+"""The subfolder of an agent's folder with the files from which runs start."""
 KEPT_COPIES = 3
 READ_S = 0.8
-"""How long hosts may take to tell how their engines are; then the last figures stand."""
+"""How long hosts may take to report their engines' state; after that the last state is used."""
 AT_ONCE = 1000
-"""So many messages are read before the hosts are looked after again: a flood holds up nobody."""
+"""After this number of messages the hosts are checked again."""
 TOLD_OF = 5
 
 
@@ -55,12 +55,11 @@ class Host:
 
     Attributes:
         place: Its number among the hosts; ranks follow it.
-        name: What it is called in tables; no two hosts have the same, its agents share it.
-        slots: For how many engines it was asked for; more are possible.
-        gone: Why it is there no more; empty while it is.
-        was_told: Whether somebody told its agent to end: it did not fall silent.
-        has_cwd: Whether it has the notebook's folder, and it is the same one.
-        halted: Engines of it that a signal has stopped, as its agent said last.
+        name: Its name in tables; unique per host, and shared by its agents. slots: The requested
+            number of engines; more are possible. gone: Why it is lost; empty while it exists.
+            was_told: Whether its agent was told to end, instead of falling silent. has_cwd: Whether
+            it has the same notebook folder. halted: Its engines that a signal has stopped, by the
+            agent's last report.
     """
 
     place: int
@@ -84,7 +83,7 @@ class Ears:
     """Engine (-1: the keeper), pid and how its process ended."""
     logged: Callable[[int, bytes], None]
     lost: Callable[[Host], None]
-    """A host is gone; its engines are not told of one by one."""
+    """A host is lost; its engines are not reported one by one."""
 
 
 class Agents:
@@ -95,10 +94,10 @@ class Agents:
         ports: First and last port that may be taken; None: any.
 
     Attributes:
-        expected: How many agents there are to be; 0: not known yet. When they are all there none
-            else is taken in, whoever knows the pass, until one of them is gone.
-        refused: Messages of strangers: they did not know the pass, or made no sense.
-        turned_away: Agents that knew the pass and came too many, a sentence each; the first few.
+        expected: The expected number of agents; 0: not known yet. When all have come, further
+            agents are refused even if they know the pass, until one is lost. refused: The number of
+            messages that did not know the pass or were malformed. turned_away: Surplus agents that
+            knew the pass, a sentence each; only the first few.
     """
 
     def __init__(self, address: str, ports: tuple[int, int] | None, ears: Ears) -> None:
@@ -111,7 +110,7 @@ class Agents:
         self.expected = self.refused = 0
         self.turned_away: list[str] = []
         self.orders: wire.Ready | None = None
-        """Told to each agent when it arrives."""
+        """The orders that each agent gets when it arrives."""
         self._word = secrets.token_bytes(32)
         self._context = zmq.Context()
         self._socket = sock = self._context.socket(zmq.ROUTER)
@@ -140,7 +139,7 @@ class Agents:
         self._changed.clear()
 
     def lose(self, hosts: Iterable[Host], why: str) -> None:
-        """Take hosts as gone."""
+        """Mark hosts as lost."""
         for host in hosts:
             with self._lock:
                 if host.gone:
@@ -153,16 +152,16 @@ class Agents:
                 self._ears.lost(host)
             self._changed.set()
 
-    # -- what they are asked -----------------------------------------------------------------------
+    # -- requests to agents -----------------------------------------------------------------------
 
     def ask(self, host: Host, message: Any, timeout_s: float = ASK_S) -> wire.Answer:
         """Send a question and wait for its answer.
 
         Args:
-            message: With any number; it gets one of its own.
+            message: With any number; it gets a new number.
 
         Raises:
-            ClusterError: The host is gone, does not answer, or could not do it.
+            ClusterError: The host is lost, does not answer, or could not do it.
         """
         return self.answer(host, self.begin(host, message), timeout_s)
 
@@ -236,7 +235,7 @@ class Agents:
         return offset
 
     def write_file(self, host: Host, path: str, source: Path) -> str:
-        """Copy a file of here to a host; return where it is there.
+        """Copy a local file to a host; return its path there.
 
         Args:
             path: There; below the agent's folder unless it is absolute.
@@ -286,7 +285,7 @@ class Agents:
                 continue
             try:
                 self._take(identity, message)
-            except Exception:  # one host's trouble must not deafen the others
+            except Exception:  # an error of one host must not block the others
                 log.exception("A message of an agent was not understood")
 
     def _take(self, identity: bytes, message: wire.Up) -> None:
@@ -297,7 +296,7 @@ class Agents:
             return
         if host is None:
             return
-        if host.gone:  # it is back, when all that was to be done there is settled
+        if host.gone:  # it is back, after everything there was settled as lost
             self._outbox.append((host, wire.End()))
             return
         host.heard_at = time.monotonic()
@@ -347,7 +346,7 @@ class Agents:
         self._changed.set()
 
     def _why_not(self, place: int) -> str:
-        """Return why no agent is taken in at a place, in words; empty: one is."""
+        """Return why an agent is refused at a place, in words; empty if it is accepted."""
         there = self.living
         if self.expected and len(there) >= self.expected:
             return f"all {self.expected} hosts that were started have answered already"
@@ -371,10 +370,10 @@ class Agents:
         try:
             self._socket.send_multipart([identity, *wire.pack(message, self._word)], zmq.NOBLOCK)
         except zmq.ZMQError:
-            log.debug("%s cannot be told anything", identity)
+            log.debug("Messages to %s cannot be sent", identity)
 
     def close(self) -> None:
-        """Have all agents end, and stop listening."""
+        """End all agents, and stop listening."""
         if self._closed:
             return
         for host in self.living:
@@ -386,7 +385,7 @@ class Agents:
 
 
 class HostFiles:
-    """What runs read and write on the hosts: sent there once, fetched from there, removed.
+    """The files of runs on the hosts: sent there once, fetched from there, removed.
 
     Args:
         agents: Of the hosts.
@@ -398,7 +397,7 @@ class HostFiles:
         self._lock = threading.Lock()
 
     def look(self, host: Host, path: str, *, deep: bool = False) -> wire.Seen | None:
-        """Return what is at a path of a host; None if nothing is.
+        """Return the description of a path on a host; None if there is nothing.
 
         Raises:
             ClusterError: The host is gone.
@@ -418,10 +417,11 @@ class HostFiles:
     def send(self, host: Host, folder: Path, wanted: Callable[[str], bool]) -> str:
         """Return where a host finds the files of a folder of this machine.
 
-        Nothing is sent where it sees the very files, or was sent them before.
+        Nothing is sent if the host sees the same files, or already received them.
 
         Args:
-            wanted: Of which names below the folder; what a copy lacks of the others is not missed.
+            wanted: The names below the folder that are needed; other files can be missing in the
+                copy.
 
         Raises:
             ClusterError: They cannot be written there.
@@ -478,7 +478,7 @@ class HostFiles:
         return names
 
     def remove(self, host: Host, path: str, *, wait: bool = False) -> None:
-        """Remove what is at a path in the agent's folder; a host that is gone has nothing left.
+        """Remove a path in the agent's folder; on a lost host there is nothing to remove.
 
         Args:
             wait: Until it is done.
@@ -490,7 +490,7 @@ class HostFiles:
 
 
 def gone_error(host: Host) -> ClusterError:
-    """Return the error for a request to a host that is gone."""
+    """Return the error for a request to a lost host."""
     return ClusterError(
         f"{host.name} is gone: {host.gone}.",
         next_step="%cluster shows which engines are alive",
@@ -502,7 +502,7 @@ def unlike(hosts: Iterable[Host], here: Mapping[str, str]) -> dict[str, dict[str
     """Return which versions differ, by package: by name of host, and `the notebook`.
 
     Args:
-        here: This kernel's versions; what it does not have is not compared with.
+        here: This kernel's versions; packages that it does not have are not compared.
     """
     found = {one.name: one.facts.versions for one in hosts}
     differ = {}
@@ -520,9 +520,8 @@ class HostReading:
     """The state of a host's engines, as its agent has read it.
 
     Attributes:
-        engines: What each uses; those that have just ended are missing.
-        uptimes_s: How long each is there, by the host's own clock.
-        gpus: That the host's engines may use.
+        engines: The use of each engine; engines that have just ended are missing. uptimes_s: The
+            age of each engine, by the host's clock. gpus: The GPUs that the host's engines can use.
     """
 
     engines: Mapping[int, Reading]
@@ -550,7 +549,7 @@ def readings(
 ) -> dict[int, HostReading]:
     """Return the state of the hosts' engines by place; all hosts are asked at the same time.
 
-    Those that do not answer within the time are left out.
+    Hosts that do not answer within the time are left out.
     """
     asked, found = [], {}
     until = time.monotonic() + within_s

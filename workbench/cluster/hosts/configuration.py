@@ -1,7 +1,8 @@
 """Requests to a launcher (by a line, an argument or a file), checked before anything starts.
 
-Two files say what need not be typed each time, with a table per launcher and the names of the
-flags (`partition = "gpu"`). The line wins over the user's file, and that one over the site's:
+Two files have settings that do not have to be typed each time, with a table per launcher and the
+names of the flags (`partition = "gpu"`). The line overrides the user's file, and the user's file
+overrides the site's file:
 
     /etc/workbench/launchers.toml            the site's
     ~/.config/workbench/launchers.toml       the user's; WORKBENCH_LAUNCHERS names another one
@@ -41,15 +42,15 @@ if TYPE_CHECKING:
 SITE_FILE = Path("/etc/workbench/launchers.toml")
 VARIABLE = "WORKBENCH_LAUNCHERS"
 LEAST_PORTS = 16
-"""A notebook listens on 13 for ipyparallel's controller, one for control messages, one for agents
-and, where workers are on its own machine, one for the store."""
+"""The ports of a notebook: 13 for ipyparallel's controller, one for control messages, one for
+agents and, if workers are on its own machine, one for the store."""
 ALLOCATION = "SLURM_JOB_ID"
 PROGRAMS = {
     SSH: (("ssh",), "openssh-client"),
     SLURM: (("sbatch", "srun"), "slurm-client"),
     MPI: (("mpiexec",), "openmpi-bin"),
 }
-"""Per launcher: the programs that it calls, and Debian's package of them."""
+"""For each launcher: the programs that it calls, and their Debian package."""
 _ANYWHERE = ("listen", "ports", "start_timeout")
 TAKES: Mapping[str, tuple[str, ...]] = {
     LOCAL: _ANYWHERE,
@@ -59,7 +60,7 @@ TAKES: Mapping[str, tuple[str, ...]] = {
     ),
     MPI: ("setup", "options", *_ANYWHERE),
 }  # fmt: skip
-"""What each launcher can be told; ipyparallel's: `_THEIRS`."""
+"""The settings of each launcher; for ipyparallel's launchers: `_THEIRS`."""
 _THEIRS = ("options", *_ANYWHERE)
 _HOST = re.compile(r"((?:[A-Za-z0-9_][\w.+-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]{1,5}))?")
 _TIME = re.compile(
@@ -71,7 +72,10 @@ _OPTION = re.compile(r"[A-Za-z][\w.-]*(?: [\w.-]+)?")
 
 
 class LaunchArguments(TypedDict, total=False):
-    """What `wb.Cluster` takes for engines on other machines; what is None or empty was not said."""
+    """The arguments of `wb.Cluster` for engines on other machines.
+
+    None or empty means not given.
+    """
 
     launcher: str | None
     on: str | Sequence[str]
@@ -89,7 +93,7 @@ class LaunchArguments(TypedDict, total=False):
 
 
 _NAMES = {"launcher_options": "options", "hosts": "listen"}
-"""Arguments whose field has another name."""
+"""Arguments whose field has a different name."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +108,10 @@ def launch_settings(engines: int, **asked: Unpack[LaunchArguments]) -> LaunchSet
     """Return the checked settings; missing ones come from the files.
 
     Args:
-        engines: How many are to be started; there must be room for them.
+        engines: How many will be started; there must be room for them.
 
     Raises:
-        PlanError: Something makes no sense, or a program is missing.
+        PlanError: A setting is not valid, or a program is missing.
     """
     settings = _settings(asked)
     _check_hosts(settings, engines)
@@ -116,10 +120,10 @@ def launch_settings(engines: int, **asked: Unpack[LaunchArguments]) -> LaunchSet
 
 
 def engines_meant(**asked: Unpack[LaunchArguments]) -> int:
-    """Return how many engines to start where no number is given: as many as there is room for.
+    """Return how many engines to start if no number is given: as many as there is room for.
 
     Raises:
-        PlanError: Something makes no sense.
+        PlanError: A setting is not valid.
     """
     settings = _settings(asked)
     return sum(one.slots or 1 for one in settings.on) or (
@@ -143,10 +147,10 @@ def _settings(asked: LaunchArguments) -> LaunchSettings:
 def differences(
     launch: LaunchSettings, **asked: Unpack[LaunchArguments]
 ) -> dict[str, tuple[str, str]]:
-    """Return what was said that is not how a cluster was started: by name, as said and as it is.
+    """Return the settings that differ from those of a started cluster: by name, given and actual.
 
     Raises:
-        PlanError: It makes no sense.
+        PlanError: It is not valid.
     """
     given, found = _typed(asked), {}
     said = given.pop("launcher", None)
@@ -173,7 +177,7 @@ def _told(value: object) -> str:
 
 
 def _typed(asked: Mapping[str, Any]) -> dict[str, Given]:
-    """Return what was said, by the field it is for, each as a line would show it."""
+    """Return the given settings by field, each as a line would show it."""
     found = {}
     for name, value in asked.items():
         if value is None or (isinstance(value, (str, Sequence, Mapping)) and not value):
@@ -190,13 +194,13 @@ def _typed(asked: Mapping[str, Any]) -> dict[str, Given]:
 
 
 def check_keep(launcher: str) -> None:
-    """Raise PlanError where engines of that launcher are to outlive the notebook."""
+    """Raise PlanError if engines of this launcher should outlive the notebook."""
     if launcher != LOCAL:
         raise PlanError(
             "Only engines of this machine can outlive the notebook.",
             seen=f"--keep --launcher {launcher}",
             allowed="--keep without --launcher",
-            next_step="remove --keep; --checkpoint saves what was trained",
+            next_step="remove --keep; --checkpoint saves the training",
             code="WB-PLAN-176",
         )
 
@@ -205,7 +209,7 @@ def check_keep(launcher: str) -> None:
 
 
 def known_launchers() -> list[str]:
-    """Return the names of ours and of ipyparallel's launchers."""
+    """Return the names of Workbench's and of ipyparallel's launchers."""
     theirs = metadata.entry_points(group="ipyparallel.engine_launchers")
     return sorted({LOCAL, *OURS, *(one.name for one in theirs if one.name != "workbench")})
 
@@ -218,7 +222,7 @@ def installed() -> list[str]:
 def _missing(launcher: str) -> list[str]:
     programs, _ = PROGRAMS.get(launcher, ((), ""))
     if launcher == SLURM and os.environ.get(ALLOCATION):
-        programs = ("srun",)  # engines are started in the job that we are in
+        programs = ("srun",)  # engines are started in the current job
     return [name for name in programs if shutil.which(name) is None]
 
 
@@ -290,7 +294,7 @@ def _check_hosts(settings: LaunchSettings, engines: int) -> None:
     slots = [host.slots for host in settings.on]
     if slots and all(slots) and sum(slots) < engines:
         raise PlanError(
-            "The hosts have fewer slots than engines are asked for.",
+            "The hosts have fewer slots than the requested engines.",
             seen=f"{sum(slots)} slots for {engines} engines",
             allowed=f"slots that add up to at least {engines}, or a host without a number",
             next_step=f"%cluster start {sum(slots)}, or more slots: --on {settings.on[0].name}:"
@@ -311,7 +315,7 @@ def _check_hosts(settings: LaunchSettings, engines: int) -> None:
 
 
 def files() -> list[Path]:
-    """Return the files that are read, the one that wins last."""
+    """Return the files that are read; later files override earlier ones."""
     if named := os.environ.get(VARIABLE, "").strip():
         return [SITE_FILE, Path(named).expanduser()]
     home = os.environ.get("XDG_CONFIG_HOME", "").strip() or "~/.config"
@@ -326,7 +330,7 @@ def _of_files(launcher: str) -> dict[str, Given]:
 
 
 def _merged(under: Mapping[str, Given], over: Mapping[str, Given]) -> dict[str, Given]:
-    """Return both; options are put together one by one, of all else `over` wins."""
+    """Return both combined; options are merged, and otherwise `over` wins."""
     found = {**under, **over}
     if "options" in under and "options" in over:
         mine, theirs = _options(under["options"]), _options(over["options"])
@@ -351,7 +355,7 @@ def _of_file(path: Path, launcher: str) -> dict[str, Given]:
     for name, table in tables.items():
         if name not in OURS or not isinstance(table, dict):
             raise PlanError(
-                f"{path}: there is no table of that name.",
+                f"{path}: there is no table with this name.",
                 seen=f"[{name}]" if isinstance(table, dict) else f"{name} = {table!r}",
                 allowed="[ssh], [slurm], [mpi], and in them the names of the flags",
                 next_step="correct it in that file",
@@ -385,7 +389,7 @@ def _of_table(table: Mapping[str, Any], launcher: str, path: str) -> dict[str, G
 
 
 def _read(name: str, one: Given, launcher: str) -> tuple[str, Any]:
-    """Return the field of the settings that something is for, and its value there."""
+    """Return the settings field for a given name, and the value for it."""
     readers: dict[str, tuple[str, Callable[[Given], Any]]] = {
         "on": ("on", _hosts),
         "nodes": ("nodes", partial(_count, least=1)),
@@ -430,7 +434,7 @@ def _word(one: Given) -> str:
     text = _text(one)
     if not _WORD.fullmatch(text):
         raise PlanError(
-            "That is not a name that a scheduler accepts.",
+            "A scheduler does not accept this name.",
             seen=one.shown,
             allowed="letters and digits, with - _ . , between them",
             next_step="sinfo lists the partitions, sacctmgr show user $USER the accounts",
@@ -491,7 +495,7 @@ def _time(one: Given) -> str:
             minutes = max(1, math.ceil(seconds / 60))
             guess = f"--time {minutes // 60}:{minutes % 60:02d}:00"
         raise PlanError(
-            "That is not a time limit that Slurm accepts.",
+            "Slurm does not accept this time limit.",
             seen=one.shown,
             allowed="minutes, minutes:seconds, hours:minutes:seconds, days-hours,"
             " days-hours:minutes, days-hours:minutes:seconds",
@@ -508,7 +512,7 @@ def _ports(one: Given) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]{1,5})\s*-\s*([0-9]{1,5})", text)
     if not match or not 1024 <= int(match[1]) <= int(match[2]) < 1 << 16:
         raise PlanError(
-            "That is not a range of ports.",
+            "This is not a range of ports.",
             seen=one.shown,
             allowed="first-last, from 1024 to 65535",
             next_step="--ports 20000-20100",
@@ -543,7 +547,7 @@ def _timeout(one: Given) -> float:
 
 
 def _options(one: Given) -> dict[str, str]:
-    """Return options by name; one without a value is a flag alone."""
+    """Return options by name; an option without a value is a flag."""
     if isinstance(one.value, Mapping):
         pairs = [(str(key), value) for key, value in one.value.items()]
     else:

@@ -1,4 +1,4 @@
-"""Which GPU an engine on another host gets: one of that host's, as its agent reports."""
+"""Chooses the GPU of an engine on another host, from the GPUs that the host's agent reports."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 
 
 class HostDevices:
-    """The GPUs of a cluster whose engines are on other hosts, as its agents have told of them.
+    """The GPUs of a cluster whose engines are on other hosts, as the agents report them.
 
-    Each host has a `DevicePool` of its own, by the rules of one machine. What is decided for all
-    together: they compute on GPUs, or all on their CPUs; on GPUs of one kind; and their group is
-    NCCL's where each has one for itself. Nothing is reserved: the files for that are this
-    machine's, and a scheduler keeps its jobs apart by itself.
+    Each host has its own `DevicePool`, with the same rules as on one machine. Some decisions are
+    common to all hosts: all compute on GPUs, or all on CPUs; the GPUs have one kind; and the group
+    uses NCCL if workers do not share GPUs. Nothing is reserved: reservation files exist only on
+    this machine, and a scheduler separates its jobs itself.
 
-    Where agents of one host (MPI has one for each rank) see different GPUs, they count as hosts of
-    their own: their engines can open no others.
+    If agents of one host see different GPUs (MPI has one agent per rank), each agent counts as a
+    separate host, because its engines can open no other GPUs.
 
     Args:
         asked: What `parse_devices` takes.
-        framework: Devices that it cannot use where they are do not count.
-        hosts: Those that have been there, in the order of their places.
+        framework: Devices that it cannot use on their host do not count. hosts: All hosts so far,
+            in the order of their places.
 
     Attributes:
         held: Whether GPUs are reserved on this machine: never.
 
     Raises:
-        PlanError: `asked` was not understood.
+        PlanError: `asked` is not valid.
     """
 
     held = False
@@ -63,7 +63,7 @@ class HostDevices:
 
     @property
     def settled(self) -> dict[int, Leases]:
-        """What another kernel would have to know: nothing, as these clusters are not kept."""
+        """The state for another kernel: empty, because these clusters cannot be kept."""
         return {}
 
     def room_of(self, host: Host) -> str:
@@ -92,7 +92,7 @@ class HostDevices:
     def _pool(self, room: str) -> DevicePool:
         facts = self._host(room).facts
         known, pool = self._pools.get(room, (None, None))
-        if pool is None or facts is not known:  # a job that was begun anew may be given other ones
+        if pool is None or facts is not known:  # a job that was started again can get other GPUs
             found = tuple(Device(**{**one, "pids": tuple(one["pids"])}) for one in facts.devices)
 
             def find(framework: str) -> Survey:
@@ -111,7 +111,7 @@ class HostDevices:
             rooms: Of each worker's host (`room_of`).
 
         Raises:
-            PlanError: A host has not the GPUs that were named, or they are not alike.
+            PlanError: A host does not have the named GPUs, or they are of different kinds.
             ClusterError: GPUs were asked for and a host has none.
         """
         if (settled := self._on_cpu.get(tuple(rooms))) is not None:
@@ -127,7 +127,7 @@ class HostDevices:
     def hold(
         self, rooms: Sequence[str], engines: Mapping[str, Mapping[int, int]]
     ) -> tuple[Leases, list[str]]:
-        """Settle the devices of workers; return them, and what is to be said.
+        """Fix the devices of workers; return them, and the notes for the user.
 
         Args:
             engines: Pids of the living engines by id, by room; each keeps its GPU in later runs.
@@ -161,7 +161,7 @@ class HostDevices:
         (kind,) = kinds
         given = {room: iter(one.leases) for room, one in each.items()}
         leases = tuple(replace(next(given[room]), host=names[room], place=room) for room in rooms)
-        if parts:  # each is shown its own alone
+        if parts:  # each worker sees only its own device
             leases = tuple(replace(one, device=f"{KINDS[kind].device}:0") for one in leases)
         alone = all(one.backend != "gloo" for one in each.values())
         alone = alone and not (parts and len(rooms) > 1)
@@ -172,7 +172,7 @@ class HostDevices:
     def _why_cpu(
         self, rooms: Sequence[str], each: Mapping[str, Leases], names: Mapping[str, str]
     ) -> str | None:
-        """Return why all compute on the CPU, empty where nobody expects more; None: on GPUs.
+        """Return why all compute on the CPU, empty if there is nothing to explain; None: on GPUs.
 
         Raises:
             PlanError: GPUs were named that are of different kinds.
@@ -211,7 +211,7 @@ class HostDevices:
             self._pool(room).told(mine)
 
     def free(self) -> None:
-        """Let the next run choose again: variables are gone."""
+        """Let the next run choose again, because variables no longer exist."""
         for _, pool in self._pools.values():
             pool.free()
         self._on_cpu.clear()
@@ -228,7 +228,7 @@ class HostDevices:
         return [f"{name}: {note}" for name, notes in each for note in notes]
 
     def restore(self, *_: object) -> None:
-        """Do nothing: these clusters are not kept."""
+        """Do nothing, because these clusters are not kept."""
 
 
 def _count(number: int, what: str) -> str:

@@ -1,8 +1,8 @@
 """How agents are started, and by ssh and mpiexec; Slurm is in a module of its own.
 
-A launcher starts one agent for each host (mpiexec: for each rank) and says, in the words of the
-program it uses, why none comes. It ends what it started and nothing else: its own processes by pid,
-its own job by number.
+A launcher starts one agent for each host (mpiexec: for each rank) and reports, with the program's
+own message, why no agent comes. It ends only what it started: its own processes by pid, its own job
+by number.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ class Queued:
     """A job that waits for its turn.
 
     Attributes:
-        state: As the scheduler says it: `PENDING`.
-        reason: Why it waits: `Resources`; empty where that is not known.
-        position: Which one it is among the waiting jobs of its partition; 0: not known.
+        state: The scheduler's state: `PENDING`. reason: Why it waits: `Resources`; empty if not
+            known. position: Its position among the waiting jobs of its partition; 0: not known.
     """
 
     state: str
@@ -68,7 +67,7 @@ class Launcher(Protocol):
     """Starts agents and ends them.
 
     Attributes:
-        on_end: Called, on any thread, when something of what was started has ended.
+        on_end: Called, on any thread, when a started process or job has ended.
     """
 
     on_end: Callable[[], None]
@@ -92,14 +91,14 @@ class Launcher(Protocol):
         """Return the job's place in the queue; None: it runs, or there is no queue.
 
         Raises:
-            ClusterError: What was started has ended before its agents came.
+            ClusterError: The started process or job has ended before its agents came.
         """
 
     def ended(self, place: int) -> str:
-        """Return why the agent of that place cannot live any more, in words; empty: it may."""
+        """Return why the agent at this place must have ended, in words; empty: it may be alive."""
 
     def stop(self) -> None:
-        """End what was started; returns when the order is given."""
+        """End the started processes or jobs; returns without waiting."""
 
 
 def ssh_name(settings: LaunchSettings, host: str) -> str:
@@ -142,7 +141,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def _words(settings: LaunchSettings) -> str:
-    """Return the shell's words that become the agent."""
+    """Return the shell command that starts the agent."""
     code = shlex.quote(_CODE.format(root=str(ROOT), code=wire.CANNOT_IMPORT))
     named = settings.options.get("python", "")
     if named:
@@ -158,7 +157,7 @@ def script_of(settings: LaunchSettings) -> str:
 
 
 def launcher_options(settings: LaunchSettings) -> dict[str, str]:
-    """Return the options of the launcher's program, by their long names; empty: a flag alone."""
+    """Return the options of the launcher's program, by their long names; an empty value: a flag."""
     return {k: v for k, v in settings.options.items() if k not in ("python", "profile")}
 
 
@@ -173,10 +172,10 @@ def nothing() -> None:
 
 
 class Started:
-    """A process that was started for agents, with the end of what it says.
+    """A process that was started for agents, with the end of its output.
 
     Args:
-        what: How it is called in messages: `ssh node1`.
+        what: Its name in messages: `ssh node1`.
         on_end: Called, on a thread of its own, when it has ended.
         stdin: A line it is given; its stdin then stays open for as long as this kernel lives.
     """
@@ -191,7 +190,7 @@ class Started:
     ) -> None:
         self.what, self._on_end = what, on_end
         self._tail = b""
-        # A session of its own: an interrupt of the kernel is not meant for it.
+        # A separate session, because an interrupt of the kernel must not reach it.
         self.process = subprocess.Popen(
             list(command), env=dict(env), start_new_session=True,
             stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
@@ -222,7 +221,7 @@ class Started:
 
     @property
     def said(self) -> str:
-        """The end of what it has printed."""
+        """The end of its output."""
         if self.code is not None and self._reader is not threading.current_thread():
             self._reader.join(1.0)
         return self._tail.decode(errors="replace").strip()
@@ -236,7 +235,7 @@ class Started:
             self._signal(signal.SIGTERM)
 
     def wait(self, until: float | None = None) -> None:
-        """Wait until it has ended; it is killed where it does not.
+        """Wait until it has ended; otherwise it is killed.
 
         Args:
             until: On `time.monotonic`'s clock; by default some seconds from now.
@@ -254,11 +253,11 @@ class Started:
 
 
 SSH_FAILED = 255
-"""The exit code by which ssh says that it was itself what failed."""
+"""The exit code with which ssh reports its own failure."""
 
 
 def failed(what: str, code: int | None, said: str) -> ClusterError:
-    """Return the error of something that ended before its agent was there."""
+    """Return the error for a process that ended before its agent came."""
     last = said or "nothing"
     if code == wire.CANNOT_IMPORT:
         return ClusterError(
@@ -294,7 +293,7 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
 
 
 def refuse_missing(program: str, package: str) -> None:
-    """Raise ClusterError where a launcher's program is not installed."""
+    """Raise ClusterError if a launcher's program is not installed."""
     if shutil.which(program) is None:
         raise ClusterError(
             f"{program} is not installed here.",
@@ -313,7 +312,7 @@ def _ssh_options(settings: LaunchSettings) -> list[str]:
 
 
 class Ssh:
-    """An ssh connection to each host, which carries the agent's pass and ends with the kernel."""
+    """An ssh connection to each host, which sends the agent its pass and ends with the kernel."""
 
     def __init__(self, settings: LaunchSettings) -> None:
         refuse_missing("ssh", "openssh-client")
@@ -335,7 +334,8 @@ class Ssh:
         fixed += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
         for place, host in enumerate(settings.on):
             about = f"export {wire.PLACE}={place} {wire.SLOTS}={slots[place]}"
-            # The user's login shell there may be any, csh too: one line for it, the rest is sh's.
+            # The user's login shell there can be any, even csh: it gets one line, and sh runs the
+            # rest.
             script = base64.b64encode(f"{about}\n{script_of(settings)}".encode()).decode()
             command = f"exec sh -c 'eval \"$(printf %s {script} | base64 -d)\"'"
             self._started.append(
@@ -379,7 +379,7 @@ def spread(engines: int, slots: Sequence[int]) -> list[int]:
     """Return how many engines each host gets, host by host.
 
     Args:
-        slots: Of each host; 0: as many as the others leave, evenly.
+        slots: The slots of each host; 0: the remaining engines, divided evenly.
     """
     open_hosts = [place for place, count in enumerate(slots) if not count]
     given, left = list(slots), max(0, engines - sum(slots))
@@ -392,7 +392,7 @@ def spread(engines: int, slots: Sequence[int]) -> list[int]:
 
 
 class Mpi:
-    """One agent for each rank of mpiexec, so that its engine may be that rank (mpi4py)."""
+    """One agent for each rank of mpiexec, so that its engine can be this rank (mpi4py)."""
 
     def __init__(self, settings: LaunchSettings) -> None:
         refuse_missing("mpiexec", "openmpi-bin")
@@ -409,7 +409,7 @@ class Mpi:
     def start(self, join: wire.Join, engines: int) -> None:
         """Start mpiexec."""
         self._ranks = engines
-        # Open MPI hands on to other hosts what is named here; MPICH hands on everything.
+        # Open MPI passes the variables named here to other hosts; MPICH passes all.
         env = environment(**{
             wire.JOIN: join.to_text(), wire.SLOTS: "1",
             "OMPI_MCA_mca_base_env_list": f"{wire.JOIN};{wire.SLOTS}",

@@ -1,8 +1,8 @@
-"""Which engine is on which host: started there, restarted there, signalled and heard there.
+"""Knows which engine is on which host; starts, restarts and signals engines there.
 
-Engines fill the hosts one after the other, as many on each as it was asked for, so that ranks that
-are neighbours share a host. What comes later (servers, workers of a larger run, the place of an
-engine whose host is gone) goes to the host that has most room: no second job is asked for.
+Engines fill the hosts one after another, with the requested number on each, so that neighbouring
+ranks share a host. Later engines (servers, workers of a larger run, replacements for engines of a
+lost host) go to the host with the most room; no second job is requested.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 ARRIVE_S = 120.0
-"""How long an agent may take once its job runs."""
+"""How long an agent may take after its job has begun."""
 FORK_S = 150.0
 SETTLED_S = 4.0
 MUST_AGREE = ("python", "distributed-workbench", "ipyparallel")
@@ -51,14 +51,14 @@ class HostedEngines:
     """The engines of one cluster on other hosts, and the agents that have them.
 
     Args:
-        settings: What was asked for.
+        settings: The requested settings.
         folder: The cluster's; logs of engines are kept in it.
-        on_left: `on_left(engine, how)` when an engine's process ended, or its host is gone.
-        on_keeper_left: The same of the store's keeper.
+        on_left: `on_left(engine, how)` when an engine's process ended, or its host is lost.
+            on_keeper_left: The same for the store's keeper.
 
     Attributes:
         address: Of this machine, where it listens for the hosts.
-        files: What runs read and write on the hosts.
+        files: The files of runs on the hosts.
         said: Which versions differ between the hosts, a sentence each.
     """
 
@@ -108,7 +108,7 @@ class HostedEngines:
             self.launcher.start(self.agents.join, engines)
 
     def order(self, connection: str, framework: str) -> None:
-        """Tell agents, those to come too, where engines register and what they import."""
+        """Tell present and future agents where engines register and what they import."""
         environ = tuple((n, v) for n, v in os.environ.items() if n.startswith(HANDED))
         orders = wire.Ready(
             connection=connection, framework=framework, environ=environ, cwd=os.getcwd(),
@@ -119,7 +119,7 @@ class HostedEngines:
             self.agents.tell(host, orders)
 
     def await_hosts(self, report: progress.Report, until: float) -> None:
-        """Wait until all agents are there.
+        """Wait until all agents have come.
 
         Args:
             until: On `time.monotonic`'s clock.
@@ -166,10 +166,10 @@ class HostedEngines:
         )
 
     def _compare(self) -> None:
-        """Look whether the hosts have the same versions.
+        """Check whether the hosts have the same versions.
 
         Raises:
-            ClusterError: One that must be the same is not.
+            ClusterError: A version that must be the same differs.
         """
         differ = unlike(self.agents.living, here())
         bad = [name for name in MUST_AGREE if _keeps_apart(name, differ.get(name, {}))]
@@ -192,9 +192,9 @@ class HostedEngines:
 
     @property
     def words(self) -> list[str]:
-        """What is to be told of the hosts below a table: what differs, what is missing, who went.
+        """The notes about hosts below a table: different versions, missing folders, lost hosts.
 
-        Hosts of which the same is said share a sentence.
+        Hosts with the same note share a sentence.
         """
         hosts = list(self.agents.hosts)
         gone = {one.name: one.gone for one in hosts if one.gone}
@@ -211,11 +211,11 @@ class HostedEngines:
         return {one.name for one in self.agents.living}
 
     def _look_for_folder(self, host: Host) -> str:
-        """Return what is to be said where a host does not have the notebook's folder."""
+        """Return the note for a host that does not have the notebook's folder."""
         cwd = os.getcwd()
         try:
             mine, theirs = wire.Seen.at(cwd), self.files.look(host, cwd)
-        except WorkbenchError:  # it is going; who needs it will say so
+        except WorkbenchError:  # the host is ending; code that needs it will report this
             return ""
         found = theirs if theirs is not None and theirs.is_folder else None
         host.has_cwd = found is not None and (
@@ -236,7 +236,7 @@ class HostedEngines:
         )
 
     def differences(self, engines: Sequence[int], framework: str) -> list[str]:
-        """Return what a run of these engines is to be told of their hosts, a sentence each."""
+        """Return the notes about the hosts of a run's engines, a sentence each."""
         known = {self._hosts[one].place: self._hosts[one] for one in engines if one in self._hosts}
         hosts = [known[place] for place in sorted(known)]
         others = {"torch", "tensorflow", "keras"} - {framework}
@@ -254,7 +254,7 @@ class HostedEngines:
         return said + [f"{one.name}: {note}" for one in hosts for note in one.facts.notes]
 
     def cores_of(self, engine: int) -> int:
-        """Return how many cores the engines of a host have together; 0 where that is not known.
+        """Return how many cores the engines of a host have together; 0 if not known.
 
         Agents of one host (MPI) may be bound to cores of their own.
         """
@@ -282,7 +282,7 @@ class HostedEngines:
             order = wire.Fork(ask=0, engines=mine, framework=framework)
             asked.append((host, mine, self.agents.begin(host, order)))
         failed: ClusterError | None = None
-        for host, mine, future in asked:  # all are heard, so that all can be ended
+        for host, mine, future in asked:  # wait for all answers, so that all can be ended
             try:
                 pids = self.agents.answer(host, future, FORK_S).value
             except ClusterError as error:
@@ -296,7 +296,7 @@ class HostedEngines:
             raise failed
 
     def abandon(self, ids: Iterable[int]) -> None:
-        """End engines of a start that failed: nobody would."""
+        """End the engines of a failed start, because nothing else would end them."""
         for engine in ids:
             host = self._hosts.get(engine)
             if host is None or host.gone:
@@ -313,7 +313,7 @@ class HostedEngines:
         return chosen
 
     def _living(self) -> list[Host]:
-        """Return the hosts that are there.
+        """Return the hosts that exist.
 
         Raises:
             ClusterError: There is none.
@@ -357,10 +357,10 @@ class HostedEngines:
         return self._pids.get(engine, 0)
 
     def signal(self, engine: int, number: int, by_us: str = "") -> None:
-        """Signal an engine; does nothing where it is gone.
+        """Signal an engine; does nothing if it has ended.
 
         Args:
-            by_us: Why it is ended, in words, where it is.
+            by_us: If Workbench ends it: why, in words.
         """
         host = self._hosts.get(engine)
         if host is None or host.gone or (engine not in self._pids and engine != wire.KEEPER):
@@ -376,7 +376,7 @@ class HostedEngines:
         """Have the first host keep the store that workers meet in; return pid, address and port.
 
         Raises:
-            ClusterError: No host is there.
+            ClusterError: There is no host.
         """
         host = self._living()[0]
         self._hosts[wire.KEEPER] = host
@@ -413,7 +413,10 @@ class HostedEngines:
         threading.Thread(target=self._settle, args=(host,), daemon=True).start()
 
     def _settle(self, host: Host) -> None:
-        """Tell why a host's engines are gone; its launcher may know more than that it is silent."""
+        """Report why a host's engines are lost.
+
+        The launcher may know more than that it is silent.
+        """
         why = self.launcher.ended(host.place)
         end = time.monotonic() + (SETTLED_S if host.was_told else 0.0)
         while not why and time.monotonic() < end:  # a job's state comes after its end
@@ -432,7 +435,7 @@ class HostedEngines:
             self._on_left(engine, how)
 
     def look(self) -> None:
-        """Mark hosts as gone whose launcher has ended."""
+        """Mark hosts as lost if their launcher has ended."""
         for host in self.agents.living:
             if why := self.launcher.ended(host.place):
                 self.agents.lose([host], why)
@@ -446,7 +449,7 @@ class HostedEngines:
 
 
 def launcher_of(settings: LaunchSettings) -> Launcher:
-    """Return what starts the agents; inside of an allocation of Slurm that is srun."""
+    """Return the launcher of the agents; inside an allocation of Slurm this is srun."""
     if settings.launcher == SSH:
         return Ssh(settings)
     if settings.launcher == MPI:
@@ -471,7 +474,7 @@ def way_to_hosts(settings: LaunchSettings) -> str:
                 return own_address(socket.gethostbyname(node))
     if settings.leaves_machine:
         with contextlib.suppress(OSError):
-            return own_address("192.0.2.1")  # nothing is sent: the way to everywhere else
+            return own_address("192.0.2.1")  # nothing is sent: this finds the default route
     return "127.0.0.1"
 
 

@@ -13,14 +13,14 @@ START_TIMEOUT_S = 120.0
 MPI_HOSTS = frozenset((
     "host", "hosts", "H", "machine", "f", "hostfile", "machinefile", "default-hostfile",
 ))  # fmt: skip
-"""Options of mpiexec that name other hosts; within an allocation of Slurm it takes its nodes."""
+"""Options of mpiexec that name other hosts; inside an allocation of Slurm it uses its nodes."""
 QUEUE_TIMEOUT_S = 24 * 3600.0
-"""A job may wait long for its turn; Interrupt cancels it."""
+"""A job can wait a long time in the queue; Interrupt cancels it."""
 
 
 @dataclass(frozen=True)
 class HostSlots:
-    """A host that was named, as `user@name:slots`; 0 slots: as many as are needed."""
+    """A named host, as `user@name:slots`; 0 slots: as many as are needed."""
 
     name: str
     slots: int = 0
@@ -33,8 +33,8 @@ class LaunchSettings:
     Attributes:
         launcher: `local`, `ssh`, `slurm`, `mpi`, or the name of one of ipyparallel's launchers.
         on: The hosts, for ssh.
-        nodes: How many nodes a job takes; 0: as many as the scheduler finds best.
-        gpus_per_node: GPUs of each node; 0: none are asked for.
+        nodes: How many nodes a job takes; 0: the scheduler decides. gpus_per_node: GPUs of each
+            node; 0: none are requested.
         time: The job's time limit as Slurm writes it; empty: the partition's.
         setup: Lines of a shell before the agent starts; those that begin with `#SBATCH` are the
             job's options.
@@ -67,7 +67,10 @@ class LaunchSettings:
 
     @property
     def leaves_machine(self) -> bool:
-        """Whether engines may run on other machines; mpiexec stays here unless it is told hosts."""
+        """Whether engines may run on other machines.
+
+        Mpiexec uses this machine unless hosts are named.
+        """
         if self.launcher == MPI:
             return bool(MPI_HOSTS & set(self.options)) or "SLURM_JOB_ID" in os.environ
         return self.launcher != LOCAL

@@ -1,4 +1,4 @@
-"""Slurm: agents as a job's (sbatch), or as a step of the allocation that we are in (srun)."""
+"""Slurm: agents as a job's (sbatch), or as a step of the current allocation (srun)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALLOCATION = "SLURM_JOB_ID"
 LOOK_S = 1.0
 SUBMIT_S = 60.0
 AGENTS_END_S = 2.0
-"""How long agents may take to end as they were told."""
+"""How long agents may take to end after the order."""
 _LASTING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED", "RESV_DEL_HOLD"})
 _RUNNING = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING"})
 
@@ -59,7 +59,7 @@ class Sbatch:
         """Hand the job in.
 
         Raises:
-            ClusterError: sbatch refused it; says its words.
+            ClusterError: sbatch refused it; the error contains its message.
         """
         try:
             done = subprocess.run(
@@ -100,14 +100,14 @@ class Sbatch:
             *(f"#SBATCH {one}" for one in head),
             *raw,
             f"export {wire.JOIN}={join.to_text()} {wire.SLOTS}=\"$SLURM_TASKS_PER_NODE\"",
-            # What is said goes to a file without a name, so that none is left behind.
+            # The output goes to a file without a name, so that no file remains.
             'said=$(mktemp) && exec 3<>"$said" && rm -f "$said"',
             # One task on each node, which has all that the job has there.
             'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" '
             "--ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --export=ALL "
             f"sh -c {shlex.quote(script_of(settings))} >&3 2>&1",
             "code=$?",
-            # What an agent said that could not reach its notebook: nothing else of it gets there.
+            # The output of an agent that could not reach its notebook; this is its only way there.
             '[ $code = 0 ] || scontrol update JobId="$SLURM_JOB_ID" '
             "Comment=\"$(grep -v '^srun: ' /dev/fd/3 | uniq | tail -c 600 | tr '\\n=' ' :')\"",
             "exit $code",
@@ -125,7 +125,7 @@ class Sbatch:
         return self._about.get("JobState", "")
 
     def look(self) -> Queued | None:
-        """Ask Slurm how the job is, at most once a second."""
+        """Ask Slurm for the job's state, at most once a second."""
         now = time.monotonic()
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now
@@ -139,7 +139,7 @@ class Sbatch:
         raise self._failed()
 
     def _position(self) -> int:
-        """Return which of the partition's waiting jobs it is, those of higher priority first."""
+        """Return its position among the partition's waiting jobs, by priority."""
         partition = self._about.get("Partition", "")
         waiting = ask_program(
             ["squeue", "-h", "-t", "PD", "-p", partition, "-S", "-p,i", "-o", "%i"]
@@ -157,11 +157,11 @@ class Sbatch:
         return failed(what, None, self.words())
 
     def words(self) -> str:
-        """Return how the job is, in Slurm's words."""
+        """Return the job's state, in Slurm's words."""
         reason = self._about.get("Reason", "None")
         end = {
             "TIMEOUT": f"its time limit of {self._about.get('TimeLimit', '?')} was reached",
-            "CANCELLED": "somebody cancelled it (scancel)",
+            "CANCELLED": "it was cancelled (scancel)",
             "PREEMPTED": "another job needed its nodes",
             "NODE_FAIL": "one of its nodes failed",
             "OUT_OF_MEMORY": "it needed more memory than it was given (--mem)",
@@ -190,7 +190,7 @@ def job_facts(job: str) -> dict[str, str]:
 
 
 class Srun:
-    """A step in the allocation that this kernel runs in (salloc, batchspawner, JupyterHub)."""
+    """A step in the allocation in which this kernel runs (salloc, batchspawner, JupyterHub)."""
 
     def __init__(self, settings: LaunchSettings) -> None:
         refuse_missing("srun", "slurm-client")
@@ -241,7 +241,7 @@ class Srun:
     def stop(self) -> None:
         """End the step."""
         if self._started is not None:
-            # Told to end itself, srun kills the agents: they clean up first, as they were told.
+            # When srun is told to end, it kills the agents; so they are told to clean up first.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._started.process.wait(AGENTS_END_S)
             self._started.stop()

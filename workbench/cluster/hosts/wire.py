@@ -32,7 +32,7 @@ PACKAGES = (
     "distributed-workbench", "torch", "tensorflow", "keras", "numpy", "ipyparallel", "cloudpickle",
     "pyzmq",
 )  # fmt: skip
-"""Whose versions are told and compared."""
+"""The packages whose versions are reported and compared."""
 KEEPER = -1
 """The number of the store's keeper among the engines of a host."""
 CANNOT_IMPORT, NO_ROUTE = 71, 72
@@ -41,13 +41,13 @@ CANNOT_IMPORT, NO_ROUTE = 71, 72
 
 @dataclass(frozen=True)
 class Join:
-    """Where an agent finds its kernel, and what each knows the other by.
+    """Where an agent finds its kernel, and how both identify each other.
 
     Attributes:
         url: Of the kernel's socket.
         key: Its public key (Z85).
-        word: What proves that the agent was started by this kernel (hex).
-        framework: What it imports while it connects; empty: nothing yet.
+        word: The secret that proves that this kernel started the agent (hex). framework: The
+            framework that it imports while it connects; empty: none yet.
     """
 
     url: str
@@ -78,15 +78,13 @@ class HostFacts:
     """A host, as its agent sees it.
 
     Attributes:
-        hostname: What it calls itself; several may have the same.
-        token: What tells it from every other host (`address.host_token`).
-        address: By which other hosts reach it: where its way to the kernel begins.
-        cores: That its processes may use; `cpus` are their numbers, where the system tells.
-        versions: Of Python and of packages, by name.
+        hostname: Its own name; several hosts can have the same. token: The token that identifies it
+            (`address.host_token`). address: The address at which other hosts reach it: the one on
+            its route to the kernel. cores: The number of cores for its processes; `cpus` has their
+            numbers, if known. versions: The versions of Python and of packages, by name.
         devices: `discovery.Device`, field by field.
-        notes: What is to be said of devices that cannot be used.
-        unfit: Why a framework, as it is installed there, cannot use them: a list of sentences, by
-            its name.
+        notes: Notes about devices that cannot be used. unfit: Why a framework, as installed there,
+            cannot use them: a list of sentences, by its name.
         folder: The agent's private one.
         home: Its user's home folder, where engines begin that do not find the notebook's folder.
     """
@@ -106,7 +104,8 @@ class HostFacts:
     cpus: Any = ()
 
 
-# -- up: what agents say -----------------------------------------------------------------------
+# -- up: messages from agents
+# -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +114,7 @@ class Arrived(Message):
 
     Attributes:
         place: Its number among the agents, in the order of hosts; -1: it does not know.
-        slots: For how many engines the host was asked for; 0: it does not know.
+        slots: The requested number of engines on the host; 0: not known.
     """
 
     kind: ClassVar[str] = "arrived"
@@ -126,10 +125,10 @@ class Arrived(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Alive(Message):
-    """The agent lives; said every second, so that a host that fell silent shows.
+    """The agent lives; sent every second, so that a silent host is noticed.
 
     Attributes:
-        halted: Engines whose processes are halted (SIGSTOP); a change is said at once.
+        halted: Engines whose processes are halted (SIGSTOP); a change is sent at once.
     """
 
     kind: ClassVar[str] = "alive"
@@ -138,7 +137,7 @@ class Alive(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer(Message):
-    """What an agent was asked for; `error` in words where it could not do it."""
+    """The answer to a request; `error` is a text if the agent could not do it."""
 
     kind: ClassVar[str] = "answer"
     ask: int
@@ -159,7 +158,7 @@ class Answer(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Leaving(Message):
-    """The agent was told to end, by somebody else than its kernel; `why` in words."""
+    """The agent was told to end, but not by its kernel; `why` is the reason in words."""
 
     kind: ClassVar[str] = "leaving"
     why: str
@@ -177,7 +176,7 @@ class EngineLeft(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class LogAdded(Message):
-    """What was added to an engine's log; -1: what the agent itself has to say."""
+    """An addition to an engine's log; -1: a message of the agent itself."""
 
     kind: ClassVar[str] = "logged"
     engine: int
@@ -200,7 +199,7 @@ def _one(kind: type, buffers: Sequence[Buffer]) -> Buffer:
     return bytes(buffers[0])
 
 
-# -- down: what the kernel says ----------------------------------------------------------------
+# -- down: messages from the kernel ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +224,7 @@ class Ready(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class End(Message):
-    """Nothing is needed of this agent any more."""
+    """This agent is no longer needed."""
 
     kind: ClassVar[str] = "end"
 
@@ -313,7 +312,7 @@ class RemoveFile(Asked):
 
 @dataclass(frozen=True, kw_only=True)
 class Look(Asked):
-    """Find out what is at a path; the answer is a `Seen`'s fields, or None where nothing is.
+    """Describe a path; the answer is a `Seen`'s fields, or None if there is nothing.
 
     Attributes:
         deep: Whether the files below a folder are listed.
@@ -339,7 +338,7 @@ class Seen:
 
     @staticmethod
     def at(path: str | os.PathLike[str], *, deep: bool = False) -> Seen | None:
-        """Return what is at a path of this machine; None where nothing is, or may be seen."""
+        """Return the description of a path on this machine; None if nothing is there or visible."""
         try:
             found = os.stat(path)
             is_folder = stat.S_ISDIR(found.st_mode)
@@ -350,7 +349,7 @@ class Seen:
 
     @staticmethod
     def told(value: Any) -> Seen | None:
-        """Return what an agent has seen, of its answer's value.
+        """Return the description of a path from an agent's answer.
 
         Raises:
             BadMessageError: It is something else, or names files that are not below the folder.
@@ -404,7 +403,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def unpack_up(frames: Sequence[bytes], word: bytes) -> Up:
-    """Return what an agent said.
+    """Return an agent's message.
 
     Raises:
         BadMessageError: It does not know the pass, or is malformed.
@@ -414,7 +413,7 @@ def unpack_up(frames: Sequence[bytes], word: bytes) -> Up:
 
 
 def unpack_down(frames: Sequence[bytes], word: bytes) -> Down:
-    """Return what the kernel said.
+    """Return the kernel's message.
 
     Raises:
         BadMessageError: It is malformed.
@@ -438,7 +437,7 @@ def _unpack(frames: Sequence[bytes], word: bytes, kinds: Mapping[str, Any]) -> A
 
 
 def encrypt(sock: Any) -> str:
-    """Have a socket of ZeroMQ that is to be bound take encrypted messages only.
+    """Make a ZeroMQ socket accept only encrypted messages; call it before the bind.
 
     Returns:
         The public key that others encrypt with (Z85).

@@ -1,4 +1,4 @@
-"""Checkpoints of a run on its engines: when, what, and always complete.
+"""Checkpoints of a run on its engines: their time, content and completeness.
 
     training     . . step 99 | copy | step 100 . . . . . . . step 199 | copy | . .
     background                       write, flush, rename            write, flush, rename
@@ -7,8 +7,8 @@ Training only pauses for the copy, which is taken between the same two steps on 
 thread of each engine then writes it. Rank 0 writes the common part (model, optimizer, scheduler),
 every rank its own part (random states, its own replica). All of it goes into `step-N.<run>.tmp`.
 When the last part is there, rank 0 renames the folder to `step-N`. So a folder named `step-N` is
-complete, whatever process is killed at any moment, and the one before it stays until then. If a
-write fails (a full disk), the failure is reported, and only that checkpoint is lost.
+complete, even if any process is killed at any moment, and the checkpoint before it stays until
+then. If a write fails (a full disk), the failure is reported, and only that checkpoint is lost.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Checkpoints:
         self._kept: tuple[Any, ...] = ()
         self._saved = -1
         self._ends_with_cell = False
-        # Who is let in later writes with the others from then on (`regrouped`).
+        # A worker that joins later writes with the others from then on (`regrouped`).
         writes = spec.checkpoint and not context.membership.waits
         self._writer = Writer(context, Path(spec.checkpoint)) if writes else None
 
@@ -81,7 +81,7 @@ class Checkpoints:
     ) -> Mapping[str, Any] | None:
         """Begin a training of the cell; return its position if the run continues inside it.
 
-        An earlier training of the cell is repeated, because later ones may need its results.
+        Earlier trainings of the cell are repeated, because later ones may need their results.
 
         Args:
             position: Returns the position in the data.
@@ -93,7 +93,7 @@ class Checkpoints:
         """
         self._strategy, self._position, self._kept = strategy, position, kept
         if self.every:
-            _ = self._format  # now: the first copy must not wait for an import
+            _ = self._format  # imported now, so that the first copy does not wait for an import
         self._ends_with_cell = ends_with_cell
         self._saved = self.context.trained
         number, self._trainings = self._trainings, self._trainings + 1
@@ -104,7 +104,7 @@ class Checkpoints:
             raise FitError(
                 "The checkpoint belongs to another cell: the trainings before this one differ.",
                 seen=f"{self.context.trained} steps before it, then {about['base']}",
-                next_step="continue with the same cell: wb.resume runs the one that was saved",
+                next_step="continue with the same cell: wb.resume runs the saved cell",
                 code="WB-FIT-002",
             )
         self._saved = self.resumed_step = self.start.step
@@ -114,13 +114,13 @@ class Checkpoints:
         """Load the state of the checkpoint that the training continues from; on all ranks.
 
         Args:
-            whole: Whether random states are set as well: they must be the last thing before a step.
+            whole: Whether random states are set too; this must be the last action before a step.
 
         Raises:
-            FitError: The model, or its optimizer, has another form.
+            FitError: The model or its optimizer has a different form.
             RunError: The checkpoint cannot be read.
         """
-        assert self.start is not None, "there is a checkpoint to go on from"
+        assert self.start is not None, "there is a checkpoint to continue from"
         assert self._strategy is not None, "enter comes first"
         path, about = Path(self.start.path), self.start.about
         strategy, spec = self._strategy, self.context.spec
@@ -174,18 +174,18 @@ class Checkpoints:
             return self._format.read_state(folder)
         except FitError:
             raise
-        except Exception as error:  # damaged in a way that the format's own reader found
+        except Exception as error:  # damage that the format's own reader found
             if isinstance(error, RunError):
                 raise
-            assert self.start is not None, "there is a checkpoint to go on from"
+            assert self.start is not None, "there is a checkpoint to continue from"
             what = f"{folder.name} cannot be read ({type(error).__name__}: {error})"
             raise checkpoints.refusal(self.start, [what]) from error
 
     def regrouped(self, saved: int) -> None:
-        """Write with the present members; abandon a write in progress.
+        """Write with the present members from now on; cancel a write in progress.
 
         Args:
-            saved: The latest saved step, on all of them.
+            saved: The latest saved step of all members.
         """
         self._saved = saved
         self.give_up()
@@ -199,13 +199,13 @@ class Checkpoints:
 
     @property
     def saved(self) -> int:
-        """The step that was saved last."""
+        """The last saved step."""
         return self._saved
 
     # -- saving ------------------------------------------------------------------------------------
 
     def is_due(self, done: int | None = None) -> bool:
-        """Whether it is time; several steps may be done at once.
+        """Whether it is time to save; a call can do several steps.
 
         Args:
             done: Steps done, if the run's rows do not show it.
@@ -213,19 +213,19 @@ class Checkpoints:
         if not self.every:
             return False
         done = self.context.trained if done is None else done
-        # Who catches up passes steps at which the others have saved.
+        # A worker that catches up passes steps at which the others have saved.
         return done > self._saved and (self.asked or done // self.every > self._saved // self.every)
 
     def step_done(self) -> bool:
-        """Save if it is time; called between steps, on all ranks. Returns whether it did."""
+        """Save if it is time; called between steps, on all ranks. Return whether it saved."""
         return self.is_due() and self.save()
 
     def save(self, done: int | None = None) -> bool:
-        """Take a copy now and write it; return whether exactly this step was not saved."""
+        """Take a copy now and write it; return whether this step was not saved before."""
         step = self.context.trained if done is None else done
         if not self.every or step == self._saved or self._strategy is None:
             return False
-        assert self._writer is not None, "there is a folder where some are written"
+        assert self._writer is not None, "a folder exists if checkpoints are written"
         began = clock()
         self._writer.wait()
         strategy, spec = self._strategy, self.context.spec
@@ -234,7 +234,7 @@ class Checkpoints:
             return True
         try:
             snapshot = strategy.snapshot()
-        except BaseException:  # it is taken when those who take part then come to it
+        except BaseException:  # it is taken when the workers that take part reach this step
             self._saved = before
             raise
         shared = {
@@ -250,7 +250,7 @@ class Checkpoints:
         return True
 
     def _about(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint's manifest says."""
+        """Return the content for a checkpoint's manifest."""
         spec = self.context.spec
         return {
             "version": checkpoints.VERSION,
@@ -267,7 +267,7 @@ class Checkpoints:
     def contents(self) -> tuple[Any, dict[str, Any]] | None:
         """Return this worker's state and manifest of a training that failed.
 
-        None between trainings, and before there is anything to keep.
+        None between trainings, and before there is a state to keep.
         """
         if self._strategy is None:
             return None
@@ -309,17 +309,18 @@ def checkpoints_of(context: RunContext) -> Checkpoints:
 
 
 def checkpoint() -> None:
-    """Ask for a checkpoint at the end of the current step; call it on every rank.
+    """Request a checkpoint at the end of the current step; call it on every rank.
 
     Raises:
         RunError: There is no run.
-        FitError: The line names no folder for checkpoints.
+        FitError: The magic's line names no folder for checkpoints.
     """
     context = require("wb.checkpoint")
     if not context.spec.checkpoint:
         raise FitError(
             "The run has no folder for checkpoints.",
-            next_step="name one on the line: %%distributed mirrored --checkpoint DIR",
+            next_step="name a folder in the cell's first line: %%distributed mirrored "
+            "--checkpoint DIR",
             code="WB-FIT-004",
         )
     checkpoints_of(context).asked = True
@@ -336,16 +337,16 @@ def resumed_step() -> int:
 
 POLL_S = 0.02
 PARTS_S = 120.0
-"""How long rank 0 waits for the others' parts once its own are written."""
+"""How long rank 0 waits for the others' parts after its own are written."""
 LEAVE_S = 2.0
-"""How long the end of a cell that failed waits for a write under way."""
+"""How long the end of a failed cell waits for a write in progress."""
 
 
 class Writer:
     """Writes the checkpoints of one cell on one engine, one at a time.
 
     Args:
-        folder: The folder of checkpoints; incomplete ones that crashes left are removed.
+        folder: The folder of checkpoints; incomplete checkpoints left by crashes are removed.
     """
 
     def __init__(self, context: RunContext, folder: Path) -> None:
@@ -353,11 +354,11 @@ class Writer:
         self.context = context
         self._folder = folder
         self._token = checkpoints.token(spec.prefix, spec.run_id)
-        # Workers that take each step together bring a part each; others are left where they are.
+        # Workers that take each step together write one part each; other workers write none.
         self._parts = spec.world_size // spec.replicas if context.sync else 1
         self._thread: threading.Thread | None = None
         self._leaving = threading.Event()
-        self._missed: list[int] = []  # steps, since the last that was written
+        self._missed: list[int] = []  # missed steps since the last written checkpoint
         self._told: set[object] = set()  # reasons, since then
         if spec.rank == 0:
             checkpoints.sweep(folder, lambda _, token: token != self._token)
@@ -375,8 +376,7 @@ class Writer:
 
         Args:
             format_: The framework's module of checkpoints, which has `write_state`.
-            shared: The common part for all ranks; rank 0's is written.
-            own: This rank's own part.
+            shared: The common part for all ranks; rank 0 writes it. own: This rank's own part.
             about: The manifest.
             stall_s: How long training paused for the copy.
         """
@@ -389,13 +389,13 @@ class Writer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the write in progress: there is memory for one copy."""
+        """Wait for the write in progress, because there is memory for only one copy."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def conclude(self) -> None:
-        """End a training: wait for the write in progress, and report checkpoints missed lately."""
+        """End a training: wait for the write in progress, and report missed checkpoints."""
         self.wait()
         if len(self._missed) > 1 and self.context.spec.rank == 0:
             self._warn(f"{self._how_many()} could not be written; {self._stands()}.")
@@ -403,11 +403,11 @@ class Writer:
         self._told.clear()
 
     def give_up(self) -> None:
-        """End a write in progress without waiting for the others' parts; waits for nobody."""
+        """End a write in progress without waiting for the others."""
         self._leaving.set()
 
     def leave(self) -> None:
-        """End a cell that failed: a write in progress has `LEAVE_S`, and waits for nobody."""
+        """End a failed cell: a write in progress has `LEAVE_S`, and does not wait for others."""
         self._leaving.set()
         if self._thread is not None:
             self._thread.join(LEAVE_S)
@@ -424,7 +424,7 @@ class Writer:
         """Write this engine's parts; rank 0 makes a checkpoint of them."""
         began, rank = clock(), self.context.spec.rank
         temporary = self._folder / f"step-{step}.{self._token}.tmp"
-        if rank == 0:  # others may have written to a checkpoint after it was given up
+        if rank == 0:  # others may have written to an abandoned checkpoint
             checkpoints.sweep(self._folder, lambda old, token: token == self._token and old < step)
         try:
             temporary.mkdir(parents=True, exist_ok=True)
@@ -464,7 +464,7 @@ class Writer:
             self._leaving.wait(POLL_S)
 
     def _others_sums(self, temporary: Path) -> checkpoints.Sums:
-        """Return the checksums that the other engines have left beside their parts."""
+        """Return the checksums that the other engines have written next to their parts."""
         found: checkpoints.Sums = {}
         for path in [temporary / f"rank-{r}.json" for r in self._ranks()[1:]]:
             found |= json.loads(path.read_text())
@@ -489,17 +489,21 @@ class Writer:
                 self._remove(Path(old.path))
 
     def _remove(self, whole: Path) -> None:
-        """Take a checkpoint away; killed in the middle, no half of it is called one."""
+        """Remove a checkpoint.
+
+        If the process is killed meanwhile, the rest has no checkpoint's name.
+        """
         doomed = Path(f"{whole}.{self._token}.old.tmp")
         whole.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
     def _give_up(self, temporary: Path, step: int, error: Exception) -> None:
-        """Leave nothing half-written; say what happened and what still stands."""
+        """Remove incomplete files; report what happened and which checkpoint is still valid."""
         rank = self.context.spec.rank
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        else:  # the folder is rank 0's: it may be writing there, and must hear of this in any case
+        # the folder belongs to rank 0, which may be writing there and must be told in any case
+        else:
             shutil.rmtree(temporary / f".rank-{rank}", ignore_errors=True)
             with contextlib.suppress(OSError):
                 temporary.mkdir(exist_ok=True)
@@ -509,7 +513,7 @@ class Writer:
         self._missed.append(step)
         reason = type(error), getattr(error, "errno", None)
         if reason in self._told:
-            return  # one line for each try would bury everything else
+            return  # a line for each try would hide all other output
         self._told.add(reason)
         self._warn(
             f"The checkpoint at step {step} could not be written; {self._stands()}. Training "
@@ -517,7 +521,7 @@ class Writer:
         )
 
     def _tell_success(self, step: int) -> None:
-        """Say that checkpoints are written again, where several were missed."""
+        """Report that checkpoints are written again, if several were missed."""
         if len(self._missed) > 1:
             self._warn(
                 f"Checkpoints are written again, from step {step} on; {self._how_many()} could "

@@ -1,9 +1,9 @@
 """Files that survive a crash of the machine, and states in a form that files can hold.
 
-A file is written, flushed to disk, and only then given its name. A state (nested dicts, lists,
+A file is written, flushed to disk, and then gets its name. A state (nested dicts, lists,
 numbers, tensors) becomes JSON and a flat table of tensors, and can be rebuilt from them. Nothing is
 pickled, so reading such a file runs no code from it. Every container stores its kind, so that
-tuples, dicts with numbers as keys and counters are rebuilt as what they were:
+tuples, dicts with numbers as keys and counters are rebuilt with the same types:
 
     {"lr": 0.1, "betas": (0.9, 0.99), "exp_avg": <tensor>}
     -> {"dict": [["lr", 0.1], ["betas", {"tuple": [0.9, 0.99]}], ["exp_avg", {"tensor": "0"}]]}
@@ -27,7 +27,7 @@ import numpy as np
 from ...errors import FitError
 
 SEE_S, SEE_POLL_S = 3.0, 0.1
-"""How long a shared disk may take to show on one host what another one has written, looked for."""
+"""How long a shared disk may take until one host sees the files of another."""
 
 
 def blind(path: str, token: str) -> str:
@@ -90,14 +90,14 @@ def rename_folder(old: Path, new: Path) -> None:
 def encode(
     state: Any, is_tensor: Callable[[Any], bool], where: str = "state"
 ) -> tuple[Any, dict[str, Any]]:
-    """Return a state as JSON can hold it, and its tensors and arrays by name.
+    """Return a state in a form for JSON, and its tensors and arrays by name.
 
     Args:
         is_tensor: Whether a value is one of the framework's tensors.
         where: The state's name in an error.
 
     Raises:
-        FitError: A value is neither a number, a text, a tensor nor a container of these.
+        FitError: A value is not a number, a text, a tensor or a container of these.
     """
     leaves: dict[str, Any] = {}
 
@@ -131,7 +131,7 @@ def encode(
 
 
 def decode(skeleton: Any, leaves: Mapping[str, Any]) -> Any:
-    """Rebuild a state from what `encode` returned."""
+    """Rebuild a state from the result of `encode`."""
     if isinstance(skeleton, list):
         return [decode(item, leaves) for item in skeleton]
     if not isinstance(skeleton, dict):

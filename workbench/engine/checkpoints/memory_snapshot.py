@@ -1,12 +1,12 @@
-"""What a worker keeps in memory when another one dies, so that the run can continue from it.
+"""The state that a worker keeps in memory when another worker dies; the run can continue from it.
 
-If every worker has the whole model and the optimizer's state, the death of one loses nothing. The
+If every worker has the whole model and the optimizer's state, a worker's death loses nothing. The
 survivors' current step has failed in the middle of its all-reduce, so their parameters are those
 after the last complete step. They keep a copy when the cell ends, and report its step. The kernel
-lets the furthest one write it as a checkpoint, from which all begin again.
+lets the worker with the latest step write its copy as a checkpoint, from which all begin again.
 
-A worker that was interrupted while it changed its parameters has neither the old nor the new ones,
-and keeps nothing (`update_began` and `update_ended` tell).
+A worker that was interrupted while it changed its parameters has parameters that are partly old and
+partly new, so it keeps nothing (`update_began` and `update_ended` tell).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def write(folder: str) -> str:
 
 
 def forget() -> None:
-    """Release the kept state: another cell begins."""
+    """Release the kept state, because another cell begins."""
     _kept.clear()
 
 

@@ -89,7 +89,7 @@ class Debugger(pdb.Pdb):
         return bool(done)
 
     def _means_variable(self, word: str, line: str) -> bool:
-        """Whether `w.shape` is meant, or `n = 3`, rather than the command of that name."""
+        """Whether the text means `w.shape` or `n = 3`, not the pdb command with this name."""
         follows = line.strip()[len(word) :].lstrip()
         if not follows.startswith((".", "[", "(", "=")) or self.curframe is None:
             return False
@@ -104,7 +104,7 @@ class Debugger(pdb.Pdb):
 
 
 class _Lines:
-    """Stands for the debugger's stdin: each line read is a command from the notebook."""
+    """Replaces the debugger's stdin: each line is a command from the notebook."""
 
     def __init__(self, owner: LiveDebugger) -> None:
         self._owner = owner
@@ -123,7 +123,7 @@ class LiveDebugger(Debugger):
         self._between = False  # two statements of the cell
 
     def hold(self, frame: FrameType) -> None:
-        """Stop in `frame`, at the line that asked for it; then follow it as commands say."""
+        """Stop in `frame`, at the line that requested it; then follow the user's commands."""
         self.reset()
         outer = [frame]
         while outer[-1].f_back is not None:
@@ -196,7 +196,7 @@ class LiveDebugger(Debugger):
             to_fast(ctypes.py_object(frame), ctypes.c_int(0))
 
     def _cmdloop(self) -> None:
-        self.cmdloop()  # an interrupt is the cell's, not the prompt's
+        self.cmdloop()  # an interrupt belongs to the cell, not to the prompt
 
     def on_interrupt(self) -> None:
         """End the cell at an interrupt, as it would without a debugger."""
@@ -294,7 +294,7 @@ def ask(prompt: object = "", *, password: bool = False) -> str:
     """Replace `input()`: ask in the notebook.
 
     Raises:
-        RunError: Nobody can answer.
+        RunError: No answer is possible.
     """
     name = "getpass()" if password else "input()"
     asks = stdin_bridge.current()
@@ -318,7 +318,7 @@ def ask(prompt: object = "", *, password: bool = False) -> str:
     elif asks is not None:
         reason = "this rank is paused already"
     raise RunError(
-        f"{name} was called on an engine, but nobody can type there: {reason}.",
+        f"{name} was called on an engine, where typing is impossible: {reason}.",
         seen=str(prompt),
         next_step="ask in a cell of the notebook, then %push the value to the engines",
         code="WB-RUN-004",
@@ -330,13 +330,13 @@ def _ask_password(prompt: str = "Password: ", stream: Any = None) -> str:
 
 
 def install() -> None:
-    """Replace everything that would wait at a terminal, which engines do not have."""
+    """Replace all functions that would wait at a terminal, which engines do not have."""
     sys.breakpointhook = stop_here
     pdb.set_trace = stop_here
     builtins.input = ask
     getpass.getpass = _ask_password
     with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)  # engines of other launchers have a pipe that nobody writes to
+        os.dup2(nothing.fileno(), 0)  # engines of other launchers have a pipe without a writer
 
 
 def cell_over() -> None:

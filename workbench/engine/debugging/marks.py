@@ -5,7 +5,7 @@ function's code and return the function unchanged: a call costs nothing more.
 
     @waits_in(MESSAGE)           its frames, and those it calls, are a wait
     @begins_cell                 everything below is the cell, except machinery
-    machinery(__name__)          frames of this module are of no interest to a user
+    machinery(__name__)          a user does not need to see frames of this module
     @doing("leaving ...")        what the engine does if no line of the user's is on the stack
 
 A place in code is shown in the user's terms (`cell line 7 in step`, `train.py:41 in load_batch`),
@@ -35,7 +35,7 @@ class Rule:
         label: Its name; `{}` is the function.
         idle: Which part must be idle, for frames that may also compute.
         outermost: Take the outermost of the frames that fit: the one that was called.
-        by_user: The user caused it (a pause): it is no wait for others.
+        by_user: The user caused it (a pause), so it is not a wait for others.
         modules: Modules of other libraries, including their submodules.
         function: Only this function of those modules.
     """
@@ -80,7 +80,7 @@ STEP = Rule("in a step of TensorFlow", idle="process", modules=("tensorflow.pyth
 RULES = (
     PAUSE, GROUP, COLLECTIVE, BOARD, ALL_REDUCE, RECEIVE, MESSAGE, ANSWER, OF_TORCH, BACKWARD, STEP,
 )  # fmt: skip
-"""Where frames mean several waits, the first of these is said."""
+"""If frames match several waits, the first of these is reported."""
 
 _SHELL = ("IPython.core", "ipykernel")
 _waits: dict[CodeType, Rule] = {}
@@ -116,7 +116,7 @@ def begins_cell(function: Function) -> Function:
 
 
 def machinery(module: str) -> None:
-    """Leave out a module's frames between the beginning of a cell and the cell's own."""
+    """Leave out a module's frames between the beginning of a cell and the cell's own frames."""
     _machinery.add(module)
 
 
@@ -131,7 +131,7 @@ def is_beginning(frame: FrameType) -> bool:
 
 
 def is_machinery(frame: FrameType) -> bool:
-    """Whether the frame is of no interest to a user."""
+    """Whether a user does not need to see the frame."""
     return frame.f_globals.get("__name__") in _machinery or _is_of(frame, _SHELL)
 
 
@@ -146,7 +146,7 @@ def _is_of(frame: FrameType, modules: tuple[str, ...]) -> bool:
 
 
 def _code(function: Callable[..., Any]) -> CodeType:
-    """Return a function's own code; a wrapper's would stand for everything that it wraps."""
+    """Return a function's own code; a wrapper's code would match everything that it wraps."""
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         raise TypeError(f"{function!r} is no plain function: the mark belongs below its wrappers")
     return function.__code__

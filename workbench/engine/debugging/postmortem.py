@@ -1,4 +1,4 @@
-"""The frames of the cell that failed last, kept for `%cluster debug`.
+"""The frames of the last failed cell, kept for `%cluster debug`.
 
 They hold the user's variables, big tensors too. So only the newest failure is kept, until the next
 cell begins or `%cluster free`.
@@ -28,7 +28,7 @@ _debugger: Debugger | None = None
 
 @contextlib.contextmanager
 def cell() -> Iterator[None]:
-    """Surround a cell: remove what a debugger left of the last one, and then of this one."""
+    """Remove the rest of a debugger before a cell, and again after it."""
     clear()
     stdin_bridge.cell_begins()
     try:
@@ -48,7 +48,7 @@ def keep(error: BaseException | None) -> None:
 
 
 def clear() -> None:
-    """Forget it, also where Python keeps it, so that its variables can be freed."""
+    """Delete the failure, also in Python's own variables, so that its variables can be freed."""
     global _kept, _debugger
     error, _kept, _debugger = _kept, None, None
     if error is not None:
@@ -155,7 +155,7 @@ def _select(debugger: Any) -> None:
 
 
 def _traceback(error: BaseException | None) -> TracebackType | None:
-    """Return the part of the traceback that begins in the cell; None where it does not reach it."""
+    """Return the part of the traceback from the cell on; None if it does not contain the cell."""
     trace = None if error is None else error.__traceback__
     while trace is not None and not marks.is_cell(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next

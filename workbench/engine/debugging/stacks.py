@@ -39,7 +39,7 @@ class DeviceWork(NamedTuple):
 
     Attributes:
         waits: Whether it waits for other workers.
-        words: As in "has waited 12 s ...", or what it computes.
+        words: Text such as "has waited 12 s ...", or its computation.
     """
 
     waits: bool
@@ -61,7 +61,7 @@ def ask_device(ask: Callable[[], DeviceWork | None]) -> Callable[[], None]:
 
 
 def _device_work() -> DeviceWork | None:
-    """Return what the device is at; who came last knows it best (a step's own events)."""
+    """Return the device's activity; the newest reporter is the most exact (a step's own events)."""
     for ask in reversed(_devices[:]):
         with contextlib.suppress(Exception):  # a device that has failed says nothing
             if (work := ask()) is not None:
@@ -130,7 +130,7 @@ def _main_thread() -> list[Place] | None:
 
 
 def _below_entry(stack: list[Place]) -> list[Place] | None:
-    """Return what is called by the runtime, without its machinery."""
+    """Return the frames that the runtime calls, without internal frames."""
     for k, place in enumerate(stack):
         if place.frame is not None and marks.is_beginning(place.frame):
             inner = stack[:k]
@@ -164,8 +164,8 @@ def _spell(stack: list[Place], k: int) -> str:
 
 
 def _inside(inner: list[Place]) -> str:
-    """Return which function of a library the user's line is in, empty where it is in none."""
-    for place in reversed(inner):  # the one that the user called
+    """Return the library function that the user's line calls; empty if there is none."""
+    for place in reversed(inner):  # the function that the user called
         if not place.file.startswith("<") and place.name != "<module>":
             return place.name
     return ""
@@ -186,7 +186,7 @@ def _short(file: str) -> str:
 
 
 def answer(question: AskWhere | AskStacks, engine: int) -> WhereAnswer | StacksAnswer:
-    """Answer one; frames that change while they are read must not end the control thread."""
+    """Answer a question; frames that change during reading must not end the control thread."""
     text = ""
     try:
         place = where()
@@ -232,7 +232,7 @@ def waiting_in(inner: list[Place], user: Place | None) -> Wait | None:
         user: That frame.
     """
     if any(place.file.startswith("<frozen importlib") for place in inner):
-        return None  # it waits for the disk at most
+        return None  # it can only be waiting for the disk
     for rule in RULES:
         fitting = [p for p in inner if p.frame is not None and rule.fits(p.frame)]
         if fitting and _stands_still(rule.idle):

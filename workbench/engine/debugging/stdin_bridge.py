@@ -57,7 +57,7 @@ class Released(Exception):
 
 @dataclass(frozen=True)
 class _Release:
-    """This engine's own word that the cell goes on."""
+    """This engine's own message that the cell continues."""
 
     reason: str
 
@@ -73,7 +73,7 @@ class StdinBridge:
     def __init__(self, engine: int, send: Send) -> None:
         self.engine, self.send, self.pid = engine, send, os.getpid()
         self.busy = threading.Lock()
-        self.deaf = ""  # why nothing is asked for the rest of this cell
+        self.deaf = ""  # why no question is asked in the rest of this cell
         self.announce = True  # whether the user must be told: no cell of the notebook blocks
         self._number = 0
         self._stop: Stopped | None = None
@@ -132,7 +132,7 @@ class StdinBridge:
                 return word.text
 
     def _ends(self, word: ToUser | _Release) -> str:
-        """Return why the cell goes on; empty where it does not."""
+        """Return why the cell continues; empty if it waits."""
         if isinstance(word, _Release) or (isinstance(word, GoOn) and word.number == self._number):
             return word.reason or "the notebook released it"
         return ""
@@ -156,7 +156,7 @@ class StdinBridge:
         """Accept a message of the kernel; called on the control thread."""
         stop = self._stop
         match word:
-            case Repeat():  # a notebook that has not heard the question
+            case Repeat():  # a notebook that has not received the question
                 if stop is not None:
                     self.send(stop)
             case Serve():
@@ -196,7 +196,10 @@ def install(engine: int, send: Send) -> StdinBridge:
 
 
 def current() -> StdinBridge | None:
-    """Return this engine's; None in a process that is not an engine (a loader's worker)."""
+    """Return this engine's questions.
+
+    None in a process that is not an engine (a loader's worker).
+    """
     if _attention is None or _attention.pid != os.getpid():
         return None
     return _attention
@@ -261,7 +264,7 @@ def serve(port: int) -> dict[str, Any]:
 
 
 def _free(port: int) -> int:
-    """Return the port when it can be listened on; debugpy would say so too late, on a thread."""
+    """Return the port if it is free; debugpy would report an error too late, on a thread."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((HOST, port))

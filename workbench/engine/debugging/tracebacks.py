@@ -215,7 +215,7 @@ def _at_their_lines(records: list[Any], trace: TracebackType | None) -> list[Any
 
 
 def told(error: BaseException, trace: TracebackType | None) -> list[str]:
-    """Return an error of ours as it is shown: the user's lines that led to it, then its message.
+    """Return the text of a Workbench error: the user's lines that led to it, then its message.
 
     The message says what to do, so the lines around are not needed.
     """
@@ -298,7 +298,7 @@ def _name_cells_in_warnings(numbers: Callable[[], Mapping[str, int]]) -> None:
 
 SHARED = "/dev/shm"
 _NO_ROOM_BYTES = 64 << 10
-"""With less room than this a place counts as full."""
+"""With less free space than this, a place counts as full."""
 
 _KNOWN: tuple[tuple[str, str], ...] = (
     (
@@ -422,8 +422,9 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"no CUDA-capable device is detected|CUDA_ERROR_NO_DEVICE",
-        "CUDA sees no GPU: see whether nvidia-smi lists one in the same container and what "
-        "CUDA_VISIBLE_DEVICES says, then %cluster restart; %cluster start --devices cpu needs none",
+        "CUDA sees no GPU: check whether nvidia-smi lists one in the same container, "
+        "and check CUDA_VISIBLE_DEVICES, then %cluster restart; %cluster start "
+        "--devices cpu needs none",
     ),
     (
         r"Could not load dynamic library|Cannot dlopen some GPU libraries"
@@ -454,7 +455,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Duplicate GPU detected",
-        "two workers were given one GPU, which NCCL refuses: use as many workers as there are GPUs "
+        "two workers got the same GPU, which NCCL does not allow: use as many "
+        "workers as there are GPUs "
         "(-n), or --devices cpu",
     ),
     (
@@ -563,7 +565,7 @@ def plain(text: str) -> str:
 
 def advice(words: str) -> str | None:
     """Return the next step for an error, given as `Name: message`, or None if none is known."""
-    # Where no file is named, a DataLoader's start found no place for its semaphores.
+    # If no file is named, a DataLoader found no space for its semaphores.
     unnamed = re.search(r"(No space left on device|Read-only file system)\s*$", words)
     closed = _is_full(SHARED) or (os.path.isdir(SHARED) and not os.access(SHARED, os.W_OK))
     if unnamed and closed:
@@ -575,7 +577,7 @@ def advice(words: str) -> str | None:
 
 
 def _full_places() -> list[str]:
-    """Return where no room is left, of the places that are written to without naming them."""
+    """Return the full places among those that libraries use without naming them."""
     places = {tempfile.gettempdir(): "the folder for temporary files", ".": "the current folder"}
     return [f"{place} ({what}) is full" for place, what in places.items() if _is_full(place)]
 

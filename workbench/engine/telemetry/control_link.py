@@ -1,9 +1,9 @@
 """The engine's end of the control path: one DEALER and one thread for the engine's whole life.
 
 Records (packed, in batches) and events go up; stop, pause, step and fault messages come down. The
-training thread only writes to the recorder's ring or appends to a deque. This thread does the
-sending, so telemetry never waits in a step. A message that fails, or a full disk, does not end this
-thread: without it the run would never be heard of again.
+training thread only writes to the recorder's ring or appends to a deque. This thread sends, so
+telemetry never waits in a step. A failed message or a full disk does not end this thread, because
+without it the kernel would get no more reports.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("workbench.engine")
 DRAIN_S = 0.1
 FLUSH_S = 0.005
-"""How often rows are looked for that a device has yet to finish, while somebody waits for them."""
+"""How often unfinished rows of a device are checked while they are waited for."""
 IDLE_S = 1.0
 WELCOME_S = 2.0
 MAX_EVENTS = 10_000
 MAX_EARLY = 100
 MOST_TOLD = 10
-"""So many faults of the thread are written to the engine's log."""
+"""At most this number of the thread's errors is written to the engine's log."""
 
 
 class Writer(Protocol):
     """Where a run's records and events also go on this side (`history.disk.RunWriter`).
 
-    One that raises is dropped, with a note: the run continues in the kernel's memory.
+    A writer that raises is dropped, with a note: the run continues in the kernel's memory.
     """
 
     def append_records(self, data: bytes) -> None:
@@ -147,7 +147,7 @@ class ControlLink:
         self._wake()
 
     def detach(self, timeout_s: float = 10.0) -> bool:
-        """Send what is left of the run and release it; return whether all of it was sent."""
+        """Send the remaining records of the run and release it; return whether all were sent."""
         sent = self.flush(timeout_s)
         writer, self._writer = self._writer, None
         try:
@@ -160,7 +160,7 @@ class ControlLink:
         return sent
 
     def emit(self, event: events.Event) -> None:
-        """Send an event of the run under way; never waits."""
+        """Send an event of the current run; never waits."""
         run = self._run.spec.run if self._run is not None else 0
         self._events.append((run, event))
         self._wake()
@@ -211,7 +211,7 @@ class ControlLink:
                 late = time.monotonic() - began > WELCOME_S
                 try:
                     self._turn(socket, heard=socket in ready, late=late)
-                except Exception:  # what cannot be sent keeps nothing else back
+                except Exception:  # a message that cannot be sent does not block others
                     self._stumbled()
         finally:
             socket.close()
@@ -235,7 +235,7 @@ class ControlLink:
         self.faults += 1
         if self.faults <= MOST_TOLD:
             log.exception("The control link of engine %d goes on after this", self._engine)
-        time.sleep(DRAIN_S)  # what fails at once must not do so in every turn
+        time.sleep(DRAIN_S)  # an immediate error must not repeat in every iteration
 
     def _connect(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller) -> Any:
         socket = context.socket(zmq.DEALER)
@@ -265,7 +265,7 @@ class ControlLink:
 
     def _send_pending(self) -> None:
         if self._fallback is not None and not self._welcomed and not self.using_fallback:
-            return  # not known yet which way is open; what went the closed one would be lost
+            return  # not known yet which connection works; messages on a closed one would be lost
         run = self._run
         wanted = self._flush_wanted
         held = False
@@ -295,7 +295,7 @@ class ControlLink:
             self._lost += len(rows) // RECORD.itemsize
 
     def _tell_unmeasured(self, run: RunContext, *, over: bool) -> None:
-        """Say once, at the end of a run, that a device had not said all of its steps' times."""
+        """Report once, at the end of a run, that a device did not report all step times."""
         recorder = run.recorder
         if not (over and recorder.unmeasured) or self._told_unmeasured:
             return
@@ -311,13 +311,14 @@ class ControlLink:
         )
 
     def _write(self, write: Callable[[Writer], None]) -> None:
-        """Write to the run's files; where that fails the run goes on without them."""
+        """Write to the run's files; if that fails, the run continues without them."""
         writer = self._writer
         if writer is None:
             return
         try:
             write(writer)
-        except Exception as error:  # most likely a full disk: it costs the files, not the run
+        # probably a full disk: the files are lost, but the run continues
+        except Exception as error:
             self._writer = None
             with contextlib.suppress(Exception):
                 writer.close()
@@ -358,14 +359,14 @@ class ControlLink:
             self._obey(message)
 
     def _catch_up(self) -> None:
-        """Obey what came between the start of a run in the kernel and its start here."""
+        """Execute the orders that came between the run's start in the kernel and its start here."""
         early = list(self._early)
         self._early.clear()
         for message in early:
             self._obey(message)
 
     def _obey(self, message: Down) -> None:
-        """Handle a message; one that makes no sense must not end this thread."""
+        """Handle a message; an invalid message must not end this thread."""
         try:
             self._handle(message)
         except (KeyError, ValueError, TypeError, AttributeError, WorkbenchError):
@@ -424,9 +425,9 @@ class ControlLink:
                 run.faults.set(message.faults)
 
     def _change_shares(self, run: RunContext, asked: Mapping[str, Any]) -> None:
-        """Ask, settle or call off a change of the workers' shares (`execution/workers/shedding`).
+        """Answer, apply or cancel a change of the workers' shares (`execution/workers/shedding`).
 
-        What is meant for other members than those that were announced last is not for this worker.
+        A message for other members than the last announced ones is not for this worker.
         """
         step, portions = int(asked["step"]), [int(one) for one in asked["portions"]]
         if asked["generation"] != run.membership.announced:

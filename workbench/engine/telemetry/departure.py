@@ -1,8 +1,8 @@
 """A process that is told to end leaves its run first, and then ends itself.
 
-The system tells it by SIGTERM (Slurm, Kubernetes, an administrator), or a notice says that its
-host goes away soon (`notices.py`). A process that takes part in a run reports this to the kernel,
-which decides how it leaves:
+The system tells it by SIGTERM (Slurm, Kubernetes, an administrator), or a notice says that its host
+will end soon (`notices.py`). A process that takes part in a run reports this to the kernel, which
+decides how it leaves:
 
     SIGTERM ──> `ToldToEnd` ──> the others regroup without it, ──> its cell is over ──> it ends
                                 or all stop at a step, and save
@@ -27,10 +27,10 @@ from typing import Any, Protocol
 
 clock = time.monotonic
 REPLY_S = 0.5
-"""After its cell a process lives on for so long: what the cell came to is still on its way, and
-somebody may ask it to write down what it holds."""
+"""A process lives this long after its cell, because the cell's result is still being sent, and the
+kernel may request its state."""
 TOGETHER_S = 1.0
-"""Signals that come within this time are one."""
+"""Signals within this time count as one."""
 ANSWER_S = 3.0
 """How long the kernel may take to answer; without one the process ends."""
 
@@ -39,7 +39,7 @@ class Loop(Protocol):
     """An event loop of asyncio."""
 
     def call_later(self, delay: float, callback: Callable[[], object]) -> object:
-        """Call back after so many seconds."""
+        """Call back after this number of seconds."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Notice:
 
 
 class Departure:
-    """One for a process's life; told by the threads that hear of its end.
+    """One object for a process's life; threads report the order to end to it.
 
     Args:
         end: Ends this process.
 
     Attributes:
-        notice: What it was told; None: nothing yet.
+        notice: The notice that it got; None: no notice yet.
     """
 
     def __init__(self, end: Callable[[], object] | None = None) -> None:
@@ -77,7 +77,7 @@ class Departure:
 
     @contextlib.contextmanager
     def taking_part(self, say: Callable[[Notice], object]) -> Iterator[None]:
-        """Use `say` to tell the kernel, as long as a run is in progress."""
+        """Use `say` to tell the kernel while a run is in progress."""
         with self._lock:
             self._say, self._said, self._answered = say, False, False
             self._tell()
@@ -128,13 +128,16 @@ class Departure:
         self._end()
 
     def install(self) -> None:
-        """Let a SIGTERM end this process only if nobody would wait for it; main thread."""
+        """Let a SIGTERM end this process only if no other process would wait for it.
+
+        Main thread.
+        """
         before = signal.getsignal(signal.SIGTERM)
 
         def handle(number: int, frame: FrameType | None) -> Any:
             if not self.takes_part and callable(before):
                 return before(number, frame)
-            return None  # who reads of signals hears of it
+            return None  # the thread that reads signals is told
 
         if callable(before):
             signal.signal(signal.SIGTERM, handle)
@@ -155,5 +158,5 @@ class Departure:
 
 def end_by_sigterm() -> None:
     """End this process as a SIGTERM would; callable from any thread."""
-    ctypes.CDLL(None).signal(signal.SIGTERM, None)  # Python's own `signal` is for one thread
+    ctypes.CDLL(None).signal(signal.SIGTERM, None)  # Python's own `signal` works in only one thread
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,11 +1,11 @@
-"""Who takes part in a training that is in progress, and from which moment the set changes.
+"""The workers that take part in a running training, and the moment from which the set changes.
 
 When a worker dies, joins or leaves, the kernel announces a generation: an ordered list of workers
-with a new number. Workers in a collective of the old generation are broken out of it, because some
-worker they wait for may never arrive. Workers that are computing learn of it before the next step.
-Then all meet under the new name (`training/regrouping.py`).
+with a new number. Collectives of the old generation are interrupted, because they may wait for a
+worker that never arrives. Workers that are computing see the change before the next step. Then all
+meet in the new generation (`training/regrouping.py`).
 
-    control thread   announce(g) --> break collectives of g - 1 --> tell where this worker stands
+    control thread   announce(g) --> break collectives of g - 1 --> report this worker's state
     training thread  step ... error, or `stale` --> await_next --> g is this worker's generation
 
 Only connections of a generation that the training thread has not left yet are broken. Leaving and
@@ -28,14 +28,17 @@ if TYPE_CHECKING:
 
 clock = time.monotonic
 LOOK_S, LOOKS = 1.0, 5
-"""How often one looks whether a worker hangs in what was broken, and how often in a row it must."""
+"""How often Workbench checks whether a worker hangs in an interrupted collective, and how often in
+a row it must hang."""
 HANGS = (
     "A collective hangs although its connections are closed. This worker's process ends, so that a "
     "new engine can replace it."
 )
 Phase = Literal["before", "ready", "cut", "past"]
-"""Where a worker stands: before or past a training; or in one, cut off from the others; or at its
-door."""
+"""The states of a worker: before or after a training; in a training; cut off from the others.
+
+Waiting to join.
+"""
 
 
 class Membership:
@@ -49,9 +52,9 @@ class Membership:
         generation: That of the members it trains with; 0: those that the run began with.
         waits: Whether it has not joined yet.
         away: Whether it was left out of a generation after it had taken part.
-        apart: Whether it never meets the others: it hears of them before one of its own steps.
+        apart: Whether it never meets the others: it notices changes before one of its own steps.
         stale: Whether the set of workers changes from the next step on.
-        tell: Tells the kernel where this worker stands.
+        tell: Reports this worker's state to the kernel.
         break_out: Ends what blocks the training thread in a collective; callable from any thread.
         hangs: Whether the training thread blocks in one; asked some time after it was broken.
         note: Tells the user.
@@ -90,14 +93,14 @@ class Membership:
             self._phase = "in"
 
     def end(self) -> None:
-        """Finish it: nobody waits for this worker any more."""
+        """Finish the training: no worker waits for this worker any more."""
         with self._changed:
             if self._phase == "in":
                 self._phase = "past"
                 self._answer()
 
     def withdraw(self) -> None:
-        """Leave it again: it cannot continue with others after all."""
+        """Leave the training again, because it cannot continue with others."""
         with self._changed:
             if self._phase == "in":
                 self._phase = "before"
@@ -122,7 +125,7 @@ class Membership:
 
     @property
     def _can_be_blocked(self) -> bool:
-        """Whether it may wait for somebody who is not to take part any more."""
+        """Whether it may be waiting for a worker that no longer takes part."""
         return self.waits or not self.apart
 
     def remind(self) -> None:
@@ -139,10 +142,10 @@ class Membership:
             self._look()
 
     def _look(self) -> None:
-        """Have this process end where its training thread cannot be broken out.
+        """End this process if its training thread cannot be interrupted.
 
-        Gloo loses the end of a message whose connection closes just as it is sent; who waits for it
-        (`UnboundBuffer::waitSend`) then waits for the group's whole timeout, and cannot be aborted.
+        Gloo loses the end of a message whose connection closes just as it is sent; a wait for it
+        (`UnboundBuffer::waitSend`) then lasts for the group's whole timeout, and cannot be aborted.
         """
         self._hung = self._hung + 1 if self.hangs() else 0
         self._look_at_s = clock() + LOOK_S
@@ -156,7 +159,7 @@ class Membership:
             self.tell(self._phase, self._latest.generation)
 
     def waiting(self) -> None:
-        """Report that this worker waits: to join, or to hear who continues with it."""
+        """Report that this worker waits to join, or to learn which workers continue with it."""
         if self.waits or not self.stale:
             self.tell("ready" if self.waits else "cut", self.generation)
 
@@ -189,4 +192,4 @@ class Membership:
 
 
 def _nothing(*unused: object) -> None:
-    """Do nothing; until somebody says what is to be done."""
+    """Do nothing; replaced by a real function later."""

@@ -1,8 +1,8 @@
-"""How a flag of a run is said, and how it has several values.
+"""How a flag of a run is written, and how it can have several values.
 
 In reading order:
 
-    flag      a flag: its names, what follows it, what is made of that
+    flag      a flag: its names, its value, and how the value is read
     several   several values of one flag, for a run each
-    settings  what a line, its plan and the engines all know
+    settings  the settings that a line, its plan and the engines share
 """

@@ -1,4 +1,4 @@
-"""How one field of a request is said: on the line, in `cluster.run(...)`, in the docs."""
+"""How one field of a request is written: on the line, in `cluster.run(...)`, in the docs."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Flag:
-    """How one field of a request is said.
+    """How one field of a request is written.
 
     Attributes:
         names: `-n`, `--workers`; the last one is its long name. A word without dashes is a
             position on the line.
         help: What it does, in a few words.
-        without: What holds where it is not given, in words.
+        without: The behaviour if it is not given, in words.
         example: A line that uses it.
-        metavar: What follows it; empty: nothing does, it is a switch.
-        choices: What it may be, where that is a few words.
-        repeated: Whether it may stand on the line several times.
-        read: What makes its value of the text that follows it (of the list of them, if repeated).
-        write: What makes text of the value, or of each of its parts.
+        metavar: The name of its value; empty: it has no value, it is a switch. choices: The allowed
+            values, if there are only a few words. repeated: Whether it can be given several times.
+            read: The function that turns the text (or the list of texts, if repeated) into the
+            value. write: The function that turns the value, or each of its parts, into text.
         argument: Its name in `cluster.run(...)`; empty: none.
-        is_text: Whether Python code gives it as text too, as `"10:15"`.
-        trains: Whether it belongs to a training run, so that a plain cell refuses it.
-        overrides: Whether it stands in the place of what the cell passes to `wb.fit`.
-        several: Whether it may have several values with commas, for a run each.
+        is_text: Whether Python code also gives it as text, such as `"10:15"`. trains: Whether it
+            belongs to a training run, so that a plain cell refuses it. overrides: Whether it
+            overrides an argument that the cell passes to `wb.fit`. several: Whether it can have
+            several values with commas, with one run for each.
     """
 
     names: tuple[str, ...]
@@ -55,12 +54,12 @@ class Flag:
 
     @property
     def long(self) -> str:
-        """The name by which messages call it: `--workers`."""
+        """Its name in messages: `--workers`."""
         return self.names[-1]
 
     @property
     def option(self) -> dict[str, Any]:
-        """What `ArgumentParser.add_argument` is given besides the names."""
+        """The arguments for `ArgumentParser.add_argument` in addition to the names."""
         if not self.long.startswith("-"):
             return {"nargs": "?", "default": "", "help": self.help}
         if not self.metavar and not self.choices:
@@ -76,10 +75,10 @@ class Flag:
         return [(self.long, self.write(part)) for part in parts]
 
     def given(self, value: Any) -> Any:
-        """Return what Python code has given as the field's value.
+        """Return the field's value from an argument in Python code.
 
         Raises:
-            PlanError: It is none of the choices, or its text was not understood.
+            PlanError: It is not one of the choices, or its text is not valid.
         """
         if self.choices and value not in self.choices:
             raise PlanError(

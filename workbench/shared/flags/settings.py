@@ -1,4 +1,4 @@
-"""What a line, its plan and the engines all know of a run: a field for each, with its flag."""
+"""The settings of a run that a line, its plan and the engines share: a field with a flag each."""
 
 from __future__ import annotations
 
@@ -28,22 +28,21 @@ def read_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What a line, its plan and the engines all know, in the order of a cell written back.
+    """The settings that a line, its plan and the engines share, in the order of a written cell.
 
     Attributes:
         faults: Faults that the run begins with.
         init_from: Name of the run whose final weights the model starts from (on engines its
             folder); empty: none.
-        checkpoint: Folder that checkpoints are written to; empty: none are.
-        checkpoint_every: Steps between two checkpoints; 0 without, and where nobody said.
-        on_failure: What the death of an engine does: one of `checkpoints.ON_FAILURE`; empty where
-            nobody said.
-        on_straggler: What is done where a worker is slow for long: one of `ON_STRAGGLER`.
-        spares: Engines that wait to take part, so that they can at once.
+        checkpoint: Folder for checkpoints; empty: none are written. checkpoint_every: Steps between
+            two checkpoints; 0 without checkpoints, or if not given. on_failure: The action when an
+            engine dies: one of `checkpoints.ON_FAILURE`; empty if not given. on_straggler: The
+            action when a worker stays slow: one of `ON_STRAGGLER`. spares: Number of engines that
+            wait, so that they can join at once.
         profile: First step to profile, and the step before which it ends.
         traceback: How errors of the cell are shown: `short`, or `full` with every frame.
         values: What `--set` gives the cell, by name: numbers, truth values, texts.
-        log: Where the run is written to besides its folder, as `log_targets.Target.text`.
+        log: Where the run is also written in addition to its folder, as `log_targets.Target.text`.
         name: Name of the run; empty for one made from the strategy.
     """
 
@@ -99,7 +98,7 @@ class RunSettings:
         trains=True,
         argument="on_failure",
         help="when an engine dies: stop, continue with fewer, replace it (needs --checkpoint), or "
-        "heal: the others continue, and a fresh one joins them",
+        "heal: the others continue, and a new one joins them",
         without="`replace` with `--checkpoint`, else `stop`",
         example="%%distributed mirrored --on-failure continue",
     )
@@ -110,7 +109,7 @@ class RunSettings:
         trains=True,
         argument="on_straggler",
         help="when a worker stays slow: wait for it, shed: give it less of each batch, or "
-        "replace it with a fresh engine",
+        "replace it with a new engine",
         without="`wait`: each step takes as long as its slowest worker",
         example="%%distributed mirrored --on-straggler shed",
     )
@@ -123,7 +122,7 @@ class RunSettings:
         read=number("--spares", 0),
         help="engines that run the cell up to wb.fit and wait there, to replace a dead engine "
         "at once (--on-failure heal)",
-        without="a fresh engine is started when one has died",
+        without="a new engine is started after one has died",
         example="%%distributed mirrored --spares 1",
     )
     profile: Window | None = _said(  # noqa: RUF009 - it returns a field
@@ -157,7 +156,7 @@ class RunSettings:
         read=several.values,
         write=several.written,
         help="a value that the cell reads as wb.options.NAME",
-        without="what the cell has as default",
+        without="the cell's own default",
         example="%%distributed mirrored --set lr=0.1,0.01",
     )
     log: tuple[str, ...] = _said(
@@ -185,16 +184,19 @@ class RunSettings:
 
     @property
     def needed_on_failure(self) -> str:
-        """What must be done about deaths, by what else is asked for; empty: anything may."""
+        """The action on an engine's death that other settings require.
+
+        Empty: any action is allowed.
+        """
         return "heal" if self.on_straggler == "replace" else ""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All of these by name, as `RunSettings(**...)` takes them."""
+        """All settings by name, as arguments for `RunSettings(**...)`."""
         return {name: getattr(self, name) for name in SETTINGS}
 
     def settings_to_wire(self) -> dict[str, Any]:
-        """Return the same as JSON-ready data."""
+        """Return the settings as JSON-ready data."""
         return self.settings | {
             "faults": [fault.text for fault in self.faults],
             "values": dict(self.values),

@@ -1,9 +1,8 @@
 """Several values of one flag: `-n 1,2,4`, `-o bucket_mb=5,25`, `--set lr=0.1,0.01`.
 
-Commas part what cannot hold one: numbers and words. Options that are text with commas
-(`split_at=2,5`, the plan of `tensor_parallel`) and texts of `--set` are parted by `|`:
-`-o split_at=2,5|3,6`. So every line that was read before there were several values is read as it
-was.
+Commas separate values that cannot contain a comma: numbers and words. Options whose text can
+contain commas (`split_at=2,5`, the plan of `tensor_parallel`) and texts of `--set` are separated by
+`|`: `-o split_at=2,5|3,6`. So lines from older versions keep their meaning.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from typing import Any
 from ...errors import PlanError
 
 Scalar = bool | int | float | str
-"""What `--set` gives a cell: of `true`, `4`, `0.1`, `adam` the kind that it looks like."""
+"""The types of `--set` values: `true`, `4`, `0.1` and `adam` get the type that they look like."""
 
 
 def scalar(text: str) -> Scalar:
-    """Return what a value of `--set` stands for."""
+    """Return the meaning of a `--set` text as a value."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -33,7 +32,7 @@ def scalar(text: str) -> Scalar:
 
 
 def values(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `--set` by name; several of one are told apart later."""
+    """Return the values of `--set` by name; several values of one name are separated later."""
     found: dict[str, Any] = dict(given) if isinstance(given, Mapping) else dict(_read_values(given))
     for name, value in found.items():
         if not (
@@ -51,17 +50,17 @@ def values(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written(item: tuple[str, Any]) -> str:
-    """Return a value of `--set` as it stands on a line; text with commas ends in a bar."""
+    """Return a value of `--set` as text for a line; text with commas ends in a bar."""
     name, value = item
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return f"{name}={text}|" if "," in text else f"{name}={text}"
 
 
 def pairs(what: str, example: str) -> Callable[[Iterable[str]], dict[str, str]]:
-    """Return what reads texts like `bucket_mb=10`, by name.
+    """Return a function that reads texts like `bucket_mb=10`, by name.
 
     Raises:
-        PlanError: One has not both a name and a value.
+        PlanError: A text lacks a name or a value.
     """
 
     def pair(text: str) -> tuple[str, str]:
@@ -80,12 +79,12 @@ _read_values = pairs("A value for the cell", "--set lr=0.1")
 
 @dataclass(frozen=True)
 class Axis:
-    """One thing of which a line gives several values.
+    """A field for which a line gives several values.
 
     Attributes:
         field: Of `RunRequest`: `workers`, `batch_size`, `options`, `values`, ...
-        values: As the field has them.
-        key: Which option or value of the cell it is; empty elsewhere.
+        values: The field's values. key: The name of the option or of the cell's value; empty for
+            other fields.
     """
 
     field: str
@@ -112,14 +111,14 @@ WORDS: dict[str, Callable[[str, Any], str]] = {
     "values": _named,
     "parameters": _named,
 }
-"""What the name of a run says of one of several values; workers are told of by the plan."""
+"""The part of a run's name for one of several values; the plan already names the workers."""
 
 MOST_RUNS = 120
-"""More are not begun by one line: a typing mistake would keep the engines busy for a day."""
+"""One line starts at most this many runs: a typing mistake could cost a day."""
 
 
 def several_in(settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Axis, ...]]:
-    """Return what Python code gave one value, and that of which it gave a list.
+    """Return the arguments with one value, and the arguments with a list of values.
 
     Raises:
         PlanError: A list is empty.
@@ -147,7 +146,7 @@ def several_in(settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Axis,
 
 
 def check_runs(*counts: int) -> None:
-    """Raise PlanError where one line asks for more runs than one may: the product of counts."""
+    """Raise PlanError if one line requests too many runs; their number is the product of counts."""
     count = math.prod(counts)
     if count > MOST_RUNS:
         raise PlanError(
@@ -160,13 +159,13 @@ def check_runs(*counts: int) -> None:
 
 
 def each_of(text: str, what: str, *, commas: bool = True) -> list[str]:
-    """Return the values of `1,2,4`, one or several; of text that may hold commas, of `2,5|3,6`.
+    """Return the values in `1,2,4`; if values can contain commas, in `2,5|3,6`.
 
     Args:
-        commas: Whether a comma parts values; where a `|` stands, that does, and nothing else.
+        commas: Whether a comma separates values; if there is a `|`, only the `|` separates.
 
     Raises:
-        PlanError: There is none, or one stands twice.
+        PlanError: There is no value, or a value occurs twice.
     """
     mark = "|" if "|" in text or not commas else ","
     found = [part.strip() for part in text.split(mark)]
@@ -187,7 +186,7 @@ def price_of(given: object) -> float:
     """Return a price of a worker-hour.
 
     Raises:
-        PlanError: It is no number above 0.
+        PlanError: It is not a number above 0.
     """
     value = float("nan")
     if not isinstance(given, bool):
@@ -207,10 +206,10 @@ _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?$", re.IGNORECASE)
 
 
 def memory_of(given: object) -> float:
-    """Return bytes of memory: of `4GiB`, `800MB`, or of a number.
+    """Return the bytes in `4GiB`, `800MB`, or a number.
 
     Raises:
-        PlanError: It was not understood, or is nothing.
+        PlanError: It is not valid, or 0.
     """
     found = _SIZE.match(str(given).strip())
     value = 0.0
@@ -228,7 +227,7 @@ def memory_of(given: object) -> float:
 
 
 def of_parameters(found: dict[str, Any]) -> list[Axis]:
-    """Take the parameters of which there are several values out of what was found."""
+    """Remove the parameters with several values from the parsed line, and return them."""
     axes = []
     for name, given in list(found.get("parameters", {}).items()):
         parts = each_of(given, f"-p {name}") if given else [given]
@@ -239,7 +238,7 @@ def of_parameters(found: dict[str, Any]) -> list[Axis]:
 
 
 def of_values(found: dict[str, Any]) -> list[Axis]:
-    """Have the values of `--set` be what they look like, and take out those that are several."""
+    """Give values of `--set` the types that they look like; remove those with several values."""
     axes = []
     for name, given in list(found.get("values", {}).items()):
         parts = [scalar(part) for part in each_of(given, f"--set {name}")]

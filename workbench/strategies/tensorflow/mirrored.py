@@ -11,8 +11,9 @@ Keras layers also keep values that are not learnt from gradients (BatchNorm's mo
 These are averaged over the replicas at the end of each step. Each replica normalises over its own
 share of the batch.
 
-Embeddings behave as in plain TensorFlow: Adam, RMSprop and Adagrad square the rows of the gradient
-as they are listed. The rows of a batch are listed in the same way for any number of replicas. But a
+Embeddings behave as in plain TensorFlow: Adam, RMSprop and Adagrad square each listed row of the
+gradient separately. The rows of a batch are listed in the same way for any number of replicas. But
+a
 row that every replica looks up itself (a position: `Embedding(arange)`) is listed once per replica.
 For such rows the steps of these optimizers differ from one device. With SGD they are equal.
 
@@ -43,7 +44,7 @@ CROSS_DEVICE_OPS: dict[str, Callable[[], Any]] = {
 def naive_step(
     replicas: Sequence[Any], devices: Sequence[str], loss_fn: Any, x: Any, y: Any
 ) -> float:
-    """Take one step on a batch: x (B, ...), of which each replica takes B/n. Return the mean loss.
+    """Take one step on a batch x (B, ...); each replica takes B/n samples. Return the mean loss.
 
     The replicas compute one after the other here. `MirroredStrategy` has a thread for each, adds up
     on the devices, and compiles the step as one graph.
@@ -71,7 +72,8 @@ class Mirrored(Replicated):
         """Return the strategy over this engine's devices."""
         chosen = self.options.get("cross_device_ops", "auto")
         if chosen == "auto":
-            # In a ring a second strategy of one process fails: its collectives' keys are taken.
+            # In a ring, a second strategy in one process fails, because the keys of its collectives
+            # are already used.
             chosen = "nccl" if self.on_gpus else "reduce_to_one"
         return tf.distribute.MirroredStrategy(
             self.devices, cross_device_ops=CROSS_DEVICE_OPS[chosen]()

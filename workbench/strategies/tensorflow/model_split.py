@@ -11,7 +11,7 @@ are sequential: while one computes, all others are idle. This saves memory, neve
 With p equal stages each is busy 1/p of the time; the rest is its bubble. A pipeline (PyTorch's
 `model_split`) fills it with microbatches.
 
-Sums are computed in the same order as on one device, so the result is that of one device.
+Sums are computed in the same order as on one device, so the result is the same.
 
 Where to cut: `split_at` names the layers that begin a stage; without it, parameters are balanced
 (`Chain` below). `parts/stages.py` moves layers to their device and measures when they are busy.
@@ -106,7 +106,7 @@ def cut(model: Any, stages: int, split_at: str = "") -> Chain:
         split_at: Layers that begin a stage, by name or number; empty: parameters are balanced.
 
     Raises:
-        FitError: The model cannot be cut, or not in this way.
+        FitError: The model cannot be cut, or not at these layers.
     """
     if not isinstance(model, (keras.Sequential, keras.src.models.Functional)):
         raise FitError(
@@ -168,10 +168,10 @@ def given_bounds(layers: Sequence[Any], stages: int, split_at: str) -> list[int]
 
 
 def balance(costs: Sequence[int], stages: int) -> list[int]:
-    """Return bounds of `stages` runs of layers, none empty, whose largest sum is the least.
+    """Return the bounds of `stages` non-empty groups of layers, whose largest sum is minimal.
 
-    If several are equal, the one with the smallest squares is taken, so that layers without
-    parameters do not decide.
+    If several solutions are equal, the one with the smallest sum of squares is taken, so that
+    layers without parameters do not decide.
     """
     total = [0, *accumulate(costs)]
     # best[end]: (largest sum, sum of squares, bounds) of the layers before `end`
@@ -212,7 +212,7 @@ class Placement:
     Args:
         devices: One per stage.
         cut: Decides the stages of a built model.
-        stages: Marks what enters a stage.
+        stages: Marks the inputs of each stage.
 
     Attributes:
         model: The model that will be trained next, if that is known.
@@ -319,8 +319,8 @@ def naive_step(
     """Take one step on the whole batch, which goes from device to device. Return its mean loss.
 
     Args:
-        stages: A model for each device, whose variables were made there; x (B, ...) is handed to
-            the first, and what a stage returns to the next.
+        stages: A model for each device, with its variables on this device. The first gets x (B,
+            ...), and each next one gets the output of the stage before.
     """
     with tf.GradientTape() as tape:
         for stage, device in zip(stages, devices, strict=True):
@@ -359,7 +359,7 @@ class ModelSplit(Replicated):
             yield names
 
     def marks(self) -> StageMarks:
-        """Return what measures each stage."""
+        """Return the object that measures each stage."""
         return StageMarks(self.distribution, self.stages)
 
     def _cut(self, model: Any) -> Chain:
@@ -404,7 +404,7 @@ class ModelSplit(Replicated):
         losses: list[float],
         spent_s: float,
     ) -> tuple[StepResult, ...]:
-        """Return a result per stage: all get the whole batch's samples, the last one its loss."""
+        """Return a result per stage: all count the whole batch's samples; the last has its loss."""
         stages = len(self.devices)
         measured = measured or [StepResult(0, NAN, NAN)] * stages
         every = zip(measured, [NAN] * (stages - 1) + losses, strict=True)

@@ -20,11 +20,12 @@ name: each worker writes models and weights completely; CSVLogger, TensorBoard a
 write on rank 0 only. For other files that a cell writes, use a path for each rank, or
 `if rank == 0:`.
 
-All workers must be there before TensorFlow learns of them, because it would wait forever for a
-missing one, with every thread of its process. A collective that hangs later ends after `timeout_s`.
+All workers must be ready before TensorFlow gets their addresses. Otherwise TensorFlow would wait
+forever for a missing worker, with every thread of its process. A collective that hangs later ends
+after `timeout_s`.
 
 Every worker opens a gRPC server for the run. It listens on every interface, even if it was given
-127.0.0.1; after the run nobody can connect any more. The engines lose TensorFlow's tensors and
+127.0.0.1; after the run, connecting is impossible. The engines lose TensorFlow's tensors and
 variables of earlier cells, because joining a cluster deletes them; NumPy arrays stay, and so does
 the model that was trained.
 
@@ -69,7 +70,7 @@ class MultiWorkerMirrored(Replicated):
         """Return the strategy over all workers; TF_CONFIG names them."""
         wanted = self.options.get("communication", "auto")
         if wanted == "auto" and self.on_gpus and self.context.spec.sharers > 1:
-            wanted = "ring"  # NCCL refuses a GPU that two workers share
+            wanted = "ring"  # NCCL does not accept a GPU that two workers share
         options = tf.distribute.experimental.CommunicationOptions(
             implementation=COMMUNICATION[wanted.upper()],
             timeout_seconds=self.options.get("timeout_s", 120.0),
@@ -121,7 +122,7 @@ class MultiWorkerMirrored(Replicated):
             os.environ.pop("TF_CONFIG", None)
 
     def _begin_anew(self) -> None:
-        """Reset TensorFlow as if it had just been imported: only then can it join a cluster."""
+        """Reset TensorFlow to its state after the import; otherwise it cannot join a cluster."""
         spec = self.context.spec
         if self.world_size == 1:
             return
@@ -151,7 +152,7 @@ class MultiWorkerMirrored(Replicated):
                 self._final = home.weights
             self.distribution = None
             self._let_others_finish()
-        finally:  # also where an interrupt comes first
+        finally:  # also if an interrupt comes first
             try:
                 self.distribution = None
                 reset()
@@ -160,7 +161,7 @@ class MultiWorkerMirrored(Replicated):
             home.unpack()
 
     def _let_others_finish(self) -> None:
-        """Wait for the others, who may still be fetching what this worker has sent.
+        """Wait for the other workers, which may still be fetching data from this worker.
 
         After a failure do not wait, so that the others notice that this worker has ended.
         """

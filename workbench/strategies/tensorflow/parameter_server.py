@@ -11,8 +11,8 @@ the gradients of its own batch, and the servers apply them:
                        |              |                            |
     server s0:    w3 . . . . . . w4 = w3 - lr g(w3) . . . w6 = w5 - lr g(w4)
 
-No worker waits for another, so there is no sync wait. The price is staleness: the number of other
-pushes between a worker's pull and its own push. Its mean is n - 1 over n equally busy workers. A
+No worker waits for another, so there is no sync wait. The disadvantage is staleness: the number of
+other pushes between a worker's pull and its push. Its mean is n - 1 over n equally busy workers. A
 slow worker takes fewer closures: each row of the history belongs to the worker that ran the
 closure. A push uses batch/n samples.
 
@@ -20,7 +20,7 @@ The run continues when a worker dies: its closure runs again on another worker, 
 least once. When a server dies, the run ends, because the server's variables are lost. With
 `--checkpoint` a new server replaces it, and the run continues from the last checkpoint.
 
-    servers=2               variables are placed on two servers, in turn
+    servers=2               variables are dealt out to two servers
     partitioner=fixed:2     each variable is cut in two along its first dimension
     partitioner=min_size:N  it is cut into parts of at least N bytes
 
@@ -28,7 +28,7 @@ A partitioned variable has no single value, which Keras 3 needs. So partitioners
 make their own `tf.Variable`s.
 
 Every task opens a gRPC server for the run. It listens on every interface, even if it was given
-127.0.0.1; after the run nobody can connect any more. The coordinator loses TensorFlow's tensors and
+127.0.0.1; after the run, connecting is impossible. The coordinator loses TensorFlow's tensors and
 variables of earlier cells, because connecting to a cluster deletes them; NumPy arrays stay.
 
 Sources: tf.distribute.ParameterServerStrategy,
@@ -91,7 +91,7 @@ def partitioner(text: str, servers: int) -> Any:
 
 
 class ParameterServer(Strategy):
-    """Closures on workers, variables on servers; one object serves the whole cell."""
+    """Runs closures on workers, with variables on servers; one object serves the whole cell."""
 
     per_cell = injects_data_delay = owns_loop = True
 
@@ -167,14 +167,15 @@ class ParameterServer(Strategy):
         return self.context.entry.helpers(self.options, self.world_size)
 
     def _disconnect(self, before: set[tuple[int, str]]) -> None:
-        """Copy the models into this engine, then reset TensorFlow as if just imported.
+        """Copy the models into this engine, then reset TensorFlow to its state after the import.
 
         Args:
             before: Sockets that do not belong to the run.
         """
         home = Homecoming()
         try:
-            with contextlib.suppress(tf.errors.OpError):  # a server that died took the values along
+            # the values on a server that died are lost
+            with contextlib.suppress(tf.errors.OpError):
                 home.pack(*self._trained())
             self._final = home.weights
             if self.coordinator is not None:
@@ -182,7 +183,7 @@ class ParameterServer(Strategy):
             self.closures = self._carried = self._fit = None
             self.distribution = self.coordinator = None
             reset()
-        finally:  # also where an interrupt comes first: nothing stays open, nobody waits
+        finally:  # also if an interrupt comes first, so that nothing stays open and no task waits
             shut(listening() - before)
             self.context.post("over")
             home.unpack()
@@ -208,10 +209,10 @@ class ParameterServer(Strategy):
         return 0, 1
 
     def prepare(self, job: Job) -> None:
-        """Build what is not built yet, on the servers."""
+        """Build the model and the optimizer on the servers if they are not built yet."""
         check_model(job.model, self.distribution)
         self._trains(job.model)
-        assert self.closures is not None, "the cell is under way"
+        assert self.closures is not None, "the cell is still running"
         self.closures.announced()
         trainer = Trainer(self.distribution, job, 1, self._sample)
         initialise(self.context, job.model)

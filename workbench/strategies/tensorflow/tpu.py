@@ -15,8 +15,7 @@ itself waits for minutes at an address without one.
 Sources: tf.distribute.TPUStrategy, https://www.tensorflow.org/guide/tpu; Jouppi et al.,
 In-Datacenter Performance Analysis of a Tensor Processing Unit, ISCA 2017.
 
-A TPU is looked for by signs that can be read without any connection.
-Where a TPU may be is told by signs that can be read without asking anybody.
+Workbench looks for a TPU by signs that it can read without any connection.
 
 Source: tf.distribute.cluster_resolver.TPUClusterResolver; https://cloud.google.com/tpu/docs.
 """
@@ -41,7 +40,7 @@ ANSWER_S = 1.5
 METADATA = ("169.254.169.254", 80)
 """Google Cloud's metadata service, which knows TPUs by their names."""
 HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What a gRPC client says first: the preface and empty SETTINGS (RFC 9113, section 3.4)."""
+"""The first bytes of a gRPC client: the preface and empty SETTINGS (RFC 9113, section 3.4)."""
 SETTINGS = 4
 
 
@@ -79,7 +78,7 @@ def connect(signs: Signs) -> Any:
     """Initialise the TPU that the signs point to; return its resolver.
 
     Raises:
-        PlanError: There is no sign of one, or TensorFlow finds none there.
+        PlanError: There is no sign of a TPU, or TensorFlow finds no TPU there.
         ClusterError: No server answers at the address given.
     """
     if not signs.name and not signs.devices:
@@ -95,7 +94,7 @@ def connect(signs: Signs) -> Any:
         tf.tpu.experimental.initialize_tpu_system(resolver)
     except (tf.errors.OpError, OSError, RuntimeError, ValueError) as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
-        reset()  # what was half connected would be in the next run's way
+        reset()  # an unfinished connection would disturb the next run
         raise missing(signs, f"TensorFlow: {first[:200]}") from error
     return resolver
 
@@ -139,7 +138,7 @@ DEVICES = ("accel*", "vfio/[0-9]*")
 
 @dataclass(frozen=True)
 class Signs:
-    """What was found.
+    """The signs that were found.
 
     Attributes:
         name: Value of the variable in `variable`; empty if none is set.
@@ -166,7 +165,7 @@ def look(environ: Mapping[str, str] = os.environ, folder: Path = Path("/dev")) -
 
 
 def missing(signs: Signs, more: str = "") -> PlanError:
-    """Return the error that names what was looked for."""
+    """Return the error that lists the signs that were checked."""
     if signs.name:
         looked = [f"{signs.variable}={signs.name}"]
     else:

@@ -19,7 +19,8 @@ Per step each worker sends the gradient's size and receives the parameters' size
 sparse gradients only rows, `servers/rows.py`). All of this passes through one host, which limits
 the speed of this strategy.
 
-Sync wait of worker r: how much later the last worker's gradient was ready than its own. The
+Sync wait of worker r: how much later the last worker's gradient was ready than worker r's gradient.
+The
 server's work (sum, clip, step) and the way there and back count as transfer. Between hosts, whose
 clocks differ, the server measures the wait: how much later the last push arrived than worker r's.
 
@@ -74,7 +75,7 @@ def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -
 
 
 class Rounds(Policy):
-    """One step per round; a round is one gradient from every worker."""
+    """One step per round; a round has one gradient from every worker."""
 
     def __init__(self, holder: Holder, options: Any) -> None:
         super().__init__(holder, options)
@@ -96,7 +97,7 @@ class Rounds(Policy):
             self._check_complete()
 
     def _flat(self, rank: int) -> list[Tensor]:
-        """Return what a worker has pushed; its mailbox may hold a later push."""
+        """Return a worker's push; its mailbox can already contain a later push."""
         if rank not in self._flats:
             self._flats[rank] = self.holder.flats(rank)
         return self._flats[rank]
@@ -118,7 +119,7 @@ class Rounds(Policy):
         if holder.clip_norm is None and not holder.agrees:
             self._step()
         elif holder.servers == 1:
-            assert holder.clip_norm is not None, "one server need not agree with others"
+            assert holder.clip_norm is not None, "one server does not have to agree with others"
             norm = holder.norm(self._present(gradients))
             self.scaled(min(1.0, holder.clip_norm / (norm + 1e-6)))
         elif (factor := self._arrived[self._ranks[0]].get("factor")) is not None:
@@ -145,7 +146,7 @@ class Rounds(Policy):
         return self._added == len(self._ranks)
 
     def commit(self, factor: float) -> None:
-        """Take that step; the worker that coordinated it has left."""
+        """Take this step, because the worker that coordinated it has left."""
         self._shorten(factor)
         self._take()
 
@@ -175,7 +176,7 @@ class Rounds(Policy):
         return [g for piece, g in zip(pieces, gradients, strict=True) if piece.index not in absent]
 
     def left(self, rank: int) -> None:
-        """Do not wait for a round that cannot become complete."""
+        """Do not wait for a round that can no longer become complete."""
         self._check_complete()
 
     def _check_complete(self) -> None:

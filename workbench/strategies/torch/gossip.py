@@ -21,11 +21,11 @@ Each message carries the time at which its sender was ready; the wait is compute
 sent: the parameters and floating-point buffers, twice per step on a ring (once with two workers),
 once per step on the exponential graph.
 
-When a worker dies, the others form a new graph, and each keeps its own replica. If the death broke
-off the mixing of a step, the step counts without the mixing. Nobody waits for the dead worker, and
-the others lose nothing. What the dead worker passed on to its neighbours stays in their replicas. A
-new worker copies another worker's replica: a neighbour's, if that one has taken as many steps as
-any.
+When a worker dies, the others form a new graph, and each keeps its own replica. If the death
+interrupted the mixing of a step, the step counts without the mixing. No worker waits for the dead
+worker, and the others lose nothing. The updates that the dead worker sent to its neighbours stay in
+their replicas. A new worker copies another worker's replica. This is a neighbour, if the neighbour
+has taken as many steps as any worker.
 
 Replica spread (logged as `spread`): the root mean square, over all parameters, of the difference
 between a worker's replica and the replicas of the neighbours it mixes with, before mixing.
@@ -53,7 +53,9 @@ RECEIVE: Any = dist.irecv
 
 
 def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
-    """Take one step alone, then mix on the ring: x (B/n, ...). Return the loss of the own share.
+    """Take one step alone, then mix on the ring: x (B/n, ...).
+
+    Return the loss of this worker's share.
 
     `Gossip` sends all parameters in one message, has a second graph, and measures the spread.
     """
@@ -62,7 +64,7 @@ def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -
     loss.backward()
     optimizer.step()
     rank, n = dist.get_rank(), dist.get_world_size()
-    beside = {(rank - 1) % n, (rank + 1) % n}  # of two workers each has one neighbour only
+    beside = {(rank - 1) % n, (rank + 1) % n}  # with two workers, each has only one neighbour
     for p in model.parameters():
         received = {other: torch.empty_like(p) for other in beside}
         messages = [dist.P2POp(dist.isend, p.data, other) for other in beside]
@@ -120,7 +122,7 @@ class Gossip(ParameterAveraging):
         """Send the replica, receive the neighbours'; return when each of them was ready.
 
         All messages between two workers are one operation. NCCL starts operations in the order in
-        which they are given, so two workers that both began by receiving would never send.
+        which they are given, so if two workers both began by receiving, both would wait forever.
         """
         wire = control_wire(None, self.device)
         own = torch.tensor([ready_s], dtype=torch.float64, device=wire)
@@ -148,8 +150,8 @@ class Gossip(ParameterAveraging):
     def _acknowledge(self, to: list[int], sources: list[int]) -> None:
         """Wait until everything this worker sent has arrived.
 
-        Gloo's wait for a receive can be interrupted (`membership.Membership`), its wait for a send
-        cannot. So no worker waits for a message that is still on its way.
+        Gloo's wait for a receive can be interrupted (`membership.Membership`), but its wait for a
+        send cannot. So workers only wait for a send after the message has arrived.
         """
         ours, theirs = torch.zeros(1), [torch.zeros(1) for _ in to]
         sent = [dist.isend(ours, rank) for rank in sources]
@@ -157,10 +159,10 @@ class Gossip(ParameterAveraging):
         for each in arrive:
             if each is not None:
                 each.wait()
-        self._acknowledged = [ours, sent]  # until the next: they are not waited for
+        self._acknowledged = [ours, sent]  # kept until the next step: no worker waits for them
 
     def _log_spread(self, count: int) -> None:
-        """Log how far this replica is from those it met."""
+        """Log how far this replica is from the replicas it mixed with."""
         squares = numbers = 0.0
         for place in range(count):
             for flat, other in zip(self.message.flats, self._received[place], strict=True):
@@ -174,8 +176,8 @@ class Gossip(ParameterAveraging):
 def neighbours(graph: str, rank: int, workers: int, step: int) -> tuple[list[int], list[int]]:
     """Return to which workers a worker sends in a step, and from which it receives.
 
-    In every step each worker sends as often as it receives, and all workers receive equally often.
-    So equal weights keep the mean of the replicas.
+    In every step each worker sends as many messages as it receives, and all workers receive equally
+    many. So equal weights keep the mean of the replicas.
     """
     if graph == "ring":
         both = sorted({(rank - 1) % workers, (rank + 1) % workers} - {rank})

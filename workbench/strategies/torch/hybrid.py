@@ -28,16 +28,16 @@ Only the worker with the last stage counts samples, so the numbers add up to the
 
 When a worker dies (`--on-failure heal`), its pipeline stops and the others take over its share: the
 microbatches keep their size, and there are more of them. Gradients are summed per stage, so one
-worker may have its sum while another waits in vain. So no worker updates before it knows that all
-of them can:
+worker can have its sum while another worker's sum never comes. So every worker updates only after
+it knows that all workers can:
 
     worker 0   sum of stage 0 --+--> in the row --+--> in the column --> optimizer
     worker 1   sum of stage 1 --+                 |
     worker 2   sum of stage 0 --+--> in the row --+--> in the column --> optimizer
     worker 3   sum of stage 1 --+
 
-A worker updates only after it has heard, over rows and columns, that all others have their sums. So
-a worker whose confirmation broke off can take the step by itself if it hears that another worker
+A worker updates only after messages over rows and columns have confirmed that all others have their
+sums. If a worker's confirmation is interrupted, it can still take the step alone if another worker
 has taken it.
 """
 
@@ -87,7 +87,7 @@ def naive_step(
     Args:
         microbatches: The share, B/d samples, as m pairs of x and y: see `naive_pipeline`.
         stages: The number of workers in each of the d pipelines; ranks 0 .. stages - 1 are the
-            first one.
+            first pipeline.
         replicas: The process group of the d workers that hold this stage.
     """
     rank = dist.get_rank()
@@ -103,14 +103,14 @@ def naive_step(
 
 
 Stands = Literal["whole", "begun", "ready", "taken"]
-"""How far a step is: not begun; begun; everything it needs is here; the update is made."""
+"""The states of a step: not begun; begun; everything it needs is here; the update is made."""
 
 
 class Hybrid(ModelSplit):
-    """Pipelines side by side.
+    """Several pipelines that train together.
 
     Between steps each stage is held by as many workers as there are pipelines, so whole pipelines
-    may leave and join from one step to the next.
+    can leave and join between two steps.
     """
 
     regroups = True
@@ -122,14 +122,16 @@ class Hybrid(ModelSplit):
     def __init__(self, context: Any) -> None:
         super().__init__(context)
         self.workers = schedules.pipeline_workers(self.options, self.world_size)
-        self._usual = self.world_size // self.workers  # pipelines that the run began with
+        # the number of pipelines at the start of the run
+        self._usual = self.world_size // self.workers
         self._cut: Cut | None = None
         self._stands: Stands = "whole"
         self._norm: float | None = None
         self._usual_microbatches = 0
         self._enters = False
         self._kept = KeptBuffers([])
-        self._owed: dict[str, Any] | None = None  # taken over before there were stages
+        # state that was taken over before the stages were made
+        self._owed: dict[str, Any] | None = None
 
     @property
     def shard(self) -> tuple[int, int]:
@@ -138,11 +140,11 @@ class Hybrid(ModelSplit):
 
     @property
     def part(self) -> int:
-        """The stage, or the first of several."""
+        """This worker's stage, or the first of its stages."""
         return self.context.spec.rank % self.workers
 
     def arrange(self) -> None:
-        """Lay the workers out as a grid: pipelines x stages. Collective.
+        """Arrange the workers in a grid: pipelines x stages. Collective.
 
         Raises:
             FitError: The workers do not fill a grid.
@@ -206,7 +208,7 @@ class Hybrid(ModelSplit):
         return result if self._pipeline.holds_last else replace(result, samples=0)
 
     def update(self) -> None:
-        """Take the step once it is known that all workers can."""
+        """Take the step after all workers have confirmed that they can."""
         if not self.context.membership.trains:
             super().update()
             return
@@ -223,7 +225,7 @@ class Hybrid(ModelSplit):
         """Return when all workers have arrived: first the pipeline's, then all pipelines'.
 
         Args:
-            row: Whether the workers of the pipeline have not met yet.
+            row: Whether the workers of the pipeline must still exchange a message.
         """
         for group in (self.group, self.replicas) if row else (self.replicas,):
             if dist.get_world_size(group) > 1:
@@ -233,7 +235,7 @@ class Hybrid(ModelSplit):
 
     def gradients_done(self, share: Share) -> None:
         """Add up the gradients of this stage over the pipelines."""
-        if self.sum is None:  # a stream: the model was laid out at the first batch
+        if self.sum is None:  # a stream: the model was cut at the first batch
             self._begin()
         assert self.sum is not None
         came_s = self.timeline.came()
@@ -251,7 +253,8 @@ class Hybrid(ModelSplit):
         if self.guard is not None:
             self.guard.settle()
             self._equal(self._buffers())
-            if self.context.membership.trains:  # who is through knows that all others are here
+            # a worker that passes knows that all others are here
+            if self.context.membership.trains:
                 self._await_all()
 
     # -- with others -------------------------------------------------------------------------------
@@ -266,8 +269,8 @@ class Hybrid(ModelSplit):
         if all(every % fewer == 0 for fewer in range(1, self._usual)):
             return ""
         return (
-            "its model computes the loss itself, and a batch does not divide into equal "
-            "microbatches over fewer pipelines"
+            "its model computes the loss itself, and fewer pipelines cannot divide a "
+            "batch into equal microbatches"
         )
 
     def leave_group(self) -> None:
@@ -276,7 +279,8 @@ class Hybrid(ModelSplit):
         self.shared = SharedGradients({}, {}, 0, torch.device("cpu"), None)
         release_mesh(self.mesh)
         self.mesh = self.group = self.replicas = None
-        gc.collect()  # stages and schedules know each other, and hold messages under way
+        # stages and schedules refer to each other, and hold messages that are being sent
+        gc.collect()
 
     def enter_group(self, agreed: dict[str, Any]) -> None:
         """Build the pipelines again among the workers that are there now."""
@@ -296,7 +300,7 @@ class Hybrid(ModelSplit):
         self._stands = "whole"
 
     def _come(self, agreed: dict[str, Any]) -> Cut:
-        """Take this worker's part of a model that the others have cut."""
+        """Take this worker's part of a model that the other workers have cut."""
         self.microbatches = int(agreed["microbatches"])
         program = program_of(self.job, self.microbatch_of(self._sample))
         decided = cuts.cut_as(
@@ -308,7 +312,7 @@ class Hybrid(ModelSplit):
         return decided
 
     def _microbatches(self, usual: int, size: int) -> int:
-        """Return how many microbatches of this size make up a share: the usual number or more."""
+        """Return how many microbatches of this size a share has: the usual number or more."""
         count = max(usual, -(-math.ceil(self.job.batch_size / self.pipelines) // size))
         if self.pipelines == self._usual:
             return usual
@@ -335,7 +339,7 @@ class Hybrid(ModelSplit):
         self._stands = "whole"
 
     def completes_alone(self) -> bool:
-        """Whether the step was taken and a later part of the work failed."""
+        """Whether the step was taken and only a later action failed."""
         taken = self._stands == "taken"
         self._stands = "whole" if taken else self._stands
         return taken
@@ -347,7 +351,7 @@ class Hybrid(ModelSplit):
             self._stands = "whole"
 
     def contributed(self, share: Share) -> StepResult:
-        """Return what is known of a step that failed here."""
+        """Return the known results of a step that failed here."""
         last = self._loss is not None
         loss = NAN if self._loss is None else float(self._loss)
         return StepResult(share.samples if last else 0, loss, compute_s=NAN, has_loss=last)
@@ -364,7 +368,7 @@ class Hybrid(ModelSplit):
         return dict(map_batch(lambda t: t.detach().to("cpu", copy=True), state))
 
     def load_member_state(self, state: dict[str, Any]) -> None:
-        """Continue from what another holder of these stages returned."""
+        """Continue from the state of another worker with the same stages."""
         self._stands = "whole"
         if self._cut is None:
             self._owed = state  # there are no stages yet
@@ -426,7 +430,7 @@ class SummedGradients:
         ]
         self._clocks = torch.zeros(2 * self._members, dtype=torch.float64, device=wire)
         self._stamped = self._flats and self._flats[0].dtype in (torch.float32, torch.float64)
-        if self._stamped:  # clocks travel with the gradients: one message less
+        if self._stamped:  # clocks are sent with the gradients, which saves a message
             self._flats[0] = torch.cat([self._flats[0], self._clocks.to(self._flats[0].dtype)])
         size_bytes = sum(flat.numel() * flat.element_size() for flat in self._flats)
         self.sent_bytes = 2 * (self._members - 1) / self._members * size_bytes
@@ -461,7 +465,8 @@ class SummedGradients:
             for parameter in parameters:
                 part = flat[place : place + parameter.numel()]
                 place += parameter.numel()
-                if parameter.grad is None:  # no part of the loss, in any pipeline
+                # these parameters took no part in the loss, in any pipeline
+                if parameter.grad is None:
                     continue
                 parameter.grad = part.view_as(parameter).to(parameter.device, copy=True)
         clocks = tail.double().view(-1, 2).sum(dim=1)

@@ -16,10 +16,10 @@ they drift more if their data differs more. With H = 1 and an optimizer that is 
 gradient (SGD, with or without momentum), averaging parameters is the same as averaging gradients:
 the result equals one device's. Optimizer state is not averaged; each worker keeps its own.
 
-DiLoCo (`outer=nesterov`): a round ends in an outer step. The outer gradient is how far the workers
-moved on average, and the outer optimizer is SGD with Nesterov momentum. Each worker keeps the
-round's starting point (b) and the momentum (m), and takes the same outer step. The inner optimizer
-is the user's; the paper uses AdamW.
+DiLoCo (`outer=nesterov`): a round ends in an outer step. The outer gradient is the workers' mean
+movement, and the outer optimizer is SGD with Nesterov momentum. Each worker keeps the round's
+starting point (b) and the momentum (m), and takes the same outer step. The inner optimizer is the
+user's; the paper uses AdamW.
 
     round t    b --- H steps of worker r --> w_r       d = b - mean(w_r)      m = mu m + d
     round t+1  b - lr (d + mu m), on all workers       lr: outer_lr           mu: outer_momentum
@@ -30,8 +30,8 @@ worker takes outer steps, too. Buffers and frozen parameters become their mean. 
 during a round uses the mean of the replicas. A run also ends with that mean.
 
 Fragments (`fragments=F`): the parameters are divided into F parts of equal length. Each part is
-averaged every H steps, in its own turn. The total number of bytes is the same, but only 1/F of them
-are sent at once.
+averaged every H steps, and different parts at different steps. The total number of bytes is the
+same, but only 1/F of them are sent at once.
 
     H = 6, F = 3     step   1   2   3   4   5   6   7   8   9  10  11  12
                      meets      A       B       C       A       B       C
@@ -41,16 +41,16 @@ train and are averaged. `skew=alpha` distributes the data by class (Dirichlet sh
 workers' data differs; the smaller alpha, the larger the difference.
 
 When a worker dies, each of the others continues from its own replica. Either all workers complete
-an average or none does. If an average broke off on one worker but another worker completed it, the
-first one copies the mean and the outer optimizer's state. If no worker completed it, the remaining
-workers repeat the step that it ended. So with `every=1` and SGD without momentum nothing is lost.
+an average or none does. If one worker failed to complete an average but another worker completed
+it, the first worker copies the mean and the outer optimizer's state. If no worker completed it, the
+remaining workers repeat the last step. So with `every=1` and SGD without momentum nothing is lost.
 Otherwise at most the dead worker's steps since the last average are lost, and its optimizer's
 state. A new worker copies another worker's replica. That worker's steps since the last average then
-count twice in the next one.
+count twice in the next average.
 
 Bytes sent: a ring all-reduce of parameters and floating-point buffers, 2 (n-1)/n of their size, at
-steps that average (with fragments: of the fragment whose turn it is); nothing at other steps.
-Workers wait only at steps that average, for the last worker.
+steps that average (with fragments: of the current fragment); nothing at other steps. Workers wait
+for the last worker, but only at steps that average.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ def naive_diloco_round(
     """Take a round, then use its mean as the gradient of an outer step. Return the losses.
 
     `outer` is torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True). `LocalSGD`
-    keeps the rounds' starting points, and can average parts of the parameters in turn.
+    keeps the rounds' starting points, and can average parts of the parameters one after another.
     """
     began = [p.detach().clone() for p in model.parameters()]
     losses = naive_round(model, loss_fn, optimizer, batches)
     for p, w in zip(model.parameters(), began, strict=True):
-        p.grad = w - p.data  # from where the workers went, on average, back uphill
+        p.grad = w - p.data  # the outer gradient points from the workers' mean back to the start
         p.data = w
     outer.step()
     return losses
@@ -128,7 +128,7 @@ class LocalSGD(ParameterAveraging):
 
     outer: OuterStep | None = None
     _before: BeforeStep | None = None
-    _agreed_on: list[Tensor] | None = None  # what the latest meeting came to, and of which fragment
+    _agreed_on: list[Tensor] | None = None  # the result of the latest average, and its fragment
     _agreed_place = 0
 
     def begin(self, model: torch.nn.Module) -> None:
@@ -167,7 +167,7 @@ class LocalSGD(ParameterAveraging):
         return self.complete(trainer.measured(replace(share, samples=0), self.sent_bytes))
 
     def meets(self, done: int) -> bool:
-        """Whether a round ends here, or it is a fragment's turn."""
+        """Whether a round ends here, or a fragment is averaged."""
         return done % int(self.options["every"]) in self._turns
 
     def meet(self) -> float:
@@ -196,7 +196,7 @@ class LocalSGD(ParameterAveraging):
 
     def _step_on(self, place: int) -> None:
         if self.outer is not None:
-            verify()  # half a sum must not get into what is kept
+            verify()  # an incomplete sum must not get into the kept state
             self.outer.step(place)
 
     def mean(self) -> None:
@@ -233,22 +233,22 @@ class LocalSGD(ParameterAveraging):
     # -- with others -------------------------------------------------------------------------------
 
     def bound(self) -> str:
-        """Return why the set of workers must not change: each round draws from all of them."""
+        """Return why the set of workers must not change: each round draws from all workers."""
         return "" if self.options["fraction"] == 1 else "some of its workers sit out rounds"
 
     def have_met(self) -> None:
-        """Keep the latest average for workers on which it may have broken off."""
+        """Keep the latest average for workers that may have failed to complete it."""
         self.met += 1
         if self.context.membership.trains:
             self._agreed_on = [flat.clone() for flat in self.fragments[self._turn]]
             self._agreed_place = self._turn
 
     def completes_alone(self) -> bool:
-        """Whether a step that broke off counts without its average: it does not."""
+        """Whether a step counts if its average failed: it does not."""
         return False
 
     def undo(self) -> None:
-        """Restore the state before the step whose average broke off."""
+        """Restore the state before the step whose average failed."""
         if self._breaks:
             assert self._before is not None, "it is taken before each step that ends in an average"
             self._before.put_back()
@@ -256,7 +256,10 @@ class LocalSGD(ParameterAveraging):
             self.done -= 1
 
     def enter_group(self, agreed: dict[str, Any]) -> None:
-        """Continue with the replica of this worker, and compare what becomes equal from now on."""
+        """Continue with this worker's replica.
+
+        From now on compare only the parameters that become equal.
+        """
         super().enter_group(agreed)
         self._compare(self._trainer.model)
 
@@ -266,7 +269,7 @@ class LocalSGD(ParameterAveraging):
         return state if self.outer is None else {**state, "outer": self.outer.state()}
 
     def take_over(self, state: dict[str, Any], *, comes: bool) -> bool:
-        """Begin with another worker's replica, or complete the average that broke off here."""
+        """Begin with another worker's replica, or complete the average that failed here."""
         broke = self._breaks and state["met"] > self.met
         if broke:
             self.message.fill()
@@ -335,7 +338,7 @@ class _Piece(NamedTuple):
 
 
 class OuterStep:
-    """DiLoCo's outer optimizer: SGD with Nesterov momentum on how far the workers moved.
+    """DiLoCo's outer optimizer: SGD with Nesterov momentum on the workers' mean movement.
 
     The order of operations is that of torch.optim.SGD, so the result has the same bits.
 

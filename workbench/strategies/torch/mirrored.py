@@ -21,7 +21,7 @@ broadcast them in each forward pass, which would hide which worker waits for whi
 
 Option `allreduce` selects the all-reduce algorithm (`allreduce/`), and `compress` reduces the bytes
 sent (`allreduce/compression.py`). Both average all gradients in one message after backward.
-Averaging is attached to backward, not to the model's forward (parts/reduction.py), so a loss may be
+Averaging is attached to backward, not to the model's forward (parts/reduction.py), so a loss can be
 computed in any way.
 """
 
@@ -74,8 +74,8 @@ def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -
 class Mirrored(Strategy):
     """Data parallelism with all-reduced gradients.
 
-    Between steps every worker holds the whole state, so the set of workers may change from one step
-    to the next. A step is completed on all workers or repeated (`engine/training/regrouping.py`).
+    Between steps every worker holds the whole state, so the set of workers can change between two
+    steps. A step is completed on all workers or repeated (`engine/training/regrouping.py`).
     """
 
     regroups = True
@@ -87,10 +87,10 @@ class Mirrored(Strategy):
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
-        self._chosen: str | None = None  # the all-reduce, by which later groups go on
+        self._chosen: str | None = None  # the chosen all-reduce, which later groups use too
         self._unsent: dict[str, Any] = {}
-        self._in_step = False  # whether a step has begun that is not completed here
-        self._others = contextlib.ExitStack()  # what the cell's further models leave to be undone
+        self._in_step = False  # whether a step has begun but is not completed here
+        self._others = contextlib.ExitStack()  # cleanup functions of the cell's other models
 
     def prepare(self, job: Job) -> None:
         """Copy rank 0's model to all workers and hook the all-reduce into backward."""
@@ -98,7 +98,8 @@ class Mirrored(Strategy):
         self.sync_batchnorm = SyncedBatchNorm(trainer.model, self.options, trainer.device)
         if not job.compile:  # a compiled step has no Python between its kernels
             self.sync_batchnorm.time(trainer.timer)
-        if not self.context.membership.waits:  # who is let in later meets the others then
+        # a worker that joins later does this with the others at that time
+        if not self.context.membership.waits:
             self._reduce()
 
     def _reduce(self, chosen: str | None = None, *, equal: bool = False) -> None:
@@ -107,7 +108,7 @@ class Mirrored(Strategy):
         reduction = self._average(trainer.model, chosen, equal=equal)
         trainer.wrap(trainer.model)
         if job.compile and job.step_fn is None and reduction.ddp is not None:
-            # The compiler cuts the backward where DistributedDataParallel's buckets end.
+            # The compiler cuts the backward at the ends of DistributedDataParallel's buckets.
             reduction.rewrapped = lambda: trainer.wrap(reduction.ddp or trainer.model)
             reduction.rewrapped()
 
@@ -117,7 +118,7 @@ class Mirrored(Strategy):
         """Begin to average a model's gradients; the cell's first model decides in which way."""
         if self.averaging is None or self.reductions is None:
             self.averaging = Averaging(self.context, model, chosen)
-            # Nothing can differ before the second backward.
+            # Copies cannot differ before the second backward.
             guard = Guard(self.context, first=2, at_end=True)
             self.reductions = Reductions(self.context, self.averaging, guard)
         self._tell_of_batchnorm(model)
@@ -134,7 +135,10 @@ class Mirrored(Strategy):
             self.context.emit(events.Noted(rank=0, text=text))
 
     def step(self, share: Share) -> StepResult:
-        """Run backward on the own share, which ends in the average; then take the common step."""
+        """Run backward on this worker's share, which ends with the average.
+
+        Then take the common step.
+        """
         trainer, averaging = self._trainer, self.averaging
         assert averaging is not None
         weight = share.samples * self.world_size / share.global_samples
@@ -149,7 +153,7 @@ class Mirrored(Strategy):
     # -- with others -------------------------------------------------------------------------------
 
     def leave_group(self) -> None:
-        """Release wrappers and links; keep what compression has not sent yet."""
+        """Release wrappers and links; keep the error that compression has not sent yet."""
         if self.averaging is not None:
             self._unsent = self.averaging.own_state()
             self._chosen = self._chosen or self.averaging.all_reduce.name
@@ -159,7 +163,7 @@ class Mirrored(Strategy):
             self._in_step = False
 
     def enter_group(self, agreed: dict[str, Any]) -> None:
-        """Average among the workers that are there now, with the algorithm chosen at first."""
+        """Average among the present workers, with the algorithm that was chosen first."""
         spec = self.context.spec
         self.rank, self.world_size = spec.rank, spec.world_size
         self._chosen = agreed["allreduce"]
@@ -185,7 +189,7 @@ class Mirrored(Strategy):
         return {"allreduce": self._chosen}
 
     def break_off(self) -> None:
-        """Break the links of our own; from another thread."""
+        """Close Workbench's own links; called from another thread."""
         averaging = self.averaging
         if averaging is not None:
             averaging.break_off()
@@ -218,11 +222,11 @@ class Mirrored(Strategy):
         load_parts(self.loop or self._trainer, state)
 
     def own_state(self) -> dict[str, Any]:
-        """Return what compression has not sent yet; empty without compression."""
+        """Return the error that compression has not sent yet; empty without compression."""
         return {} if self.averaging is None else self.averaging.own_state()
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Continue with what was not sent yet."""
+        """Continue with the error that was not sent yet."""
         if self.averaging is not None:
             self.averaging.load_own_state(state)
 
@@ -231,7 +235,8 @@ class Mirrored(Strategy):
         model.to(self.context.spec.device)
         device = torch.device(self.context.spec.device)
         self.sync_batchnorm = SyncedBatchNorm(model, self.options, device)
-        waits = self.context.membership.waits  # who is let in later meets the others then
+        # a worker that joins later does this with the others at that time
+        waits = self.context.membership.waits
         if not waits:
             self._average(model)
         self.loop = OwnLoop(
@@ -248,7 +253,7 @@ class Mirrored(Strategy):
         loop.average_by(self.reductions, self.averaging.sent_bytes)
 
     def wrap_another_loop(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        """Average another model of the loop; the steps counted are those of the first pair."""
+        """Average another model of the loop; only the steps of the first pair are counted."""
         assert self.loop is not None
         model.to(self.context.spec.device)
         synced = SyncedBatchNorm(model, self.options, torch.device(self.context.spec.device))
@@ -272,7 +277,7 @@ class Mirrored(Strategy):
         return held_bytes(part.model, part.optimizer)
 
     def close(self) -> None:
-        """Give the user's module back as it was; remove wrappers before the process group."""
+        """Restore the user's module; remove wrappers before the process group ends."""
         if self.loop is not None:
             self.loop.close()
         self._close_reductions()
@@ -296,7 +301,7 @@ class Mirrored(Strategy):
 
 
 class SyncedBatchNorm:
-    """BatchNorm over all workers for the time of a run (option `sync_batchnorm`).
+    """BatchNorm over all workers during a run (option `sync_batchnorm`).
 
     The workers exchange statistics in forward and in backward. These collectives are timed as
     communication; otherwise a worker that waits in them for a slow one would seem to compute.
@@ -326,13 +331,14 @@ class SyncedBatchNorm:
             for name, child in list(parent.named_children()):
                 if isinstance(child, NORMS):
                     self._before.append((parent, name, child))
-                    # Parameters and statistics are shared with the original, which comes back.
+                    # Parameters and statistics are shared with the original module, which is
+                    # restored later.
                     convert: Any = torch.nn.SyncBatchNorm.convert_sync_batchnorm
                     synced = convert(child)
                     setattr(parent, name, synced)
 
     def time(self, timer: Any) -> None:
-        """Time its collectives; its module calls `torch.distributed`'s under two names."""
+        """Measure its collectives; its module calls `torch.distributed` under two names."""
         if not self._before or isinstance(_batchnorm.dist, _Timed):
             return
         timed = _Timed(dist, timer)
@@ -365,7 +371,7 @@ class _With:
 
 
 class _Timed:
-    """`torch.distributed`, with its collectives counted as time in which a worker is blocked."""
+    """`torch.distributed` with timed collectives: their time counts as blocked time."""
 
     def __init__(self, module: Any, timer: Any) -> None:
         self._module, self._timer = module, timer

@@ -73,10 +73,10 @@ if TYPE_CHECKING:
 def own_optimizer(
     given: Any, own: Sequence[torch.Tensor], model: torch.nn.Module
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer of the own parameters; an existing one is narrowed to them.
+    """Return the optimizer of this worker's parameters; an existing optimizer is limited to them.
 
     Returns:
-        None if the own stages have nothing to train.
+        None if this worker's stages have nothing to train.
     """
     if isinstance(given, torch.optim.Optimizer):
         kept = {id(p) for p in own}
@@ -95,8 +95,9 @@ class SharedGradients:
         place: This worker's place in the group.
 
     Attributes:
-        counted_elsewhere: Own parameters whose gradient another worker counts in the norm.
-        sent_bytes: What one call sends.
+        counted_elsewhere: This worker's parameters whose gradient another worker counts in the
+            norm.
+        sent_bytes: The bytes that one call sends.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ def norm_over_stages(
     Args:
         grads: Gradients of the own stages.
         came_s: When this worker was ready.
-        wire: The device on which messages are when they are sent.
+        wire: The device from which messages are sent.
     """
     square = float(sum(g.double().square().sum() for g in grads))
     mine = torch.tensor([square, came_s], dtype=torch.float64, device=wire)
@@ -271,8 +272,7 @@ def naive_pipeline(
     """Add a batch's gradients to the stage's: GPipe, waiting for every message.
 
     Args:
-        microbatches: m pairs of x (b, ...), which the first stage reads, and y (b, ...), which the
-            last one reads.
+        microbatches: m pairs of x (b, ...) for the first stage, and y (b, ...) for the last.
         width: The width of the activations that this stage receives: (b, width).
         before: Rank of the stage before; None at the first.
         after: Rank of the stage after; None at the last.
@@ -319,7 +319,7 @@ class ModelSplit(Strategy):
         return source
 
     def prepare(self, job: Job) -> None:
-        """Check the options; cut the model, unless that has to wait for the first batch."""
+        """Check the options; cut the model, unless the cut needs the first batch."""
         self.job = job
         self.arrange()
         self.device = torch.device(self.context.spec.device)
@@ -328,11 +328,12 @@ class ModelSplit(Strategy):
         self.microbatches = schedules.microbatches(self.options, self.workers, self._share_size())
         self.around = autocast(job.precision, self.device)
         if self._sample is not None and not self.context.membership.waits:
-            self._lay_out(self._sample)  # who is let in later meets the others then
+            # a worker that joins later does this with the others at that time
+            self._lay_out(self._sample)
             self._sample = None
 
     def arrange(self) -> None:
-        """Return which workers form this worker's pipeline, and its place: here, all of them."""
+        """Return the workers of this pipeline (here all of them), and this worker's place in it."""
         self.place, self.workers, self.pipelines = self.rank, self.world_size, 1
         self.group: Any = None
 
@@ -364,7 +365,7 @@ class ModelSplit(Strategy):
 
     def step(self, share: Share) -> StepResult:
         """Send the batch through the pipeline; each worker updates its own stages."""
-        if self.pipeline is None:  # a stream shows its samples only now
+        if self.pipeline is None:  # a stream gives its first samples only now
             self._lay_out(share.data)
         self.timeline.open()
         pipeline = self._pipeline
@@ -396,7 +397,7 @@ class ModelSplit(Strategy):
         failed: Exception | None = None
         try:
             self.take_share(decided)
-        except Exception as error:  # out of memory: nobody may wait for this worker
+        except Exception as error:  # out of memory: the others must not wait for this worker
             failed = error
         self._agree(failed)
         self.connect(decided)
@@ -405,7 +406,7 @@ class ModelSplit(Strategy):
         self._describe(decided)
 
     def connect(self, decided: Cut) -> None:
-        """Link the own stages to those of the others in the pipeline."""
+        """Link this worker's stages to the other stages of the pipeline."""
         model = self.job.model
         self.timeline = make_timeline(
             self.context, self.device, stamped=self._clocks_agree(),
@@ -423,7 +424,7 @@ class ModelSplit(Strategy):
         self.shared = SharedGradients(holders, known, self.place, wire, self.group)
 
     def build_optimizer(self) -> None:
-        """Make the optimizer of the own stages."""
+        """Make the optimizer of this worker's stages."""
         self.optimizer = own_optimizer(self.job.optimizer, self._own, self.job.model)
         if self.optimizer is not None:
             self.scheduler = build_scheduler(self.job.scheduler, self.optimizer)
@@ -434,7 +435,7 @@ class ModelSplit(Strategy):
         return one_host and backend_of(None, self.device) == "gloo"
 
     def take_share(self, decided: Cut) -> None:
-        """Give the own stages real memory, on the device; free the rest."""
+        """Give this worker's stages real memory on the device; free the rest."""
         job, model = self.job, self.job.model
         self._held = held = share_names(decided, self.place, self.workers)
         if job.build is not None:
@@ -445,7 +446,7 @@ class ModelSplit(Strategy):
         adopt_share(model, decided, self.place, self.workers)
 
     def _agree(self, failed: Exception | None) -> None:
-        """Raise on every rank if one worker could not take its part. Collective.
+        """Raise on every rank if one worker could not build its part. Collective.
 
         The objects are sent from host memory, over the group's CPU backend: a device that has just
         run out of memory has no room for them.
@@ -465,7 +466,7 @@ class ModelSplit(Strategy):
             )
 
     def microbatch_of(self, batch: Any) -> Any:
-        """Return a microbatch made of the samples available."""
+        """Return a microbatch made of the available samples."""
         size = math.ceil(self._share_size() / self.microbatches)
         samples = batch_length(batch)
 
@@ -478,7 +479,7 @@ class ModelSplit(Strategy):
         return map_batch(fill, batch)
 
     def update(self) -> None:
-        """Take the step of the own stages, whose gradients are complete."""
+        """Take the step of this worker's stages, whose gradients are complete."""
         self.apply(self.norm())
 
     def norm(self) -> float | None:
@@ -494,7 +495,7 @@ class ModelSplit(Strategy):
         return norm
 
     def apply(self, norm: float | None) -> None:
-        """Clip by this norm of the gradient, if there is one, and update."""
+        """Clip by this norm of the gradient, if it is given, and update."""
         if norm is not None and self.job.clip_norm is not None:
             grads = [p.grad for p in self._own if p.grad is not None]
             scale(grads, norm, self.job.clip_norm)
@@ -507,7 +508,7 @@ class ModelSplit(Strategy):
         """Return loss and metrics; the last stage computes them and sends them to the others."""
         if self.pipeline is None:
             raise FitError(
-                "The model cannot be evaluated yet: it is divided at its first training step.",
+                "The model cannot be evaluated yet: it is cut at its first training step.",
                 next_step="train for at least one step first",
                 code="WB-FIT-121",
             )
@@ -537,7 +538,7 @@ class ModelSplit(Strategy):
         return dict(zip(names, means, strict=True))
 
     def weights(self) -> dict[str, NDArray[np.generic]]:
-        """Return the parameters and buffers of the own stages, by their names in the model."""
+        """Return the parameters and buffers of this worker's stages, by name in the model."""
         held = set(self._held or ())
         return to_numpy({n: t for n, t in self.job.model.state_dict().items() if n in held})
 
@@ -546,7 +547,7 @@ class ModelSplit(Strategy):
         return gather(self.job.model, self.optimizer, self.scheduler)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load the own stages' part of what `state` returned.
+        """Load the part of `state`'s result that belongs to this worker's stages.
 
         Raises:
             FitError: The data is a stream: the model is cut at its first batch only.
@@ -596,5 +597,5 @@ class ModelSplit(Strategy):
 
     @property
     def _pipeline(self) -> Pipeline:
-        assert self.pipeline is not None, "the model must be laid out first"
+        assert self.pipeline is not None, "the model must be cut first"
         return self.pipeline

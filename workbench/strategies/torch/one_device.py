@@ -86,7 +86,7 @@ class OneDevice(Strategy):
         return held_bytes(part.model, part.optimizer)
 
     def close(self) -> None:
-        """Drop what the run built."""
+        """Release the objects that the run built."""
         if self.loop is not None:
             self.loop.close()
         self.trainer = self.loop = None

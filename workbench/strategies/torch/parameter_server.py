@@ -1,4 +1,4 @@
-"""Asynchronous data parallelism: servers hold the parameters, each worker goes at its own pace.
+"""Asynchronous data parallelism: servers hold parameters, each worker trains at its own speed.
 
 Source: Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014; Dean
 et al., Large Scale Distributed Deep Networks, NIPS 2012 (Downpour SGD). Bounded staleness: Ho et
@@ -12,37 +12,31 @@ Staleness-aware learning rate: Zhang et al., Staleness-aware Async-SGD, IJCAI 20
     server 1:  the same for the other half of the tensors (divided by bytes)
 
 Every push is its own step. The server takes it when it arrives, with the optimizer's state next to
-the parameters. No worker waits for another. The price: a gradient belongs to parameters that have
-changed in the meantime. Its staleness, the number of updates between its pull and its turn, is
-recorded for every push. With n equally busy workers the mean staleness is n - 1. A push uses
-batch/n samples, so n workers take n steps where one device takes one. Clipping looks at the single
-push.
+the parameters. No worker waits for another. The disadvantage: the parameters change between a
+worker's pull and its push. The number of updates in between is the staleness, which is recorded for
+every push. With n equally busy workers the mean staleness is n - 1. A push uses batch/n samples, so
+n workers take n steps where one device takes one. Clipping uses the gradient of each push.
 
     max_staleness=s       a worker that is more than s steps ahead of the slowest is held back
                           (SSP); with s=0 no worker begins a step before all have ended the last
                           one, but there are still n separate steps
     staleness_aware_lr    the learning rate of a push is divided by its staleness
     pull_every=k          k steps are computed on one copy of the parameters
-    consistency=snapshot  the tensors of all servers are of one version. Server 0 gives each push
-                          its place in line, and the other servers keep this order. While a worker
-                          reads from server 0, it gives no further place, so that the others arrive
-                          at exactly that version. With `latest` each server sends its newest one
+    consistency=snapshot  the tensors of all servers are of one version. Server 0 gives each push a
+    number, and the other servers keep this order. While a worker reads from server 0, server 0
+    gives no further number, so that the others reach exactly this version. With `latest` each
+    server sends its newest one
     replicas=2            each part of the parameters is held by two servers, so that one may die
                           (`servers/copies.py`)
     sync=true             a step takes the gradients of all workers (bulk synchronous): central
                           storage with several servers, equal to one device
 
-Sync wait: none if staleness is unbounded; with a bound, the time for which the answer was held
-back; with sync=true, that of central storage. The wait is attributed to the worker whose push
-released the answer: the last one that was too far behind, which only the server knows.
+Sync wait: none if staleness is unbounded; with a bound, the time for which the answer was delayed;
+with sync=true, that of central storage. The wait is attributed to the worker whose push released
+the answer: the last worker that was too far behind. Only the server knows this worker.
 
 If a table's gradient is sparse (`nn.Embedding(..., sparse=True)`), only the gradient's rows are
 pushed, and only the rows that have changed are sent back (`servers/rows.py`).
-
-MXNet's KVStore `dist_async` is this strategy: `push(key, gradient)`, `pull(key)`, with the
-optimizer on the servers; `dist_sync` is sync=true.
-Of a table whose gradient is sparse (`nn.Embedding(..., sparse=True)`) only the gradient's rows are
-pushed, and only rows that have changed come back (`servers/rows.py`).
 
 MXNet's KVStore `dist_async` is this strategy: `push(key, gradient)`, `pull(key)`, with the
 optimizer on the servers; `dist_sync` is sync=true.
@@ -83,7 +77,7 @@ def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -
     loss = loss_fn(model(x), y)  # mean over the share
     loss.backward()
     for i, p in enumerate(model.parameters()):
-        dist.reduce(p.grad, dst=i % n)  # push: the sum arrives at tensor i's server alone
+        dist.reduce(p.grad, dst=i % n)  # push: the sum arrives only at tensor i's server
         p.grad /= n
     optimizer.step()
     for i, p in enumerate(model.parameters()):
@@ -92,7 +86,7 @@ def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -
 
 
 class Asynchronous(Policy):
-    """Each push is a step; a worker too far ahead waits for its answer."""
+    """Each push is a step; a worker that is too far ahead waits for its answer."""
 
     holds = True
 
@@ -106,7 +100,7 @@ class Asynchronous(Policy):
         self._queue: deque[tuple[int, Meta]] = deque()
         self._held_back: dict[int, tuple[float, int, Meta]] = {}
         self._asked: dict[int, int] = {}
-        self._told: dict[int, int] = {}  # on a copy: the staleness of the last push that counts
+        self._told: dict[int, int] = {}  # on a copy: the staleness of the last counted push
 
     def pushed(self, rank: int, meta: Meta) -> None:
         """Queue the push; it is taken when no worker is reading the parameters."""
@@ -118,9 +112,9 @@ class Asynchronous(Policy):
         self._go_on()
 
     def left(self, rank: int) -> None:
-        """Wait no longer for a worker that has left, nor for its messages."""
+        """Stop waiting for a worker that has left, and for its messages."""
         del self._steps[rank]
-        # It died while somebody read. A push that server 0 has counted is taken by all servers.
+        # It died while a worker read. All servers take a push that server 0 has counted.
         self._queue = deque(
             (by, meta) for by, meta in self._queue if by != rank or "ticket" in meta
         )
@@ -130,7 +124,7 @@ class Asynchronous(Policy):
         self._go_on()
 
     def joined(self, rank: int) -> None:
-        """Under a bound, begin as far as the slowest, so that nobody waits for the dead worker."""
+        """With a bound, begin at the slowest worker's step: no worker waits for the dead one."""
         self._steps[rank] = min(self._steps.values(), default=0)
         self._pulled[rank] = self.holder.version
 
@@ -146,7 +140,7 @@ class Asynchronous(Policy):
         self._answer_held_back(rank)
 
     def asked(self, rank: int, meta: Meta) -> None:
-        """Send the parameters: now, or when they reach the version asked for."""
+        """Send the parameters: now, or when they reach the requested version."""
         if "at" in meta:
             self._asked[rank] = int(meta["at"])
             self._answer_asked()
@@ -160,7 +154,7 @@ class Asynchronous(Policy):
             self._answer_asked()
 
     def _next(self) -> tuple[int, Meta] | None:
-        """Take the push whose turn it is out of the queue."""
+        """Take the next push out of the queue."""
         for at, (rank, meta) in enumerate(self._queue):
             if meta.get("ticket", self.holder.version) == self.holder.version:
                 del self._queue[at]
@@ -169,7 +163,7 @@ class Asynchronous(Policy):
 
     def _take(self, rank: int, meta: Meta) -> None:
         holder = self.holder
-        pulled = meta.get("pulled")  # a copy has not seen what was pulled from the one before it
+        pulled = meta.get("pulled")  # a copy does not know the pulls from the server before it
         staleness = holder.version - (self._pulled[rank] if pulled is None else int(pulled))
         holder.update(
             holder.gradients[rank],
@@ -180,7 +174,7 @@ class Asynchronous(Policy):
         )
         if rank in self._steps:
             self._steps[rank] += 1
-        if "ticket" in meta:  # server 0 has gated this push already
+        if "ticket" in meta:  # server 0 has already checked this push
             holder.send(rank, "ack")
             return
         if self._sequenced:
@@ -224,7 +218,7 @@ class ParameterServer(Served):
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Keep each worker's share of each batch, whichever workers are there."""
+        """Keep each worker's share of each batch, even if workers leave or join."""
         if self.context.sync:
             return super().shard
         return self.context.membership.place, self.world_size
@@ -245,7 +239,7 @@ class ParameterServer(Served):
         return self._trainer.evaluate(shares)
 
     def settle(self, result: StepResult, answer: Answer) -> None:
-        """Record a push's staleness, and how long its answer was held back."""
+        """Record a push's staleness, and how long its answer was delayed."""
         if not self.context.sync:
             result.staleness = answer.staleness
             result.wait_s, result.waited_for = answer.blocked_s, answer.blamed

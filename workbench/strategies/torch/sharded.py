@@ -21,12 +21,12 @@ If the model is given as a function, only rank 0 builds it; the other workers kn
 (device `meta`). Rank 0 sends the values row by row into the parts (`Filling` below). So the host
 holds the model once, and no worker's device ever holds all of it.
 
-A unit is what is gathered at once: an element of a Sequential or ModuleList, or a plain layer, of
-at least `unit_mb`. Smaller parts are gathered together with the rest of the model.
+A unit is gathered together: an element of a Sequential or ModuleList, or a plain layer, of at least
+`unit_mb`. Smaller parts are gathered together with the rest of the model.
 
 Bytes sent are counted per call: in a ring all-gather or reduce-scatter of a unit of S bytes every
 worker sends (n-1)/n S. Workers wait for each other in forward, too, so the wait is computed from
-the time that a worker spends on its own work (`parts/timing.py`).
+the time that a worker spends on its own computation (`parts/timing.py`).
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ MESSAGE_BYTES = 16 << 20
 
 
 def is_form_somewhere(model: torch.nn.Module, device: torch.device) -> bool:
-    """Whether any worker's model has no memory, wholly or in part. Collective."""
+    """Whether any worker's model, or a part of it, has no memory. Collective."""
     lacking = torch.tensor([float(bool(forms(model)))], device=device)
     dist.all_reduce(lacking, dist.ReduceOp.MAX)
     return bool(lacking > 0)
 
 
 class Filling:
-    """Fills a model that was laid out without memory with rank 0's values. Collective.
+    """Fills a divided model without memory with rank 0's values. Collective.
 
     Args:
-        model: The same on all workers apart from its memory; its memory is freed here.
-        build: Builds the real model, on rank 0; None if `model` is the only one.
+        model: The same on all workers except for its memory; its memory is freed here. build:
+            Builds the real model on rank 0; None if there is only `model`.
 
     Raises:
         FitError: Some values cannot be made; raised on every worker.
@@ -91,7 +91,8 @@ class Filling:
         if self._rank == 0:
             try:
                 self._values = _values_of(context, model, build)
-            except Exception as error:  # also the user's function: nobody may wait for this rank
+            # includes the user's function: the other workers must not wait for this rank
+            except Exception as error:
                 failed = error
         _agree(failed)
         _let_go(model)
@@ -103,7 +104,7 @@ class Filling:
             for name, tensor in _tensors(self._model):
                 value = self._values.pop(name, None)
                 self._spread(tensor.detach(), None if value is None else value.detach())
-                if value is not None:  # whoever holds the module that it was built with
+                if value is not None:  # also if other code holds the module with which it was built
                     value.data = value.data.new_empty(0)
             for module, name, tensor in _attributes(self._model):
                 path = _path(self._model, module, name)
@@ -131,7 +132,7 @@ class Filling:
     def _send(self, into: torch.Tensor, value: torch.Tensor | None) -> None:
         if value is not None:
             into.copy_(value)
-        # As a flat view of bytes: not every backend knows every type.
+        # As a flat view of bytes, because some backends do not know every type.
         if into.numel():
             dist.broadcast(into.reshape(-1).view(torch.uint8), 0)
 
@@ -159,7 +160,7 @@ def _agree(failed: Exception | None) -> None:
         raise FitError(
             "Rank 0 could not build the model's weights.",
             seen=told[0].splitlines()[0],
-            next_step="mend what rank 0's error names",
+            next_step="correct the cause in rank 0's error",
             code="WB-FIT-161",
         )
 
@@ -197,7 +198,7 @@ def _draw(context: RunContext, model: torch.nn.Module) -> None:
             shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
             fitted = fit_weights(arrays, framework, shapes, context.spec.framework)
             unsaved = dict(_tensors(model)).keys() - shapes.keys()
-            if unsaved:  # what is not saved with a model is not in a run's weights either
+            if unsaved:  # buffers that are not saved with a model are not in a run's weights either
                 _draw_layers(model, "")
             model.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in fitted.items()})
             context.initial_read = True
@@ -210,7 +211,8 @@ def _draw(context: RunContext, model: torch.nn.Module) -> None:
 
 def _draw_layers(module: torch.nn.Module, path: str) -> None:
     whole = getattr(module, "initialize_weights", None)
-    if callable(whole) and hasattr(module, "_init_weights"):  # of Hugging Face: all inside too
+    # Hugging Face's function initialises all modules inside too
+    if callable(whole) and hasattr(module, "_init_weights"):
         whole()
         return
     for name, child in module.named_children():
@@ -236,7 +238,7 @@ def _undrawn(what: str) -> FitError:
 
 
 def _give_memory(model: torch.nn.Module) -> None:
-    """Allocate missing memory and fill it with a mark; shared tensors stay shared."""
+    """Allocate missing memory and fill it with a marker value; shared tensors stay shared."""
     made: dict[int, Any] = {}
     for module in model.modules():
         for slots in (module._parameters, module._buffers):
@@ -296,7 +298,7 @@ def _names(model: torch.nn.Module) -> list[tuple[str, tuple[int, ...]]]:
 def _attributes(
     model: torch.nn.Module, *, memory: bool = False
 ) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
-    """Yield plain tensors among the modules' attributes: those without memory, or with it."""
+    """Yield plain tensors among the modules' attributes: either without memory, or with memory."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, torch.Tensor) and value.is_meta is not memory:
@@ -389,7 +391,7 @@ class Sharded(Partitioned):
         super().finish()
 
     def step(self, share: Share) -> StepResult:
-        """Gather, compute, scatter layer by layer; update the own shard."""
+        """Gather, compute, scatter layer by layer; update this worker's shard."""
         trainer, traffic = self._trainer, self.traffic
         assert traffic is not None
         traffic.sent_bytes = 0.0
@@ -409,7 +411,7 @@ class Sharded(Partitioned):
         self._entered = True
 
     def close(self) -> None:
-        """Give the user's module back as it was."""
+        """Restore the user's module."""
         if self._hook is not None:
             self._hook.remove()
         self._hook = None
@@ -418,7 +420,7 @@ class Sharded(Partitioned):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep a microbatch's gradients until those of the last one are there."""
+        """Keep a microbatch's gradients until those of the last microbatch are ready."""
         self.root.set_requires_gradient_sync(False)
         try:
             yield
@@ -501,10 +503,10 @@ class Traffic:
 
     It replaces FSDP's own all-gather and reduce-scatter through the hooks that PyTorch offers for
     that. On an accelerator the collectives run on their own streams, in parallel with the
-    computation, so their duration does not show the wait. The computation's waits for them lie
-    between its own kernels, also in backward, where FSDP has no hook; measuring only some of them
-    would blame the wrong worker. So waits are not measured on accelerators. In a PyTorch without
-    the hooks nothing is measured.
+    computation, so their duration does not show the wait. The waits for them are between the
+    computation's kernels. In backward FSDP has no hook for them, and measuring only some waits
+    would blame the wrong worker. So waits are not measured on accelerators. If PyTorch does not
+    have the hooks, nothing is measured.
 
     Attributes:
         counted: Whether bytes are counted.

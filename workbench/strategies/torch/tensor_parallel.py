@@ -12,10 +12,10 @@ Parallelism, 2019, section 3. PyTorch's DTensor and `parallelize_module` are the
 
 Every worker sees the whole batch and holds 1/n of the divided layers' parameters, gradients and
 optimizer state. All workers hold the undivided layers (norms, convolutions) and update them
-equally. A pair (col, row) communicates once per pass, because everything between its two layers is
-element by element. A single layer is `gathered`: it is divided by columns, and its output is put
-together at once. Attention is a pair as well: the heads are divided (q, k, v by columns, the output
-by rows).
+equally. A pair (col, row) communicates once per pass, because the operations between its two layers
+work element by element. A single layer is `gathered`: it is divided by columns, and its output is
+put together at once. Attention is a pair as well: the heads are divided (q, k, v by columns, the
+output by rows).
 
 In a Sequential the pairs can be seen; elsewhere they are guessed from usual names (fc1/fc2,
 q_proj/../o_proj, ..). The guesses are tested before training: loss and gradient norm of one sample
@@ -23,9 +23,9 @@ must be the same as on one device, otherwise those layers are gathered. They are
 the model does not fit one device for this test.
 
 Workers wait for each other inside forward and backward. The wait is computed from the time that a
-worker spends on its own work (`parts/timing.py`). Bytes sent are counted from the first step's
-collectives (ring all-reduce 2 (n-1)/n, all-gather and reduce-scatter (n-1)/n of the whole), and
-scaled with the number of samples after that.
+worker spends on its own computation (`parts/timing.py`). Bytes sent are counted from the first
+step's collectives (ring all-reduce 2 (n-1)/n, all-gather and reduce-scatter (n-1)/n of the whole),
+and scaled with the number of samples after that.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ STYLES = {
 ALONE = ("gathered", "split_row")
 
 
-# What may lie between the two layers of a pair: it treats each number on its own.
+# Modules that can be between the two layers of a pair: they work on each number separately.
 ELEMENTWISE = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh,
     nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid,
@@ -230,7 +230,7 @@ def _alone(module: nn.Module, workers: int) -> str | None:
 
 
 def _neighbours(sequence: nn.Sequential) -> Iterator[tuple[str, str]]:
-    """Yield names of Linear layers with nothing but elementwise functions between them."""
+    """Yield names of Linear layers with only elementwise functions between them."""
     waiting: str | None = None
     for name, module in sequence.named_children():
         if isinstance(module, nn.Linear):
@@ -246,7 +246,7 @@ def _neighbours(sequence: nn.Sequential) -> Iterator[tuple[str, str]]:
 def _pair(
     model: nn.Module, plan: Plan, columns: list[str], row: str, style: str, workers: int
 ) -> None:
-    """Make a pair, if the plan has both layers, unpaired, and they divide evenly."""
+    """Make a pair if both layers are in the plan, are not paired yet, and divide evenly."""
     if not all(plan.get(name) in ALONE for name in (*columns, row)):
         return
     widths: list[Any] = [model.get_submodule(name).out_features for name in columns]
@@ -286,7 +286,7 @@ def naive_step(
     out.requires_grad_()
     loss = loss_fn(out + bias, y)  # the same everywhere
     loss.backward()  # as far as `out`
-    part.backward(out.grad)  # a sum hands its gradient on to each of its parts
+    part.backward(out.grad)  # a sum passes its gradient to each of its parts
     optimizer.step()
     return float(loss)
 
@@ -300,7 +300,7 @@ class TensorParallel(Partitioned):
     bytes_per_sample = NAN
 
     def shard_source(self, source: Any) -> Any:
-        """Take a sample to test the plan with; the data stays as it is."""
+        """Take a sample to test the plan; the data does not change."""
         self.sample = source.peek()
         return source
 
@@ -323,7 +323,7 @@ class TensorParallel(Partitioned):
         self.guard.add(trainer.model)
 
     def step(self, share: Share) -> StepResult:
-        """Compute every layer together; update the own parts."""
+        """Compute every layer together; update this worker's parts."""
         trainer, waits = self._trainer, self.waits
         assert waits is not None
         counter = None
@@ -353,7 +353,7 @@ class TensorParallel(Partitioned):
         return self._trainer.evaluate(shares)
 
     def _choose(self, job: Job) -> Plan:
-        """Return the plan given, or the best one with the same result as on one device."""
+        """Return the given plan, or the best plan with the same result as on one device."""
         if self.options["plan"] != "auto":
             return given_plan(job.model, self.options["plan"], self.world_size)
         found, safe = find_plan(job.model, self.world_size)
@@ -372,7 +372,7 @@ class TensorParallel(Partitioned):
             tried = self._trial(model, job)
             same = torch.allclose(tried, truth, rtol=TOLERANCE, atol=TOLERANCE)
         except (RuntimeError, ValueError, NotImplementedError, AssertionError):
-            same = False  # the guess does not suit the model's code
+            same = False  # the guess does not fit the model's code
         layout.gather()
         return found if self._everywhere(same) else safe
 
@@ -389,7 +389,7 @@ class TensorParallel(Partitioned):
         return bool(verdict > 0)
 
     def _trial(self, model: torch.nn.Module, job: Job) -> torch.Tensor:
-        """Return loss and gradient norm of one sample, without touching anything."""
+        """Return loss and gradient norm of one sample; nothing is changed."""
         batch = map_batch(lambda t: t.to(self.device), self.sample)
         try:
             with evaluating(model):
@@ -404,13 +404,13 @@ class TensorParallel(Partitioned):
                 parameter.grad = None
 
     def close(self) -> None:
-        """Give the user's module back as it was."""
+        """Restore the user's module."""
         self.sample = self.waits = self.guard = None
         super().close()
 
 
 def one_by_one(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer step parameter by parameter if divided and whole ones are mixed."""
+    """Let an optimizer step parameter by parameter if it has divided and whole parameters."""
     for group in optimizer.param_groups:
         divided = {isinstance(parameter.data, DTensor) for parameter in group["params"]}
         if len(divided) > 1 and "foreach" in group:
@@ -439,7 +439,7 @@ class Waits:
 
 
 class BytesSent(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up what this worker sends in collectives."""
+    """Adds up the bytes that this worker sends in collectives."""
 
     def __init__(self, workers: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -454,7 +454,7 @@ class BytesSent(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count a collective; DTensors do their own dispatch, which comes back here."""
+        """Count a collective; DTensors dispatch themselves, and their calls come back here."""
         if any(kind is DTensor for kind in types):
             return NotImplemented
         if func.namespace == "_c10d_functional":

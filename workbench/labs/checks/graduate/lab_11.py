@@ -292,9 +292,9 @@ def sent(c: Check) -> None:
 def conjugate(c: Check) -> None:
     """Apply both operators. Compare results and gradients with sums over the workers."""
     workers = have(c, "F", "G")
-    own = "getattr(one, name) is not getattr(torch.autograd.Function, name)"
+    written = "getattr(one, name) is not getattr(torch.autograd.Function, name)"
     there = c.ask(
-        f"_labs_answer = all({own} for one in (F, G) for name in ('forward', 'backward'))"
+        f"_labs_answer = all({written} for one in (F, G) for name in ('forward', 'backward'))"
     )
     c.need(
         all(there),

@@ -1,4 +1,4 @@
-"""What runs under TensorFlow's coordinator, for `parameter_server`.
+"""The code that runs under TensorFlow's coordinator, for `parameter_server`.
 
 In reading order:
 

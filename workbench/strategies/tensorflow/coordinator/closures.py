@@ -1,4 +1,4 @@
-"""Closures of a ClusterCoordinator, recorded one by one: one that trains is a step of its worker.
+"""Records each closure of a ClusterCoordinator; a closure that trains is a step of its worker.
 
     schedule ---- queue ----> a worker is free: begins  --- pull, compute, push --->  ended
               queue wait      version v0                   closure time               version v1
@@ -10,21 +10,21 @@ queue, sends it and waits until it has ended. The measurement is made there, so 
 the messages, and a closure takes as long as without Workbench. Stop and Pause work there too,
 between closures.
 
-Times are the coordinator's. From one closure's end to the next one's begin a worker has nothing to
-do: that is its data wait. A closure's result is fetched only if a loss is due: each time under
-`wb.fit` or `model.fit`, a few times per second in a user's own loop.
+Times are the coordinator's. Between the end of a closure and the begin of the next, a worker has
+nothing to do: this is its data wait. A closure's result is fetched only if a loss is due: each time
+under `wb.fit` or `model.fit`, a few times per second in a user's own loop.
 
-Delays cannot be spent here, because the push would already have happened (`feeds.py` does it).
+Injected delays cannot be added here, because the push has already happened; `feeds.py` adds them.
 
 Source: `tensorflow/python/distribute/coordinator/cluster_coordinator.py`.
 
-While functions of closures are traced, it is found out which of them train:
+When a closure's function is traced, Workbench finds out whether it trains:
 
     schedule(step)      asks a tape for gradients, or an optimizer applies some      it trains
     schedule(score)     neither                                                      it does not
 
 A plain Python function runs only on its worker, and a function that was traced earlier is not
-traced again. What these do cannot be seen, so they are taken for functions that train.
+traced again. Workbench cannot see what these do, so it assumes that they train.
 
 Each closure that trains is a row, a step of the worker that ran it:
 
@@ -33,9 +33,9 @@ Each closure that trains is a row, a step of the worker that ran it:
 
 The version counts the closures that have trained, of all workers.
 
-The results of closures are fetched on a separate thread, while their workers continue. A fetch is a
-round trip of any size. So the results that several closures left on a worker within a few
-milliseconds are stacked there and fetched at once.
+The results of closures are fetched on a separate thread, while their workers continue. A fetch
+costs one round trip, whatever its size. So results that several closures left on a worker within a
+few milliseconds are stacked there and fetched together.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 clock = time.perf_counter
 STALL_S = 120.0
-"""After how long one closure is taken for one that will never end."""
+"""After this time, a closure counts as one that will never end."""
 
 UNMEASURED = "pull, computation and push are one closure, which is timed as a whole"
 
@@ -116,7 +116,7 @@ class Closures:
         self._fetcher = Fetcher()
 
     def __enter__(self) -> Closures:
-        """Watch what is scheduled from now on."""
+        """Watch all closures that are scheduled from now on."""
         replace = self._patches.replace
         replace(self._cluster, "schedule", lambda original: self.schedule)
         replace(self._cluster, "join", lambda original: self.join)
@@ -132,7 +132,7 @@ class Closures:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer applied last; None before."""
+        """The optimizer that was applied last; None before the first."""
         return self._functions.optimizer
 
     # -- the thread that runs the cell -------------------------------------------------------------
@@ -150,10 +150,10 @@ class Closures:
         """Queue a closure; return its RemoteValue.
 
         Args:
-            told: Called with the result; by default a loss is looked for from time to time.
-            samples: Its number of samples; by default what its data set says.
-            alike: Equal for calls of the function that the same graph serves: it is looked up
-                once. None: TensorFlow checks the arguments each time.
+            told: Called with the result; by default, results are checked for a loss from time to
+                time. samples: Its number of samples; by default that of its data set. alike: A key
+                that is equal for calls with the same graph, which is then looked up only once.
+                None: TensorFlow checks the arguments each time.
 
         Raises:
             RunStopped: Stop was pressed.
@@ -196,7 +196,7 @@ class Closures:
         self._check()
 
     def wait_for_room(self, most: int) -> None:
-        """Wait until fewer closures than this are open; raises what `join` does."""
+        """Wait until fewer closures than this are open; raises the same errors as `join`."""
         while True:
             with self._counts:
                 if self._open < most:
@@ -204,7 +204,7 @@ class Closures:
                 self._counts.wait(0.5)
             self._check()
             try:
-                self._queue.done()  # raises what went wrong with one of them
+                self._queue.done()  # raises the error of a failed closure
             except Exception:
                 self._check()
                 raise
@@ -246,7 +246,7 @@ class Closures:
         self._announced = True
 
     def _dataset(self, create: Callable[..., Any]) -> Any:
-        """Learn the batch size from the data set that workers are given."""
+        """Read the batch size from the workers' data set."""
 
         def create_per_worker_dataset(dataset: Any) -> Any:
             if not callable(dataset):
@@ -290,7 +290,7 @@ class Closures:
         late = None
         if told is not None and value is not None:
             late = self._fetcher.fetch(value._values, told)
-            del value  # TensorFlow fetches what somebody still refers to, and the worker waits
+            del value  # TensorFlow fetches results that are still referenced, and the worker waits
         with self._counts:
             self._open -= 1
             if step.trains:
@@ -310,7 +310,7 @@ class Closures:
                 self.idle()
 
     def idle(self) -> None:
-        """Count the time in between for no step: an evaluation, a pause."""
+        """Count the time of this block (an evaluation, a pause) for no step."""
         with self._counts:
             self._rows.idle()
 
@@ -325,19 +325,20 @@ class Functions:
     """The functions whose closures are made inside this context.
 
     Attributes:
-        optimizer: The one applied last.
+        optimizer: The optimizer that was applied last.
     """
 
     def __init__(self) -> None:
         self.optimizer: Any = None
-        self._seen = 0  # gradients asked for or applied, by whatever was traced
+        self._seen = 0  # gradients that any traced function computed or applied
         self._delays = Delays()
         self._trains: Any = weakref.WeakKeyDictionary()
-        self._graphs: Any = weakref.WeakKeyDictionary()  # by function: those of alike calls
+        # by function: the closures of calls with equal `alike`
+        self._graphs: Any = weakref.WeakKeyDictionary()
         self._patches = Patches()
 
     def __enter__(self) -> Functions:
-        """Watch what is traced from now on."""
+        """Watch all functions that are traced from now on."""
         self._patches.replace(keras.optimizers.Optimizer, "apply", self._applies)
         self._patches.replace(tf.GradientTape, "gradient", self._differentiates)
         return self
@@ -349,17 +350,17 @@ class Functions:
     def closure(
         self, function: Any, alike: Hashable, make: Callable[[Any], Any], *, delayed: bool
     ) -> Any:
-        """Make a closure of a function; return it, its `trains` set.
+        """Make a closure of a function, set its `trains`, and return it.
 
         Args:
-            alike: Equal for calls of the function that the same graph serves: it is looked up
+            alike: A key that is equal for calls with the same graph, which is then looked up only
                 once. None: TensorFlow checks the arguments each time.
-            make: Makes the closure of the function, or of its graph; a new one is traced.
+            make: Makes the closure from the function, or from its graph; a new function is traced.
             delayed: Whether it must contain injected delays.
         """
         chosen = self._delays.variant(function) if delayed else function
         before = self._seen
-        # What a function does is seen when it is traced, or (a plain one) only when it runs.
+        # Tracing shows what a function does; a plain function shows it only when it runs.
         plain = not isinstance(function, polymorphic_function.Function)
         unseen = plain or chosen.experimental_get_tracing_count() > 0
         graphs = {} if plain or alike is None else self._graphs.setdefault(chosen, {})
@@ -390,7 +391,7 @@ class Functions:
 
 
 SHOW_S = 0.1
-"""How often an own loop's loss is fetched, and queue waits are logged, per worker."""
+"""How often, per worker, the loss of a user's own loop is fetched and queue waits are logged."""
 
 
 class Rows:
@@ -415,7 +416,7 @@ class Rows:
         self.version = steps * len(self._steps)
 
     def idle(self) -> None:
-        """Count the time in between for no step: an evaluation, a pause."""
+        """Count the time of this block (an evaluation, a pause) for no step."""
         self._free_s = [clock()] * len(self._free_s)
 
     def free(self, rank: int) -> None:
@@ -469,11 +470,11 @@ class Rows:
 LOCAL = "/job:chief"
 LONGEST_S = 10.0
 TOGETHER_S, MOST = 0.05, 32
-"""What is left within that time is fetched at once, up to so many closures."""
+"""Results that are ready within this time are fetched together, up to this number of closures."""
 
 
 Told = Callable[[Any], float]
-"""What takes the values that a closure returned; returns its loss."""
+"""A function that takes the values of a closure and returns its loss."""
 
 
 @dataclass
@@ -486,7 +487,7 @@ class Pending:
     known: threading.Event = field(default_factory=threading.Event)
 
     def ready(self) -> bool:
-        """Whether it is known, or known to be lost."""
+        """Whether the loss is known, or known to be lost."""
         return self.known.is_set()
 
     def values(self) -> dict[str, float]:
@@ -523,7 +524,10 @@ class Fetcher:
                     self._left.notify_all()
 
     def _gather(self) -> list[Pending]:
-        """Wait for the first, then for those that follow soon; None among them ends the wait."""
+        """Wait for the first result, then for those that follow soon.
+
+        None in the queue ends the wait.
+        """
         found, until_s = [self._waiting.get()], clock() + TOGETHER_S
         with contextlib.suppress(queue.Empty):
             while found[-1] is not None and len(found) < MOST:
@@ -537,14 +541,14 @@ class Fetcher:
             self._left.wait_for(lambda: self._open == 0, LONGEST_S)
 
     def close(self) -> None:
-        """Fetch what is left, then end."""
+        """Fetch the remaining values, then end."""
         self._closed = True
         self._waiting.put(None)
         self._thread.join(LONGEST_S)
 
 
 def _groups(found: list[Pending]) -> list[list[Pending]]:
-    """Return those together whose values are on one worker and can be stacked."""
+    """Return groups of results whose values are on one worker and can be stacked."""
     groups: dict[Any, list[Pending]] = {}
     for one in found:
         try:
@@ -557,7 +561,7 @@ def _groups(found: list[Pending]) -> list[list[Pending]]:
 
 
 def _fetch(group: list[Pending]) -> None:
-    """Fetch what is wanted of one worker, and tell."""
+    """Fetch the wanted values of one worker, and report them."""
     try:
         together = len(group) > 1
         columns = zip(*(tf.nest.flatten(one.tensors) for one in group), strict=True)

@@ -33,10 +33,10 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.ops import gen_script_ops
 
 RESIDENT_BYTES = 1 << 30
-"""Arrays that are larger are sent piece by piece."""
+"""Larger arrays are sent in pieces."""
 
 SENT_AHEAD = 256
-"""Pieces whose order is sent at once."""
+"""The number of pieces whose order is sent together."""
 
 
 def dealt(feed: Any, batches: Iterable[list[tuple[Any, int]]]) -> Iterator[list[tuple[Any, int]]]:
@@ -50,7 +50,10 @@ def dealt(feed: Any, batches: Iterable[list[tuple[Any, int]]]) -> Iterator[list[
 
 
 ORDER = tf.TensorSpec([None, None], tf.int64)
-"""Places of samples, a row per piece: lengths are left open, or each would be traced for."""
+"""Places of samples, a row per piece.
+
+The lengths are left open; otherwise each length would be traced.
+"""
 
 _placing: Any = weakref.WeakKeyDictionary()
 
@@ -70,8 +73,9 @@ def _place(coordinator: Any, specs: tuple[Any, ...]) -> Any:
 class Resident:
     """Arrays that are on every worker, together with an order of their samples.
 
-    Every argument that is not there already costs a closure a separate round trip. So the order is
-    sent ahead, many pieces at a time, and a closure gets only a number: which piece.
+    Every argument that the worker does not have yet costs a closure a separate round trip. So the
+    order is sent in advance, many pieces at a time, and a closure gets only the number of its
+    piece.
 
     Args:
         arrays: Nested arrays of one length.
@@ -109,7 +113,7 @@ class Resident:
     def function(self, body: Callable[[Any], Any]) -> Any:
         """Return the closure's function, from a function of a batch.
 
-        It serves other data of the same `kind` as well.
+        The function also works for other data of the same `kind`.
         """
         structure = self._structure
 

@@ -91,7 +91,7 @@ class Coordinated:
                 if ends:
                     training.end_epoch(done // job.steps_per_epoch - 1)
                 if checkpoints.is_due(training.base + done):
-                    self.closures.join()  # no push is under way then
+                    self.closures.join()  # no push is being sent then
                     checkpoints.save(training.base + done)
                     self.closures.idle()
             self.closures.join()
@@ -135,7 +135,10 @@ class Coordinated:
             yield [(slice_batch(share.data, a, b), b - a) for a, b in bounds if b > a]
 
     def evaluate(self, shares: Iterable[Share]) -> dict[str, float]:
-        """Return loss and metrics over an evaluation set; the workers score a batch each."""
+        """Return loss and metrics over an evaluation set.
+
+        Each worker scores some of the batches.
+        """
         feed, names = Fed(), ["loss", *self.trainer.metrics]
         if self._score is None:
             self._score = feed.function(lambda given: self.trainer.score_all(given[0], given[1]))

@@ -16,9 +16,8 @@ Source: tf.distribute.Server;
 https://www.tensorflow.org/tutorials/distribute/parameter_server_training.
 
 When a worker dies, its closure goes back into the queue, and the others continue. TensorFlow itself
-would wait until the worker is back, and connect the whole cluster again. The run, including its
-end, would hang for as long as that takes. Here a worker that has died is left out until the next
-run.
+would wait until the worker is back, and connect the whole cluster again. The run would hang during
+this time, even at its end. Here a worker that has died takes no part until the next run.
 
 Source: `WorkerPreemptionHandler` in
 `tensorflow/python/distribute/coordinator/cluster_coordinator.py`, which this replaces.
@@ -54,8 +53,11 @@ MEET_S = 60.0
 """How long the tasks of a run wait for each other."""
 
 PORTS = range(20000, 32000)
-"""Where none are named. Below those that the system hands out: nobody takes one between being found
-and being opened."""
+"""The default ports.
+
+They are below the ports that the system assigns itself. So no other process takes a port between
+the moment it is found and the moment it is opened.
+"""
 
 ANSWER_S = 5.0
 LISTENING = "0A"
@@ -104,11 +106,11 @@ def serve(context: RunContext) -> None:
 def swap_addresses(context: RunContext, ranks: Iterable[int]) -> dict[int, str]:
     """Return the address at which each of these engines opens TensorFlow's server.
 
-    All engines call this together. TensorFlow opens the port itself. Until all engines have found
-    one each holds its own, so that two engines of one host never find the same.
+    All engines call this together. TensorFlow opens the port itself. Each engine holds its port
+    until all engines have found one. So two engines of one host never find the same port.
 
     Raises:
-        ClusterError: One of them did not answer, or has no port left.
+        ClusterError: An engine did not answer, or has no free port.
     """
     spec = context.spec
     with hold_port(spec.ports) as held:
@@ -131,10 +133,10 @@ def hold_port(ports: tuple[int, int] | None) -> socket.socket:
 
 
 def check_alive(addresses: Mapping[int, str], parts: Mapping[int, str]) -> None:
-    """Connect to each task once: TensorFlow's constructor may wait forever for a missing one.
+    """Connect to each task once: TensorFlow's constructor can wait forever for a missing task.
 
     Raises:
-        ClusterError: One cannot be reached; named by `parts`.
+        ClusterError: A task cannot be reached; `parts` has its name.
     """
     for rank, address in addresses.items():
         host, _, port = address.rpartition(":")
@@ -174,7 +176,7 @@ def listening() -> set[tuple[int, str]]:
 
 
 def shut(sockets: set[tuple[int, str]]) -> None:
-    """Close what listens here to everybody; its owner keeps the descriptors.
+    """Close the sockets that listen on every interface; their owner keeps the descriptors.
 
     Connections end as well: a later run may get the same port, and gRPC would continue with the old
     connection, to the server that no longer exists.
@@ -198,7 +200,7 @@ def shut(sockets: set[tuple[int, str]]) -> None:
 
 
 class WorkerFaults:
-    """Spends the delays injected into this worker, inside its closures (`feeds.py`)."""
+    """Adds the delays that were injected into this worker, inside its closures (`feeds.py`)."""
 
     def __init__(self, context: RunContext, rank: int) -> None:
         self._faults = context.faults = FaultInjector(rank, context.spec.faults)
@@ -216,7 +218,7 @@ class WorkerFaults:
         return np.float64(time.perf_counter())
 
     def _delay(self, began_s: Any) -> Any:
-        """The gradients are ready: spend what was injected before they are pushed."""
+        """The gradients are ready: wait for the injected delay before they are pushed."""
         self._faults.compute_s = time.perf_counter() - float(began_s)
         return np.float64(self._faults.spend("forward") + self._faults.spend("backward"))
 

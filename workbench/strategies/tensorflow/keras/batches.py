@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from ....engine.context import RunContext
 
 DEFAULT_BATCH = 32
-"""Keras' own, where `fit` is not told."""
+"""Keras' default."""
 
 
 class Batches:
-    """The batches of a call of `fit`, with the line's overrides.
+    """The batches of a call of `fit`, with the overrides of the magic's line.
 
     Attributes:
-        size: Global batch; None where it is not known.
-        samples: Samples in an epoch; None where they are not known.
-        total_steps: After how many steps the line ends training; None: with the last epoch.
+        size: Global batch; None if it is not known. samples: Samples in an epoch; None if not
+            known. total_steps: The line ends training after this number of steps; None: after the
+            last epoch.
     """
 
     def __init__(self, call: Mapping[str, Any], context: RunContext, replicas: int) -> None:
@@ -45,7 +45,7 @@ class Batches:
         """Apply the line's overrides and check that the batch can be divided.
 
         Raises:
-            FitError: It cannot, or the data has its batches made already.
+            FitError: It cannot be divided, or the data is already divided into batches.
         """
         given, call = self._context.spec.overrides, self._call
         self._context.options_read = True
@@ -130,7 +130,7 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Batches in an epoch; None where they are not known."""
+        """Batches in an epoch; None if the number is not known."""
         if self._call["steps_per_epoch"]:
             return int(self._call["steps_per_epoch"])
         if self.samples is not None and self.size:
@@ -141,7 +141,7 @@ class Batches:
         return None
 
     def samples_of(self, batch: int) -> int:
-        """Return how many samples the batch of that number has; 0 where nobody knows."""
+        """Return how many samples the batch with this number has; 0 if that is not known."""
         if not self.size:
             return 0
         if self.samples is None:
@@ -156,7 +156,7 @@ def _first(data: Any) -> Any:
 
 
 def _static_batch(data: tf.data.Dataset) -> int | None:
-    """Return the batch size of a tf.data set where it is fixed."""
+    """Return the batch size of a tf.data set if it is fixed."""
     leaves = tf.nest.flatten(data.element_spec)
     shape = getattr(leaves[0], "shape", None) if leaves else None
     if shape is not None and shape.rank and shape[0] is not None:
@@ -247,14 +247,14 @@ def bound(original: Any, model: Any, args: Any, keywords: Any) -> inspect.BoundA
     """Return the arguments of a method of Keras' trainer, defaults included.
 
     Raises:
-        FitError: It has no argument of that name.
+        FitError: The method has no argument with this name.
     """
     signature = inspect.signature(original)
     for name in keywords:
         if name not in signature.parameters:
             guess = nearest(name, signature.parameters)
             raise FitError(
-                f"{original.__name__} has no argument of that name.",
+                f"{original.__name__} has no argument with this name.",
                 seen=name,
                 next_step=f"did you mean {guess!r}?" if guess else f"remove {name}",
                 code="WB-FIT-087",
@@ -266,7 +266,7 @@ def bound(original: Any, model: Any, args: Any, keywords: Any) -> inspect.BoundA
 
 def check_kind(data: Any) -> None:
     """Raise FitError for PyTorch's data sets and loaders."""
-    if foreign(data) and not hasattr(data, "numpy"):  # a tensor is as good as an array
+    if foreign(data) and not hasattr(data, "numpy"):  # a tensor can be used like an array
         raise FitError(
             "PyTorch data cannot be used in a TensorFlow run.",
             seen=f"{type(data).__module__}.{type(data).__name__}",
@@ -309,7 +309,7 @@ def check_size(given: int | None, made: int | None) -> None:
 
 
 def note_keras_2(context: RunContext) -> None:
-    """Report that `tf_keras` is not recorded, if a cell imports it and trained nothing visible."""
+    """Report that `tf_keras` is not recorded, if a cell imports it and no training was seen."""
     if "tf_keras" in sys.modules:
         text = (
             "tf_keras (Keras 2) is imported: its fit trains, but it is not recorded and cannot be "
@@ -355,7 +355,7 @@ def check_callbacks(callbacks: Any) -> None:
         ]
         every = getattr(callback, "save_freq", None) or getattr(callback, "update_freq", None)
         if kind.__module__.startswith("keras.") and every in (None, "epoch"):
-            hooks = []  # Keras' own: what they do after batches is not needed for their purpose
+            hooks = []  # Keras' own callbacks, which work without their calls after batches
         if hooks:
             raise FitError(
                 "A parameter server cannot call a callback per batch: its batches have no order.",

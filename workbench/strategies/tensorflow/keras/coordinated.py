@@ -12,7 +12,7 @@ could be called; epoch-level callbacks are called as Keras does.
 
 Source: `keras/src/backend/tensorflow/trainer.py`, whose `fit` this follows.
 
-What a closure of Keras' `fit` or `evaluate` computes, and how it is added up:
+The computation of a closure in Keras' `fit` or `evaluate`, and the sum of the results:
 
     closure:      loss, changes of the metrics' state         one vector, fetched at once
     coordinator:  sum of the vectors --> state --> the logs that Keras shows
@@ -22,8 +22,8 @@ one batch makes to their initial state can be added up for every metric that cou
 
 Source: `keras/src/backend/tensorflow/trainer.py`.
 
-The data of `model.fit` becomes batches in pieces for closures. Arrays are taken in the order of one
-device (`engine/training/shares.py`); everything else by Keras' own data adapters:
+The data of `model.fit` becomes batches in pieces for closures. Arrays are read in the order of one
+device (`engine/training/shares.py`). Keras' own data adapters read all other data:
 `keras/src/trainers/data_adapters`.
 """
 
@@ -159,7 +159,7 @@ class CoordinatedFit:
     def _train(
         self, train: Any, data: Data, place: ClosuresPlace, epoch: int, left: int | None, first: int
     ) -> tuple[Sums, int | None]:
-        """Train one epoch, at most `left` global steps; return the sums and what is left then.
+        """Train one epoch, at most `left` global steps; return the sums and the remaining steps.
 
         Args:
             first: Global batches of the epoch that were done before.
@@ -240,13 +240,13 @@ class CoordinatedFit:
     # -- around it ---------------------------------------------------------------------------------
 
     def _build(self, model: Any, data: Data) -> None:
-        """Have model, metrics and optimizer make their variables, here and not in a closure."""
+        """Let model, metrics and optimizer make their variables here, not in a closure."""
         model._symbolic_build(data_batch=data.sample())
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
 
     def _limits(self, call: dict[str, Any], data: Data) -> int | None:
-        """Apply the line's overrides; return after how many global steps it ends, if it says so."""
+        """Apply the line's overrides; return the number of global steps if the line gives one."""
         given = self.context.spec.overrides
         if "epochs" in given:
             call["epochs"] = call["initial_epoch"] + given["epochs"]
@@ -287,7 +287,7 @@ class Sums:
         self._lock = threading.Lock()
 
     def add(self, values: Any, samples: int) -> float:
-        """Add what one closure returned; return its loss."""
+        """Add the result of one closure; return its loss."""
         vector = np.asarray(values, np.float64)
         with self._lock:
             self.loss += float(vector[0]) * samples
@@ -374,7 +374,7 @@ def _changes(model: Any, y: Any, output: Any, weight: Any) -> list[Any]:
 
 
 def _vector(loss: Any, changes: list[Any]) -> Any:
-    """Return everything in one tensor: one thing to fetch. (1 + sizes of the changes,)"""
+    """Return everything in one tensor, for one fetch. (1 + sizes of the changes,)"""
     return tf.concat([tf.reshape(tf.cast(one, tf.float64), [-1]) for one in (loss, *changes)], 0)
 
 
@@ -434,7 +434,8 @@ class AdapterData(Data):
         self._adapter, self.feed = adapter, Fed()
         self.steps = steps or adapter.num_batches
         self._limit = steps
-        self._waiting: Iterator[Any] | None = None  # an endless set goes on with the next epoch
+        # an endless data set continues in the next epoch
+        self._waiting: Iterator[Any] | None = None
         self._first = next(iter(adapter.get_numpy_iterator()))
         self.batch_size = adapter.batch_size or batch_length(self._first)
 
@@ -526,7 +527,7 @@ class Reader:
         return AdapterData(adapter, steps)
 
     def inputs(self, call: dict[str, Any]) -> Iterator[Any]:
-        """Yield the model's inputs of each batch that `predict` is given."""
+        """Yield the model's inputs of each batch in `predict`."""
         adapter = self._adapters.get_data_adapter(
             x=call["x"], batch_size=call["batch_size"] or DEFAULT_BATCH,
             steps_per_epoch=call["steps"], shuffle=False,

@@ -1,8 +1,8 @@
 """`model.fit`, unchanged for the user, reports to the run while a cell is running.
 
-The backend trainer's `fit` is replaced for the duration of a cell. It checks what would fail
-without an error, applies the line's overrides, adds one callback after the user's own, and watches
-the calls of the function that trains:
+The backend trainer's `fit` is replaced for the duration of a cell. It checks for mistakes that
+would give no error, applies the line's overrides, adds one callback after the user's own, and
+watches the calls of the function that trains:
 
     on_train_begin        the run is announced
     on_train_batch_begin
@@ -218,7 +218,7 @@ class Reports(keras.callbacks.Callback):  # type: ignore[misc]
         self._steps.skip()
 
     def _train(self, iterator: Any) -> Any:
-        """Train for one batch or several; hold or end `fit` where that was asked for."""
+        """Train for one batch or several; pause or end `fit` if that was requested."""
         steps, model = self._steps, self.model
         if passed := self.place.pass_over(iterator, model.steps_per_execution):
             self._done += passed
@@ -239,7 +239,7 @@ class Reports(keras.callbacks.Callback):  # type: ignore[misc]
         return logs
 
     def _unmarked(self, logs: Mapping[str, Any]) -> Measured:
-        """Return a step of which only the logs tell: Keras shows the epoch's running mean."""
+        """Return a step that only the logs show: Keras shows the epoch's running mean."""
         samples, (count, total) = self._batch.samples_of(self._done), self._mean
         loss = NAN
         if "loss" in logs and samples:
@@ -279,11 +279,11 @@ class FitPlace:
         self.checkpoints = checkpoints_of(context)
         self.epoch = self.batch = 0
         self._about: Mapping[str, Any] | None = None
-        self._left = 0  # batches still to be passed over
+        self._left = 0  # batches that must still be skipped
         self._restores = False
 
     def find(self, call: dict[str, Any]) -> None:
-        """Look for the checkpoint from which this call continues; begin with its epoch."""
+        """Find the checkpoint from which this call continues; begin with its epoch."""
         base = {"base": self.context.trained}
         self._about = self.checkpoints.enter(
             self.strategy, lambda: {**base, "epoch": self.epoch, "batch": self.batch}
@@ -329,8 +329,10 @@ PATHS = {
     keras.callbacks.TensorBoard: "log_dir",
     keras.callbacks.BackupAndRestore: "backup_dir",
 }
-"""Keras' callbacks that write at one path for a whole `fit`, and where they keep it. Derived ones
-are left alone: what else they do is theirs."""
+"""Keras' callbacks that write to one path during a whole `fit`, and the attribute with this path.
+
+Derived classes are not changed, because they can do other things too.
+"""
 
 SAVERS = (
     ("keras.src.saving.saving_lib", "save_model"),
@@ -369,8 +371,9 @@ def _moved_there(context: RunContext) -> Callable[[Any], Any]:
         @functools.wraps(original)
         def save(*args: Any, **keywords: Any) -> Any:
             given = signature.bind(*args, **keywords)
-            # A worker that saves alone would wait for the others wherever they meet; on a thread
-            # of its own it is in no strategy's scope, so what Keras makes meanwhile is its own.
+            # A worker that saves alone would wait for the others in a collective. A separate thread
+            # is in no strategy's scope, so variables that Keras makes there belong to this worker
+            # alone.
             with _read_here(), ThreadPoolExecutor(1, "workbench-save") as thread:
                 return thread.submit(write, given).result()
 
@@ -397,7 +400,7 @@ def _moved_there(context: RunContext) -> Callable[[Any], Any]:
 
 @contextlib.contextmanager
 def _read_here() -> Iterator[None]:
-    """Read what is joined when it is read (the sums of metrics) as this worker has it."""
+    """Read this worker's local values of variables that are joined when read (sums of metrics)."""
     patches = Patches()
     patches.replace(
         values.SyncOnReadVariable, "_get_cross_replica", lambda _: lambda var: var._primary.value()
@@ -420,7 +423,7 @@ def _made_by_anybody(original: Any) -> Any:
 
 
 def _agreed(context: RunContext, note: Callable[[str], None]) -> Callable[[Any], Any]:
-    """Ask who writes where, before each `fit`."""
+    """Ask before each `fit` which worker writes to which path."""
     number = count(1)
 
     def make(original: Any) -> Any:
@@ -452,7 +455,7 @@ def _agreed(context: RunContext, note: Callable[[str], None]) -> Callable[[Any],
 def _theirs(
     context: RunContext, number: int, callbacks: Any, note: Callable[[str], None]
 ) -> list[Any]:
-    """Return the callbacks whose path a worker of a lower rank has too."""
+    """Return the callbacks whose path a worker with a lower rank also uses."""
     paths = [os.path.realpath(getattr(one, PATHS[type(one)])) if type(one) in PATHS else ""
              for one in callbacks]  # fmt: skip
     context.post(f"files of fit {number}", [path for path in paths if path])
@@ -471,7 +474,7 @@ def _reads(callback: Any) -> bool:
 
 @contextlib.contextmanager
 def _only_read(callback: Any) -> Iterator[None]:
-    """Have a BackupAndRestore go on from what is there, and leave it there."""
+    """Let a BackupAndRestore continue from the existing backup, and keep the backup."""
     hooks = ("_save_model", "on_train_end")
     for name in hooks:
         setattr(callback, name, lambda *args, **keywords: None)

@@ -23,12 +23,12 @@ from ....errors import RunError
 from ..parts.markers import note_loss, note_written
 
 OF_SAMPLES = "rnn_state"
-"""What Keras calls the states of a stateful RNN: they belong to each replica's own samples."""
+"""Keras' name for the states of a stateful RNN; they belong to each replica's own samples."""
 
 
 @contextlib.contextmanager
 def losses_noted() -> Iterator[None]:
-    """Read each replica's mean loss of each batch; Keras' logs hold the epoch's running mean.
+    """Read each replica's mean loss of each batch: Keras' logs hold the epoch's running mean.
 
     `train_step` hands the loss to its tracker as `unscale_loss_for_distribution(loss)`.
     """
@@ -47,12 +47,12 @@ def losses_noted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def statistics_averaged(distribution: Any) -> Iterator[None]:
-    """Keep the mean of what replicas write to a variable in a step (BatchNorm's statistics).
+    """Keep the mean of the replicas' values when they write to a variable (BatchNorm's statistics).
 
     Keras makes such variables without a rule for joining the replicas' values. So each replica
-    keeps its own copy, only the first one's is read and saved, and engines that train together end
-    with different models. Here the copies are averaged at the end of each step, in one message, and
-    stay equal. Under `central_storage` variables have a separate rule.
+    keeps its own copy, only the first replica's copy is read and saved, and engines that train
+    together end with different models. Here the copies are averaged at the end of each step, in one
+    message, and stay equal. Under `central_storage` variables have a separate rule.
 
     Upstream: https://github.com/keras-team/keras/issues/20568.
     """
@@ -144,8 +144,8 @@ def _joined_by_kind(original: Any) -> Any:
             is_float = keras.backend.is_float_dtype(self._dtype)
             self._aggregation = "mean" if is_float else "only_first_replica"
         if not tf.executing_eagerly():
-            # A model that is built by its first step: TensorFlow compares each new variable
-            # with those in this list, which makes tensors that have no truth value there.
+            # A model that is built by its first step: TensorFlow compares each new variable with
+            # those in this list. The comparison gives tensors, which have no truth value there.
             graph = tf.compat.v1.get_default_graph()
             graph.get_collection_ref(tf.compat.v1.GraphKeys.TRAINABLE_VARIABLES).clear()
         original(self, value)
@@ -159,7 +159,8 @@ def _sum_of_what_is_new(original: Any) -> Any:
         central = isinstance(held, ps_values.AggregatingVariable)
         if not central or tf.distribute.in_cross_replica_context():
             original(self, value)
-        elif _in_branch():  # where replicas cannot meet; the scale of float16's loss, alike in all
+        # where replicas cannot communicate; the scale of float16's loss, equal in all replicas
+        elif _in_branch():
             if tf.distribute.get_replica_context()._replica_id_in_sync_group == 0:
                 held._v.assign(tf.cast(value, held.dtype))
         elif self.aggregation != "sum":
@@ -259,7 +260,7 @@ def _replaced(module: str, owner: str, name: str, make: Callable[[Any], Any]) ->
     """Replace `module.owner.name` by what `make` returns for it.
 
     Raises:
-        RunError: This Keras has no such thing.
+        RunError: This version of Keras does not have it.
     """
     try:
         place: Any = importlib.import_module(module)

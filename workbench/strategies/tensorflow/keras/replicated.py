@@ -10,23 +10,24 @@ runs in its scope, so a model that is built there belongs to it:
 Source: https://www.tensorflow.org/guide/distributed_training.
 
 Data sets are kept alive as long as an iterator over several devices reads them.
-`MultiDeviceIterator` reads ahead on its own thread. When it is deleted, it frees its data set
-first, and only then waits for that thread:
+`MultiDeviceIterator` reads ahead on its own thread. When it is deleted, it first frees its data set
+and then waits for this thread:
 
     deletion:   data set freed --- waits for the thread . . . .
-    thread:     - reads the next batch ----> asks the data set for its types: memory that is gone
+    thread:     - reads the next batch ----> asks the data set for its types: memory that was freed
 
 This sometimes ends the process by a segmentation fault if an iterator is dropped while it reads
-ahead. Keras does so after each evaluation in `fit`: it makes the next one's iterator at once, and
-replaces it unread. Here each iterator also holds its data set from Python, until the one in C++ is
-gone.
+ahead. Keras does so after each evaluation in `fit`: it makes the iterator of the next evaluation at
+once, and later replaces it without reading it. Here each iterator also holds its data set from
+Python, until the one in C++ is gone.
 
 Source: `~MultiDeviceIterator` in `tensorflow/core/kernels/data/multi_device_iterator_ops.cc`
 (`dataset_` is declared last, so destroyed first),
 https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/kernels/data/multi_device_iterator_ops.cc.
 
-Such an iterator consists of one that reads the data set and one for each device. Each of them has a
-thread that tunes it (`Model::OptimizeLoop` in `tensorflow/core/framework/model.cc`), and its
+Such an iterator consists of one iterator that reads the data set and one for each device. Each
+iterator has a thread that tunes it (`Model::OptimizeLoop` in `tensorflow/core/framework/model.cc`),
+and its
 deletion waits for this thread: tens of milliseconds, on a busy machine a second, once more than two
 minutes. They are not tuned here, unless the user's data set asks for it. `AUTOTUNE` in the data set
 then means TensorFlow's default: as many calls at a time as there are threads.
@@ -77,7 +78,7 @@ class Replicated(Strategy):
     """
 
     per_cell = injects_data_delay = True
-    state_is_collective = True  # reading what is averaged when read is a collective
+    state_is_collective = True  # reading a variable that is averaged when read is a collective
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -99,7 +100,7 @@ class Replicated(Strategy):
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        """What the tf.distribute strategy is built from."""
+        """The arguments for the tf.distribute strategy."""
         return (type(self), *self.devices, *sorted(self.options.items()))
 
     @property
@@ -135,7 +136,7 @@ class Replicated(Strategy):
             note_keras_2(context)
 
     def marks(self) -> Markers:
-        """Return what measures the steps."""
+        """Return the object that measures the steps."""
         faults, distribution = self.context.faults.replicas, self.distribution
         marks: Markers = built(("marks", self._key), lambda: Markers(distribution, faults))
         return marks.watch(faults)
@@ -154,7 +155,7 @@ class Replicated(Strategy):
         return source
 
     def prepare(self, job: Job) -> None:
-        """Build what is not built yet, in the scope."""
+        """Build the model and the optimizer in the scope if they are not built yet."""
         check_model(job.model, self.distribution)
         self._trains(job.model)
         held = int(self.distribution.num_replicas_in_sync) // self.shard[1]
@@ -186,10 +187,10 @@ class Replicated(Strategy):
         losses: list[float],
         spent_s: float,
     ) -> tuple[StepResult, ...]:
-        """Return what was measured (empty: nothing), with each replica's known values."""
+        """Return the measurements (empty: none), with each replica's known values."""
         measured = measured or [StepResult(0, NAN, NAN)] * len(samples)
         return tuple(
-            # Handing the batch over is part of what the step computes.
+            # Passing the batch to the replicas counts as the step's compute time.
             replace(
                 one, samples=count, loss=loss, compute_s=spent_s - one.exposed_s, has_loss=count > 0
             )
@@ -197,7 +198,7 @@ class Replicated(Strategy):
         )
 
     def evaluate(self, shares: Iterable[Share]) -> dict[str, float]:
-        """Return loss and metrics; each replica scores its part, the sums are added up."""
+        """Return loss and metrics; each replica scores its part, and the sums are added up."""
         values = self._working.evaluate(shares)
         self._watched.forget()
         return values

@@ -1,4 +1,4 @@
-"""When each replica's gradients were ready, and how long it then waited for the others.
+"""Measures when each replica's gradients were ready, and how long the replica then waited.
 
 TensorFlow runs a step as one graph for all replicas, so no Python line of the user's could read a
 clock between one replica's backward and the all-reduce. So marks are put into the graph while it is
@@ -12,16 +12,16 @@ traced:
 `began` follows the replica's inputs, `ready` is before `tf.distribute.ReplicaContext.all_reduce`
 and follows every gradient, `reduced` is after it. Keras' optimizers call `all_reduce` themselves,
 so `model.fit` and a loop with `strategy.run` are marked in the same way. If a step reduces several
-times (synchronised BatchNorm), a replica's ready time is read from the clock of its own work, which
-stops while it is blocked.
+times (synchronised BatchNorm), a replica's ready time is read from a clock of its computation,
+which stops while the replica is blocked.
 
 Each mark is a `tf.timestamp` that is *independent*: otherwise TensorFlow runs all operations with
-an effect in one chain over all replicas, and every replica would read the straggler's time. The
+side effects in one chain over all replicas. Every replica would then read the straggler's time. The
 times of a step are kept next to the replicas and read when it has ended (`traced_step.py`). This
 costs about 0.05 ms per step; one call into Python from the graph would cost several times that.
 
 Delays injected into a replica are spent before its `ready`, for every phase, because they are on
-the same path. The graph asks for them only while there are any.
+the same path. The graph contains them only while delays are injected.
 
 Source: tf.distribute guide, https://www.tensorflow.org/guide/distributed_training; the effect of
 statefulness: `tensorflow/python/framework/auto_control_deps.py`.
@@ -74,7 +74,7 @@ VARIABLES = (
     ps_values.AggregatingVariable,
     resource_variable_ops.ResourceVariable,
 )
-"""What a replica may write to."""
+"""The variables that a replica can write to."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class Measured:
     """One optimizer step, of all replicas that this engine holds.
 
     Attributes:
-        start_s, end_s: When the step began and ended on this engine. Of several steps in one call
-            (`steps_per_execution`) one ends where the first replica begins the next.
+        start_s, end_s: When the step began and ended on this engine. If one call takes several
+            steps (`steps_per_execution`), a step ends when the first replica begins the next.
         data_wait_s: By replica, from `start_s` until its inputs were there; NaN in a step that was
-            also traced, because it is not known for which of the two it waited.
+            also traced, because it may have waited for its inputs or for the tracing.
         results: By replica; `samples` is 0 and `loss` NaN if they could not be seen.
-        eager: Whether no tf.function was used: TensorFlow then runs the replicas one after the
-            other, and the first waits for the computation of all others.
+        eager: Whether no tf.function was used: TensorFlow then runs the replicas one after another,
+            and the first waits for all others.
         set_up_s: How long the step was traced before it began.
     """
 
@@ -124,7 +124,7 @@ class Markers:
         return self
 
     def __enter__(self) -> Markers:
-        """Patch TensorFlow: what is traced from now on is marked."""
+        """Patch TensorFlow: functions that are traced from now on are marked."""
         one_device = one_device_strategy.OneDeviceExtended
         self._patch(mirrored_run, "_call_for_each_replica", self._each_replica)
         self._patch(one_device, "_call_for_each_replica", self._one_replica)
@@ -185,7 +185,7 @@ class Markers:
                 )
             )
         waits = [NAN if traced else one.began_s - start_s for one in step]
-        if eager:  # the later replicas were kept waiting by the earlier ones, not by data
+        if eager:  # later replicas waited for the earlier replicas, not for data
             waits = [min(waits)] * len(waits)
         began_s = min(one.began_s for one in step) if traced else start_s
         return Measured(
@@ -242,14 +242,14 @@ class Markers:
 
 
 def note_loss(loss: Any) -> None:
-    """Note what the traced replica calls its mean loss; no effect elsewhere."""
+    """Note the traced replica's mean loss; outside of tracing this has no effect."""
     replica = in_replica()
     if replica is not None:
         replica.see_loss(loss, MEAN)
 
 
 def note_written(variable: Any) -> None:
-    """Note that the traced replica wrote its own copy of a variable, because there is no rule."""
+    """Note that the traced replica wrote its copy of a variable without an aggregation rule."""
     replica = in_replica()
     if replica is not None:
         replica.see_written(variable)
@@ -272,7 +272,7 @@ def _watched_gradient(original: Any) -> Any:
             learnt = replica.see_sources((args, kwargs))
             if target.shape.rank == 0:
                 replica.see_loss(replica.unscaled(target), PART)
-            elif learnt:  # not so a penalty on the gradient by the inputs
+            elif learnt:  # except a penalty on the gradient with respect to the inputs
                 replica.see_loss(replica.unscaled(target), EACH)
         return original(self, target, *args, **kwargs)
 
@@ -301,10 +301,11 @@ def _watched_scaling(original: Any) -> Any:
 
 
 def _agreed(original: Any) -> Any:
-    """Have all replicas pass over a step if the gradients of one of them are not finite.
+    """Let all replicas skip a step if the gradients of one replica are not finite.
 
-    Keras asks the first replica of each engine alone. Another one's infinities would be added to
-    the weights; and engines that answer otherwise than the others wait for them for ever.
+    Keras checks only the first replica of each engine. Infinite gradients of another replica would
+    be added to the weights. And if engines decide differently, they would wait for each other
+    forever.
     """
 
     def check_finite(self: Any, gradients: Any) -> Any:
@@ -331,7 +332,7 @@ def _passed_over(original: Any) -> Any:
 
 
 def _compiled() -> bool:
-    """Whether XLA is to compile what is traced: it knows no Python."""
+    """Whether XLA will compile the traced function, which then cannot call Python."""
     return not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(
         tf.compat.v1.get_default_graph()
     )

@@ -1,8 +1,8 @@
-"""Keras models: their weights by name, and whose variables an optimizer trains.
+"""Keras models: their weights by name, and the model that an optimizer trains.
 
 A Keras model can be copied from the servers: afterwards its variables are this engine's own. A
 variable on a server is lost with the server. So its value is fetched while the cluster exists, and
-put into a new variable when TensorFlow has been reset.
+put into a new variable after TensorFlow has been reset.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def by_name(model: Any) -> dict[str, NDArray[np.generic]]:
 
 
 def owner(optimizer: Any) -> Any:
-    """Return the model whose variables an optimizer was given; None if there is none."""
+    """Return the model with the optimizer's variables; None if there is none."""
     return holder({id(variable) for variable in getattr(optimizer, "_trainable_variables", ())})
 
 
 def holder(trained: set[int]) -> Any:
-    """Return the model that trains the variables with those ids; None if there is none.
+    """Return the model that trains the variables with these ids; None if there is none.
 
-    The smallest of them, if models hold models.
+    If models contain models, it is the smallest one.
     """
     if not trained:
         return None
@@ -45,7 +45,7 @@ def holder(trained: set[int]) -> Any:
 
 
 def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Return a model's weights and its optimizer's variables, whatever holds them."""
+    """Return a model's weights and its optimizer's variables, wherever they are stored."""
     slots = [] if optimizer is None else optimizer.variables
     return {
         "model": by_name(model),
@@ -77,7 +77,7 @@ def restore(model: Any, optimizer: Any, state: dict[str, Any]) -> None:
 
 
 class Homecoming:
-    """The variables of one model, and of its optimizer and metrics, on their way."""
+    """The variables of a model, its optimizer and its metrics, on their way from the servers."""
 
     def __init__(self) -> None:
         self._model: Any = None
@@ -86,7 +86,7 @@ class Homecoming:
         self._weights: dict[str, NDArray[np.generic]] = {}
 
     def pack(self, model: Any, optimizer: Any) -> None:
-        """Fetch the values; a model of None has none."""
+        """Fetch the values; if the model is None there are none."""
         if model is None:
             return
         self._weights = by_name(model)
@@ -111,7 +111,7 @@ class Homecoming:
             self._model.predict_function = None
         for optimizer in {self._optimizer, getattr(self._model, "optimizer", None)} - {None}:
             optimizer._distribution_strategy = tf.distribute.get_strategy()
-            optimizer._trainable_variables_indices = {  # it knows variables by their values
+            optimizer._trainable_variables_indices = {  # it identifies variables by their values
                 optimizer._var_key(variable): index
                 for index, variable in enumerate(optimizer._trainable_variables)
             }
@@ -119,7 +119,7 @@ class Homecoming:
 
 
 def _held_here(variable: Any) -> NDArray[np.generic]:
-    """Return the value; of a variable with copies this engine's, which asks nobody."""
+    """Return the value; for a variable with copies, this engine's copy, without communication."""
     value = variable._value
     if isinstance(value, tf.distribute.DistributedValues):
         value = value.values[0]

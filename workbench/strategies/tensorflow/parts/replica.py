@@ -7,7 +7,7 @@
 Each replica's mean is weighted by its samples, so shares can be unequal: the sum of gradients is
 that of the whole batch.
 
-Arguments of `wb.fit` ask for more: precision, compilation, a schedule of the learning rate.
+Arguments of `wb.fit` add precision, compilation and a schedule of the learning rate.
 
     precision="bf16"   layers compute in bfloat16, weights and optimizer stay in float32
     compile=True       XLA compiles a replica's forward and backward, without the communication
@@ -45,7 +45,7 @@ class Trainer:
     """One `wb.fit` on one engine; make it in the strategy's scope.
 
     Args:
-        held: Replicas of this engine.
+        held: The number of replicas on this engine.
         sample: A batch of one sample, from which a model that is not built gets its shapes.
     """
 
@@ -107,9 +107,9 @@ class Trainer:
     # -- dividing ----------------------------------------------------------------------------------
 
     def _divide(self, share: Share) -> tuple[Any, list[int]]:
-        """Return the share as one value per replica, and how many samples of each count."""
+        """Return the share as one value per replica, and how many samples count in each."""
         bounds = [share_bounds(share.samples, i, self._held) for i in range(self._held)]
-        # A replica without a sample computes one that does not count.
+        # A replica without a sample computes a sample that does not count.
         parts = [slice_batch(share.data, a, b) if b > a else slice_batch(share.data, 0, 1)
                  for a, b in bounds]  # fmt: skip
         return self._spread_parts(parts), [b - a for a, b in bounds]
@@ -174,11 +174,11 @@ class Trainer:
         if norm is None:
             optimizer.apply(gradients, variables)
             return
-        # The norm is that of the whole batch's gradient, so it is added up before.
+        # The norm must be that of the whole batch's gradient, so the gradients are added up first.
         add_up = type(optimizer)._all_reduce_sum_gradients
         summed = add_up(optimizer, zip(gradients, variables, strict=True))
         found = [gradient for gradient, _ in summed]
-        # A row that an Embedding's gradient lists several times counts as their sum.
+        # If an Embedding's gradient lists a row several times, the sum of these entries counts.
         whole = tf.linalg.global_norm([rows_once(gradient) for gradient in found])
         clipped, _ = tf.clip_by_global_norm(found, norm, use_norm=whole)
         optimizer.apply(clipped, variables)
@@ -198,7 +198,7 @@ class Trainer:
             values = [self._objective(out, y), *(m(out, y) for m in self.metrics.values())]
         scores = tf.stack([tf.reshape(tf.cast(value, tf.float64), ()) for value in values])
         count = tf.cast(samples, tf.float64)
-        # What a replica without a sample computed may be anything.
+        # The values of a replica without a sample can be anything.
         counted = tf.where(count > 0, scores * count, tf.zeros_like(scores))
         return tf.concat([counted, [count]], 0)
 
@@ -219,7 +219,7 @@ def micro_batches(batch: Any, accumulate: int) -> list[tuple[Any, float]]:
 
 
 def rows_once(gradient: Any) -> Any:
-    """Return a gradient with each row that it lists several times added up."""
+    """Return a gradient in which rows that were listed several times are added up."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     rows, places = tf.unique(gradient.indices)
@@ -240,7 +240,7 @@ def _sum(a: Any, b: Any) -> Any:
 
 
 def converted(function: Any) -> Any:
-    """Return a user's function as `tf.function` takes it: it may contain `if tensor:`."""
+    """Return a user's function in the form for `tf.function`: it can contain `if tensor:`."""
     enabled = ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED)
     return autograph.tf_convert(function, enabled)
 
@@ -249,7 +249,7 @@ def objective(loss: Any) -> Callable[[Any, Any], Any]:
     """Return a mean over a replica's batch as `loss(output, y)`.
 
     Keras' own losses take their arguments in the other order, and divide by the number of replicas
-    in a replica's context; here the share of the samples divides.
+    in a replica's context; here it is divided by the share of the samples.
 
     Raises:
         FitError: It is a Keras loss that adds up instead of averaging.
@@ -304,7 +304,8 @@ def build_optimizer(optimizer: Any, model: Any, distribution: Any) -> Any:
     """Return a Keras optimizer, built on the model's variables.
 
     Raises:
-        FitError: A function returned something else, or it belongs to another model or strategy.
+        FitError: A function returned something else, or the optimizer belongs to another model or
+            strategy.
     """
     made = optimizer
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -341,7 +342,7 @@ class Precision:
         precision: None or `bf16`.
 
     Raises:
-        FitError: It is `fp16`, whose gradients would have to be scaled.
+        FitError: The precision is `fp16`, which needs scaled gradients.
     """
 
     def __init__(self, model: Any, precision: str | None) -> None:
@@ -364,7 +365,7 @@ class Precision:
                 layer.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
 
     def widen(self, values: Any) -> Any:
-        """Return the model's output in float32: a loss in 8 bits would tell little."""
+        """Return the model's output in float32: a loss with 8 bits of precision is too coarse."""
         if not self.mixed:
             return values
         return tf.nest.map_structure(

@@ -1,15 +1,15 @@
 """Marks in the graph of a split model: when each stage began and ended its work.
 
 A mark reads the clock when the activations enter a stage, and when their gradients leave it again.
-With three stages (e: entered, g: gradient of what entered is there, d: gradients of the stage's
-weights are there):
+With three stages (e: activations enter, g: their gradient is ready, d: gradients of the stage's
+weights are ready):
 
     stage 0   e0 -- forward -- e1 . . . . . . . . . . . . . g1 -- backward ------ d0
     stage 1                    e1 -- forward -- e2 . . . g2 -- backward -- g1
     stage 2                                     e2 ----- g2
 
-`StageMarks` makes a result per stage and step of them; `markers.py` says why the marks are
-stateless.
+`StageMarks` turns the marks into a result per stage and step; `markers.py` explains why the marks
+are stateless.
 
 These marks show when each stage was busy, step by step:
 
@@ -18,10 +18,10 @@ These marks show when each stage was busy, step by step:
 
 A stage's busy time is the union of its periods of work; the rest of the chain, from the first
 forward to the last gradient, is its bubble. TensorFlow computes the gradients of a stage's weights
-while that of its input is passed to the stage before. Such time is divided between both, so that no
-chain looks better than one in which stages take turns. The update and
-the metrics, after the last gradient, are computed for all stages together. They count neither as a
-stage's work nor as part of the schedule.
+while the gradient of its input goes to the stage before. This time is divided between both stages.
+So a chain never looks faster than stages that work one after another. The update and the metrics,
+after the last gradient, are computed for all stages together. They count neither as a stage's work
+nor as part of the schedule.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Pass:
         self.trains = False
 
     def queues(self) -> list[deque[float]]:
-        """Return the marks in which every step must have left a stamp."""
+        """Return the marks at which every step must have left a time stamp."""
         return [*self.entered, *self.left[1:]]
 
     def spans(self, step: int) -> list[list[Span]]:
@@ -110,18 +110,18 @@ class Stages:
         return passes
 
     def every(self) -> list[list[Pass]]:
-        """Return the passes that train, by the function they were traced in."""
+        """Return the passes that train, by the function in which they were traced."""
         groups = [[one for one in group if one.trains] for group in (*self._traced, self._eager)]
         return [group for group in groups if group]
 
     def forget_eager(self) -> None:
-        """Drop what was computed eagerly: it is executed once only."""
+        """Drop the marks of eager computation, which runs only once."""
         self._eager.clear()
 
     # -- where a stage begins ----------------------------------------------------------------------
 
     def enter(self, stage: int, args: Any, keywords: Any) -> tuple[Any, Any]:
-        """Mark a stage's inputs from the one before."""
+        """Mark the inputs that a stage gets from the stage before."""
         passes = self._here()
         if not passes or stage <= passes[-1].reached:
             return args, keywords
@@ -201,7 +201,7 @@ class Stages:
     def _on_done(self, one: Pass, stage: int) -> Callable[[], None]:
         def on_done() -> None:
             if self.open:
-                if stage == 0:  # its backward leaves through no mark
+                if stage == 0:  # its backward passes no further mark
                     one.injected_s[0] += self._spend(0, "backward")
                 one.done[stage].append(clock())
 
@@ -217,11 +217,11 @@ def _floating(leaf: Any) -> bool:
 
 
 def _behind(mark: Callable[[], None], tensors: list[Any]) -> list[Any]:
-    """Return the tensors behind a mark that runs when all of them are there.
+    """Return the tensors, connected to a mark that runs when all of them are computed.
 
     They are sliced from an offset, always 0, that the mark returns: nothing is copied, and they
-    stay on their device. A mark that nothing needs a value from would be pruned, whatever is told
-    to wait for it, and so would be a reshape to the shape that a tensor has.
+    stay on their device. TensorFlow removes a mark whose value is not used, even if other
+    operations wait for it. It also removes a reshape that does not change the shape.
     """
     values = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in tensors]
     if not values:
@@ -231,8 +231,8 @@ def _behind(mark: Callable[[], None], tensors: list[Any]) -> list[Any]:
         mark()
         return np.zeros(1, np.int32)
 
-    # A number of each is enough. Control edges would keep TensorFlow from fusing operations, and
-    # so change the rounding.
+    # One number of each tensor is enough. Control edges would prevent TensorFlow from fusing
+    # operations, and so change the rounding.
     seen = [tf.reshape(value, [-1])[:1] for value in values]
     offset = tf.numpy_function(stamp, seen, tf.int32, stateful=False)
     offset.set_shape((1,))
@@ -257,10 +257,10 @@ def _from(value: Any, offset: Any) -> Any:
 
 
 class StageMarks(Markers):
-    """As `Markers` for the one replica, each of whose steps becomes a result per stage."""
+    """Like `Markers`, for one replica; each step becomes a result per stage."""
 
     def __init__(self, strategy: Any, stages: Stages) -> None:
-        super().__init__(strategy, [FaultInjector(0)])  # delays are spent in the stages
+        super().__init__(strategy, [FaultInjector(0)])  # the stages add the delays
         self.stages = stages
 
     def __enter__(self) -> StageMarks:
@@ -290,7 +290,7 @@ class StageMarks(Markers):
         return [self._split(step, spans) for step, spans in zip(steps, seen, strict=True)]
 
     def _seen(self) -> list[Any]:
-        """Return the busy stretches of each stage, step by step; forget all stamps."""
+        """Return the busy periods of each stage, step by step; forget all stamps."""
         found: list[Any] = []
         for passes in self.stages.every():
             queues = [queue for one in passes for queue in one.queues()]
@@ -316,7 +316,7 @@ class StageMarks(Markers):
             end = replace(lost, loss=whole.loss, has_loss=whole.has_loss)
             return replace(step, data_wait_s=(NAN,) * count, results=(*[lost] * last, end))
         begin_s, chain_s, busy = found
-        # The mark behind the batch may be passed later than that of the first stage.
+        # The mark after the batch can be passed later than the mark of the first stage.
         wait_s = min(step.data_wait_s[0], begin_s - step.start_s)
         results = []
         for stage, busy_s in enumerate(busy):

@@ -1,10 +1,10 @@
 """Turns the marks' measurements into rows, for `model.fit`, `wb.fit` and users' own loops.
 
-One `Steps` serves a whole cell. Between two calls into TensorFlow nothing is asked of the loop's
-owner (`model.fit`, the user), except `begin` before a call that trains, and `end` after it. Any
-number of steps may have happened in between (`steps_per_execution`).
+One `Steps` serves a whole cell. The loop's owner (`model.fit`, the user) only has to call `begin`
+before a call that trains, and `end` after it. Any number of steps may have happened in between
+(`steps_per_execution`).
 
-The steps of a user's own loop are recorded without a change to it:
+The steps of a user's own loop are recorded, and the loop does not change:
 
     @tf.function
     def train_step(batch):                         traced with marks in it (`markers.py`)
@@ -13,9 +13,10 @@ The steps of a user's own loop are recorded without a change to it:
     for batch in distributed:
         train_step(batch)                          the call is seen; its steps are recorded
 
-A call that trained is known by the marks it passed. From then on, before the next call of the same
-function, Pause waits and Stop raises. Time in other functions (an evaluation between epochs)
-belongs to no step. Without a `tf.function`, `strategy.run` is the call that is seen.
+Workbench recognises a call that trained by the marks that it passed. From then on, Pause and Stop
+act before the next call of the same function: Pause waits and Stop raises. Time in other functions
+(an evaluation between epochs) belongs to no step. Without a `tf.function`, the observed call is
+`strategy.run`.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ if TYPE_CHECKING:
 
 
 class Patches:
-    """What was replaced; `undo` restores it, the latest first."""
+    """The replaced attributes; `undo` restores them, the latest first."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace the attribute by what `make` returns; an inherited one is shadowed."""
+        """Replace the attribute with the result of `make`; an inherited attribute is shadowed."""
         before, own = getattr(owner, name), name in vars(owner)
         setattr(owner, name, make(before))
         self._undo.append(
@@ -73,7 +74,7 @@ KINDS = {
     "ParameterServerStrategy": "parameter_server",
     "TPUStrategy": "tpu",
 }
-"""TensorFlow's classes, and what the line calls them."""
+"""TensorFlow's classes, and their names on the magic's line."""
 
 
 @contextlib.contextmanager
@@ -94,7 +95,7 @@ def _maker(context: RunContext, distribution: Any, name: str) -> Any:
     def make(original: Any) -> Any:
         class StandIn(type(original)):  # type: ignore[misc]
             def __call__(cls, *args: Any, **keywords: Any) -> Any:
-                if cls is not stand_in:  # a class of the user's, derived from it
+                if cls is not stand_in:  # the user's own subclass
                     return super().__call__(*args, **keywords)
                 _check_kind(context, distribution, original, name)
                 _say(context, name, given=bool(args or keywords))
@@ -122,10 +123,10 @@ def _check_kind(context: RunContext, distribution: Any, original: type, name: st
         return
     chosen, word = context.entry.name, KINDS[name]
     raise FitError(
-        "The cell makes another strategy than the one named on its line.",
+        "The cell creates a strategy, but its first line names another strategy.",
         seen=f"tf.distribute.{name}(...) under {chosen}",
-        allowed="the name `strategy`, which is there already",
-        next_step=f"leave this line of the cell out, or choose {word} instead of {chosen}",
+        allowed="the name `strategy`, which exists already",
+        next_step=f"remove this line of the cell, or choose {word} instead of {chosen}",
         code="WB-FIT-097",
     )
 
@@ -137,7 +138,7 @@ def _say(context: RunContext, name: str, *, given: bool) -> None:
         f"{replicas} {'replica' if replicas == 1 else 'replicas'}; `strategy` is the same one."
     )
     if given:
-        text += " Its arguments were not used: -n and -o on the line decide."
+        text += " Its arguments were not used: -n and -o in the cell's first line decide."
     if context.spec.rank == 0:
         context.emit(events.Noted(rank=0, text=text))
 
@@ -149,16 +150,16 @@ UNSEEN = ("data_wait_s", "compute_s", "sync_wait_s", "transfer_s")
 WORTH_SAYING_S = 0.1
 
 EXACT = 16
-"""Calls at the beginning of a stretch after each of which the devices are waited for."""
+"""How many calls at the beginning of a series are followed by a wait for the devices."""
 
 
 class Steps:
     """The steps of one cell.
 
     Attributes:
-        start_s: When the current step began: at the end of the one before, unless something else
-            (an evaluation, a pause) came between.
-        batch: Samples of the latest step, over the replicas held here.
+        start_s: When the current step began. This is the end of the step before, unless an
+            evaluation or a pause came between.
+        batch: Samples of the latest step, on all replicas of this engine.
         synchronise: Waits for the devices; None if every call has ended when it returns.
         announced: Whether the kernel was told that training has begun.
     """
@@ -173,9 +174,9 @@ class Steps:
         self.announced = False
         self.batch: int | None = None
         self._unseen = False
-        self._exact = 0  # calls of this stretch whose end the devices were waited for
-        self._keeps_pace = False  # whether the latest call's marks were behind its gradients
-        self._behind = False  # whether the devices may still compute an update
+        self._exact = 0  # calls of this series after which the devices were waited for
+        self._keeps_pace = False  # whether the latest call's marks came after its gradients
+        self._behind = False  # whether the devices can still be computing an update
 
     def announce(self, parameters: int, **counts: Any) -> None:
         """Tell the kernel that training begins, or continues with another `fit`."""
@@ -183,7 +184,7 @@ class Steps:
         announce(self.context, parameters, **counts)
 
     def begin(self) -> None:
-        """Ask whether the next step may start; a pause is waited for here.
+        """Ask whether the next step can start; during a pause this call waits.
 
         Raises:
             RunStopped: Stop was pressed.
@@ -192,7 +193,7 @@ class Steps:
             raise RunStopped
 
     def enter(self) -> bool:
-        """As `begin`, but return False if the run should stop."""
+        """Like `begin`, but return False if the run should stop."""
         context, step = self.context, self.context.trained
         paused_s = context.gate.paused_s
         if not context.gate.enter(step):
@@ -213,7 +214,10 @@ class Steps:
             self.synchronise()
 
     def settle(self) -> None:
-        """End a series of steps: the devices' remaining work for the last one is training."""
+        """End a series of steps.
+
+        The devices' remaining computation for the last step counts as training.
+        """
         self._exact = 0
         if self._behind and self.synchronise is not None:
             self._behind, began = False, clock()
@@ -231,18 +235,18 @@ class Steps:
         self.start_s = now
 
     def forget(self) -> None:
-        """Drop what the marks have read so far: it belongs to no step."""
+        """Drop the marks' readings so far, because they belong to no step."""
         self.markers.take(self.start_s, clock())
 
     def called(self) -> None:
-        """Note that TensorFlow is asked for data only now: earlier time was no wait for it."""
+        """Note that TensorFlow requests data only now, so earlier time was not a wait for data."""
         self._called_s = clock()
 
     def end(self, unmarked: Callable[[], Measured] | None = None) -> int:
-        """Record what was done since `begin`.
+        """Record the steps since `begin`.
 
         Args:
-            unmarked: Returns what to record if no mark was passed; by default nothing.
+            unmarked: Returns the step to record if no mark was passed; by default none.
 
         Returns:
             How many steps there were.
@@ -254,7 +258,7 @@ class Steps:
         if not steps and unmarked is not None:
             steps = [unmarked()]
             self._say_unseen()
-        # The first step's wait counts from its start, where the loop may have been busy elsewhere.
+        # The first step's wait counts from its start, when the loop may have done other things.
         busy_s = max(0.0, self._called_s - start_s) if self._called_s == self._called_s else 0.0
         self._called_s = NAN
         for step in steps:
@@ -267,13 +271,13 @@ class Steps:
         return len(steps)
 
     def set_up(self, seconds: float) -> None:
-        """Note time in which a step was traced: it belongs to no step."""
+        """Note the time in which a step was traced; it belongs to no step."""
         if seconds:
             self._traced_s, self._traces = self._traced_s + seconds, self._traces + 1
             self.context.eval_s += seconds
 
     def say_set_up(self) -> None:
-        """Tell the user how long tracing took."""
+        """Report to the user how long tracing took."""
         if self._traced_s >= WORTH_SAYING_S and self.context.spec.rank == 0:
             often = "once" if self._traces == 1 else f"{self._traces} times"
             text = (
@@ -312,7 +316,10 @@ class Steps:
     def _say_unseen(self) -> None:
         if not self._unseen:
             self._unseen = True
-            reason = "no gradient was reduced where a clock could be read (not under jit_compile)"
+            reason = (
+                "no gradient was reduced at a place where a clock can be read "
+                "(jit_compile has none)"
+            )
             self.context.emit(events.Unmeasured(columns=dict.fromkeys(UNSEEN, reason)))
 
 
@@ -327,8 +334,8 @@ def global_loss(results: tuple[StepResult, ...]) -> float:
 class OwnLoop:
     """Watches calls into TensorFlow while it is entered.
 
-    The wrappers carry their originals' module, so that autograph treats them like those; the
-    functions that they call are converted as usual.
+    The wrappers have the module name of the originals, so that autograph treats them like the
+    originals. The functions that they call are converted as usual.
 
     Args:
         elsewhere: Whether another object records the steps at the moment (`model.fit`, `wb.fit`).
@@ -405,7 +412,7 @@ class OwnLoop:
         return apply
 
     def _start_from(self, optimizer: Any, gradients: Any, variables: Any = None) -> None:
-        """Give the model the weights that the line names, while its first step is traced.
+        """Give the model the weights of `--init-from`, while its first step is traced.
 
         Raises:
             FitError: The step is not traced: its gradients are those of the model's own weights.
@@ -430,7 +437,7 @@ class OwnLoop:
         return self._inside or self._elsewhere() or not tf.executing_eagerly()
 
     def _watched(self, call: Callable[[], Any], trains: bool) -> Any:
-        """Make a call from outside TensorFlow; record the steps it was made of."""
+        """Make a call from outside TensorFlow; record its steps."""
         steps = self.steps
         if trains:
             check_unsaved(self.context)
@@ -466,10 +473,10 @@ class OwnLoop:
 
 
 def check_unsaved(context: RunContext) -> None:
-    """Refuse checkpoints: it is not known with what a user's own loop trains.
+    """Refuse checkpoints, because Workbench does not know which objects a user's own loop trains.
 
     Raises:
-        FitError: They were asked for.
+        FitError: Checkpoints were requested.
     """
     if context.spec.checkpoint or context.spec.resume:
         raise FitError(

@@ -1,4 +1,4 @@
-"""One step while TensorFlow traces it: the marks of each replica, and what they report later.
+"""One step while TensorFlow traces it: the marks of each replica, and their later reports.
 
 See `markers.py` for what they mean.
 
@@ -15,8 +15,8 @@ number of steps (`steps_per_execution`).
                       reduced x reductions      on the device of the first replica only
                       reductions                how many all-reduces the step had
 
-A row ends with the number that tells its length, so a list is read from its end. A list that was
-not read for long has lost its oldest numbers.
+A row ends with the number that tells its length, so a list is read from its end. If a list was not
+read for a long time, its oldest numbers are lost.
 """
 
 from __future__ import annotations
@@ -37,25 +37,29 @@ from ....engine.contract import NAN
 if TYPE_CHECKING:
     from ....engine.telemetry.step_gate import FaultInjector
 
-_here = threading.local()  # .replica, .trace: what is being traced in this thread
+# .replica, .trace: the replica and the trace that are being traced in this thread
+_here = threading.local()
 
 EACH, PART, MEAN = range(3)
-"""What a loss may be: one per sample; this replica's part of the global loss, differentiated; the
-replica's mean, named as such."""
+"""The forms of a loss: one per sample.
+
+This replica's part of the global loss, which was differentiated; the replica's mean, if the code
+names it so.
+"""
 
 
 class Run:
-    """What all traces of a run share.
+    """The data that all traces of a run share.
 
     Attributes:
         open: Whether the run is still in progress; after it there are no delays.
         total: Replicas of the run, on all engines.
-        hosts: By replica of this engine, the device for work that is not computed on a GPU. A
-            number from one device to another costs as much as all marks together.
+        hosts: For each replica of this engine, the device for operations that do not run on a GPU.
+            Copying one number between devices costs as much as all marks together.
         on_gpus: Whether replicas compute on GPUs.
         faults: By replica, its injector.
-        slowed: By replica, a variable: whether the graph must ask its injector.
-        log: Where each step leaves its readings.
+        slowed: For each replica, a variable that says whether the graph must ask the injector.
+        log: The log in which each step stores its readings.
     """
 
     def __init__(self, total: int, devices: Sequence[str], faults: Sequence[FaultInjector]) -> None:
@@ -83,10 +87,10 @@ class Run:
 class Trace:
     """One traced step: its replicas. Executed eagerly, it lives for one step only.
 
-    A step may run its replicas a second time, inside the operations that they do together. Keras'
-    optimizer for float16 does so twice: to check whether the gradients are finite, and, in a
-    branch, to apply them. The inside of a branch cannot be seen from outside. So the second trace
-    knows everything that the first has seen, and leaves the row in the branch.
+    A step can run its replicas a second time, inside their common operations. Keras' optimizer for
+    float16 does this twice: to check whether the gradients are finite, and, in a branch, to apply
+    them. Tensors inside a branch cannot be read outside. So the second trace gets all readings of
+    the first, and stores the row inside the branch.
     """
 
     def __init__(self, run: Run, *, eager: bool) -> None:
@@ -95,11 +99,11 @@ class Trace:
         if self._within is not None and self._within.eager != eager:
             self._within = None
         self.replicas = [Replica(self, index) for index in range(len(run.faults))]
-        self.reduced: list[Any] = []  # when each all-reduce of the step was done
+        self.reduced: list[Any] = []  # when each all-reduce of the step ended
         self.written: dict[int, Any] = {}  # variables of which each replica wrote its own copy
         self._graph = None if eager else tf.compat.v1.get_default_graph()
-        self.scalers: dict[int, None] = {}  # optimizers for float16 that are asked to apply
-        self._told = False  # whether the row was left in the log
+        self.scalers: dict[int, None] = {}  # optimizers for float16 whose `apply` was called
+        self._told = False  # whether the row was stored in the log
         if self._within is not None:
             self.reduced = list(self._within.reduced)
             for replica, outer in zip(self.replicas, self._within.replicas, strict=True):
@@ -138,7 +142,7 @@ class Trace:
         return marked
 
     def end(self) -> None:
-        """Leave the replicas' readings in the log, or to the outer trace."""
+        """Store the replicas' readings in the log, or pass them to the outer trace."""
         outer = self._within
         if not self.reduced and all(len(one.ready) == 1 for one in self.replicas):
             self.reduced = list(self.replicas[0].ready)  # each replica worked for itself
@@ -158,7 +162,7 @@ class Trace:
         self._forget()
 
     def passed_over(self, scaler: Any) -> None:
-        """Leave the row in the branch of a step that changes nothing: gradients overflowed.
+        """Store the row in the branch of a step that changes nothing because gradients overflowed.
 
         Args:
             scaler: The optimizer that skips it.
@@ -166,7 +170,7 @@ class Trace:
         if next(iter(self.scalers), None) != id(scaler):
             return
         before = list(self.reduced)
-        if not before:  # a single replica: nobody was waited for
+        if not before:  # a single replica waits for no other
             for one in self.replicas:
                 one._ready_alone()
             self.reduced = [self.replicas[0].ready[0]]
@@ -189,7 +193,7 @@ class Trace:
 
 
 class Replica:
-    """One replica in one trace: puts the marks in."""
+    """One replica in one trace; it inserts the marks."""
 
     def __init__(self, trace: Trace, index: int) -> None:
         self._trace, self._index = trace, index
@@ -204,11 +208,11 @@ class Replica:
         self.weight: Any = 1.0  # samples, where they are known
         self._delays: Any = np.zeros(2)
         self._mean: Any = NAN
-        self._seen = 0.0  # 1 once it is a loss
+        self._seen = 0.0  # 1 when a loss is known
         self._loss: tuple[Any, int] | None = None  # tensor, what it is
         self._scaled: tuple[Any, Any] | None = None  # a loss times a scale, and without
         self._sources: dict[int, Any] = {}  # variables by which a loss was differentiated
-        self._updates = False  # whether one of them was written
+        self._updates = False  # whether one of these variables was written
         self.ready: list[Any] = []  # when each all-reduce of the step could begin
 
     def go_on(self, other: Replica) -> None:
@@ -287,18 +291,18 @@ class Replica:
             self._trace.written[id(variable)] = variable
 
     def _ready_alone(self) -> None:
-        """Mark where the step's work is done and nothing is reduced."""
+        """Mark the end of the step's computation if nothing is reduced."""
         self._take_loss(summed=False)
         self.ready.append(self._now([]))
 
     def reduce(self, original: Any, context: Any, op: Any, value: Any, options: Any) -> Any:
         """Reduce a replica's tensors between a `ready` and a `reduced` mark.
 
-        One mark says for all replicas of this engine when it was done.
+        One mark for all replicas of this engine shows when the all-reduce ended.
         """
         leaves = tf.nest.flatten(value)
         in_branch = not self._trace.eager and self._graph is not tf.compat.v1.get_default_graph()
-        if not leaves or in_branch:  # what is inside a branch cannot be seen from outside
+        if not leaves or in_branch:  # tensors inside a branch cannot be read outside
             return original(context, op, value, options)
         if not self.ready:
             value = self._delayed(value, leaves)
@@ -319,19 +323,20 @@ class Replica:
         self._seen = 1.0
 
     def _now(self, after: list[Any]) -> Any:
-        """Return the time, in seconds since 1970, when all of `after` is there."""
+        """Return the time, in seconds since 1970, when all of `after` is computed."""
         if self._trace.eager:
             return time.time()
         with tf.device(self._host), tf.control_dependencies(after):
             stamp = tf.timestamp()
-        # It would be run in one chain with everything that has an effect, over all replicas.
+        # Otherwise TensorFlow would run it in one chain with all operations with side effects, over
+        # all replicas.
         manager = tf.compat.v1.get_default_graph().experimental_acd_manager
         if manager is not None:
             manager.run_independently(stamp.op)
         return stamp
 
     def _arrived(self, leaves: list[Any]) -> list[Any]:
-        """Return what is there when all leaves are; a GPU's are there when they can be copied."""
+        """Return a tensor that is ready when all leaves are; on a GPU, when they can be copied."""
         if not self._trace.run.on_gpus or self._trace.eager:
             return leaves
         leaf = min(leaves, key=_size)
@@ -341,7 +346,7 @@ class Replica:
             return [tf.identity(last)]
 
     def _delayed(self, value: Any, leaves: list[Any]) -> Any:
-        """Return the value, held back for as long as the injector says.
+        """Return the value after the delay that the injector gives.
 
         The injector is asked only while it has something to do.
         """
@@ -359,7 +364,8 @@ class Replica:
             first = arrived[0].values if isinstance(arrived[0], tf.IndexedSlices) else arrived[0]
             delays = tf.cond(
                 slowed,
-                # Without an input it would be a constant, and spent while the graph is optimised.
+                # Without an input it would be a constant, and TensorFlow would run it when it
+                # optimises the graph.
                 lambda: tf.numpy_function(self._spend, [first], tf.float64, stateful=False),
                 lambda: tf.zeros(2, tf.float64),
             )
@@ -370,7 +376,7 @@ class Replica:
         return tf.nest.pack_sequence_as(value, [*leaves[:chosen], kept, *leaves[chosen + 1 :]])
 
     def _spend(self, *seen: Any) -> Any:
-        """Spend this replica's delays; return the seconds for data, and for its work."""
+        """Wait for this replica's delays; return the seconds for data, and for computation."""
         faults = self._trace.run.faults[self._index]
         if not (self._trace.run.open and faults.active):
             return np.zeros(2)
@@ -379,12 +385,13 @@ class Replica:
 
 
 def _average(context: Any, variables: list[Any], samples: Any) -> None:
-    """Give all replicas, on all engines, the mean of what each wrote in this step.
+    """Give all replicas, on all engines, the mean of the values that each wrote in this step.
 
-    One message for all variables. A replica without a sample may have written anything.
+    All variables go in one message. A replica without a sample has weight 0, because its values can
+    be anything.
 
     Args:
-        samples: How much this replica's values count.
+        samples: The weight of this replica's values.
     """
     if not variables:
         return
@@ -421,7 +428,7 @@ def _size(leaf: Any) -> float:
 
 
 def _usable(tensor: Any) -> bool:
-    """Whether a tensor can be read where the graph is being built now."""
+    """Whether a tensor can be read in the graph that is being built now."""
     if tf.executing_eagerly():
         return hasattr(tensor, "numpy")
     graph = tf.compat.v1.get_default_graph()
@@ -436,19 +443,19 @@ FIRST_READY = 6
 MOST = 1 << 15
 """Numbers that a device keeps at most: thousands of steps in one call."""
 
-_CLEARED = 512  # a list that was read and is longer is emptied: each step copies it
+_CLEARED = 512  # a longer list is emptied after it was read, because each step copies it
 _CLOSE_S = 20e-6
 
 
 @dataclass
 class Stamps:
-    """What was seen of one replica in one step.
+    """The measurements of one replica in one step.
 
     Attributes:
-        ready_s: On the clock of the replica's own work, which stops while it is blocked.
+        ready_s: On the replica's computation clock, which stops while the replica is blocked.
         exposed_s: How long it was blocked in all-reduces.
-        injected_s: Delays that it spent after it had begun.
-        has_loss: Whether the model's loss was seen; then NaN is a real NaN.
+        injected_s: Its injected delays after it had begun.
+        has_loss: Whether the model's loss was seen. If so, NaN means that the loss is NaN.
         eager: Whether it was computed without a graph.
     """
 
@@ -466,8 +473,8 @@ class StepLog:
     """The rows of all replicas of an engine.
 
     Args:
-        hosts: By replica, the device that keeps its numbers. A number from one device to another
-            costs as much as all marks together, so each keeps its own.
+        hosts: For each replica, the device that keeps its numbers. Copying one number between
+            devices costs as much as all marks together, so each device keeps its own numbers.
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
@@ -479,7 +486,7 @@ class StepLog:
         self._offset_s = NAN
 
     def append(self, parts: Sequence[Sequence[Any]], reduced: Sequence[Any]) -> None:
-        """Let the graph that is being traced append a row.
+        """Make the traced graph append a row.
 
         Args:
             parts: By replica, vectors with its numbers.
@@ -497,7 +504,7 @@ class StepLog:
         """Return the steps done since the last call, by replica; forget them."""
         steps, self._eager = self._eager, []
         lists = [one.take() for one in self._lists]
-        # A step that failed may have left a row on some devices only.
+        # A failed step can have stored a row on only some devices.
         count = min(len(rows) for rows in lists)
         if not count:
             return steps
@@ -519,7 +526,7 @@ class StepLog:
             one.clear()
 
     def _offset(self) -> float:
-        """Return what is to be added to TensorFlow's time to get that of `perf_counter`."""
+        """Return the difference that turns TensorFlow's time into the time of `perf_counter`."""
         for _ in range(3):
             before, wall, after = time.perf_counter(), time.time(), time.perf_counter()
             if after - before < _CLOSE_S or self._offset_s != self._offset_s:
@@ -596,7 +603,7 @@ def _stamps(
     for ready_s, after_s in zip(own[FIRST_READY:], reduced_s, strict=True):
         exposed_s += blocked_s
         blocked_s = max(0.0, after_s - ready_s)
-    # A delay of the data is spent later, with the others.
+    # The delay for data is added later, with the other delays.
     began_s += data_s + offset_s
     ready_s += offset_s - exposed_s
     return Stamps(

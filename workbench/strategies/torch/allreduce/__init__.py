@@ -2,7 +2,7 @@
 
 Each algorithm is one function that reads like its page in a textbook, written in sends and receives
 (`links.py`). `backend` is the all-reduce of the process group (gloo, NCCL). `auto.py` measures
-which is the fastest here. All give the same sum, bit for bit the same on every worker.
+which is the fastest here. Each algorithm gives the sum, with equal bits on every worker.
 
     links        how do workers send to each other
     algorithms   ring, hierarchical, reduce to one, recursive doubling

@@ -1,4 +1,4 @@
-"""The algorithms of all-reduce, each in one function, as on its page of a textbook.
+"""The algorithms of all-reduce, each in one function, as in a textbook.
 
 `ring` sends the fewest bytes and `recursive_doubling` needs the fewest rounds; `reduce_to_one`
 sends everything through one worker, `hierarchical` little between hosts.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def naive_all_reduce(flat: torch.Tensor) -> None:
-    """Replace `flat`, shape (numbers,), by its sum over the workers: everybody gets everything.
+    """Replace `flat`, shape (numbers,), by its sum: every worker gets every worker's tensor.
 
     Each worker sends its whole tensor n - 1 times, and all workers add up the same tensors. The
     algorithms below give the same sum with fewer bytes or on fewer links.
@@ -161,8 +161,8 @@ def hierarchical(flat: torch.Tensor, links: Links) -> None:
                                 ├── ring ──┤
         worker 3 ──▶ worker 2 ──┘          └── worker 2 ──▶ worker 3
 
-    Sent, by m leaders: 2 (m-1)/m of the tensor between groups, and the tensor to each member; by
-    the others: the tensor. Rounds: 2 + 2 (m-1).
+    Sent by each of m leaders: 2 (m-1)/m of the tensor between groups, and the tensor to each
+        member. Sent by every other worker: the tensor. Rounds: 2 + 2 (m-1).
 
     Args:
         flat: Shape (numbers,); becomes the sum over the workers.

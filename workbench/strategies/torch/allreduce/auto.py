@@ -1,26 +1,28 @@
-"""Finds the fastest all-reduce for a size, on this machine, with these workers.
+"""Finds the fastest all-reduce for a message size, on this machine, with these workers.
 
 Which algorithm is the fastest depends on the size (rounds cost time, bytes cost time), on the
 number of workers and on the machine. So it is measured: once per cluster for each number of workers
-and power of two of bytes, by all workers together; rank 0 remembers it. Candidates run in turn, for
-some rounds, with a little computation in between. In each round the worker that came last counts,
-because it did not wait. Of the rounds the lower quartile counts, because other work on the machine
-only ever adds time.
+and power of two of bytes, by all workers together; rank 0 remembers it. The candidates run one
+after another, for several rounds, with a little computation in between. In each round the time of
+the last worker counts, because this worker did not wait. Over the rounds the lower quartile counts,
+because other programs on the machine can only add time.
 
-Between hosts a message may take as long as a step, and trying all algorithms longer than the run.
+Between hosts one message can take as long as a step, and trying all algorithms can take longer than
+the run.
 So the first message of each is compared: an algorithm that is several times slower than the best is
 not tried again. If the first messages have used up the time for trying, the remaining algorithms
 are not tried at all. Over a slow network bytes decide: the backend sends the fewest possible, and
 between hosts the hierarchical algorithm, which is tried second there, sends fewer.
 
 The backend's own all-reduce runs while backward is still computing, and needs no copy of the
-gradients; the measurement shows neither. So another algorithm must be twice as fast to be chosen.
+gradients; the measurement shows neither advantage. So another algorithm must be twice as fast to be
+chosen.
 
 Messages are exchanged by a separate thread, while the training thread waits for it. The training
-thread computes all the time; when its message arrives, a busy machine makes it wait milliseconds
-for its next turn, in every round of every all-reduce. A thread that sleeps most of the time runs at
-once. With more workers than cores, which is common on a laptop, this decides how long a small
-all-reduce takes.
+thread uses its core all the time. So on a busy machine, when a message arrives, it waits
+milliseconds until it runs again, in every round of every all-reduce. A thread that sleeps most of
+the time runs at once. With more workers than cores, which is common on a laptop, this decides how
+long a small all-reduce takes.
 """
 
 from __future__ import annotations
@@ -44,15 +46,15 @@ if TYPE_CHECKING:
     from .links import Links
 
 LARGEST_BYTES = 8 << 20  # beyond this only bandwidth counts, and the order stays the same
-LEAST_GAIN = 0.5  # of the backend's time: what another algorithm may take at most
+LEAST_GAIN = 0.5  # fraction of the backend's time that another algorithm can take at most
 ROUNDS = 9
 COMPUTE_S = 0.5e-3
 BUDGET_S = 2.0
-"""How long messages may be tried in all; the one that is under way then is the last."""
+"""Time limit for trying all messages; the message that is running at this time is the last."""
 HOPELESS = 4.0
-"""Times the best's first message: slower ones are not tried again."""
+"""Slower algorithms are not tried again; the limit is this multiple of the best first message."""
 NOISE_S = 0.05
-"""First messages that take less are no measure: connections and memory are new."""
+"""Shorter first messages are not compared, because connections and memory are new."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def choose(message: Message, links: Links, aside: Aside, *, simulated: bool = Fa
     copies on the host for the others.
 
     Args:
-        aside: Where all algorithms except the backend's will run.
+        aside: The thread on which all algorithms except the backend's will run.
         simulated: Whether faults delay messages: then the backend, whose messages cannot be
             delayed, does not take part, and the result is not remembered.
     """
@@ -117,7 +119,8 @@ def choose(message: Message, links: Links, aside: Aside, *, simulated: bool = Fa
     choice = _recall(key, links)
     if choice is None:
         names = list(ALGORITHMS)
-        if len(set(links.hosts)) > 1:  # there may be time for two alone: the most promising
+        # perhaps there is time for only two: the most promising come first
+        if len(set(links.hosts)) > 1:
             names.sort(key=lambda name: name not in (BACKEND, "hierarchical"))
         measured = race(probe, links, aside, names, rounds=ROUNDS, budget_s=BUDGET_S)
         choice = _known[key] = fastest(measured)
@@ -125,7 +128,7 @@ def choose(message: Message, links: Links, aside: Aside, *, simulated: bool = Fa
 
 
 def _recall(key: tuple[object, ...], links: Links) -> Choice | None:
-    """Return what rank 0 remembers; an engine that was replaced has forgotten."""
+    """Return rank 0's stored choice, because a replaced engine has none."""
     names = list(ALGORITHMS)
     own = _known.get(key)
     index = torch.tensor([-1 if own is None else names.index(own.name)])
@@ -184,7 +187,7 @@ def _timed(entrant: Callable[[torch.Tensor], None], probe: torch.Tensor) -> floa
 
 
 def _compute() -> None:
-    """Keep the training thread busy for a moment, as a step does: it matters who has slept."""
+    """Keep the training thread busy for a moment, as in a step: a thread that slept runs sooner."""
     matrix, until = torch.ones(32, 32), time.perf_counter() + COMPUTE_S
     while time.perf_counter() < until:
         matrix @ matrix
@@ -208,7 +211,7 @@ PATIENCE_S = 1.0
 
 
 class Aside:
-    """Runs tasks one after the other on its own thread, started at the first one."""
+    """Runs tasks one after another on its own thread, which starts with the first task."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -238,7 +241,7 @@ class Aside:
 
     @waits_in(ALL_REDUCE)
     def close(self) -> None:
-        """End the thread; break off a message that an interrupt left unfinished."""
+        """End the thread; cancel a message that an interrupt left unfinished."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

@@ -18,7 +18,7 @@ Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
   P = mean(M_r Q), made orthonormal; Q = mean(M_r^T P). Vectors, and matrices for which R (m + k) is
   not less than m k, are sent whole.
 
-The time for compression counts as transfer: it is the price of fewer bytes.
+The time for compression counts as transfer.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Compression(ABC):
         flat += self.error
         self.error.copy_(flat)
         self.mean(flat, self.error)
-        # An infinite gradient (loss scaling looks for them) must not stay behind.
+        # An infinite gradient must not stay in the error; loss scaling checks for such gradients.
         torch.nan_to_num_(self.error, nan=0.0, posinf=0.0, neginf=0.0)
 
     def state(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class HalfPrecision(Compression):
         self._dtype = dtype
 
     def mean(self, flat: torch.Tensor, error: torch.Tensor) -> None:
-        """Divide, round, add up: if the mean does not overflow, the sum of n parts does not."""
+        """Divide, round, add up: the sum of the n parts overflows only if the mean does."""
         n = self.all_reduce.links.size
         half = (flat / n).to(self._dtype)
         error.sub_(half.to(flat.dtype), alpha=n)
@@ -161,7 +161,8 @@ class PowerSGD(Compression):
         for (at, m, k), factor, own, mean in zip(self._cuts, p, own_q, self._q, strict=True):
             error[at : at + m * k] -= (factor @ own.T).view(-1)
             flat[at : at + m * k] = (factor @ mean.T).view(-1)
-            # Nor must an overflow stay in the factors, which the next step begins with.
+            # An overflow must not stay in the factors either, because the next step begins with
+            # them.
             torch.nan_to_num_(mean, nan=0.0, posinf=0.0, neginf=0.0)
         for part, values in zip(
             self._whole, torch.split(rest, [part.numel() for part in whole]), strict=True
@@ -184,7 +185,7 @@ class PowerSGD(Compression):
         return [torch.randn(k, self._rank, generator=generator).to(flat) for _, _, k in self._cuts]
 
     def _reduced(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the means of some tensors, which travel as one."""
+        """Return the means of some tensors, which are sent as one message."""
         if not parts:
             return []
         message = torch.cat([part.reshape(-1) for part in parts])

@@ -3,7 +3,7 @@
     links.send(tensor, to)              links.exchange(out, to, into, source)
     links.receive(into, source)         links.gather(own) -> one tensor per worker
 
-If all workers are on one host, messages use separate sockets (`connect_near`), read and written by
+If all workers are on one host, messages use direct sockets (`connect_near`), read and written by
 the calling thread; otherwise they use the process group. Every byte that leaves this worker is
 counted. Gloo ends the process if a message is longer than its receiver's buffer, and does not
 report a shorter one. So before tensors of a new size are sent for the first time, the workers
@@ -14,8 +14,8 @@ the link would take.
 
 Workers of one host are connected by separate sockets (`engine/transport/peers.py`), because gloo's
 messages pass through another thread in each worker, which costs one or two wake-ups per message. On
-one host a worker can read and write its messages itself. All workers use the same way: if one of
-them cannot be reached like that, all use gloo.
+one host a worker can read and write its messages itself. All workers use the same way: if one
+worker cannot be reached through its socket, all use gloo.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Links:
         group: A process group; its ranks are the workers.
         hosts: Host of each worker, by rank; empty if all are on one host.
         members: Group ranks taking part, in order; all of them by default.
-        travel: Called with the bytes of each message before it is sent; may delay it.
+        travel: Called with the bytes of each message before it is sent; can delay the message.
         peers: Sockets to the other workers, for tensors on the CPU; by default messages go
             through the group.
 
@@ -102,14 +102,16 @@ class Links:
     def exchange(self, out: torch.Tensor, to: int, into: torch.Tensor, source: int) -> torch.Tensor:
         """Send to one member while receiving from another; return what was received.
 
-        Either may be empty (both ends know that); then nothing is sent.
+        Both tensors can be empty (both ends know this); then nothing is sent.
         """
         if self.peers is not None:
             return self._exchange_near(out, to, into, source)
-        # NCCL's begin in the order in which they are given: two that meet must be one operation.
+        # NCCL starts operations in their order, so a send and its matching receive must be one
+        # operation.
         if backend_of(self.group, out.device) != "gloo":
             return self._exchange_grouped(out, to, into, source)
-        # The receive is posted first: a message for which a buffer waits leaves without asking.
+        # The receive is posted first, because a message with a waiting buffer leaves without a
+        # handshake.
         receiving = self._post(into, source) if into.numel() else None
         sending = self.send(out, to) if out.numel() else None
         for work in (receiving, sending):
@@ -161,10 +163,10 @@ class Links:
 
     @waits_in(ALL_REDUCE)
     def agree(self, tensor: torch.Tensor) -> None:
-        """Check, the first time a size is met, that all workers are about to send the same.
+        """When a size occurs for the first time, check that all workers will send this size.
 
         Raises:
-            FitError: They are not; raised on every worker.
+            FitError: The sizes differ; raised on every worker.
         """
         key = (tensor.numel(), tensor.dtype)
         if key in self._agreed or self.size == 1:
@@ -217,7 +219,7 @@ class Links:
 
 
 class _Sent:
-    """What `send` returns when nothing is left to wait for."""
+    """The result of `send` if there is nothing to wait for."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -227,12 +229,12 @@ _SENT = _Sent()
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU, where they lie."""
+    """Return the bytes of a contiguous tensor on the CPU, without a copy."""
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def _code(dtype: torch.dtype) -> int:
-    """Return a number that stands for a dtype, the same in every process."""
+    """Return a number that encodes a dtype, the same in every process."""
     return int.from_bytes(str(dtype).removeprefix("torch.").encode()[:7], "big")
 
 
@@ -241,7 +243,7 @@ _CARD_BYTES = 1024
 
 @waits_in(ALL_REDUCE)
 def connect_near(group: Any) -> Peers | None:
-    """Connect all workers of a gloo group, who call this together.
+    """Connect all workers of a gloo group; all of them call this together.
 
     Returns:
         None if they are not all on one host, or cannot see each other's sockets.

@@ -2,12 +2,13 @@
 
 All workers decide this equally from the options, before the first step. DistributedDataParallel
 does the backend's own all-reduce of whole gradients, and overlaps it with backward. Everything else
-goes through `FlatGradients`, in one message after backward. `reduction.py` decides when which is
-done, for any kind of loss.
+goes through `FlatGradients`, in one message after backward. `reduction.py` decides when gradients
+are averaged, for any kind of loss.
 
 `FlatGradients` averages gradients after backward, all of them in one message.
 DistributedDataParallel reduces buckets while backward still runs, through the backend's all-reduce.
-What needs the gradients as a whole (an all-reduce of our own, compression) is done here instead:
+Methods that need all gradients at once (Workbench's all-reduce algorithms, compression) run here
+instead:
 
     forward | backward . . . . . | own work done | mean of all gradients | optimizer
                                  ready_s                                 reduced
@@ -41,15 +42,15 @@ AUTO = "auto"
 
 
 class Averaging:
-    """What was decided for one run.
+    """The decisions for one run.
 
     Args:
         model: The module, on its device.
-        chosen: The algorithm that the same workers, or some of them, have chosen before.
+        chosen: The algorithm that these workers, or some of them, chose before.
 
     Attributes:
-        overlapped: Whether DistributedDataParallel does it.
-        find_unused: Whether parameters may take no part in the loss of some worker.
+        overlapped: Whether DistributedDataParallel averages. find_unused: Whether a parameter can
+            be unused in the loss of some worker.
         bucket_mb: How large DistributedDataParallel's buckets are.
 
     Raises:
@@ -81,19 +82,20 @@ class Averaging:
         try:
             check_alike(model)
             name = chosen or self._decide(model, asked, simulated)
-        except BaseException:  # nobody will be there to close this
+        except BaseException:  # no other code will close this
             self.close()
             raise
         self.all_reduce = AllReduce(name, self.links)
         self.overlapped = self.all_reduce.name == BACKEND and self._compress == "none"
-        if self.overlapped:  # another way was asked for, and measured to be slower
+        if self.overlapped:  # `auto` measured other algorithms, and the backend's was faster
             self.close()
         self._counted = self.links.sent_bytes
 
     def _check_options(self, asked: str, simulated: bool) -> None:
         if self._compress.startswith("topk") and asked != AUTO:
             raise FitError(
-                "allreduce cannot be used with topk, which gathers what each worker chose.",
+                "allreduce cannot be used with topk, which gathers the numbers that "
+                "each worker chose.",
                 seen=f"compress={self._compress}, allreduce={asked}",
                 next_step="remove -o allreduce",
                 code="WB-FIT-108",
@@ -108,7 +110,7 @@ class Averaging:
             )
 
     def _decide(self, model: torch.nn.Module, asked: str, simulated: bool) -> str:
-        """Return the algorithm's name; `auto` measures with a message as large as most."""
+        """Return the algorithm's name; `auto` measures with a message of the usual size."""
         sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
         if asked != AUTO:
             return asked
@@ -135,7 +137,7 @@ class Averaging:
         return FlatGradients(parameters, self._make_mean, any_used)
 
     def plain(self, parameters: Mapping[str, torch.nn.Parameter]) -> FlatGradients:
-        """Return the average of gradients of which some may be missing; not compressed."""
+        """Return the average of gradients if some can be missing; not compressed."""
         mean = self._beside(self.all_reduce.mean)
         return FlatGradients(parameters, lambda shapes: mean, self._beside(self.all_reduce))
 
@@ -146,7 +148,7 @@ class Averaging:
         return self._beside(compression or self.all_reduce.mean)
 
     def break_off(self) -> None:
-        """End what blocks the training thread on our own links; from another thread."""
+        """End waits of the training thread on Workbench's own links; called from another thread."""
         if self.links.peers is not None:
             self.links.peers.break_off()
 
@@ -172,7 +174,7 @@ class Averaging:
                 compression.load_state(kept)
 
     def close(self) -> None:
-        """Close our own links, which ends every wait for them, and the thread."""
+        """Close Workbench's own links, which ends every wait for them, and the thread."""
         if self.links.peers is not None:
             self.links.peers.close()
         self._aside.close()
@@ -182,7 +184,7 @@ class Averaging:
         self.links.count(round(2 * (self.links.size - 1) * size_bytes / self.links.size))
 
     def gathered_by_ddp(self, size_bytes: int) -> None:
-        """Count sparse gradients: all workers gather everybody's rows, and add them up.
+        """Count sparse gradients: every worker gathers the rows of all workers, and adds them up.
 
         In a ring a worker passes on all rows except those of the next one. Over all workers this
         equals each worker sending its rows to all others, which is counted here.
@@ -197,7 +199,7 @@ class Averaging:
         return self._counted - before
 
     def _warn_of_links(self) -> None:
-        """Say that a fault which was set while the run is under way has no effect."""
+        """Report that a fault which was set during the run has no effect."""
         if self.links.rank == 0 and not self._warned and self._context.faults.on_links:
             self._warned = True
             self._context.emit(
@@ -230,8 +232,8 @@ class FlatGradients:
     Args:
         parameters: By name; the same on all workers.
         make_mean: Called with the shapes in each flat tensor; returns the averaging function.
-        any_used: Sums flags over the workers, in place; given if parameters may take no part in
-            the loss of some worker.
+        any_used: Sums flags over the workers, in place; given if a parameter can be unused in the
+            loss of some worker.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Equal copies: how they begin, and the guard, which checks during a run that they stay equal.
+"""Makes copies equal at the beginning, and checks during a run that they stay equal (the guard).
 
 Synchronous strategies depend on one invariant: after every step all replicas hold the same numbers.
-Several things can break it: a gradient that nobody averaged, noise from another seed, a manual
+Several mistakes can break it: a gradient that was not averaged, noise from another seed, a manual
 update on one rank. The loss curve then looks fine, but no common model was trained. So the workers
 compare:
 
@@ -13,30 +13,31 @@ Only if digests differ, the parameters themselves are compared, so that the erro
 When: at the first steps, then at growing intervals, so that comparing takes no more than `BUDGET`
 of the time and `ALLOWANCE_S`. Costs and times are sent with the digest, so all workers compute the
 same next step. They compare once more at the end of `wb.fit`, and of an epoch of a user's own loop.
-At the end of such a loop's cell no message is sent, because a rank may have left its loop early:
+At the end of such a loop's cell no message is sent, because a rank can leave its loop early:
 each worker reports its digest to the kernel, which reports differences.
 
 How equal: to the last bit in two cases. In the first, every worker computes the update from the
 same average on the same kind of device with the same number of threads (all algorithms of
 `allreduce/` and all compressions give every worker the same bits). In the second, parameters are
-copies of one worker's or a server's. Between different devices or hosts one update may be rounded
-differently. Such differences only add up, because all replicas follow the same gradient. The limit
-is `eps (16 + 4 sqrt(steps))` of a parameter's largest number, which is far below one step of
-training. Under tensor parallelism each worker computes the gradients of undivided layers itself, so
-rounding may grow: half of the digits.
+copies of one worker's or one server's parameters. Between different devices or hosts one update may
+be rounded differently. Such differences only add up, because all replicas follow the same gradient.
+The limit is `eps (16 + 4 sqrt(steps))` of a parameter's largest number, which is far below one step
+of training. Under tensor parallelism each worker computes the gradients of undivided layers itself,
+so
+rounding errors can grow: half of the digits must agree.
 
-A change of the trained parameters is checked before it reaches a collective. If one worker alone
-freezes a layer, it cannot reach the others in a collective: they know of no change, and wait for it
-in the reduction. So each worker writes where the others of its host can read it without asking:
+A change of the trained parameters is checked before it reaches a collective. If only one worker
+freezes a layer, it cannot tell the others in a collective: they expect no change, and wait for it
+in the reduction. So each worker writes to memory that the others on its host can read:
 
-    worker r, before each backward:   how many it has begun
-              when its set changes:    a digest of its requires_grad, since which backward it is so,
-                                       and the digest before
+    worker r, before each backward:   how many it has begun when its set changes:    a digest of its
+                                       requires_grad, since which backward it is so, and the digest
+                                       before
 
-A worker that has changed something looks there until all others have begun the same backward (one
-may be at the next change by then, no further). Writing costs less than 1 µs; nobody looks while
-nothing changes. Workers on several hosts meet at the store instead. There a worker waits for one
-that changed nothing until the run is ended.
+A worker that has changed something reads there until all others have begun the same backward (or
+have reached the next change). Writing costs less than 1 µs; no worker reads while nothing changes.
+Workers on several hosts use the store instead. There a worker waits for a worker without a change
+until the run is ended.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def begin_equal(model: torch.nn.Module, device: torch.device) -> None:
     """Give all workers rank 0's parameters and buffers.
 
     Args:
-        device: Where the process group's messages are; the model may still be elsewhere.
+        device: The device of the process group's messages; the model can still be on another
+            device.
 
     Raises:
         FitError: The workers hold different models; raised on every worker.
@@ -85,13 +87,13 @@ def begin_equal(model: torch.nn.Module, device: torch.device) -> None:
 
 @waits_in(MESSAGE)
 def check_alike(model: torch.nn.Module, device: torch.device | None = None) -> None:
-    """Check that names, shapes and dtypes agree, since unequal messages would end the process.
+    """Check that names, shapes and dtypes agree, because unequal messages would end the process.
 
     Args:
         device: As in `begin_equal`; by default the model's own.
 
     Raises:
-        FitError: They do not; raised on every worker.
+        FitError: They differ; raised on every worker.
     """
     if dist.get_world_size() == 1:
         return
@@ -104,7 +106,7 @@ def check_alike(model: torch.nn.Module, device: torch.device | None = None) -> N
     dist.all_gather(every, own)
     if any(not torch.equal(other, own) for other in every):
         raise FitError(
-            "The workers hold different models, so they cannot train one together.",
+            "The workers hold different models, so they cannot train together.",
             seen=", ".join(f"rank {r}: {int(e[0])} parameters" for r, e in enumerate(every)),
             next_step="build the same model on every worker, independent of its rank",
             code="WB-FIT-127",
@@ -113,12 +115,12 @@ def check_alike(model: torch.nn.Module, device: torch.device | None = None) -> N
 
 @waits_in(MESSAGE)
 def broadcast_model(model: torch.nn.Module) -> None:
-    """Give all workers rank 0's parameters and buffers, of a model that is on its device."""
+    """Give all workers rank 0's parameters and buffers; the model is already on its device."""
     broadcast([*model.parameters(), *model.buffers()])
 
 
 class KeptBuffers:
-    """Buffers, which forward may change, of models in a step that may fail."""
+    """Saves the models' buffers in a step that can fail, because forward can change them."""
 
     def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
         self._buffers = [buffer for buffer in buffers if buffer.numel()]
@@ -141,7 +143,7 @@ class KeptBuffers:
 
 @waits_in(MESSAGE)
 def broadcast_buffers(model: torch.nn.Module) -> None:
-    """Give all workers rank 0's buffers, of a model that is on its device."""
+    """Give all workers rank 0's buffers; the model is already on its device."""
     broadcast(model.buffers())
 
 
@@ -209,7 +211,7 @@ class Message:
             torch._foreach_copy_(views, tensors)
 
     def spread(self) -> None:
-        """Copy the message into the replica, once the others' parts in it are complete."""
+        """Copy the message into the replica, when it contains the parts of all others."""
         verify()
         for views, tensors in zip(self._views, self._tensors, strict=True):
             torch._foreach_copy_(tensors, views)
@@ -230,18 +232,21 @@ def _split(flat: torch.Tensor, tensors: list[torch.Tensor]) -> tuple[torch.Tenso
 
 
 BUDGET = 0.002
-"""Share of the time that comparing may take."""
+"""The maximum share of the time for comparisons."""
 ALLOWANCE_S = 0.005
-"""Seconds that it may take besides, so that short runs are compared more than twice."""
+"""Additional seconds for comparisons, so that short runs are compared more than twice."""
 AT_ONCE = 2
-"""Comparisons at the beginning, whatever they cost."""
+"""Number of comparisons at the beginning, independent of their cost."""
 FARTHEST = 500
-"""Most steps between two comparisons, where they cost little."""
+"""The highest number of steps between two comparisons, if they cost little."""
 CHUNK = 1 << 20
 _MASK = (1 << 62) - 1
 
 Equal = Literal["copies", "updates", "rounding"]
-"""How equal replicas are: copies of one; made by the same update; by the same computation."""
+"""How equal replicas are: copies of one replica; made by the same update.
+
+By the same computation.
+"""
 
 clock = time.perf_counter
 
@@ -278,16 +283,16 @@ class Guard:
         self._checked = 0  # tick of the latest comparison
         self._soonest = first
         self._began = self._since = clock()
-        self._reduced_s = 0.0  # what the latest all-reduce took here
-        self.cost_s = 0.0  # what comparing has taken so far, the same on all workers
+        self._reduced_s = 0.0  # the duration of the latest all-reduce here
+        self.cost_s = 0.0  # the total time of comparisons so far, the same on all workers
         self.checks = 0
         if at_end and context.taken_over and self._workers > 1:
             context.copies = self.copy
 
     def copy(self) -> dict[str, int]:
-        """Return this worker's `rank`, the `digest` of its replica, and what it is rounded `like`.
+        """Return this worker's `rank`, its replica's `digest`, and a key `like` for its rounding.
 
-        Digests can be compared where `like` is the same.
+        Digests can be compared only if `like` is equal.
         """
         like = 0 if self._equal == "copies" else _number(self._kind())
         digest = _digest(tensor for _, tensor in self._parameters())
@@ -305,7 +310,7 @@ class Guard:
         return self._ticks >= self._next
 
     def tick(self) -> float:
-        """Count a tick and compare if it is time; return the seconds that took.
+        """Count a tick and compare if it is time; return the seconds of the comparison.
 
         Raises:
             FitError: The replicas differ; raised on every worker.
@@ -340,7 +345,7 @@ class Guard:
         digest, kind = _digest(named.values()), _number(self._kind())
         ticks = max(1, self._ticks - self._checked)
         sent = clock()
-        # Who came last has waited for nobody: the least is what reducing takes.
+        # The last worker has not waited, so the shortest time is the time of the reduction.
         times = sent - began, self._reduced_s, began - self._began, (began - self._since) / ticks
         numbers = [digest, layout, kind]
         digest_ns, *others_ns = (round(seconds * 1e9) for seconds in times)
@@ -368,7 +373,7 @@ class Guard:
         self._since = clock()
 
     def _plan(self, digest_s: float, reduce_s: float, elapsed_s: float, tick_s: float) -> None:
-        """Say when to compare next; what it is given is the same on all workers."""
+        """Choose the next comparison from numbers that are the same on all workers."""
         cost_s = digest_s + reduce_s
         self.cost_s += cost_s
         owed_s = self.cost_s + cost_s - ALLOWANCE_S - BUDGET * elapsed_s
@@ -379,7 +384,7 @@ class Guard:
         self._next = self._ticks + (gap if self.checks < AT_ONCE else max(gap, affordable))
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what must be equal: what is trained, and no shards."""
+        """Yield the tensors that must be equal: trained parameters, without shards."""
         for place, model in enumerate(self._models):
             prefix = f"model {place + 1}: " if len(self._models) > 1 else ""
             for name, parameter in model.named_parameters():
@@ -392,14 +397,14 @@ class Guard:
                     yield prefix + name.removeprefix("module."), tensor
 
     def _kind(self) -> tuple[Any, ...]:
-        """Return what decides how an update is rounded."""
+        """Return the properties that decide how an update is rounded."""
         name = accelerators.of(self._device).name
         return host_token(), name, torch.get_num_threads(), torch.__version__
 
     # -- where digests differ ----------------------------------------------------------------------
 
     def _measure(self, named: dict[str, torch.Tensor], *, exact: bool) -> None:
-        """Compare the parameters themselves; raise where they differ by more than rounding."""
+        """Compare the parameters themselves; raise if they differ by more than rounding."""
         worst = 0.0, "", 0.0
         for name, tensor in named.items():
             spread, scale = self._spread(tensor)
@@ -485,7 +490,7 @@ _LOOK_S = 0.0005
 
 
 class TrainedSets:
-    """Which parameters of one model each worker trains. Made by all workers together.
+    """The parameters of one model that each worker trains. All workers create it together.
 
     Args:
         hosts: Of each rank.
@@ -542,7 +547,7 @@ class TrainedSets:
                 if _BEGUN.unpack_from(board, at)[0] >= self._begun:
                     digest, since, earlier = _SET.unpack_from(board, at + _BEGUN.size)
                     found[rank] = digest = digest if since <= self._begun else earlier
-                    if digest != self._digest:  # who is late may wait for this worker
+                    if digest != self._digest:  # a late worker may be waiting for this worker
                         return [found.get(r, self._digest) for r in range(self._workers)]
             if len(found) < self._workers:
                 time.sleep(_LOOK_S)
@@ -571,7 +576,7 @@ class TrainedSets:
         )
 
     def close(self) -> None:
-        """Release the board; its memory goes with the last worker."""
+        """Release the board; its memory is freed with the last worker."""
         if self._board is not None:
             self._board.close()
             self._board = None
@@ -586,7 +591,7 @@ def _few(names: list[str]) -> str:
 
 
 def _shared(size_bytes: int, rank: int) -> mmap.mmap | None:
-    """Return memory that all workers map, zeros; None where one of them cannot. Collective."""
+    """Return zeroed memory that all workers share; None if one worker cannot map it. Collective."""
     board: mmap.mmap | None = None
     with contextlib.ExitStack() as stack:
         path: list[Any] = [None]
@@ -595,7 +600,7 @@ def _shared(size_bytes: int, rank: int) -> mmap.mmap | None:
                 made = stack.enter_context(
                     tempfile.NamedTemporaryFile(prefix="wb-sets-", dir=cluster_env.folder())
                 )
-                # A hole in a file on a full disk would end whoever writes to it by SIGBUS.
+                # On a full disk, writing into a hole of the file would end the process with SIGBUS.
                 if os.write(made.fileno(), bytes(size_bytes)) == size_bytes:
                     path[0] = made.name
         dist.broadcast_object_list(path, src=0)
@@ -607,7 +612,7 @@ def _shared(size_bytes: int, rank: int) -> mmap.mmap | None:
                 finally:
                     os.close(fd)
         every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, board is not None)  # then the name is needed no more
+        dist.all_gather_object(every, board is not None)  # after that the name is not needed
     if all(every):
         return board
     if board is not None:

@@ -1,8 +1,8 @@
 """Re-partitions a model's parameters in place (`fully_shard`, `parallelize_module`), and back.
 
 PyTorch's ways to shard a model replace its parameters by DTensors, change the classes of its
-modules and hook into their forward. None of them can be undone. An optimizer that was built before
-still holds the old parameters: it would train nothing, without an error. Here everything is
+modules and hook into their forward. PyTorch cannot undo these changes. An optimizer that was built
+before still holds the old parameters: it would train nothing, without an error. Here everything is
 restored when the run ends:
 
     lay out:   parameter -> DTensor, in the modules and in the optimizer's groups; the memory of
@@ -10,13 +10,13 @@ restored when the run ends:
     gather:    DTensor -> the same plain parameter, filled again; classes and hooks as before
 
 So the user's module, optimizer and scheduler keep their identity throughout. Only a parameter that
-had no memory before (device `meta`, see `sharded.py`) is a new one afterwards.
+had no memory before (device `meta`, see `sharded.py`) is a new object afterwards.
 
-The whole is gathered tensor by tensor, and each part is freed as soon as its whole is there. If the
-whole does not fit the workers' devices, it is gathered on the host. If the host has no room for one
-copy per worker, only rank 0 gathers it.
+The whole model is gathered tensor by tensor, and each part is freed as soon as the whole tensor
+exists. If the whole model does not fit the workers' devices, it is gathered on the host. If the
+host has no room for one copy per worker, only rank 0 gathers it.
 
-The common code of strategies that lay out one model in this way is here as well.
+The common code of strategies that divide one model in this way is here as well.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .guard import broadcast
 from .replica import Trainer, held_bytes, parts_state
 
 ROOM = 1.1
-"""Times its bytes that must be free where a whole model is put: allocators round up."""
+"""A whole model needs this multiple of its bytes as free memory, because allocators round up."""
 
 
 def make_mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -56,7 +56,7 @@ def release_mesh(mesh: DeviceMesh | None) -> None:
 
 
 class _Module:
-    """What one module was like before, and what laying out added to it."""
+    """One module's state before it was divided, and the changes since."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module, self.cls = module, type(module)
@@ -86,7 +86,7 @@ class _Module:
 
 
 class Layout:
-    """A model laid out over the workers.
+    """A model that is divided over the workers.
 
     Args:
         model: The user's module, equal on all workers.
@@ -116,11 +116,11 @@ class Layout:
         if self.optimizer is not None:
             exchange(self.optimizer, self._exchanged, _like)
         for old in self._exchanged:
-            old.data = old.data.new_empty(0)  # its values live in the new one now
+            old.data = old.data.new_empty(0)  # its values are in the new parameter now
 
     @property
     def laid_out(self) -> bool:
-        """Whether the model is still laid out."""
+        """Whether the model is still divided."""
         return bool(self._modules)
 
     @property
@@ -136,13 +136,13 @@ class Layout:
     def gather(self, *, everywhere: bool = True, to: torch.device | None = None) -> None:
         """Give the model its plain parameters back, with the trained values; collective.
 
-        Tensor by tensor: in addition to the parts a device holds one whole tensor at a time, or as
-        many as it keeps.
+        It works tensor by tensor. In addition to the parts, a device holds one whole tensor at a
+        time, or all that it keeps.
 
         Args:
             everywhere: Whether all workers get the values; otherwise only rank 0 does, and the
                 other workers' parameters end on the meta device.
-            to: The device of the whole; by default that of the parts.
+            to: The device of the whole model; by default that of the parts.
         """
         keep = everywhere or dist.get_rank() == 0
 
@@ -171,7 +171,7 @@ class Layout:
         self._undo(final)
 
     def abandon(self) -> None:
-        """Give the modules back after a failure: parts cannot be gathered by one worker.
+        """Restore the modules after a failure, without values: one worker cannot gather the parts.
 
         The parameters end on the meta device, where any use of them raises an error.
         """
@@ -182,7 +182,7 @@ class Layout:
         self._undo(final)
 
     def _undo(self, final: dict[torch.nn.Parameter, torch.nn.Parameter]) -> None:
-        """Put modules back as they were, with other parameters where `final` says so."""
+        """Restore the modules, with the new parameters in `final`."""
         for before in self._modules:
             before.undo()
             for name, old in before.parameters.items():
@@ -194,7 +194,7 @@ class Layout:
 
 
 def _form(like: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Return a parameter without memory: any use of it says so."""
+    """Return a parameter without memory; any use of it raises an error."""
     empty = torch.empty(like.shape, dtype=like.dtype, device="meta")
     return torch.nn.Parameter(empty, like.requires_grad)
 
@@ -208,7 +208,7 @@ def check_exchangeable(optimizer: torch.optim.Optimizer) -> None:
         items = value if isinstance(value, (list, tuple, set)) else [value]
         if any(id(item) in owned for item in items):
             raise FitError(
-                "This optimizer cannot follow its parameters when they are partitioned.",
+                "This optimizer cannot follow its parameters when they are divided.",
                 seen=f"{type(optimizer).__name__} keeps them in its attribute {name}",
                 allowed="optimizers that find their parameters in param_groups",
                 next_step="pass a function instead: optimizer=lambda p: torch.optim.SGD(p, 0.1)",
@@ -221,7 +221,7 @@ def exchange(
     mapping: dict[torch.nn.Parameter, torch.nn.Parameter],
     convert: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor | None],
 ) -> None:
-    """Replace an optimizer's parameters, in place; built schedulers keep controlling it.
+    """Replace an optimizer's parameters in place, so that existing schedulers still control it.
 
     Args:
         mapping: New parameter by old one.
@@ -242,22 +242,23 @@ def exchange(
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a DTensor; a plain tensor as it is."""
+    """Return the whole of a DTensor; a plain tensor is returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this worker's part of a DTensor; a plain tensor as it is."""
+    """Return this worker's part of a DTensor; a plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def grad_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
     """Return the norm of the whole model's gradient; collective.
 
-    Parameters may be DTensors over one mesh, or equal on all workers: squares of shards are added
-    up over the workers, those of equal parameters are counted once.
+    Parameters can be DTensors over one mesh, or equal on all workers. Squares of shards are added
+    up over the workers; equal parameters count once.
     """
-    squares = torch.zeros(2, dtype=torch.float64)  # of shards, of what all hold alike
+    # the sums for shards, and for parameters that are equal on all workers
+    squares = torch.zeros(2, dtype=torch.float64)
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
@@ -285,7 +286,8 @@ def whole_state(trainer: Trainer, *, keep: bool = True) -> dict[str, Any]:
     """Return a trainer's state with every partitioned tensor gathered; collective.
 
     Args:
-        keep: Whether this worker keeps it; one that only helps to gather holds a tensor at a time.
+        keep: Whether this worker keeps the state. A worker that only helps to gather holds one
+            tensor at a time.
     """
     state = parts_state(trainer)
     if not keep:
@@ -325,7 +327,10 @@ def _like(value: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _composed() -> Any:
-    """Return PyTorch's register of modules that `fully_shard` was applied to; it has no way out."""
+    """Return PyTorch's register of modules with `fully_shard`.
+
+    PyTorch has no function to undo it.
+    """
     try:
         from torch.distributed import _composable_state as register
     except ImportError:  # pragma: no cover - another PyTorch
@@ -362,10 +367,10 @@ class Partitioned(Strategy):
                     module._buffers[name] = None if buffer is None else buffer.to(to)
 
     def _place_of_whole(self, size_bytes: int) -> tuple[bool, torch.device | None]:
-        """Agree on where the whole model has room: who gets it, and on which device. Collective.
+        """Agree which workers get the whole model, and on which device it has room. Collective.
 
         Returns:
-            Whether all workers get it; where it goes, None for where the parts are.
+            Whether all workers get it; and its device, None for the device of the parts.
         """
         asked = self.options["gather"] == "all"
         hosts = self.context.spec.hosts
@@ -396,13 +401,13 @@ class Partitioned(Strategy):
     def weights(self) -> dict[str, NDArray[np.generic]]:
         """Return the gathered parameters and buffers by name; nothing before `finish`."""
         if self.layout is None or self.layout.laid_out:
-            return {}  # parts of a run that failed: the others' are out of reach
+            return {}  # parts of a failed run: the other workers' parts cannot be read
         if self.rank and self.options["gather"] == "first":
             return {}
         return self._trainer.weights()
 
     def state(self) -> dict[str, Any]:
-        """Return model, optimizer and scheduler, whole: independent of the world size."""
+        """Return the whole model, optimizer and scheduler, independent of the world size."""
         return whole_state(self._trainer)
 
     def snapshot(self) -> dict[str, Any]:
@@ -419,7 +424,7 @@ class Partitioned(Strategy):
         return held_bytes(trainer.model, trainer.optimizer)
 
     def close(self) -> None:
-        """Give the user's module back as it was."""
+        """Restore the user's module."""
         if self.layout is not None and self.layout.laid_out:
             self.layout.abandon()
         release_mesh(self.mesh)

@@ -1,10 +1,10 @@
 """The loader that a user's own loop receives: the user's batches, divided over the workers.
 
 A user's object gets additional methods while the user keeps the same object. `model = DDP(model)`
-changes the object behind the user's name: state_dict keys get a prefix, own attributes are out of
-reach, and calling the inner module bypasses the all-reduce without an error. Here the object keeps
-its identity; only its class is replaced by a subclass, and later restored. Copies and pickles (an
-averaged copy, a checkpoint) are of the original class.
+changes the object behind the user's name: state_dict keys get a prefix, the user's attributes
+cannot be reached, and calling the inner module bypasses the all-reduce without an error. Here the
+object keeps its identity; only its class is replaced by a subclass, and later restored. Copies and
+pickles (an averaged copy, a checkpoint) have the original class.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Loop(Protocol):
-    """The loop that gets batches from a loader and hears of epochs; `loop.OwnLoop` is one."""
+    """The loop that gets batches and epochs from a loader; `loop.OwnLoop` is such a loop."""
 
     context: RunContext
     device: torch.device
@@ -37,7 +37,7 @@ class Loop(Protocol):
         """Another pass over the data begins."""
 
     def fetch(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, its fetching measured."""
+        """Return the next batch, and measure how long fetching takes."""
 
     def epoch_ends(self) -> None:
         """The last batch of a pass was trained on."""
@@ -46,27 +46,27 @@ class Loop(Protocol):
         """A pass over the data has ended."""
 
     def pass_begins(self) -> None:
-        """Note that the loop asks for batches: another pass begins, unless it resumes later."""
+        """Note that the loop requests batches: a pass begins, unless the loop resumes later."""
 
     def next_batch(self) -> None:
-        """Note that a batch is asked for."""
+        """Note that the loop requests a batch."""
 
     def is_elsewhere(self) -> None:
-        """Note that the pass lies before the place where the loop resumes."""
+        """Note that the loop resumes after this pass."""
 
     def restore(self) -> None:
-        """Set the state to that of the place where the loop resumes."""
+        """Set the state to the state at the place where the loop resumes."""
 
 
 @dataclass
 class Standing:
-    """Where in its loader a loop stands.
+    """The position of a loop in its loader.
 
     Attributes:
         begun: Passes that have begun.
-        served: Batches given out in the latest pass.
+        served: Batches that the latest pass has returned.
         resumes_at: The epoch and the batch at which the loop resumes; None if nothing is skipped.
-        dealt: How often the shares were divided again, among other workers.
+        dealt: How often the shares were divided again because workers changed.
     """
 
     begun: int = 0
@@ -78,8 +78,8 @@ class Standing:
 class SharedLoader(DataLoader[Any]):
     """Replaces the user's loader: its batches, divided over the workers.
 
-    All else is the user's loader's: `dataset`, `num_workers`, `collate_fn`, attributes of a user's
-    class. `batch_size` and `len` count global batches. Epochs are counted here, so
+    All else belongs to the user's loader: `dataset`, `num_workers`, `collate_fn`, attributes of a
+    user's class. `batch_size` and `len` count global batches. Epochs are counted here, so
     `sampler.set_epoch` is not needed; if it is called, it names the next epoch.
 
     Attributes:
@@ -103,7 +103,7 @@ class SharedLoader(DataLoader[Any]):
         return getattr(vars(self)["undivided"], name)
 
     def _name_epoch(self, epoch: int) -> None:
-        """Let the next epoch, and those after it, be this one and those after it."""
+        """Set the number of the next epoch; later epochs count from there."""
         self._ahead = max(0, int(epoch)) - self._at.begun
 
     def __len__(self) -> int:
@@ -119,7 +119,7 @@ class SharedLoader(DataLoader[Any]):
             loop.is_elsewhere()
             return
         loop.epoch_begins()
-        named = max(0, epoch + self._ahead)  # a user's own count may begin anywhere
+        named = max(0, epoch + self._ahead)  # a user's own count can begin with any number
         shares, dealt, total = self._shares(named), at.dealt, self._source.steps_per_epoch
         while total is None or at.served < total:
             loop.next_batch()
@@ -143,10 +143,10 @@ class SharedLoader(DataLoader[Any]):
         return self._source.epoch(named, spec.rank, spec.world_size, self._at.served)
 
     def _reaches(self, epoch: int) -> bool:
-        """Whether the loop trains in an epoch; not if all of it lies before where it goes on.
+        """Whether the loop trains in an epoch; not if the loop resumes after this epoch.
 
-        The state is set again here: what the loop did between the epochs passed over (a step of a
-        scheduler, an evaluation) is part of what was saved.
+        The state is set again here. The saved state already contains the loop's actions between the
+        skipped epochs (a step of a scheduler, an evaluation).
         """
         at = self._at
         if at.resumes_at is None:
@@ -177,7 +177,7 @@ class SharedLoader(DataLoader[Any]):
 
 
 def _with_set_epoch(sampler: Any, tell: Any) -> Any:
-    """Return the sampler with a `set_epoch` that tells of the epoch; its state is the same."""
+    """Return the sampler with a `set_epoch` that reports the epoch; its state is the same."""
 
     def set_epoch(self: Any, epoch: int) -> None:
         own = getattr(super(made, self), "set_epoch", None)
@@ -207,7 +207,7 @@ def give_no_sync(model: torch.nn.Module, no_sync: Callable[[], Any]) -> Callable
 
 
 def subclass(cls: type, **methods: Any) -> type:
-    """Return a subclass that looks like `cls` and whose copies and pickles are of `cls`."""
+    """Return a subclass that looks like `cls`; its copies and pickles have the class `cls`."""
 
     def reduce(self: Any, protocol: Any) -> Any:
         parts = list(super(made, self).__reduce_ex__(protocol))

@@ -1,20 +1,20 @@
 """A user's own loop continues with other workers when one dies or joins.
 
 The workers do what `engine/training/regrouping.py` describes. `wb.fit` can repeat a step, but a
-loop is the user's, and its lines cannot run twice. So a step that broke off is emptied: its
+loop is the user's, and its lines cannot run twice. So an interrupted step is emptied: its
 `optimizer.step()` and the steps of the objects in `keep=` change nothing. The loader then gives the
 same global batch once more, in the present shares (or the next one, if another worker had completed
 the step).
 
-    x, y = batch 7     backward breaks off, the workers meet     optimizer.step() changes nothing
+    x, y = batch 7     backward fails, the workers regroup     optimizer.step() changes nothing
     x, y = batch 7     backward                                  optimizer.step()
 
-A new engine runs the cell from its beginning. It joins when it first asks the loader for a batch,
-takes over another worker's state, and goes to that worker's place. Past epochs are empty for it,
-and the loop's lines between them run without a process group, so that no collective of the user's
-meets the others' all-reduce. At its place the state is set once more, because it already contains
-the work between epochs (a step of a scheduler). Only then it reports that it has joined: if it
-fails before, the others continue without it.
+A new engine runs the cell from its beginning. It joins when it first requests a batch from the
+loader. Then it takes over another worker's state and position. Past epochs are empty for it. The
+loop's lines between them run without a process group, so that the user's collectives do not mix
+with the others' all-reduce. When it reaches this position, its state is set again, because that
+state already contains the actions between epochs (a step of a scheduler). After that it reports
+that it has joined. If it fails before, the others continue without it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Loop(Protocol):
     """The loop (`user_loop.OwnLoop`).
 
     Attributes:
-        standing: Where in its loader it stands.
-        optimizers_under_way: Optimizers whose step the loop is in.
+        standing: Its position in its loader. optimizers_under_way: Optimizers whose step is running
+            now.
     """
 
     context: RunContext
@@ -67,7 +67,7 @@ class Loop(Protocol):
         """Return samples and loss of the current step, and when it began."""
 
     def abandon(self) -> None:
-        """Drop the current step."""
+        """Discard the current step."""
 
 
 class LoopHealing:
@@ -79,8 +79,8 @@ class LoopHealing:
         kept: The objects in the loop's `keep=`.
 
     Attributes:
-        evaluated: Passes over the loader that all workers have ended.
-        emptied: Whether the step that broke off has not yet ended in the user's lines.
+        evaluated: Passes over the loader that all workers have ended. emptied: Whether the
+            interrupted step has not yet ended in the user's lines.
     """
 
     base = 0
@@ -103,9 +103,9 @@ class LoopHealing:
         self._regrouping = regrouping(self)
         self._buffers = KeptBuffers(())
         self._begun = False
-        self._place: Mapping[str, Any] = {}  # where one who comes is to go
+        self._place: Mapping[str, Any] = {}  # the position that a new worker must reach
         self._arrival: tuple[dict[str, Any], Any] | None = None
-        self._outside = contextlib.ExitStack()  # of the process group, on the way there
+        self._outside = contextlib.ExitStack()  # the hidden process group, until it is reached
         self._undo = contextlib.ExitStack()
         if source is None:
             self._begin()
@@ -160,11 +160,12 @@ class LoopHealing:
 
         steps = {name: guarded(step) for name, step in plain.items() if callable(step)}
         if steps:
-            become(thing, subclass(cls, **steps))  # an attribute of its own would be in its state
+            # an attribute on the object would become part of its state
+            become(thing, subclass(cls, **steps))
             self._undo.callback(become, thing, cls)
 
     def next_batch(self) -> None:
-        """Wait at a place where a step may begin; continue with other workers if there are any."""
+        """Wait at a place where a step can begin; regroup here if the set of workers changes."""
         self.emptied = False
         membership = self.context.membership
         if membership.trains and (membership.stale or self._waits):
@@ -184,7 +185,7 @@ class LoopHealing:
         self._regrouping.withdraw("its steps take several batches")
 
     def broke_off(self, error: Exception) -> bool:
-        """Whether a step broke off because another worker ended; then it is emptied here."""
+        """Whether a step failed because another worker ended; if so it is emptied here."""
         loop = self._loop
         if not self._regrouping.can_follow(error):
             return False
@@ -209,7 +210,7 @@ class LoopHealing:
                     p.grad = None if self._loop.optimizers_under_way else torch.zeros_like(p)
 
     def pass_over(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Let an optimizer's step change nothing, if its gradients are those of an emptied one."""
+        """Let an optimizer's step change nothing if its gradients belong to an emptied step."""
         if self.emptied:
             for group in optimizer.param_groups:
                 for p in group["params"]:
@@ -217,7 +218,7 @@ class LoopHealing:
         return self.emptied
 
     def end_epoch(self, plain: Callable[[], object]) -> None:
-        """Do the work of a pass's end together with the others."""
+        """Do the actions at the end of a pass together with the others."""
         self.next_batch()
         ended = self._standing.begun
         while self.evaluated < ended:
@@ -228,7 +229,8 @@ class LoopHealing:
                 if not self._regrouping.can_follow(error):
                     raise
                 self._go_on()
-                # What the others did since, steps of what is kept included, was taken over.
+                # The others' progress since then was taken over, including steps of the kept
+                # objects.
                 self.emptied = self.evaluated >= ended
 
     # -- with others (`regrouping.Training`) -------------------------------------------------------
@@ -243,7 +245,7 @@ class LoopHealing:
             self._arrival = (self._strategy.state(), random)
 
     def place(self) -> dict[str, Any]:
-        """Return how far the loop is, for a worker that takes over its state."""
+        """Return the loop's position, for a worker that takes over its state."""
         epoch, batch = self._standing.begun - 1, self._standing.served
         if self._loop.batches and self._loop_stands:
             batch -= 1
@@ -257,7 +259,7 @@ class LoopHealing:
 
     @property
     def _loop_stands(self) -> bool:
-        """Whether the step under way has not been completed, here or elsewhere."""
+        """Whether the current step has not been completed, here or on another worker."""
         return self.context.trained == self.context.step
 
     def take_place(self, place: Mapping[str, Any]) -> None:
@@ -289,7 +291,7 @@ class LoopHealing:
         """Do nothing: the loop evaluates by itself."""
 
     def tell_evaluation(self) -> None:
-        """Tell nothing: a loop's evaluations are the user's own."""
+        """Report nothing: the user evaluates in the loop."""
 
     # -- who comes ---------------------------------------------------------------------------------
 
@@ -312,14 +314,14 @@ class LoopHealing:
         self._regrouping.arrived()
 
     def close(self) -> None:
-        """Restore what was guarded."""
+        """Restore the guarded objects."""
         self._outside.close()
         self._undo.close()
 
 
 @contextlib.contextmanager
 def _without_group() -> Iterator[None]:
-    """Have the process group out of the user's reach: its collectives say that there is none."""
+    """Hide the process group from the user: collectives report that there is no group."""
     world: Any = dist.distributed_c10d._world
     hidden, world.default_pg = world.default_pg, None
     try:

@@ -1,19 +1,20 @@
-"""The common part of strategies whose replicas take their own steps and meet afterwards.
+"""The common part of strategies whose replicas take separate steps and are then mixed.
 
     own share -> gradient -> own optimizer's step -> meet: parameters are mixed with others'
 
-The strategies decide how often replicas meet, which ones, and how parameters are mixed
-(`local_sgd.py`, `gossip.py`). The mean of all replicas is evaluated, and is a run's result.
+"Replicas meet" means that they exchange and mix parameters. The strategies decide when, which
+replicas, and how (`local_sgd.py`, `gossip.py`). The mean of all replicas is evaluated, and is a
+run's result.
 
 When a worker dies or joins, the others keep their replicas and continue with the present ones
-(`engine/training/regrouping.py`). A worker behind the furthest first takes its steps alone:
+(`engine/training/regrouping.py`). A worker that is behind first takes its missing steps alone:
 
     steps   0 .. 4         5, 6              7 ..
             as rank 1 of 3  alone, the same   as rank 0 of 2: with all others again
 
-A new worker begins with another one's replica, including its optimizer's state. When a worker dies,
-its steps since it last met others are lost, and its optimizer's state. At the end no worker leaves
-before all have the mean.
+A new worker begins with another worker's replica, including its optimizer's state. When a worker
+dies, its steps since the last meeting and its optimizer's state are lost. At the end every worker
+waits until all have the mean.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ if TYPE_CHECKING:
 
 
 class ParameterAveraging(Strategy):
-    """Replicas that are not equal between meetings.
+    """Base of strategies whose replicas differ between meetings.
 
     Attributes:
         message: This worker's parameters and floating-point buffers, flat.
         done: Steps done, including the current one once it has changed parameters.
         equal: Whether the replicas are equal now.
-        guard: Compares replicas that have just been made equal; None if they never are.
+        guard: Compares replicas that have just been made equal; None if they never become equal.
         sent_bytes: Bytes this worker sent in the latest step.
     """
 
@@ -59,14 +60,15 @@ class ParameterAveraging(Strategy):
     regroups = True
     copies = False
     sent_bytes = wait_s = 0.0
-    _mean: list[torch.Tensor] | None = None  # that all replicas have become in the end
+    _mean: list[torch.Tensor] | None = None  # the mean that all replicas have at the end
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        # From which step on it took which shares, (rank, workers); and until when it is alone.
+        # Its shares (rank, workers) by first step; and the step until which it trains alone.
         self._dealt = [(0, self.rank, self.world_size)]
         self._together = 0
-        self._breaks = False  # whether the step under way may break off: its meeting has begun
+        # whether the current step's meeting has begun, so that the step can fail
+        self._breaks = False
 
     @abstractmethod
     def meets(self, done: int) -> bool:
@@ -77,10 +79,10 @@ class ParameterAveraging(Strategy):
         """Mix parameters; return the seconds waited, or NaN to compute them from all ranks."""
 
     def meet_nobody(self) -> None:
-        """Do what is left of a meeting if there is only one worker."""
+        """Do the part of a meeting that remains with only one worker."""
 
     def weight(self, share: Share) -> float:
-        """Return the factor on a share's mean loss that makes the mean one over samples."""
+        """Return the factor on a share's mean loss with which all samples count equally."""
         return share.samples * self.workers / share.global_samples
 
     @property
@@ -171,7 +173,8 @@ class ParameterAveraging(Strategy):
             self.guard.settle(last=self.loop is None)
         counters = [b for b in self.model.buffers() if not b.is_floating_point()]
         broadcast(counters, self.device)
-        if self.context.membership.trains:  # who has left could not hand the mean over any more
+        # a worker that has left could no longer pass on the mean
+        if self.context.membership.trains:
             dist.all_reduce(torch.zeros(1, device=control_wire(None, self.device)))
 
     # -- with others -------------------------------------------------------------------------------
@@ -181,12 +184,12 @@ class ParameterAveraging(Strategy):
         self.guard = None
 
     def completes_alone(self) -> bool:
-        """Whether a step that broke off in its meeting counts: its update stays."""
+        """Whether a step counts if its meeting failed: yes, its update stays."""
         broke, self._breaks = self._breaks, False
         return broke
 
     def enter_group(self, agreed: dict[str, Any]) -> None:
-        """Take steps alone up to the furthest's, and then continue with the present workers."""
+        """Take steps alone up to the furthest worker's step, then continue with the others."""
         spec, self._together = self.context.spec, int(agreed["done"])
         self.rank, self.world_size = spec.rank, spec.world_size
         self._trainer.be_one_of(spec.world_size)
@@ -198,7 +201,7 @@ class ParameterAveraging(Strategy):
         return {"done": self.done - self._breaks}
 
     def shares(self, first: int) -> list[tuple[tuple[int, int], int | None]]:
-        """Return the old shares up to the furthest's step, and then the present ones."""
+        """Return the old shares up to the furthest worker's step, and then the present shares."""
         ends = [*(begin for begin, _, _ in self._dealt[1:]), None]
         found: list[tuple[tuple[int, int], int | None]] = []
         for (begin, rank, workers), end in zip(self._dealt, ends, strict=True):
@@ -208,11 +211,14 @@ class ParameterAveraging(Strategy):
         return found
 
     def handed_over(self) -> dict[str, Any]:
-        """Return this replica, or the mean of all if it has become that."""
+        """Return this replica, or the mean of all replicas after the end."""
         return {**self._replica(), "equal": self.equal, "met": self.met, "mean": self._mean}
 
     def take_over(self, state: dict[str, Any], *, comes: bool) -> bool:
-        """Begin with another one's replica; or take over the mean that only this one lacks."""
+        """Begin with another worker's replica.
+
+        Or take over the mean if only this worker lacks it.
+        """
         if comes:
             self._load_replica(state)
         elif state["met"] > self.met:
@@ -255,10 +261,10 @@ class ParameterAveraging(Strategy):
             self.message.restore(own)
 
     def _mean_moments(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Replace the optimizer's tensors by their mean, where all workers have the same ones.
+        """Replace the optimizer's tensors by their mean, if all workers have the same tensors.
 
         With an optimizer that is linear in the gradient, the mean of the moments is that of one
-        device. A worker that sat out every round has none: rank 0's then stand for all.
+        device. A worker that sat out every round has no tensors; then rank 0's tensors are used.
         """
         moments = [
             tensor
@@ -295,7 +301,8 @@ class ParameterAveraging(Strategy):
     def wrap_loop(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
         """Let a user's own loop meet after its optimizer's steps.
 
-        The replicas also become their mean when the loader is exhausted: that may be the end.
+        The replicas also become their mean when the loader is exhausted: the training may end
+        there.
         """
         model.to(self.context.spec.device)
         self.begin(model)

@@ -5,16 +5,16 @@
 
 Backward is wrapped, not the model: `model.forward` may never be called, and the user keeps the
 plain module. Before a backward DistributedDataParallel is prepared in one of two ways: the loss is
-passed through it (the module inside returns it unchanged), or, once it has begun, its C++ reducer
-is asked directly. It then averages buckets while backward runs. All other gradients are averaged
-right after backward (`parts/averaging.py`).
+passed through it (the module inside returns it unchanged), or, after the first backward, its C++
+reducer is prepared directly. It then averages buckets while backward runs. Other ways of averaging
+run right after backward (`parts/averaging.py`).
 
-The set of trained parameters may change in mid-loop (unfreezing, freezing). Then the wrapper is
+The set of trained parameters can change during the loop (unfreezing, freezing). Then the wrapper is
 made again, after the workers have agreed through the store that they train the same parameters.
 
 Before an optimizer steps, each of its gradients must have been averaged. Gradients that came in
 another way (`torch.autograd.grad`, a backward under `no_sync`) are averaged there, in one message
-with all gradients of the models concerned, so that all workers send the same.
+with all gradients of these models, so that all workers send the same message.
 """
 
 from __future__ import annotations
@@ -66,11 +66,12 @@ class Reductions:
         self._each: list[Reduction] = []
         self._together = True
         self.nested = False
-        self._tell: Callable[[], object] | None = None  # told once that backward has begun
-        self._alone = False  # whether gradients of a backward wait to be averaged
-        self._strangers: set[torch.Tensor] = set()  # what some optimizer trains and no model has
+        self._tell: Callable[[], object] | None = None  # called once when backward has begun
+        self._alone = False  # whether a backward's gradients must still be averaged
+        # parameters that an optimizer trains but no model has
+        self._strangers: set[torch.Tensor] = set()
         self._others: dict[tuple[int, ...], FlatGradients] = {}
-        self._grown = False  # whether some module has been given something since the last backward
+        self._grown = False  # whether some module was called since the last backward
         self._hooks = [
             registers(self._note_growth)
             for registers in (
@@ -88,7 +89,7 @@ class Reductions:
         Args:
             equal: Whether they are equal already.
         """
-        if self._each:  # the first one was compared when the all-reduce was chosen
+        if self._each:  # the first model was compared when the all-reduce was chosen
             check_alike(model)
         if not equal:
             broadcast_model(model)
@@ -105,8 +106,8 @@ class Reductions:
     def tells_begin(self, timer: Any) -> bool:
         """Let the timer know when the next backward is running; return whether that is possible.
 
-        A hook that stays on a parameter costs a fifth of one that is added for each loss. It is not
-        possible if a parameter may stay without a gradient, or if a backward begins another one
+        A permanent hook on a parameter costs a fifth of a hook that is added for each loss. It is
+        not possible if a parameter may stay without a gradient, or if a backward begins another one
         (the parameter may belong to the inner one).
         """
         active = [each for each in self._each if each.active]
@@ -125,7 +126,7 @@ class Reductions:
             self._together = before
 
     def before_backward(self, tensors: Sequence[Any]) -> list[Any]:
-        """Make ready for a backward from these tensors; return what to begin it from."""
+        """Prepare a backward from these tensors; return the tensors from which it must begin."""
         tensors = list(tensors)
         if not self._together:
             return tensors
@@ -141,9 +142,9 @@ class Reductions:
         self._grown = False
 
     def after_backward(self, timer: Any) -> None:
-        """Average the gradients after backward, unless that is done; then compare if it is time.
+        """Average the gradients after backward, unless this is done; then compare if it is time.
 
-        The workers have just met, so comparing adds no wait.
+        The workers have just communicated, so comparing adds no wait.
 
         Raises:
             FitError: A parameter took no part in the loss, or the models differ.
@@ -167,10 +168,10 @@ class Reductions:
                 self.guard.check()
 
     def before_step(self, optimizer: torch.optim.Optimizer, weight: float, timer: Any) -> None:
-        """Average those gradients of an optimizer's next step that nobody has averaged.
+        """Average the gradients of an optimizer's next step that were not averaged yet.
 
         Args:
-            weight: This worker's factor, which its loss would have had in a backward.
+            weight: The factor that this worker's loss would have in a backward.
         """
         averaged = self._each[0].averaged if self._each else {}
         lacking = [p for group in optimizer.param_groups for p in group["params"]
@@ -189,7 +190,10 @@ class Reductions:
         return any(each.averaged.get(parameter) is parameter.grad for each in self._each)
 
     def _holders(self, parameters: list[Any]) -> list[int]:
-        """Return which models hold some of these parameters; warn of those that none holds."""
+        """Return the models that hold some of these parameters.
+
+        Warn about parameters in no model.
+        """
         left = set(parameters) - self._strangers
         if self._grown:
             self._look_again()
@@ -201,8 +205,9 @@ class Reductions:
             self._context.emit(
                 events.Warned(
                     rank=rank,
-                    text="An optimizer updates parameters that no worker averages, so each worker "
-                    f"trains them alone (shapes {shapes[:100]}). Pass their model as well: "
+                    text="An optimizer updates parameters whose gradients are not "
+                    "averaged, so each worker trains them alone (shapes "
+                    f"{shapes[:100]}). Pass their model as well: "
                     "other, other_optimizer = wb.prepare(other, other_optimizer).",
                 )
             )
@@ -229,7 +234,7 @@ class Reductions:
             self._each[place].note_averaged()
 
     def close(self) -> None:
-        """Release the models; wrappers must go before the process group."""
+        """Release the models; wrappers must be removed before the process group."""
         for hook in self._hooks:
             hook.remove()
         for reduction in self._each:
@@ -247,10 +252,10 @@ class Reduction:
 
     Attributes:
         parameters: Those of the model, by name.
-        active: Whether the current backward may reach it; not while all of it is frozen.
+        active: Whether the current backward can reach it; not while the whole model is frozen.
         averaged: The gradient of each parameter that was averaged last.
         ddp: The DistributedDataParallel that averages, if one does.
-        rewrapped: Called when that was made again.
+        rewrapped: Called after the wrapper was made again.
     """
 
     def __init__(
@@ -289,7 +294,7 @@ class Reduction:
         return self._hook is not None
 
     def look_again(self) -> None:
-        """See which parameters the model has now."""
+        """Read which parameters the model has now."""
         self.parameters = dict(self.model.named_parameters())
         self._every = list(self.parameters.values())
         self.known = set(self._every)
@@ -308,7 +313,7 @@ class Reduction:
         self._tables = SparseTables(self.model)
         self._bytes = size_bytes(p for p in self._watched if p not in self._tables)
         if not self._find_unused:
-            first: Any = self._watched[0]  # the reducer says whether all others came too
+            first: Any = self._watched[0]  # the reducer checks that all other gradients came too
             self._hook = first.register_hook(self._first_reached)
             self._watched = []
         self.ddp = DistributedDataParallel(
@@ -317,7 +322,7 @@ class Reduction:
             find_unused_parameters=self._find_unused,
             **_NO_FORWARD_SYNC,
             gradient_as_bucket_view=True,
-            init_sync=False,  # all begin with rank 0's, and stay equal
+            init_sync=False,  # all workers begin with rank 0's parameters, and stay equal
         )
         if waits.is_leavable() and not self._tables:
             # A lambda: torch would compare annotations, which are strings here.
@@ -325,10 +330,10 @@ class Reduction:
         self._begun = False
 
     def before_backward(self, tensors: list[Any]) -> list[Any]:
-        """Make ready; return what to begin backward from."""
+        """Prepare a backward; return the tensors from which it must begin."""
         flags = self._flags()
         self.active = any(flags)
-        if not self.active:  # all frozen for the moment: another model's turn
+        if not self.active:  # the whole model is frozen now, so another model trains
             return tensors
         if flags != self._trained:
             self._change(flags)
@@ -341,7 +346,7 @@ class Reduction:
         if self.ddp is None or not any(_needs_gradient(t) for t in tensors):
             return tensors
         if self._begun and not self._find_unused:
-            # All that forward does then, in a fifth of its time (11 us for 59).
+            # The same actions as in forward, in a fifth of the time (11 us instead of 59).
             reducer = self.ddp.reducer
             reducer.prepare_for_forward()
             self.ddp._has_rebuilt_buckets |= reducer._rebuild_buckets()
@@ -354,7 +359,7 @@ class Reduction:
         return list(out)
 
     def after_backward(self) -> None:
-        """Note what was averaged, or average it.
+        """Note that gradients were averaged, or average them.
 
         Raises:
             FitError: A parameter took no part in the loss.
@@ -373,7 +378,7 @@ class Reduction:
             self._averaging.reduced_by_ddp(self._bytes)
             if self._tables:
                 self._averaging.gathered_by_ddp(self._tables.taken_bytes())
-        elif reached or self._find_unused:  # another worker may have been reached
+        elif reached or self._find_unused:  # on another worker, backward may have reached the model
             assert self._flat is not None
             self._flat.average()
         else:
@@ -385,16 +390,18 @@ class Reduction:
         self.averaged = {p: p.grad for p in self._every if p.grad is not None}
 
     def _check_complete(self) -> None:
-        """Raise FitError where the reducer still waits for some parameter's gradient."""
+        """Raise FitError if the reducer still waits for some parameter's gradient."""
         assert self.ddp is not None
         try:
             self.ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
             named = [n for n, p in self.parameters.items() if p.requires_grad and p.grad is None]
-            raise unused(named[0] if named else "one that an earlier backward reached") from error
+            raise unused(
+                named[0] if named else "a parameter that an earlier backward reached"
+            ) from error
 
     def _change(self, flags: tuple[bool, ...]) -> None:
-        """Go on with other parameters than so far; raises where the workers differ in them."""
+        """Continue with a changed set of parameters; raises if the workers' sets differ."""
         self._sets.change(list(self.parameters), flags)
         self._trained = flags
         self._unwrap()
@@ -407,7 +414,8 @@ class Reduction:
             self._hook.remove()
             self._hook = None
         if self.ddp is not None:
-            # A traceback may still hold the wrapper: empty it, so that its reducer goes now.
+            # A traceback can still hold the wrapper. It is emptied, so that its reducer is freed
+            # now.
             self.ddp.__dict__.clear()
         self.ddp = self._flat = None
         self._tables.close()
@@ -423,17 +431,17 @@ class Reduction:
 
 
 def _leavable_mean(bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients as the reducer does, so that its wait in C++ can be left."""
+    """Average a bucket of gradients as the reducer does, but in a way that can be interrupted."""
     buffer = bucket.buffer()
     buffer.div_(dist.get_world_size())
     return waits.passed_on(dist.all_reduce(buffer, async_op=True))
 
 
 class SparseTables:
-    """How much of its tables this worker's gradients hold: the rows that its samples used.
+    """Counts the rows of sparse tables in this worker's gradients: the rows that its samples used.
 
     Args:
-        model: Whose layers made with sparse=True they are; None: there are none.
+        model: The model with the layers made with sparse=True; None: there are none.
     """
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
@@ -459,16 +467,16 @@ class SparseTables:
         def note(gradient: torch.Tensor) -> None:
             if gradient.is_sparse:
                 rows.append(gradient._indices()[0])
-            else:  # the table is used in another way too
+            else:  # the table is also used in another way
                 rows.append(torch.arange(len(gradient)))
 
         return note
 
     def taken_bytes(self) -> int:
-        """Return the bytes of rows, and of which they are, since the last call."""
+        """Return the bytes of the rows, and of their whole tables, since the last call."""
         total = 0
         for table, rows in self._rows.items():
-            if rows:  # several, where gradients of micro-batches were added up
+            if rows:  # several, if gradients of micro-batches were added up
                 used = torch.unique(torch.cat(rows)).numel()
                 total += used * (8 + table[0].numel() * table.element_size())
                 rows.clear()
@@ -483,7 +491,10 @@ class SparseTables:
 
 
 class _Passing(torch.nn.Module):
-    """The model as DistributedDataParallel sees it; to make that ready, the loss goes past it."""
+    """The model inside DistributedDataParallel.
+
+    To prepare a backward, the loss passes through unchanged.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -492,7 +503,7 @@ class _Passing(torch.nn.Module):
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """Hand on what comes, as it is."""
+        """Return the input unchanged."""
         self._passes = True
         try:
             yield
@@ -500,7 +511,7 @@ class _Passing(torch.nn.Module):
             self._passes = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Go through the model, or past it."""
+        """Call the model, or return the input unchanged."""
         return args if self._passes else self.module(*args, **kwargs)
 
 

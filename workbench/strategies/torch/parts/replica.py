@@ -43,8 +43,9 @@ class Trainer:
 
     Args:
         lay_out: Re-partitions the model's parameters in place before the optimizer is made.
-        even: Whether all workers must do the same number of forward passes (they communicate in
-            them): a worker with fewer samples then does some that do not count.
+        even: Whether all workers must do the same number of forward passes, because they
+            communicate in them. A worker with fewer samples then does extra passes that do not
+            count.
         divided: Whether workers hold gradients of different parameters, so that they must agree
             which steps of fp16 are skipped.
 
@@ -66,7 +67,8 @@ class Trainer:
         self.job = job
         self.device = torch.device(context.spec.device)
         if lay_out is not None:
-            lay_out(job.model)  # moves what this worker keeps: the whole may not fit the device
+            # moves only this worker's part, because the whole model may not fit the device
+            lay_out(job.model)
         self.model = job.model.to(self.device)
         self.clip: Callable[..., object] = torch.nn.utils.clip_grad_norm_
         self._workers, self._even = context.spec.world_size, even
@@ -91,12 +93,12 @@ class Trainer:
         self._workers = workers
 
     def contributed(self, share: Share) -> StepResult:
-        """Return the known results of a step of which this worker computed its share only."""
+        """Return the known results of a step if this worker computed only its share."""
         loss = float(self._loss)
         return StepResult(share.samples, loss, compute_s=NAN, has_loss=True)
 
     def wrap(self, forward: Any) -> None:
-        """Let batches go through `forward` (DDP around the model), compiled if asked for."""
+        """Let batches go through `forward` (DDP around the model), compiled if requested."""
         self.forward = torch.compile(forward) if self.job.compile else forward
 
     def gradients(
@@ -111,7 +113,7 @@ class Trainer:
 
         Args:
             weight: Factor on the share's mean loss in backward.
-            alone: Context for all microbatches except the last: no communication yet.
+            alone: Context for all microbatches except the last, without communication.
             reductions: Averages the gradients of the last backward, if that is done.
         """
         self.timer.begin()
@@ -126,7 +128,7 @@ class Trainer:
             total = _add(total, loss.detach(), fraction)
         data, fraction = parts[-1]
         loss = self.loss(data)
-        # Before backward, which fails where another worker is gone.
+        # Before backward, because backward fails if another worker has died.
         self._loss = _add(total, loss.detach(), fraction)
         self._backward(loss, weight * fraction, last=True, reductions=reductions)
 
@@ -164,14 +166,14 @@ class Trainer:
         self.schedule()
 
     def schedule(self) -> None:
-        """Advance the learning rate's schedule by a step that was taken elsewhere, or not."""
+        """Advance the learning rate's schedule by a step that this worker did not take."""
         if self.scheduler is not None:
             with warnings.catch_warnings():  # it expects the optimizer to have stepped
                 warnings.simplefilter("ignore", UserWarning)
                 self.scheduler.step()
 
     def measured(self, share: Share, sent_bytes: float = 0.0) -> StepResult:
-        """Return what the step measured; call it last."""
+        """Return the step's measurements; call it last."""
         return self.timer.finish(share.samples, self._loss, sent_bytes)
 
     def _backward(
@@ -208,7 +210,7 @@ class Trainer:
         count = min(self.job.accumulate, most)
         if count <= 1:
             return [(data, 1.0)]
-        held = max(share.samples, 1)  # a share without samples holds one that does not count
+        held = max(share.samples, 1)  # a share without samples holds one sample that does not count
         cuts = [i * held // count for i in range(count + 1)]
         return [
             (slice_batch(data, a, max(b, a + 1), held), (b - a) / held) for a, b in pairwise(cuts)
@@ -266,7 +268,7 @@ class Trainer:
 
 
 class BeforeStep:
-    """A copy of a replica, for a step that changes it before it can fail."""
+    """A copy of a replica, for a step that can fail after it has changed the replica."""
 
     def __init__(self, trainer: Trainer, more: Iterable[torch.Tensor] = ()) -> None:
         self._trainer = trainer
@@ -291,7 +293,7 @@ class BeforeStep:
 
 
 def needs_scaling(device: torch.device) -> bool:
-    """Whether losses are scaled under fp16: on a CPU only to try a recipe."""
+    """Whether losses are scaled with fp16; on a CPU this is only useful to try a recipe."""
     return device.type != "cpu"
 
 
@@ -317,10 +319,10 @@ class AgreedScaler(torch.amp.GradScaler):
 
 
 class NoBackward:
-    """Refuses backward while entered: nobody would average the gradients of one worker.
+    """Refuses backward while entered, because these gradients would not be averaged.
 
     Attributes:
-        refused: The error with which a backward was refused last.
+        refused: The error of the last refused backward.
     """
 
     refused: FitError | None = None
@@ -416,7 +418,7 @@ def build_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 
 class Parts(Protocol):
-    """A replica; `scheduler` and `scaler` are None where there is none, or the user keeps them."""
+    """A replica; `scheduler` and `scaler` are None if there is none, or if the user keeps them."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -425,12 +427,12 @@ class Parts(Protocol):
 
 
 def parts_state(parts: Parts) -> dict[str, Any]:
-    """Return the state as it is here: on the device, partitioned if the model is."""
+    """Return the state without copying: on the device, divided if the model is divided."""
     return {**steps_state(parts), "model": parts.model.state_dict()}
 
 
 def steps_state(parts: Parts) -> dict[str, Any]:
-    """Return the state of optimizer, scheduler and scaler, as it is here."""
+    """Return the state of optimizer, scheduler and scaler, without copying."""
     every = {
         "optimizer": parts.optimizer,
         "scheduler": parts.scheduler,
@@ -461,14 +463,14 @@ def load_steps(parts: Parts, state: dict[str, Any]) -> None:
 def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Return the bytes of a worker's part of the model and of its training state.
 
-    A partitioned tensor counts by the part that is here; one without memory (device `meta`) counts
-    nothing.
+    A divided tensor counts only with this worker's part; a tensor without memory (device `meta`)
+    counts as 0.
     """
     return bytes_of(_tensors(model, optimizer))
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of tensors here; shared memory counts once."""
+    """Return the bytes of tensors on this worker; shared memory counts once."""
     parts: dict[int, int] = {}
     for tensor in tensors:
         for part in _here(tensor):

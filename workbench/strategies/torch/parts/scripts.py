@@ -4,7 +4,7 @@
 its calls, so two places in PyTorch are watched:
 
     DataLoader's next      which batches are fetched, and how long that takes
-    autograd.backward      the first one asks: which optimizer, and which module holds what it has?
+    autograd.backward      at the first one: which optimizer, and which module has its parameters?
 
 Then all modules and optimizers of the process are searched, once, for any wrappers of the model
 (DDP, FSDP, compile, Lightning, Accelerate) in any order. After that the loop is recorded as by
@@ -17,7 +17,7 @@ Libraries fetch batches ahead of training. So a step does not train on the batch
 it: batches wait in a queue, and each backward takes one.
 
 The script's numbers are not changed: nothing is wrapped, no random number used, nothing sent.
-Copies of DDP are not compared, unlike under `wb.watch`, which a script asks for.
+Copies of DDP are not compared, unlike with `wb.watch`, which a script calls itself.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ clock = time.perf_counter
 
 SHARDED = FSDPModule, FullyShardedDataParallel
 MOST_NOTED = 256
-"""How many fetches are remembered that may turn out to be training's."""
+"""How many fetches are remembered, because they may belong to training."""
 MOST_NODES = 50_000
-"""How far a loss is followed back to ask which of several optimizers it is for."""
+"""How far the graph of a loss is followed back to find its optimizer among several."""
 
 _watching: _Scripts | None = None
 
 
 def watch_scripts(context: RunContext) -> Callable[[], None]:
-    """Record what the script trains that this process is about to run, if it trains anything.
+    """Record the training of the script that this process will run, if it trains.
 
     If the script calls `wb.watch`, `wb.prepare` or `wb.fit` itself, that is recorded instead. Of
     several models (a GAN) the first pair that trains is recorded: its optimizer ends the steps.
@@ -96,10 +96,9 @@ class _Fetch:
     """One batch that a loader handed out.
 
     Attributes:
-        batches: Stands for the pass over the loader, as long as somebody holds that.
-        source: Tells one loader from another, also between passes.
-        samples: None where the batch cannot be counted.
-        passed: What the device had been given by then.
+        batches: Identifies the pass over the loader while the pass exists.
+        source: Identifies the loader, also between passes. samples: None if the batch cannot be
+            counted. passed: The operations that the device had received by then.
     """
 
     batches: weakref.ref[Any]
@@ -111,7 +110,7 @@ class _Fetch:
 
 
 class _Scripts:
-    """Listens to the script from before it begins until it has ended."""
+    """Watches the script from its beginning to its end."""
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
@@ -131,20 +130,20 @@ class _Scripts:
     # -- what is listened to -----------------------------------------------------------------------
 
     def _backward(self, original: Any, tensors: Any, *args: Any, **keywords: Any) -> None:
-        """Ask, at the first backward, what it trains."""
+        """At the first backward, find out what it trains."""
         if self.loop is None and self._is_ours() and self._found(tensors):
             original = torch.autograd.backward  # the loop's
         original(tensors, *args, **keywords)
 
     def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
-        """Keep a loss from before it was multiplied."""
+        """Keep a loss as it was before it was multiplied."""
         scaled = original(scaler, outputs)
         if isinstance(outputs, torch.Tensor) and self._is_ours():
             (self.loop or self)._scaled = scaled, outputs.detach()
         return scaled
 
     def _next(self, original: Any, batches: Any) -> Any:
-        """Hand out a loader's next batch."""
+        """Return a loader's next batch."""
         if self._stands_down or not self._is_ours():
             return original(batches)
         learns, source = torch.is_grad_enabled(), batches._index_sampler
@@ -168,20 +167,21 @@ class _Scripts:
         return batch
 
     def _is_ours(self) -> bool:
-        """Whether it is the script that calls: no thread, no process that it started."""
+        """Whether the script itself calls, not a thread or a process that it started."""
         return self._home == (os.getpid(), threading.get_ident())
 
     # -- what is found -----------------------------------------------------------------------------
 
     def _found(self, losses: Any) -> bool:
-        """Look for what trains; return whether it is recorded from here on."""
+        """Search for the model that trains; return whether it is recorded from here on."""
         context = self.context
         if self._stands_down or context.taken_over or context.strategy or context.weights:
             self._stands_down = True  # the script has called wb.watch or wb.fit
             self.fetches.clear()
             return False
         self._backwards += 1
-        if self._backwards & (self._backwards - 1):  # looked for at the 1st, 2nd, 4th, 8th, ...
+        # searched at the 1st, 2nd, 4th, 8th, ... backward
+        if self._backwards & (self._backwards - 1):
             return False
         began_s = clock()
         found = find(losses)
@@ -208,10 +208,11 @@ class _Scripts:
         return True
 
     def claim(self) -> list[_Fetch]:
-        """Return the fetches, since the last step, of what the step under way trains on.
+        """Return the fetches since the last step that belong to the current step.
 
-        That is the loader asked last, and those asked as often: a loop may take from several at a
-        time. A pass that has ended or was given up (a look at one batch) is none of them.
+        These are fetches from the loader used last, and from loaders used equally often, because a
+        loop can use several loaders at once. A pass that has ended or was abandoned (to look at one
+        batch) does not count.
         """
         alive = [one for one in self.fetches if one.batches() is not None]
         asked = Counter(id(one.source) for one in alive)
@@ -219,7 +220,7 @@ class _Scripts:
         return [one for one in alive if asked[id(one.source)] == last]
 
     def close(self) -> None:
-        """Take everything out again."""
+        """Remove all hooks."""
         global _watching
         if _watching is not self:
             return
@@ -236,7 +237,7 @@ class _Scripts:
         self._stands_down = True
         self.fetches.clear()
         self._scaled = None
-        if self.loop is None and context.closers:  # a loop of the script's own stands above
+        if self.loop is None and context.closers:  # the script's own loop is the caller
             context.closers.insert(0, self._take_out)  # they are called last first
         else:
             self._take_out()
@@ -248,14 +249,14 @@ class _Scripts:
 
 
 class ScriptLoop(OwnLoop):
-    """The loop of a script: as under `wb.watch`, its batches found by their fetching.
+    """The loop of a script: recorded as by `wb.watch`, with the batches that its loaders fetch.
 
     Args:
-        scripts: Knows what was fetched by loaders that may not be training's.
-        found: What trains.
+        scripts: Knows the fetches of loaders that may not be for training. found: The model and
+            optimizer that train.
 
     Attributes:
-        was_aside: Whether a batch was fetched meanwhile that is not for training: an evaluation.
+        was_aside: Whether a batch was fetched that is not for training, such as in an evaluation.
     """
 
     def __init__(self, scripts: _Scripts, found: Found) -> None:
@@ -266,7 +267,7 @@ class ScriptLoop(OwnLoop):
         inside = wrapped or not self.is_whole
         self._scripts = scripts
         self._sources: list[Any] = []
-        self._line: list[tuple[Any, int | None]] = []  # batches that wait to be trained on
+        self._line: list[tuple[Any, int | None]] = []  # batches that were fetched but not yet used
         self._ahead = 0
         self._hoards = False
         sent_bytes = ring_bytes(model, context.spec.world_size) if wrapped else NAN
@@ -335,13 +336,13 @@ class ScriptLoop(OwnLoop):
         return batch
 
     def _is_anew(self, batches: Any) -> bool:
-        """Whether what was taken for the beginning of a step is none, so it begins anew."""
+        """Whether the assumed beginning of a step was wrong, so that the step begins again."""
         if not self._line and (self._is_tentative or not batches._num_yielded):
-            return True  # a look at a batch, or what trains another model
+            return True  # only a look at a batch, or a batch for another model
         return self.was_aside and not self._fed
 
     def _enters(self, samples: int | None) -> None:
-        """Begin a step, where its batch was fetched earlier or by no loader."""
+        """Begin a step whose batch was fetched earlier, or without a loader."""
         if not self._fed:
             self._begin_here()
         self._entered += [samples] if samples else []
@@ -352,9 +353,9 @@ class ScriptLoop(OwnLoop):
         self._is_tentative = True
 
     def _take_up(self, fetches: list[_Fetch]) -> None:
-        """Let the step have begun with fetches of which it was not known that they are training's.
+        """Move the beginning of the step back to fetches that turned out to be for training.
 
-        An evaluation that was under way by their time is left out.
+        An evaluation that ran at that time is not counted.
         """
         self._clear()
         self._begin()
@@ -391,15 +392,18 @@ class ScriptLoop(OwnLoop):
         self._scripts.fetches.clear()
 
     def _given(self) -> int:
-        """Return the samples that the model was given; the first of all forwards was not seen."""
+        """Return the number of samples in the model's input.
+
+        The very first forward was not seen.
+        """
         seen = self._entered
         return sum(seen) * max(len(seen), self._backwards) // len(seen) if seen else 0
 
     def _trained_on(self) -> int:
-        """Take the step's batches out of the line; return their samples, 0 where unknown.
+        """Take the step's batches out of the queue; return their samples, 0 if unknown.
 
-        Of each loader every backward takes one batch; more than that were fetched ahead. A loop
-        that fetches more in each step does not fetch ahead: it trains on them together.
+        Every backward takes one batch from each loader; other batches were fetched ahead. If a loop
+        fetches several batches in every step, it trains on them together.
         """
         taken: list[int | None] = []
         left: list[tuple[Any, int | None]] = []
@@ -417,13 +421,13 @@ class ScriptLoop(OwnLoop):
 
 
 class _Hook:
-    """Tells of each training forward; in copies and pickles of the model it tells nobody."""
+    """Reports each training forward; in copies and pickles of the model it does nothing."""
 
     def __init__(self, tell: Callable[[int | None], object] = lambda samples: None) -> None:
         self._tell = tell
 
     def __call__(self, module: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        # A graph must neither hold nor break at it.
+        # A compiled graph must not contain this call, and must not break at it.
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self._tell(_count((args, keywords)))
 
@@ -432,7 +436,7 @@ class _Hook:
 
 
 def _count(batch: Any) -> int | None:
-    """Return how many samples a batch holds; None where it has no tensor."""
+    """Return how many samples a batch holds; None if it has no tensor."""
     try:
         return batch_length(batch)
     except FitError:
@@ -440,14 +444,17 @@ def _count(batch: Any) -> int | None:
 
 
 def _global_batch(fetches: list[_Fetch], workers: int) -> int | None:
-    """Return what all workers train on in a step, as the loader or its first batch says."""
+    """Return the global batch size, from the loader or its first batch."""
     sizes = {id(one.source): getattr(one.source, "batch_size", one.samples) for one in fetches}
     known = [size for size in sizes.values() if isinstance(size, int)]
     return workers * sum(known) if known else None
 
 
 def _patched(kind: Any, name: str, instead: Callable[..., Any]) -> Callable[[], None]:
-    """Let a function be `instead`, which is given the original first; return what undoes it."""
+    """Replace a function by `instead`, which gets the original as first argument.
+
+    Return the undo.
+    """
     original = vars(kind)[name]
 
     @functools.wraps(original)
@@ -472,7 +479,7 @@ def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 class _Tree:
-    """The modules of this process: which holds which, and which parameter is whose."""
+    """The modules of this process: which module contains which, and the owner of each parameter."""
 
     def __init__(self, modules: Iterable[Module]) -> None:
         self._parents: dict[int, list[Module]] = {}
@@ -485,7 +492,7 @@ class _Tree:
                 self._owners.setdefault(id(parameter), []).append(module)
 
     def above(self, module: Module) -> list[Module]:
-        """Return a module and all that hold it, the nearest first."""
+        """Return a module and all modules that contain it, the nearest first."""
         found, seen = [module], {id(module)}
         for one in found:  # grows meanwhile
             for parent in self._parents.get(id(one), ()):
@@ -495,7 +502,7 @@ class _Tree:
         return found
 
     def holder(self, parameters: list[torch.Tensor]) -> Module | None:
-        """Return the smallest module that holds most of these, or what distributes that."""
+        """Return the smallest module with most of these parameters, or its DDP-like wrapper."""
         counts: dict[int, int] = {}
         modules: dict[int, Module] = {}
         for parameter in parameters:
@@ -518,7 +525,7 @@ class _Tree:
 
 
 def _own_parameters(module: Module) -> list[Any]:
-    """Return a module's own parameters; FSDP's all, of which it registers some at a time."""
+    """Return a module's own parameters; for FSDP all, because it registers only some at a time."""
     found: list[Any] = list((vars(module).get("_parameters") or {}).values())
     held: Any = module
     try:
@@ -529,14 +536,14 @@ def _own_parameters(module: Module) -> list[Any]:
         elif isinstance(module, FullyShardedDataParallel) and held._handle is not None:
             flat = held._handle.flat_param
             found += [flat, *(flat._params or ())]
-    except AttributeError:  # another version's internals: what is registered must do
+    except AttributeError:  # unknown internals of another version: use the registered parameters
         pass
     return [one for one in found if one is not None]
 
 
 @dataclass
 class Found:
-    """What trains in a script.
+    """The model and the optimizer that train in a script.
 
     Attributes:
         entrance: The outermost callable of the model, with compilation and wrappers. A hook inside
@@ -550,14 +557,15 @@ class Found:
 
 
 def find(losses: Any) -> Found | None:
-    """Return what these losses' backward trains; None if there is no such pair."""
+    """Return the model and optimizer that these losses train; None if there is no such pair."""
     things = gc.get_objects()
-    # `isinstance` would take longer, and believe objects that say they are of another class.
+    # `isinstance` would take longer, and would trust objects that claim another class.
     modules, optimizers = set(_with_subclasses(Module)), set(_with_subclasses(Optimizer))
     tree = _Tree(thing for thing in things if type(thing) in modules)
     pairs = []
     for optimizer in [thing for thing in things if type(thing) in optimizers]:
-        groups = vars(optimizer).get("param_groups")  # what wraps an optimizer has none of its own
+        # a wrapper of an optimizer has no own parameters
+        groups = vars(optimizer).get("param_groups")
         held = [p for group in groups or () for p in group["params"] if p.requires_grad]
         model = tree.holder(held)
         if model is not None:
@@ -577,9 +585,9 @@ def find(losses: Any) -> Found | None:
 
 
 def _reached(losses: Any) -> set[int] | None:
-    """Return the ids of the parameters that losses were computed from; None: they do not show it.
+    """Return the ids of the parameters from which losses were computed; None if not visible.
 
-    Of what is computed again in backward (checkpointed activations) a graph has no parameters.
+    If activations are computed again in backward (checkpointing), the graph has no parameters.
     """
     listed = losses if isinstance(losses, (list, tuple)) else [losses]
     nodes = [t.grad_fn for t in listed if isinstance(t, torch.Tensor) and t.grad_fn is not None]

@@ -1,8 +1,9 @@
-"""When a worker's gradients were ready, and how long it then waited for the others.
+"""Measures when a worker's gradients were ready, and how long it then waited for the others.
 
-The wall time of backward cannot name a straggler, because everybody's backward ends when the
-slowest one's does. Autograd's final callbacks can. One is queued when backward begins, before the
-one in which DDP waits for its all-reduce, so it runs when this worker's own work is done:
+The wall time of backward cannot name a straggler, because backward ends on all workers when it ends
+on the slowest. Autograd's final callbacks can name it. A callback is queued when backward begins,
+before the callback in which DDP waits for its all-reduce. So it runs when this worker's own
+computation is done:
 
     forward | backward . . . . . | A | DDP waits for the all-reduce | B | optimizer
                                  ready_s                            reduced
@@ -12,18 +13,18 @@ one in which DDP waits for its all-reduce, so it runs when this worker's own wor
 
 If communication also happens earlier (layers gathered in forward, activations reduced between
 layers, parameters averaged after the update), each period in which this worker was blocked is timed
-(`blocked`) and subtracted. The ready time is then read from the clock of the worker's own work,
-which stops while it waits. So a straggler is named wherever its delay was.
+(`blocked`) and subtracted. The ready time is then read from a clock of the worker's computation,
+which stops while the worker waits. So a straggler is found wherever its delay was.
 
-    own work ready = A - what was blocked before A
+    own work ready = A - time blocked before A
 
 On a CPU the callbacks read the clock. On an accelerator they record events on the stream, which are
-read once the device has passed them; nothing waits for the device meanwhile.
+read after the device has passed them; until then nothing waits for the device.
 
-An accelerator counts time with its own oscillator, which runs 10 to 100 millionths faster or slower
-than the host's: 360 ms in an hour. So each step is put on the host's clock again (`DeviceClock`),
-and the sync wait, which compares workers to the microsecond, is computed from durations only
-(`record.FLAG_DEVICE_CLOCK`).
+An accelerator counts time with its own oscillator, which is 10 to 100 millionths faster or slower
+than the host's: up to 360 ms in an hour. So the times of each step are converted to the host's
+clock (`DeviceClock`), and the sync wait, which compares workers to the microsecond, is computed
+from durations only (`record.FLAG_DEVICE_CLOCK`).
 """
 
 from __future__ import annotations
@@ -65,17 +66,17 @@ class CpuTimer:
         self.begin_at(clock())
 
     def begin_at(self, at_s: float) -> None:
-        """Note that the step had its data then."""
+        """Note that the step had its data at this time."""
         self._began, self._ready = at_s, NAN
         self._exposed = self._injected = self._aside = 0.0
 
     def spend(self, phase: str) -> None:
-        """Spend the injected delay of a phase."""
+        """Wait for the injected delay of a phase."""
         if self._faults.active:
             self._injected += self._faults.spend(phase)
 
     def watch_backward(self, loss: torch.Tensor) -> Any:
-        """Time the backward that `loss` is about to begin, which ends in communication.
+        """Time the backward that begins from `loss` and ends in communication.
 
         Returns:
             The hook, to be removed when backward has ended.
@@ -83,7 +84,7 @@ class CpuTimer:
         return loss.register_hook(self.backward_begins)  # type: ignore[no-untyped-call]
 
     def backward_begins(self, *unused: Any) -> None:
-        """Note, from within backward, that it is running and ends in communication."""
+        """Note, from within backward, that backward is running and ends in communication."""
         _engine.queue_callback(self._own_work_done)
         self.spend("backward")
 
@@ -106,7 +107,7 @@ class CpuTimer:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave out a period that is neither computation nor communication of the strategy's."""
+        """Leave out a period that is neither the strategy's computation nor its communication."""
         began = clock()
         try:
             yield
@@ -124,7 +125,7 @@ class CpuTimer:
     def finish(
         self, samples: int, loss: torch.Tensor, sent_bytes: float, data_wait_s: float = 0.0
     ) -> StepResult:
-        """Return what the step measured; call it after the optimizer's step.
+        """Return the step's measurements; call it after the optimizer's step.
 
         Args:
             loss: The worker's mean loss, detached.
@@ -142,10 +143,10 @@ class CpuTimer:
 
 
 ANCHOR_EVERY_S = 1.0
-"""How often a device's clock is read again, where the device has nothing to do at that moment."""
+"""How often a device's clock is read again, if the device is idle at this moment."""
 
 ANCHOR_WITHIN_S = 1e-3
-"""An idle device passes an event in some 10 us; one that takes so long was not idle."""
+"""An idle device passes an event in about 10 us. If it takes this long, it was not idle."""
 
 
 class DeviceTimer:
@@ -177,7 +178,7 @@ class DeviceTimer:
         marks.began = self._device.event()
 
     def _anchor(self, marks: Marks) -> None:
-        """Read the device's clock where it stands idle, which takes some 10 us."""
+        """Read the device's clock while the device is idle, which takes about 10 us."""
         if self._last is not None and not self._last.ready():
             return
         before_s, event = self._now(), self._device.event()
@@ -189,12 +190,12 @@ class DeviceTimer:
         marks.cpu_s = self._anchored_s = after_s
 
     def spend(self, phase: str) -> None:
-        """Spend an injected delay, after the device has finished its work."""
+        """Wait for an injected delay, after the device has finished its work."""
         if self._faults.active:
             self._marks.injected_s += self._faults.spend(phase)
 
     def watch_backward(self, loss: torch.Tensor) -> Any:
-        """Time the backward that `loss` is about to begin, which ends in communication.
+        """Time the backward that begins from `loss` and ends in communication.
 
         Returns:
             The hook, to be removed when backward has ended.
@@ -202,7 +203,7 @@ class DeviceTimer:
         return loss.register_hook(self.backward_begins)  # type: ignore[no-untyped-call]
 
     def backward_begins(self, *unused: Any) -> None:
-        """Note, from within backward, that it is running and ends in communication."""
+        """Note, from within backward, that backward is running and ends in communication."""
         _engine.queue_callback(self.own_work_done)
         self.spend("backward")
 
@@ -234,7 +235,7 @@ class DeviceTimer:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave out a period that is neither computation nor communication of the strategy's."""
+        """Leave out a period that is neither the strategy's computation nor its communication."""
         stretch = Stretch(self._device.event())
         self._marks.aside.append(stretch)
         try:
@@ -259,7 +260,7 @@ class DeviceTimer:
         *,
         complete: Callable[[Timed], dict[str, float]] | None = None,
     ) -> StepResult:
-        """Return what is known already; the times follow once the device has passed the step.
+        """Return the known measurements; the times follow after the device has passed the step.
 
         Args:
             loss: The worker's mean loss, detached; None if it computes none.
@@ -281,7 +282,7 @@ class DeviceTimer:
 
 
 class Stretch:
-    """Two events of a stream, the second of which may come later."""
+    """Two events of a stream; the second can come later."""
 
     __slots__ = ("began", "ended")
 
@@ -301,11 +302,12 @@ class Marks:
         self.exposed_known = True
         self.anchor: tuple[Event, float] | None = None  # and its time on the host's clock
         self.began: Event | None = None
-        self.ready: list[tuple[Event, int]] = []  # and how many stretches were blocked before
+        self.ready: list[tuple[Event, int]] = []  # and the number of blocked periods before it
         self.reduced: list[Event] = []
         self.blocked: list[Stretch] = []
         self.aside: list[Stretch] = []
-        self.done: tuple[Event, int] | None = None  # own part done, stretches blocked before it
+        # own part done, number of blocked periods before it
+        self.done: tuple[Event, int] | None = None
         self.ended: Event | None = None
         self.loss: torch.Tensor | None = None
         self.complete: Callable[[Timed], dict[str, float]] | None = None
@@ -319,10 +321,10 @@ class Marks:
 
 
 class Timed:
-    """When the events of a step happened, on the host's clock.
+    """The times of a step's events, on the host's clock.
 
     Attributes:
-        fields: Of the record, as far as they are known.
+        fields: The known fields of the record.
     """
 
     def __init__(self, at: Callable[[Event], float], marks: Marks) -> None:
@@ -341,8 +343,8 @@ class DeviceStep:
     def __init__(self, steps: OpenSteps, marks: Marks, ended: Event) -> None:
         self._steps, self.ended = steps, ended
         self.marks: Marks | None = marks
-        self.open_s = marks.recorded_s  # when the host last saw that the device is not through
-        self.seen_s: float | None = None  # when the host first saw that it is
+        self.open_s = marks.recorded_s  # when the host last saw that the device had not finished
+        self.seen_s: float | None = None  # when the host first saw that it had finished
         self.known: dict[str, float] = {}
 
     def ready(self) -> bool:
@@ -365,16 +367,17 @@ class DeviceStep:
 
 
 class OpenSteps:
-    """The steps that nobody has seen the device pass yet, oldest first; and the device's clock.
+    """The steps that the device has not yet passed, oldest first; and the device's clock.
 
-    A step's times are the end of the step before plus the time counted by the device since, so the
-    error of its clock stays small: it counts in single-precision milliseconds, with its own
-    oscillator. The host's observations limit the error: a step ends after its last event was
-    recorded and after the host saw it open, and before the host saw it passed. About once a second
-    the device's clock is read while the device is idle, which is accurate to about 10 µs.
+    A step's times are the end of the step before plus the time that the device has counted since.
+    The device counts in single-precision milliseconds, with its own oscillator, so errors stay
+    small only over one step. The host's observations limit the error. A step ends after its last
+    event was recorded and after the host saw it unfinished, and before the host saw it finished.
+    About once a second the device's clock is read while the device is idle, which is accurate to
+    about 10 µs.
 
     Attributes:
-        marks: Of the current step.
+        marks: The marks of the current step.
         now: The host's clock.
     """
 
@@ -398,7 +401,8 @@ class OpenSteps:
 
     def resolve(self, last: DeviceStep) -> None:
         """Complete all steps up to `last`, waiting for the device when it must."""
-        for step in list(self._open):  # whoever waits keeps nobody else from what is done
+        # a waiting thread must not block others from the finished steps
+        for step in list(self._open):
             if step is last or last.known:
                 break
             step.ended.wait()
@@ -411,7 +415,7 @@ class OpenSteps:
                 self._open.popleft()
 
     def under_way(self) -> DeviceWork | None:
-        """Return what the device is doing, if the host is ahead of it; called by any thread."""
+        """Return the device's current work, if the host is ahead of it; called by any thread."""
         open_steps = list(self._open)
         marks = next((one.marks for one in open_steps if not one.ready()), self.marks)
         if marks is None or (marks.ended is not None and marks.ended.query()):
@@ -419,7 +423,7 @@ class OpenSteps:
         if marks.communicates():
             return DeviceWork(True, f"in the communication of step {marks.step}, on the device")
         if marks.ended is None and all(event.query() for event, _ in marks.ready):
-            return None  # the host is in the midst of it, and the device may have nothing to do
+            return None  # the host is still issuing this step, and the device may be idle
         return DeviceWork(False, f"step {marks.step}, on the device")
 
     def _measure(self, step: DeviceStep) -> dict[str, float]:
@@ -451,7 +455,8 @@ class OpenSteps:
         at, marks = timed.at, timed.marks
         assert marks.began is not None
         began_s = at(marks.began)
-        # The host may run ahead of the device: a step begins there when the previous one ends.
+        # The host can run ahead of the device: on the device a step begins when the step before
+        # ends.
         start_s = min(max(previous_s, marks.cpu_s - marks.fetch_s), began_s)
         ready = [event for event, _ in marks.ready]
         reduced_s = [at(b) - at(a) for a, b in zip(ready, marks.reduced, strict=True)]
@@ -465,7 +470,7 @@ class OpenSteps:
             event, before = marks.done
             ready_s = at(event) - sum(blocked_s[:before])
         aside_s = sum(timed.seconds(one) for one in marks.aside)
-        # Fetching counts as far as the device had nothing to do meanwhile.
+        # Fetching counts only for the time in which the device was idle.
         data_wait_s = min(marks.fetch_s, began_s - start_s) + marks.late_fetch_s
         compute_s = end_s - began_s - exposed_s - aside_s - marks.late_fetch_s
         return {

@@ -1,4 +1,4 @@
-"""Records the steps of a user's own training loop, without a change to it.
+"""Records the steps of a user's own training loop; the loop does not change.
 
     for x, y in loader:            the batch is timed here; Stop and Pause are obeyed here
         optimizer.zero_grad()
@@ -10,7 +10,7 @@ Several backward calls before one `optimizer.step()` are one step: their losses 
 with any optimizer that trains the model, so a loop may continue with a new one. If several models
 are prepared in one cell, the first one's optimizer ends the steps.
 
-A loop that distributes itself is recorded unchanged (`wb.watch`).
+A loop that does its own communication is recorded unchanged (`wb.watch`).
 """
 
 from __future__ import annotations
@@ -57,24 +57,24 @@ class OwnLoop:
 
     Attributes:
         batches: The number of batches in the current step; 0: there is no current step.
-        standing: Where in its loader the loop is.
-        healing: Lets it continue with other workers, if that is asked for.
+        standing: The loop's position in its loader. healing: Lets the loop continue with other
+            workers, if this was requested.
 
     Args:
         source: The loader's data in shares; None if the loop makes its own batches.
-        watched: A loader to time in place, without a change.
+        watched: A loader that is timed but not changed.
         sent_bytes: The bytes a worker sends per step, or a function that returns them after each
             step; NaN if unknown.
         communicates: Whether backward ends in communication.
-        reductions: Averages gradients, if backward should end in that.
+        reductions: Averages gradients, if backward should end with an average.
         guard: Compares the replicas after backward, if the loop averages by itself.
         weighted: Whether gradients will be averaged over workers, so that a share's loss counts by
             its samples.
-        adds_up: Whether gradients are added up rather than averaged.
+        adds_up: Whether gradients are added up instead of averaged.
         epoch_end: Called on all workers when the loader is exhausted.
         backward_ended: Called after each backward.
         stepped: Called after each step of an optimizer that trains the model.
-        exchanged: Called before a step of such an optimizer that is not the one prepared.
+        exchanged: Called before a step of such an optimizer, if it is not the prepared one.
         scaled: Called when a loss is scaled.
         complete: Called with a step's measurements before they are recorded, to add to them.
     """
@@ -137,14 +137,14 @@ class OwnLoop:
         self._shape: tuple[int, ...] = ()
         if not self._counts:
             self._count_in(model)
-        self.checkpoints: Checkpoints | None = None  # where the loop may be gone on with
+        self.checkpoints: Checkpoints | None = None  # the state from which the loop can continue
         self._patch_backward()
         self._patch_scaler()
         if watched is not None:
             self._time_loader(watched)
 
     def _together(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which gradients add up on this worker alone."""
+        """Return the context in which gradients add up only on this worker."""
         reductions = self._reductions
         return contextlib.nullcontext() if reductions is None else reductions.no_sync()
 
@@ -162,7 +162,7 @@ class OwnLoop:
         self._loss: torch.Tensor | None = None
 
     def epoch_begins(self) -> None:
-        """Begin to count time: time between epochs belongs to no step."""
+        """Start the clock of the next step, because time between epochs belongs to no step."""
         now = clock()
         if not self._under_way:
             if self._start == self._start:
@@ -180,19 +180,19 @@ class OwnLoop:
             self.healing.next_batch()
 
     def is_elsewhere(self) -> None:
-        """Note that the pass lies before the place where the loop resumes."""
+        """Note that the loop resumes after this pass."""
         if self.healing is not None and self.healing.is_coming:
             self.healing.skip()
 
     def restore(self) -> None:
-        """Set the state to that of the place where the loop resumes."""
+        """Set the state to the state at the place where the loop resumes."""
         if self.healing is not None and self.healing.is_coming:
             self.healing.arrive()
         elif self.checkpoints is not None:
             self.checkpoints.restore()
 
     def epoch_end(self) -> None:
-        """Do what all workers do when the loader is exhausted."""
+        """Do the common actions of all workers at the end of the loader."""
         if self.healing is None:
             self._epoch_end()
         else:
@@ -204,7 +204,7 @@ class OwnLoop:
         return self._samples, loss, self._start
 
     def abandon(self) -> None:
-        """Drop the current step; the time since belongs to none."""
+        """Drop the current step; its time belongs to no step."""
         self._clear()
         self._start = clock()
 
@@ -246,7 +246,7 @@ class OwnLoop:
         return batch
 
     def _begin(self) -> None:
-        """Begin a step, unless one is under way."""
+        """Begin a step, unless a step is already running."""
         if self._under_way:
             return
         context, step = self.context, self.context.trained
@@ -266,7 +266,7 @@ class OwnLoop:
             self.healing.step_begins()
 
     def _checkpoint(self, checkpoints: Checkpoints) -> None:
-        """Save before a step begins: by now what the loop does after a step is done."""
+        """Save before a step begins: now the loop's actions after the last step are done."""
         began = clock()
         if checkpoints.step_done():
             spent_s = clock() - began
@@ -274,11 +274,11 @@ class OwnLoop:
             self._start += spent_s
 
     def position(self) -> dict[str, Any]:
-        """Return where in the loader the loop stands."""
+        """Return the loop's position in the loader."""
         return {} if self.loader is None else self.loader.position()
 
     def go_on(self, about: Mapping[str, Any]) -> None:
-        """Let the loader skip what was done before the checkpoint."""
+        """Let the loader skip the batches before the checkpoint."""
         self.context.trained = int(about["step"])
         self.context.step = self.context.trained - 1
         if self.loader is not None:
@@ -291,7 +291,7 @@ class OwnLoop:
         self.timer.spend("forward")
 
     def _count_in(self, model: torch.nn.Module) -> None:
-        """Count samples where the model is given them: in a loop whose batches are not seen."""
+        """Count samples at the model's input, if the loop's batches are not seen."""
         self._undo.append(model.register_forward_pre_hook(_Hook(self.before_forward)).remove)
         for module in model.modules():
             if getattr(module, "batch_first", None) is False and module is not model:
@@ -300,7 +300,7 @@ class OwnLoop:
                 return
 
     def before_forward(self, args: tuple[Any, ...]) -> None:
-        """Begin a step: count the samples that the model is given."""
+        """Begin a step: count the samples in the model's input."""
         self._begin()
         if not self._fed:
             self._feed()
@@ -308,24 +308,24 @@ class OwnLoop:
         self._shape = next((tuple(t.shape) for t in tensors_of(args) if t.dim()), ())
 
     def before_sequence(self, args: tuple[Any, ...]) -> None:
-        """Correct the count if samples are the second dimension, as a recurrent layer shows."""
+        """Correct the count if samples are the second dimension, as in a recurrent layer."""
         shape, self._shape = self._shape, ()
         seen = next((t.shape for t in tensors_of(args)), ())
         if len(shape) > 1 and len(seen) == 3 and shape[:2] == seen[:2]:
             self._samples += shape[1] - shape[0]
 
     def hear_of_waits(self, gradients: Gradients) -> None:
-        """Accept the optimizer's waits for other ranks: it averages by itself."""
+        """Accept that the optimizer waits for other ranks, because it averages itself."""
         gradients.timer, self._sent_bytes = self.timer, gradients.sent
         self._undo.append(gradients.let_go)
 
     def wrap_another_loop(self, model: torch.nn.Module) -> None:
-        """Take another model into the loop; it ends no steps."""
+        """Add another model to the loop; its optimizer does not end steps."""
         self.others.append(model)
         self._undo.append(give_no_sync(model, self._together))
 
     def _before_backward(self, tensors: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Note the loss; return what to begin backward from, and the hooks to take off after it."""
+        """Note the loss; return the tensors for backward, and the hooks to remove afterwards."""
         hooks: list[Any] = []
         reductions, begins = self._reductions, tensors
         if reductions is not None:
@@ -352,7 +352,7 @@ class OwnLoop:
                     self._loss = self._loss.reshape(()) + value.reshape(())
 
     def _weighted_gradients(self, tensors: list[Any], gradients: list[Any]) -> list[Any]:
-        """Return what backward begins with, so that a share counts by its samples."""
+        """Return the tensors from which backward begins, so that a share counts by its samples."""
         if self._weight == 1.0:
             return gradients
         weighted = []
@@ -427,7 +427,7 @@ class OwnLoop:
         self._start = end
         self._clear()
         if context.trained == 2:  # when optimizers have their state
-            strategy = context.strategy  # none where the loop distributes itself
+            strategy = context.strategy  # none if the loop does its own communication
             held = strategy.memory_bytes() if strategy else held_bytes(self.model, self.optimizer)
             context.log_memory(held)
 
@@ -484,10 +484,12 @@ class OwnLoop:
         self._undo.append(lambda: setattr(torch.autograd, "backward", original))
 
     def _patch_scaler(self) -> None:
-        """Keep the loss from before a GradScaler multiplied it; see the steps that it passes over.
+        """Keep the loss as it was before a GradScaler multiplied it.
 
-        Such a step ends as any other: it has a row of its own, and where workers meet after their
-        steps, a worker that passes one over is not waited for in the next.
+        Notice the steps that it skips.
+
+        A skipped step ends like any other and has its own row. So if workers meet after their
+        steps, a worker that skips a step still takes part.
         """
         kind: Any = torch.amp.GradScaler
         original, original_step = kind.scale, kind.step
@@ -550,7 +552,7 @@ class OwnLoop:
         return to_numpy(module.state_dict())
 
     def close(self) -> None:
-        """Remove every hook, and release the strategy: the user's loader outlives it."""
+        """Remove every hook, and release the strategy, because the user's loader exists longer."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -574,7 +576,7 @@ def _needs_gradient(value: Any) -> bool:
 
 
 class _Hook:
-    """Tells the loop of each training forward; copies and pickles of the model leave it behind."""
+    """Reports each training forward to the loop; copies and pickles of the model do not have it."""
 
     def __init__(self, tell: Callable[[tuple[Any, ...]], None]) -> None:
         self._tell = tell
@@ -592,4 +594,4 @@ def _no_hook() -> Callable[..., None]:
 
 
 def _nothing(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-    """Do nothing: what stands for the hook in a copy."""
+    """Do nothing; replaces the hook in a copy."""

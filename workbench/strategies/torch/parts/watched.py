@@ -1,4 +1,4 @@
-"""A loop that distributes itself, recorded unchanged (`wb.watch`)."""
+"""A loop that does its own communication, recorded unchanged (`wb.watch`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
     """Begin to record a loop.
 
     Raises:
-        FitError: model or optimizer has the wrong type, or a loop is recorded already.
+        FitError: model or optimizer has the wrong type, or a loop is already recorded.
     """
     if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         raise FitError(
@@ -53,7 +53,7 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
     if by_optimizer is not None:
         loop.hear_of_waits(by_optimizer)
     elif several and not inside:
-        # What the loop sends by itself, outside backward, is not seen: waits are unknown, not 0.
+        # Messages that the loop sends outside backward are not seen, so waits are unknown, not 0.
         loop.timer.blind()
         why = "the loop communicates outside backward, where wb.watch does not measure it"
         context.emit(events.Unmeasured(columns=dict.fromkeys(("sync_wait_s", "transfer_s"), why)))
@@ -61,7 +61,7 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
 
 
 class _OfDdp(Guard):
-    """Compares the copies that a loop's own DistributedDataParallel keeps equal."""
+    """Compares the copies that the loop's DistributedDataParallel keeps equal."""
 
     def __init__(self, context: RunContext, model: torch.nn.parallel.DistributedDataParallel):
         super().__init__(context, first=2, group=model.process_group, at_end=True)
@@ -69,13 +69,13 @@ class _OfDdp(Guard):
         self._ddp = model
 
     def due(self) -> bool:
-        """Count those backwards alone in which the workers meet, as often as each other."""
+        """Count only backwards in which the workers communicate; all workers have equally many."""
         alone = not self._ddp.require_backward_grad_sync or self._ddp._join_config.enable
         return not alone and super().due()
 
 
 def _is_kept_equal(model: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Whether copies are meant to stay equal; a hook of the user's may mean something else."""
+    """Whether copies must stay equal; a user's own hook may make them differ."""
     return not getattr(model, "_comm_hooks", None)
 
 

@@ -6,6 +6,6 @@ In reading order:
     measure   which layers has a model, and what does each cost
     cut       which worker gets which layers
     program   what do the stages compute together
-    stage     how does one stage compute, wait and get timed
+    stage     how does one stage compute and wait, and how is it timed
     pipeline  how is a worker's share built, and run through the schedule
 """

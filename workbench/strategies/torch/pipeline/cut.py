@@ -9,7 +9,7 @@ A pipeline runs at the pace of its slowest stage. Let T(i, s) be the smallest po
 slowest of s stages that hold the first i layers:
 
     T(i, 1) = time of layers 0..i-1
-    T(i, s) = min over j < i of max(T(j, s-1), time of layers j..i-1 and of moving what crosses j)
+    T(i, s) = min over j < i of max(T(j, s-1), time of layers j..i-1 and of moving the values at j)
 
 The table is filled from small to large in O(layers^2 x stages).
 """
@@ -45,10 +45,10 @@ class Cut:
         layers: The chain.
         bounds: First layer of each stage, then the number of layers: (stages + 1,).
         costs: Each layer's measured cost for one microbatch.
-        cut_s: Seconds to move the values that cross a cut behind layer i, and their gradients.
+        cut_s: Seconds to send the values at a cut after layer i, and their gradients.
         inputs: Forms of the first stage's inputs for a microbatch.
         outputs: The last stage's tensors in the model's output: training, evaluation.
-        program: What the stages compute together.
+        program: The computation of all stages together.
         shared: Parameters that several stages hold, by name, with these stages.
     """
 
@@ -120,12 +120,12 @@ def cut(
     split_at: str,
     around: Any,
 ) -> Cut:
-    """Decide the stages of a model: those that were asked for, or the best balanced ones.
+    """Decide the stages of a model: the requested stages, or the best balanced ones.
 
-    Rank 0 measures; all decide from the same figures. Collective.
+    Rank 0 measures; all workers decide from its measurements. Collective.
 
     Args:
-        program: What the stages compute, with a microbatch on the CPU.
+        program: The stages' computation, with a microbatch on the CPU.
         split_at: Layers that begin a stage; empty: decide from the measured times.
 
     Raises:
@@ -157,7 +157,7 @@ def cut(
 def _chain(
     model: torch.nn.Module, program: Program, stages: int, device: torch.device, split_at: str
 ) -> tuple[list[Layer], tuple[Output, Output], bool]:
-    """Return the layers, what comes out of the last one, and whether they were found by tracing."""
+    """Return the layers, the outputs of the last layer, and whether they were found by tracing."""
     layers = None if program.scored else chain_of(model)
     outputs = Output(), Output()
     traced = layers is None
@@ -180,7 +180,7 @@ def _chain(
 
 
 def about(cut: Cut) -> dict[str, Any]:
-    """Return what a worker needs to know of a cut when it joins later, as plain data."""
+    """Return a cut's description for a worker that joins later, as plain data."""
     forms = [[_plain(cost.outputs), _plain(cost.evaluated)] for cost in cut.costs]
     return {"bounds": cut.bounds, "forms": forms}
 
@@ -226,7 +226,7 @@ def _forms(plain: Iterable[Sequence[Any]]) -> tuple[Form, ...]:
 def _agreed_costs(
     layers: list[Layer], program: Program, rank: int, device: torch.device, around: Any
 ) -> list[Cost]:
-    """Return what rank 0 measured; an error there is raised on all ranks."""
+    """Return rank 0's measurements; an error on rank 0 is raised on all ranks."""
     answer: list[Any] = [None]
     if rank == 0:
         try:
@@ -277,7 +277,7 @@ def stage_times(
 
     Args:
         layer_s: Seconds of forward and backward of each layer.
-        cut_s: Seconds to move the activations of a cut behind layer i, and their gradients.
+        cut_s: Seconds to send the activations at a cut after layer i, and their gradients.
         bounds: First layer of each stage, then the number of layers: (stages + 1,).
     """
     return [
@@ -289,11 +289,10 @@ def stage_times(
 
 
 def balance(layer_s: Sequence[float], cut_s: Sequence[float], stages: int) -> list[int]:
-    """Return the bounds whose slowest stage takes least; among equals, those that move least.
+    """Return the bounds with the fastest slowest stage; among equal bounds, those that send least.
 
     Args:
-        cut_s: Seconds to move the values that cross a cut behind layer i; one fewer than layers.
-        cut_s: Seconds to move what crosses a cut behind layer i; one fewer than layers.
+        cut_s: Seconds to send the values at a cut after layer i; one fewer than layers.
         stages: How many stages; at most as many as layers.
     """
     count = len(layer_s)

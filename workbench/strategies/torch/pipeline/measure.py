@@ -1,4 +1,4 @@
-"""A model as a chain of layers, between which a pipeline can be cut, and what each costs.
+"""A model as a chain of layers with measured costs; a pipeline can be cut between layers.
 
 A cost is the seconds of forward and backward, and the size of the layer's outputs.
 
@@ -28,8 +28,8 @@ class Layer:
 
     Attributes:
         name: Its path in the model: `0`, `features.3`, `fc1`.
-        training: The module for the previous layer's values.
-        evaluating: The same in evaluation; another module only if tracing fixed the mode.
+        training: The module that takes the previous layer's values. evaluating: The same for
+            evaluation; it is another module only if tracing fixed the mode.
         names: Full names of its parameters and buffers.
     """
 
@@ -47,7 +47,7 @@ def chain_of(model: torch.nn.Module) -> list[Layer] | None:
 
 
 def is_chain(module: torch.nn.Module) -> bool:
-    # A subclass with a forward of its own, or hooks on the whole, is more than its children.
+    # A subclass with its own forward, or with hooks, does more than its children.
     plain = type(module).forward is torch.nn.Sequential.forward
     return plain and not module._forward_hooks and not module._forward_pre_hooks
 
@@ -105,7 +105,7 @@ def given_bounds(layers: Sequence[Layer], split_at: str, stages: int) -> list[in
     Each entry is the layer that begins the next stage: its name, or its number in the chain.
 
     Raises:
-        FitError: A layer does not exist, the order is wrong, or the number of stages.
+        FitError: A layer does not exist, or the order or the number of stages is wrong.
     """
     names = [layer.name for layer in layers]
     cuts = []
@@ -194,7 +194,7 @@ clock = time.perf_counter
 
 @dataclass(frozen=True)
 class Form:
-    """Shape and type of a value that is passed on."""
+    """Shape and type of a value that is sent to the next stage."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -286,9 +286,9 @@ def _evaluate(
 
 
 def _check_samples(layers: Sequence[Layer], costs: Sequence[Cost], samples: int) -> None:
-    """Raise FitError when the output no longer has one row per sample; name the first such layer.
+    """Raise FitError if the output does not have one row per sample; name the first such layer.
 
-    Layers between may lay values out as they like.
+    Layers in between can arrange values in any way.
     """
 
     def folded(forms: tuple[Form, ...]) -> bool:
@@ -312,7 +312,7 @@ def _check_samples(layers: Sequence[Layer], costs: Sequence[Cost], samples: int)
 
 
 def _working_copy(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Return a copy to compute with; one without memory is filled with small numbers."""
+    """Return a copy for the computation; a tensor without memory is filled with small numbers."""
     copied = copy.deepcopy(module)
     if not any(t.is_meta for t in (*copied.parameters(), *copied.buffers())):
         return copied.to(device)
@@ -333,7 +333,7 @@ def _time(
     seconds: list[tuple[float, float]] = []
     outputs: tuple[torch.Tensor, ...] = ()
     for _ in range(REPEATS):
-        # No leaves of the graph: a layer may change in place what it is given.
+        # No leaves of the graph, because a layer can change its input in place.
         given = tuple(v.detach().requires_grad_(v.is_floating_point()).clone() for v in values)
         began = _now(given[0].device)
         try:

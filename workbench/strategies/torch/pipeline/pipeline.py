@@ -1,9 +1,9 @@
-"""This worker's stages at work: a batch in microbatches through the schedule, or forward only.
+"""Runs this worker's stages: a batch in microbatches through the schedule, or forward only.
 
-All microbatches have the same size, so that messages have. A batch that cannot be divided is
-distributed evenly and filled with repeated samples. The outputs of repeated samples are cut off
-before the loss, so they have no part in it. A worker builds only its own stages; the rest of the
-model takes no memory. Each microbatch's mean loss counts by its samples:
+All microbatches have the same size, so that all messages have the same size. A batch that cannot be
+divided is distributed evenly and filled with repeated samples. The outputs of repeated samples are
+cut off before the loss, so they have no part in it. A worker builds only its own stages; the rest
+of the model takes no memory. Each microbatch's mean loss counts by its samples:
 
     loss = sum over microbatches of (samples of the microbatch / samples of the batch) x its mean
 
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 
 def let_go(model: torch.nn.Module, keep: Iterable[str]) -> None:
-    """Free every parameter and buffer of `model` except those in `keep`; they stay as forms.
+    """Free the memory of every parameter and buffer of `model` except those in `keep`.
 
-    What several layers share stays shared.
+    Tensors that several layers share stay shared.
     """
     kept = set(keep)
     freed: dict[int, torch.nn.Parameter] = {}
@@ -88,7 +88,7 @@ def fill(
     Raises:
         FitError: The function returns another model each time it is called.
     """
-    # Registrations are counted, since a tensor has no name while its module is being built.
+    # Registrations are counted, because a tensor has no name while its module is being built.
     order = _Registrations(None)
     state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]), order, torch.device("meta"):
@@ -131,10 +131,10 @@ def _fate(
 
 
 class _DrawnAnyway(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws the random numbers of tensors that were let go, so that all others get their own.
+    """Draws the random numbers of freed tensors too, so that all other tensors get the right ones.
 
-    A model that is initialised when all of it is built (`self.apply(init)`) fills freed tensors
-    too; without memory they would take no numbers.
+    If a model is initialised after it is built (`self.apply(init)`), it also fills freed tensors.
+    Without memory these would use no random numbers.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,7 +153,7 @@ def _with_memory(value: Any) -> Any:
 
 
 class _Registrations:
-    """Sees each parameter and buffer as modules take it in; lets go of what is not kept."""
+    """Watches each parameter and buffer that a module registers; frees those that are not kept."""
 
     def __init__(self, fate: Callable[[int], tuple[int | None, bool]] | None) -> None:
         self.seen: list[torch.Tensor | None] = []
@@ -181,7 +181,8 @@ class _Registrations:
         if value is None:
             return
         index = len(self.seen)
-        # Identity matters in the first pass only; holding the tensors would keep their memory.
+        # Identity matters only in the first pass; references to the tensors would keep their
+        # memory.
         self.seen.append(value if self._fate is None else None)
         if self._fate is None:
             return
@@ -192,7 +193,7 @@ class _Registrations:
             self._waiting.append((unit, slots, name))
 
     def _free(self, begun: int | None) -> None:
-        """Let go of the tensors of all layers but `begun`, which is still being built."""
+        """Free the tensors of all layers except `begun`, which is still being built."""
         still = []
         for unit, slots, name in self._waiting:
             if unit == begun and begun is not None:
@@ -264,7 +265,8 @@ class Pipeline:
         self._samples = samples
         losses: list[torch.Tensor] = []
         inputs: tuple[torch.Tensor, ...] = ()
-        given = self.program.given(batch, max(samples, 1))  # a share without samples holds one
+        # a share without samples holds one sample
+        given = self.program.given(batch, max(samples, 1))
         if self.program.scored and samples != self.microbatches * self.size:
             raise uneven(samples, self.microbatches * self.size)
         if 0 in self.indices:
@@ -292,7 +294,7 @@ class Pipeline:
         return share_bounds(self._samples, number, self.microbatches)
 
     def _dealt(self, x: torch.Tensor, samples: int) -> torch.Tensor:
-        """Return the batch in rows of equal microbatches, filled up where it does not divide."""
+        """Return the batch in equal microbatches, filled up if it does not divide evenly."""
         if samples == self.microbatches * self.size:
             return x
         rows = []
@@ -307,7 +309,7 @@ class Pipeline:
         start, stop = self._bounds(int(number))
         if self.program.loss is None:
             loss: torch.Tensor = output * ((stop - start) / self._samples)
-        elif start == stop:  # nothing but filling: no loss, yet the stages expect a gradient
+        elif start == stop:  # only filling: there is no loss, but the stages expect a gradient
             parts = output if isinstance(output, tuple) else (output,)
             loss = torch.stack([(part * 0.0).sum() for part in parts]).sum()
         else:
@@ -319,9 +321,9 @@ class Pipeline:
         return loss
 
     def forward(self, batch: Any, samples: int) -> Any:
-        """Return the model's output (or the loss) for a batch on the last stage, else None.
+        """Return the model's output (or the loss) for a batch on the last stage, otherwise None.
 
-        Each worker sends as soon as it is ready, so microbatches follow each other here too.
+        Each worker sends when it is ready, so microbatches follow each other here too.
         """
         given = self.program.given(batch, max(samples, 1))
         if self.program.scored and samples % self.size:
@@ -367,17 +369,17 @@ class Pipeline:
         return tuple(values)
 
     def _peer(self, rank: int) -> int:
-        """Return the rank in the run of a rank of this pipeline."""
+        """Return the run's rank for a rank of this pipeline."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     @property
     def _wire(self) -> torch.device:
-        """Where messages lie when they are sent."""
+        """The device from which messages are sent."""
         return data_wire(self.group, self.device)
 
 
 def uneven(samples: int, whole: int) -> FitError:
-    """Return the error for a loss within the model that would count repeated samples."""
+    """Return the error for a model that computes the loss and would count repeated samples."""
     return FitError(
         "A batch must divide into equal microbatches, because the model computes the loss itself.",
         seen=f"{samples} samples",

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline compute together, and how it becomes a loss.
+"""The computation of a pipeline's stages, and how the loss follows from it.
 
 If the loss is computed from the model's output, by `loss` or by a step function that calls the
 model once, the stages compute the output and the last worker the loss:
@@ -7,8 +7,9 @@ model once, the stages compute the output and the last worker the loss:
     step_fn: m(**batch).logits, F.mse(..)   stages: **batch -> output    then: step_fn(stand-in)
 
 The stand-in gives the step function the output that the stages have computed. All other step
-functions are traced with the model in them (the model computes the loss itself, is called twice, or
-its methods are called): the targets pass through the stages, and the last stage ends in the loss.
+functions are traced together with the model. Examples: the model computes the loss itself, is
+called twice, or its methods are called. Then the targets pass through the stages, and the last
+stage ends with the loss.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Program:
-    """What the stages compute together.
+    """The computation of all stages together.
 
     Attributes:
-        call: `call(model, data)`: the model's output, or the loss if that is computed within.
-        data: A microbatch of its arguments; the structure stays, the tensors change.
-        places: Which tensors of a batch these are.
+        call: `call(model, data)` returns the model's output, or the loss if the model computes it.
+            data: A microbatch of its arguments; the structure stays, the tensors change. places:
+            The places of these tensors in a batch.
         loss: `loss(output, target)`; None if the stages compute the loss.
-        target: What the loss needs of a batch besides the output.
+        target: The part of a batch that the loss needs in addition to the output.
     """
 
     call: Callable[[torch.nn.Module, Any], Any]
@@ -59,7 +60,7 @@ class Program:
         """Return the first stage's input for a batch.
 
         Raises:
-            FitError: It cannot be divided into microbatches.
+            FitError: The input cannot be divided into microbatches.
         """
         tensors = list(tensors_of(batch))
         chosen = [tensors[place] for place in self.places]
@@ -69,7 +70,8 @@ class Program:
                     "Each tensor passed to the model must have one row per sample, so that it can "
                     "be divided into microbatches.",
                     seen=f"shape {tuple(tensor.shape)} in a batch of {samples} samples",
-                    next_step="keep what belongs to the whole batch in the model, as a buffer",
+                    next_step="keep tensors that belong to the whole batch in the model, as "
+                    "buffers",
                     code="WB-FIT-145",
                 )
         return chosen
@@ -83,7 +85,7 @@ class Output:
     places: tuple[int, ...] = (0,)
 
     def restore(self, value: Any) -> Any:
-        """Return the model's output, from what the last stage returned."""
+        """Return the model's output, from the tensors of the last stage."""
         if self.form is None:
             return value
         parts = value if isinstance(value, tuple) else (value,)
@@ -92,13 +94,13 @@ class Output:
 
 
 def program_of(job: Job, batch: Any) -> Program:
-    """Return what the stages will compute.
+    """Return the computation of the stages.
 
     Args:
         batch: A microbatch, on the CPU.
 
     Raises:
-        FitError: There is no tensor in it.
+        FitError: The batch contains no tensor.
     """
     data = batch if job.step_fn is not None else batch[0]
     if next(tensors_of(data), None) is None:
@@ -128,7 +130,7 @@ def program_of(job: Job, batch: Any) -> Program:
 
 
 class StandIn:
-    """Replaces the model in a step function: returns what the stages have computed."""
+    """Replaces the model in a step function: returns the output that the stages have computed."""
 
     def __init__(self, output: Any) -> None:
         self._output = output
@@ -139,11 +141,11 @@ class StandIn:
 
 
 class _OtherUseError(Exception):
-    """A step function does more with the model than to call it once."""
+    """Raised if a step function does more with the model than calling it once."""
 
 
 class _Watched:
-    """The model, as a step function may use it if its loss is to be computed from the output."""
+    """The model in a step function whose loss must be computed from the output."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -162,11 +164,11 @@ class _Watched:
 def _called_once(
     model: torch.nn.Module, step_fn: Callable[..., Any], batch: Any
 ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[int]] | None:
-    """Return what the model is called with, and which tensors of the batch those are.
+    """Return the model's arguments, and their places in the batch.
 
     Returns:
-        None unless the step function calls the model once, with tensors of the batch as they are,
-        and makes the loss of an output with one row per sample.
+        None unless the step function calls the model once, with unchanged tensors of the batch, and
+        computes the loss from an output with one row per sample.
     """
     device = next(model.parameters()).device
     own = list(tensors_of(batch))
@@ -176,7 +178,7 @@ def _called_once(
         with torch.random.fork_rng(devices=[]), evaluating(model), torch.no_grad():
             step_fn(watched, batch)
     except Exception:
-        return None  # tracing says what is wrong, if anything
+        return None  # tracing will report an error, if there is one
     if len(watched.calls) != 1:
         return None
     known = {id(tensor): place for place, tensor in enumerate(tensors_of(batch))}

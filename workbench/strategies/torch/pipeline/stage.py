@@ -1,4 +1,4 @@
-"""A stage of a pipeline: its layers as one module, and its work, timed.
+"""A stage of a pipeline: its layers as one module, with timed computation.
 
 A stage's messages are sent while it computes, and carry the sender's clock.
 
@@ -7,22 +7,24 @@ A stage's messages are sent while it computes, and carry the sender's clock.
     receiver  |work|ask.......|work            ask|work     |work
     sender    |work|offer.....|work            |work|send|work
 
-gloo sends a message only once its receiver has asked for it, and torch's schedules ask when they
-need it: then receiver and sender both wait while it is sent. Here a step's receives are posted
-before it begins, and no worker waits for its own sends until the step ends; a tag identifies each
-message. Messages of NCCL are ordered by its streams, so torch's way is kept there.
+gloo sends a message only after its receiver has requested it, and torch's schedules request it when
+they need it. So receiver and sender both wait while the message is sent. Here all receives of a
+step are posted before the step begins, and a worker waits for its sends only at the end of the
+step; a tag identifies each message. NCCL orders messages by its streams, so with NCCL torch's way
+is used.
 
 If the device is CUDA and the group is not NCCL, messages go through the host's memory.
 
-It is measured when a worker's stages worked, were idle, and waited for a message:
+The measurements show when a worker's stages computed, were idle, and waited for a message:
 
     this worker      |F0 |    |F1 |          |B0 |
     its neighbour    ......|sent F1    ......|sent B0
                           idle^^transfer
 
-Between two pieces of work there is a gap. The sender's clock is sent with each message, so the gap
-can be divided into idle time (the message had not been sent yet: the bubble) and transfer (it was
-on its way). All processes of a host read one clock; across hosts the gap is not divided.
+Between two computations there is a gap. The sender's clock is sent with each message, so the gap
+can be divided into idle time (the message had not been sent yet: the bubble) and transfer (the
+message was being sent). All processes of a host read one clock; across hosts the gap is not
+divided.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class Stage(torch.nn.Module):
     """Consecutive layers as one module.
 
     Args:
-        layers: Each takes the values of the one before.
+        layers: Each takes the values of the layer before.
         around: Context of the forward pass (autocast).
         first: Whether the model's input enters here.
         last: Whether the model's output leaves here.
@@ -75,15 +77,15 @@ class Stage(torch.nn.Module):
     def forward(self, *values: Any) -> Any:
         """Run the layers on one microbatch."""
         if not self._first and torch.is_grad_enabled():
-            # What has come is a leaf of the graph, which no layer could change in place.
+            # A received tensor is a leaf of the graph, which layers cannot change in place.
             values = tuple(value.clone() for value in values)
         with self._around():
             for layer in self.layers:
                 result = layer(*values)
                 values = result if isinstance(result, tuple) else (result,)
         if not self._last and torch.is_grad_enabled():
-            # The next stage sends a gradient for every floating value, also where nothing before
-            # it learns (a stage of Flatten alone).
+            # The next stage sends a gradient for every floating value, even if no earlier layer
+            # learns (a stage with only Flatten).
             values = tuple(value.contiguous() for value in values)  # as they are sent
             for value in values:
                 if value.is_floating_point() and not value.requires_grad:
@@ -95,7 +97,7 @@ def autocast(precision: str | None, device: torch.device) -> Callable[[], Any]:
     """Return the context of the forward pass.
 
     Raises:
-        FitError: Precision is fp16, whose loss scaling the stages would have to agree on.
+        FitError: The precision is fp16: the stages would have to agree on its loss scaling.
     """
     if precision is None:
         return contextlib.nullcontext
@@ -141,7 +143,7 @@ class TimedStage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **given: Any) -> Any:
-        """Compute a microbatch's backward, or the half of it for which others wait."""
+        """Compute a microbatch's backward, or only the half for which other workers wait."""
         self.timeline.work("backward", self.mail.arrived("B", bwd_chunk_id))
         super().backward_one_chunk(bwd_chunk_id, *args, **given)
         self.timeline.rest()
@@ -153,25 +155,25 @@ class TimedStage(PipelineStage):
         self.timeline.rest()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what is left to do to receive a microbatch's activations."""
+        """Return the remaining operations to receive a microbatch's activations."""
         return self.mail.receive("F", fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what is left to do to receive a microbatch's gradients."""
+        """Return the remaining operations to receive a microbatch's gradients."""
         return self.mail.receive("B", bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what is left to do to send a microbatch's activations."""
+        """Return the remaining operations to send a microbatch's activations."""
         return self.mail.send("F", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return what is left to do to send a microbatch's gradients."""
+        """Return the remaining operations to send a microbatch's gradients."""
         return self.mail.send("B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
 
 MOST_CHUNKS = 1 << 14
 Way = Literal["F", "B"]
-"""Forward: activations for the next stage. Backward: gradients for the one before."""
+"""The kinds: forward sends activations to the next stage, backward sends gradients back."""
 
 Ops = list[dist.P2POp]
 clock = time.perf_counter
@@ -186,7 +188,7 @@ class Sent:
 
     @waits_in(RECEIVE)
     def wait(self) -> None:
-        """Block until it has been received or sent."""
+        """Block until the message has been received or sent."""
         self.work.wait()
 
 
@@ -194,11 +196,11 @@ class Mail:
     """One stage's messages.
 
     Args:
-        asks: By way, the operation that receives a microbatch's message in torch.
+        asks: For each direction, torch's operation that receives a microbatch's message.
         stage: Number of the stage, of `count`.
 
     Attributes:
-        sent_bytes: What was sent; stamps are not counted.
+        sent_bytes: The bytes that were sent, without time stamps.
     """
 
     def __init__(
@@ -223,7 +225,7 @@ class Mail:
         self._most_leaving = 4 * (count + 1)
 
     def expect(self) -> None:
-        """Post all receives of a step, known from the first one, before it begins."""
+        """Post all receives of a step before it begins; they are known from the first step."""
         for way, chunk in self._asked:
             self._post(way, chunk)
 
@@ -235,7 +237,7 @@ class Mail:
 
     @waits_in(RECEIVE)
     def receive(self, way: Way, chunk: int) -> Ops:
-        """Arrange the receive of a message; return what is left for the schedule to do."""
+        """Prepare the receive of a message; return the operations that remain for the schedule."""
         if not self._ahead:
             return self._receive_ops(way, chunk)
         if (way, chunk) not in self._coming:  # the first step
@@ -245,7 +247,7 @@ class Mail:
 
     @waits_in(RECEIVE)
     def send(self, way: Way, chunk: int, ops: Ops) -> Ops:
-        """Arrange the send of a message; return what is left for the schedule to do."""
+        """Prepare the send of a message; return the operations that remain for the schedule."""
         self.sent_bytes += sum(op.tensor.nbytes for op in ops)
         ops = [
             op if op.tensor.is_contiguous() else _moved(op, op.tensor.contiguous()) for op in ops
@@ -260,7 +262,7 @@ class Mail:
             return ops
         receiver = self._stage + (1 if way == "F" else -1)
         self._leaving += [_begin(op, _tag(receiver, way, chunk)) for op in ops]
-        while len(self._leaving) > self._most_leaving:  # what is under way holds memory
+        while len(self._leaving) > self._most_leaving:  # messages that are being sent hold memory
             self._leaving.popleft().wait()
         return []
 
@@ -296,7 +298,7 @@ class Mail:
 
 
 def _tag(receiver: int, way: Way, chunk: int) -> int:
-    """Return the number by which a receive finds its message, in whatever order they are posted."""
+    """Return the number by which a receive finds its message, independent of their order."""
     return 1 + (2 * receiver + (way == "B")) * MOST_CHUNKS + chunk
 
 
@@ -316,7 +318,7 @@ class Spent:
 
     Attributes:
         busy_s: Forward, backward, loss.
-        idle_s: Waiting for a message that was not sent yet; NaN where clocks differ.
+        idle_s: Waiting for a message that was not sent yet; NaN if clocks differ.
         blocked_s: All gaps: idle, transfer and the schedule's own overhead.
     """
 
@@ -326,12 +328,12 @@ class Spent:
 
 
 class Timeline:
-    """What one worker's stages did in a step, gap by gap.
+    """The timeline of one worker's stages in a step, gap by gap.
 
     Args:
         stamped: Whether the sender's clock travels with messages and can be compared.
-        ends_together: Whether all workers meet at the end of a step, so that the one with the most
-            work of its own is to blame for what the others waited.
+        ends_together: Whether all workers meet at the end of a step. If so, the worker with the
+            most computation is to blame for the others' wait.
     """
 
     def __init__(
@@ -356,11 +358,11 @@ class Timeline:
         self.spent = Spent(idle_s=0.0 if self.stamped else NAN)
 
     def work(self, phase: str, sent_s: float | None) -> None:
-        """Work begins; since the last work there was a gap.
+        """A computation begins; since the last one there was a gap.
 
         Args:
-            phase: `forward` or `backward`; its injected delay is spent in its first piece.
-            sent_s: When the message it needed was sent; None where it needed none.
+            phase: `forward` or `backward`; its injected delay is added in its first computation.
+                sent_s: When the needed message was sent; None if no message was needed.
         """
         now = clock()
         gap = now - self._last
@@ -376,7 +378,10 @@ class Timeline:
             self._injected_s += self._faults.spend(phase)
 
     def travel(self, size_bytes: int) -> None:
-        """Let a message take as long as the simulated link would; it has been stamped already."""
+        """Delay a message for as long as the simulated link would take.
+
+        It already has its time stamp.
+        """
         if self._faults.on_links:
             self._faults.travel(size_bytes)
 
@@ -387,30 +392,30 @@ class Timeline:
         self._last = now
 
     def end(self) -> None:
-        """The schedule is done; what followed the last work was sending."""
+        """The schedule is done; after the last computation there was only sending."""
         self.spent.blocked_s += clock() - self._last
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
-        """Meanwhile this worker exchanges messages with others."""
+        """In this block the worker exchanges messages with other workers."""
         came_s = clock()
         yield
         self.spent.blocked_s += clock() - came_s
 
     def came(self) -> float:
-        """This worker has come to where all meet; return when."""
+        """This worker has reached the point where all meet; return the time."""
         return clock()
 
     def met(self, came_s: float, last_s: float) -> None:
-        """All workers met in a collective: this one came at `came_s`, the last at `last_s`."""
+        """All workers met in a collective: this worker came at `came_s`, the last at `last_s`."""
         self.spent.blocked_s += clock() - came_s
         self.spent.idle_s += last_s - came_s  # NaN stays NaN
 
     def finish(self, samples: int, loss: torch.Tensor | None, sent_bytes: float) -> StepResult:
-        """Return what the step measured; call it last.
+        """Return the step's measurements; call it last.
 
         Args:
-            loss: None where it is not computed here.
+            loss: None if it is not computed here.
         """
         value = NAN if loss is None else float(loss)
         spent, now = self.spent, clock()
@@ -432,9 +437,9 @@ class Timeline:
 class DeviceTimeline(Timeline):
     """The same on an accelerator, by events on the stream that computes.
 
-    A message that comes by the device's own backend stops the stream and not the host, which is
-    ahead of it. So events stand where a gap begins and ends, and are read when the device has
-    passed the step; nothing waits for the device, and what is sent goes on beside the work.
+    A message over the device's own backend stops the stream, but not the host, which runs ahead. So
+    events mark the begin and the end of each gap. They are read after the device has passed the
+    step. Nothing waits for the device, and sending continues during the computation.
     """
 
     def __init__(
@@ -463,7 +468,7 @@ class DeviceTimeline(Timeline):
         self._gap = self._timer.block()
 
     def work(self, phase: str, sent_s: float | None) -> None:
-        """Work begins; since the last work there was a gap."""
+        """A computation begins; since the last one there was a gap."""
         gap = self._close()
         if sent_s is not None and self.stamped and gap is not None:
             self._gaps.append((gap, sent_s))
@@ -485,29 +490,29 @@ class DeviceTimeline(Timeline):
         self._gap = self._timer.block()
 
     def end(self) -> None:
-        """The schedule is done; what followed the last work was sending."""
+        """The schedule is done; after the last computation there was only sending."""
         self._close()
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
-        """Meanwhile this worker exchanges messages with others."""
+        """In this block the worker exchanges messages with other workers."""
         with self._timer.blocked():
             yield
 
     def came(self) -> float:
-        """This worker has come to where all meet; return when."""
-        if self.stamped:  # the others compare it with theirs
+        """This worker has reached the point where all meet; return the time."""
+        if self.stamped:  # the other workers compare it with their times
             self._device.synchronize_stream()
         self._gap = self._timer.block()
         return clock()
 
     def met(self, came_s: float, last_s: float) -> None:
-        """All workers met in a collective: this one came at `came_s`, the last at `last_s`."""
+        """All workers met in a collective: this worker came at `came_s`, the last at `last_s`."""
         self._close()
         self._idle_s += last_s - came_s
 
     def finish(self, samples: int, loss: torch.Tensor | None, sent_bytes: float) -> StepResult:
-        """Return what is known already; the times follow once the device has passed the step."""
+        """Return the known measurements; the times follow after the device has passed the step."""
         gaps, idle_s = self._gaps, self._idle_s if self.stamped else NAN
 
         def complete(timed: Timed) -> dict[str, float]:

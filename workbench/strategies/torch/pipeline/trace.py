@@ -45,13 +45,13 @@ from .measure import Layer, is_chain, tensor_names, with_aliases
 from .program import Output, Program
 
 PREFIX = "model."
-"""What names begin with in the trace: the model is a child of what is traced."""
+"""The prefix of names in the trace, because the model is a child of the traced module."""
 
 Node = torch.fx.Node
 
 
 class Piece(torch.nn.Module):
-    """A traced piece as a link: takes all values still needed, and passes on those after it."""
+    """A traced piece of the chain: takes all needed values, returns those for later pieces."""
 
     def __init__(self, body: torch.fx.GraphModule) -> None:
         super().__init__()
@@ -89,13 +89,12 @@ def traced_layers(
 ) -> tuple[list[Layer], tuple[Output, Output]]:
     """Return the pieces of a program, and the form of its output in training and in evaluation.
 
-    Tracing fixes what dropout and BatchNorm do, so the program is traced once per mode.
+    Tracing fixes the behaviour of dropout and BatchNorm, so the program is traced once per mode.
 
     Args:
-        device: Where the pieces will run; the model may be elsewhere, or have no memory.
+        device: The device of the pieces; the model can be on another device, or have no memory.
         stages: The number of stages that the pieces are for.
-        asked: Names of calls at which to cut in any case.
-        only: Whether to cut only at these.
+        asked: Names of calls at which to cut in any case. only: Whether to cut only at these calls.
 
     Raises:
         FitError: The program cannot be traced.
@@ -120,7 +119,7 @@ class _Trace:
 
     Attributes:
         nodes: Its computation, in order.
-        results: What it gives.
+        results: Its results.
     """
 
     module: torch.fx.GraphModule
@@ -173,7 +172,7 @@ def _trace(model: torch.nn.Module, program: Program) -> _Trace:
 
 
 def _computes(node: Node) -> bool:
-    """Return whether a node is part of the computation; checks of what was traced are not."""
+    """Return whether a node is part of the computation; checks that tracing adds are not."""
     if node.op == "call_module":  # guards on the inputs
         return False
     return node.op == "call_function" and "_assert_tensor_metadata" not in str(node.target)
@@ -204,7 +203,7 @@ def _pieces(
     place: dict[Node, int] = {}
     for index, node in enumerate(trace.nodes):
         place[node] = max(bisect_right(starts, index) - 1, 0)
-        if node.target is getitem:  # parts of a list of tensors are made where it is
+        if node.target is getitem:  # parts of a list of tensors are made in the piece of the list
             place[node] = place.get(node.args[0], place[node])  # type: ignore[arg-type]
     fixed = _fixed(trace)
     given = [node for node in trace.module.graph.nodes if node.op == "placeholder"]
@@ -237,7 +236,7 @@ class _Copier:
     def body(
         self, alive: Sequence[Node], own: Sequence[Node], ends: Sequence[Node]
     ) -> torch.fx.GraphModule:
-        """Return the nodes `own`, and what is fixed of what they need, as a module."""
+        """Return the nodes `own`, and the constant values that they need, as a module."""
         graph = torch.fx.Graph()
         made: dict[Node, Node] = {value: graph.placeholder(value.name) for value in alive}
         held: dict[str, Any] = {}
@@ -300,7 +299,7 @@ def _attribute(module: Any, target: str) -> Any:
 
 
 def _retarget(node: Node, traced: torch.device, device: torch.device) -> None:
-    """Let a node that names the device of the trace name the one it will run on."""
+    """Replace the device of the trace in a node by the device on which it will run."""
 
     def other(value: Any) -> Any:
         same = isinstance(value, torch.device) and value.type == traced.type
@@ -311,7 +310,7 @@ def _retarget(node: Node, traced: torch.device, device: torch.device) -> None:
 
 
 def _fixed(trace: _Trace) -> set[Node]:
-    """Return the nodes that give the same for every batch and every step."""
+    """Return the nodes that give the same values for every batch and every step."""
     learnt = {name for name, _ in trace.module.named_parameters(remove_duplicate=False)}
     fixed: set[Node] = set()
     for node in trace.nodes:
@@ -322,7 +321,7 @@ def _fixed(trace: _Trace) -> set[Node]:
         ):  # fmt: skip
             fixed.add(node)
     changed = [value for node in trace.nodes if _changes(node) for value in node.all_input_nodes]
-    while changed:  # what is changed in place, and what it may be a view of
+    while changed:  # tensors that are changed in place, and tensors that share their memory
         node = changed.pop()
         if node in fixed:
             fixed.discard(node)
@@ -361,7 +360,8 @@ def _held(
     at = 0
     for name in order:
         holders = [place for place, names in enumerate(own) if name in names]
-        if not holders:  # not used in the forward pass: it stays with what stands before it
+        # not used in the forward pass: it stays in the piece of the tensor before it
+        if not holders:
             own[at].update(with_aliases(model, [name]))
         at = holders[0] if holders else at
     return [[name for name in order if name in names] for names in own]
@@ -369,7 +369,7 @@ def _held(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep back what PyTorch's tracer says of itself; an error says what the user needs."""
+    """Suppress the messages of PyTorch's tracer; an error says what the user needs."""
     logger = logging.getLogger("torch")
     level = logger.level
     with warnings.catch_warnings():
@@ -383,14 +383,14 @@ def _quiet() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    while error.__cause__ is not None:  # PyTorch wraps what went wrong in general advice
+    while error.__cause__ is not None:  # PyTorch adds general advice around the cause
         error = error.__cause__
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].strip() if lines else ''}"
 
 
 def _place(error: BaseException, model: torch.nn.Module) -> str:
-    """Return where in the user's own code tracing ended."""
+    """Return the place in the user's own code at which tracing ended."""
     cause: BaseException | None = error
     while cause is not None:
         for frame in reversed(traceback.extract_tb(cause.__traceback__)):
@@ -414,7 +414,7 @@ def calls_of(stacks: Sequence[Sequence[str]]) -> dict[str, Call]:
 
     Args:
         stacks: For each node of the graph, the modules in which it was computed, outermost first;
-            called again carry an `@`.
+            the names of repeated calls contain an `@`.
     """
     calls = {"": Call(0)}
     again: set[str] = set()
@@ -444,7 +444,7 @@ def chosen(
 
     Args:
         stages: The number of stages that the chain is for.
-        asked: Calls at which the user cuts, in any case.
+        asked: Calls at which the user wants a cut.
     """
     share = {name: _size(model, name) for name in calls}
     links = list(calls[""].within)
@@ -464,7 +464,7 @@ def _coarse(
     links: list[str],
     stages: int,
 ) -> set[str]:
-    """Return the links to be replaced by what they call."""
+    """Return the links that must be replaced by the calls within them."""
     open_ones = [name for name in links if calls[name].within]
     chains = {name for name in open_ones if is_chain(model.get_submodule(name))}
     heavy = {name for name in open_ones if share[name] * stages > share[""]}

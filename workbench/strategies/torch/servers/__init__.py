@@ -2,12 +2,12 @@
 
 In reading order:
 
-    strategy      what do both do on a worker, whose optimizer steps elsewhere
+    strategy      what do both do on a worker, whose optimizer runs on the servers
     links         how do gradients get to all servers, and parameters back
     shards        which server holds which parameters
-    rows          what is sent of a table of which a step uses a few rows
+    rows          which rows are sent if a step uses only a few rows of a table
     remote        how is an optimizer's step an exchange with the servers
     shard_server  what does a server hold, and how does it answer
     sessions      who opens sessions, and who continues in them when workers die
-    copies        how is a part held by two servers, and what if one of them dies
+    copies        how do two servers hold a part, and what if one of them dies
 """

@@ -1,27 +1,28 @@
-"""A part of the parameters on two servers, so that either may die without the loss of a step.
+"""A part of the parameters on two servers: each of them can die and no step is lost.
 
     workers -- push --> server s             takes the step, and answers
                            | update           when its copy has taken it too
                            v
-                        server s+1           holds the copy, on a thread beside its own part
+                        server s+1           holds the copy, on a separate thread
 
 Source: van Renesse and Schneider, Chain Replication for Supporting High Throughput and
 Availability, OSDI 2004; for parameter servers Li et al., OSDI 2014, section 4.3: a copy receives
-only what is left after aggregation. For a synchronous step this is one gradient, for any number of
-workers; for an asynchronous one each push. Servers form a ring: each holds its own part and a copy
-of its predecessor's. With one part the second server holds only the copy.
+only the result of the aggregation. For a synchronous step this is one gradient, for any number of
+workers; for asynchronous training it is each push. Servers form a ring: each holds its own part and
+a copy of its predecessor's. With one part the second server holds only the copy.
 
-The server sends the gradient of the step, its hyper-parameters, and which pushes count with it. The
+The server sends the gradient of the step, its hyper-parameters, and which pushes it includes. The
 copy's optimizer takes the same step, so that parameters, state and version are the same to the last
-bit. No worker is answered before the copy has confirmed the step. Pushes that wait for others (a
-round, a bound) are not copied: they have no answer yet, and their workers send them again.
+bit. The server answers a worker after the copy has confirmed the step. Pushes that wait for other
+pushes (a round, a bound) are not copied: they have no answer yet, and their workers send them
+again.
 
-    the server dies   its link to the copy ends, after everything that it had sent; the copy then
-                      answers workers. Each opens the session there and repeats its requests without
-                      an answer; pushes carry numbers, so none counts twice.
+    the server dies   its link to the copy ends, after all that it had sent; the copy then answers
+                      workers. Each opens the session there and repeats its requests without an
+                      answer; pushes carry numbers, so none counts twice.
     the copy dies     the server continues alone.
-    both die          the workers' links end, and with them the run (or it begins again from its
-                      checkpoint).
+    both die          the workers' links end, so the run ends (or continues from its last
+    checkpoint).
 
 No third server becomes the new copy: a run survives one death of each pair.
 """
@@ -43,11 +44,10 @@ if TYPE_CHECKING:
 
 
 class Successor:
-    """The server that holds a copy of this server's part, seen from here.
+    """This server's connection to the server that holds a copy of its part.
 
     Attributes:
-        holds: The copy's memory there, as last reported.
-        lives: Whether it still exists.
+        holds: The copy's memory there, as last reported. lives: Whether the copy still exists.
     """
 
     def __init__(self, link: Link) -> None:
@@ -58,7 +58,7 @@ class Successor:
     def begin(
         self, shard: Shard, parted: Parted, about: Mapping[str, Any], ranks: Sequence[int]
     ) -> None:
-        """Open a session, as the workers have opened it here."""
+        """Open the same session there as the workers have opened here."""
         most_bytes = parted.most_bytes if parted.tables else None
 
         def opens() -> None:
@@ -96,7 +96,7 @@ class Successor:
         self.wait()
 
     def _while_it_lives(self, action: Callable[[], None]) -> None:
-        """Do something with the copy; one that is gone is not missed."""
+        """Do something with the copy; if the copy no longer exists, ignore it."""
         if self.lives:
             try:
                 action()
@@ -105,5 +105,5 @@ class Successor:
                 self._link.close()
 
     def close(self) -> None:
-        """Leave it: from now on workers ask it instead of this server."""
+        """Leave the copy: from now on workers send requests to the copy instead of this server."""
         self._link.close()

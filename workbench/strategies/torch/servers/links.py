@@ -1,14 +1,14 @@
 """A worker's links to all servers, used as one: each server holds a shard of the parameters.
 
     push   every server gets its shard's part of the gradients
-    take   every server sends its shard of the parameters, one server after the other
+    take   every server sends its shard of the parameters, one server after another
 
-If several servers must act as one, they are told so here: gradients are clipped by the norm of the
-whole, all servers count pushes in one order, parameters are read in one version.
+Here several servers are made to act as one: gradients are clipped by the norm of the whole
+gradient, all servers count pushes in one order, and parameters are read in one version.
 
 Parameters and gradients that are contiguous in the CPU's memory are sent and received in place,
-without a copy. Those on a device have a copy on the host, and pass to and from it through two
-pinned chunks. Of tables with sparse gradients only rows are sent (`rows.py`).
+without a copy. Tensors on a device have a copy on the host; two pinned chunks of memory connect
+both. For tables with sparse gradients only rows are sent (`rows.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ShardLinks:
     """The parameters of one session on the servers.
 
     Args:
-        parameters: What is trained; divided over the servers by bytes.
+        parameters: The trained parameters; divided over the servers by bytes.
         clips: Whether the servers clip, over the sum of all workers' gradients.
         snapshot: Whether the parameters of all servers must be of one version.
         tables: The parameters that are sent as rows.
@@ -61,7 +61,7 @@ class ShardLinks:
     ) -> None:
         self._context, self._parameters = context, parameters
         servers = context.entry.part_count(context.spec.options)
-        # Where workers may die, no server takes a step that another one might never take.
+        # If workers can die, a server takes a step only if all other servers will take it too.
         agrees = context.sync and context.spec.heals and servers > 1
         self._about = {"agrees": True} if agrees else {}
         self._together = agrees or (clips and servers > 1)
@@ -71,7 +71,7 @@ class ShardLinks:
         self._tables = frozenset(tables)
         self._staging = Staging(parameters, self._tables)
         self.sent_bytes = 0
-        self._held: dict[int, Mapping[str, Any]] = {}  # what servers have told of their memory
+        self._held: dict[int, Mapping[str, Any]] = {}  # the servers' reports about their memory
 
     @property
     def _links(self) -> list[Link]:
@@ -82,7 +82,7 @@ class ShardLinks:
         return self._context.spec.rank == 0
 
     def open(self, about: Mapping[str, Any]) -> list[Message]:
-        """Tell every server which tensors it holds and what it does with them."""
+        """Send every server the list of its tensors and what to do with them."""
         self._begin(about)
         return [link.opened() for link in self._links]
 
@@ -97,7 +97,7 @@ class ShardLinks:
         """Open a session in which other workers continue; return the number of steps before it.
 
         Raises:
-            LinkClosedError: A server is gone, or expects yet other workers.
+            LinkClosedError: A server has died, or expects other workers again.
         """
         self._begin(about)
         stands: list[Message | None] = [None for _ in self._links]
@@ -113,7 +113,7 @@ class ShardLinks:
         return max(int(one.meta["version"]) for one in opened)
 
     def _settle(self, stands: Sequence[Message]) -> None:
-        """Have all servers be where one of them is; a copy that took over has opened already."""
+        """Bring all servers to the same version; a copy that took over has opened already."""
         ahead = max(stands, key=lambda one: one.meta["version"]).meta
         decided = {"version": ahead["version"], "factor": ahead.get("factor", 1.0)}
         for link, one in zip(self._links, stands, strict=True):
@@ -174,7 +174,7 @@ class ShardLinks:
         return self._take() if wanted else [link.receive() for link in self._links]
 
     def _step_together(self) -> None:
-        """Let the servers step once all of them have all gradients; rank 0 hears that from each.
+        """Let the servers step after all of them have all gradients; each reports this to rank 0.
 
         Each knows its part of the norm; rank 0 adds them up, as clip_grad_norm_ does.
         """
@@ -187,7 +187,7 @@ class ShardLinks:
     def _push_in_turn(
         self, pushes: Sequence[Push], meta: Mapping[str, Any], wanted: bool
     ) -> list[Message]:
-        """Push so that all servers count the pushes in one order: that of server 0's tickets."""
+        """Push so that all servers count the pushes in the order of server 0's tickets."""
         first, others = self._links[0], self._links[1:]
         parts, rows = pushes[0]
         first.push("push", {**meta, **rows}, parts)
@@ -217,8 +217,8 @@ class ShardLinks:
     def _take(self) -> list[Message]:
         """Read the parameters that every server sends.
 
-        Each board is let go of before the next server is waited for, and all workers go through the
-        servers in one order: so no two of them can each hold what the other waits for.
+        A worker releases each board before it waits for the next server, and all workers read the
+        servers in the same order. So two workers cannot block each other.
         """
         landing, came = self._landing()
         answers: list[Message] = []
@@ -231,14 +231,14 @@ class ShardLinks:
         return answers
 
     def _landing(self) -> tuple[list[Bytes], dict[int, Rows]]:
-        """Return where whole tensors go, and a place for the rows of tables."""
+        """Return the memory for whole tensors, and for the rows of tables."""
         self._came_bytes = 0
         return self._staging.landing(), {}
 
     def _take_from(
         self, server: int, landing: Sequence[Bytes], came: dict[int, Rows]
     ) -> Message:  # fmt: skip
-        """Read what a server sends of its shard; return its answer."""
+        """Read a server's shard; return its answer."""
         parted = self._parted[server]
         size_bytes = 0
 
@@ -258,15 +258,16 @@ class ShardLinks:
         return answer
 
     def _arrived(self, came: Mapping[int, Rows]) -> None:
-        """Bring what arrived to where the parameters are."""
+        """Copy the received values to the parameters."""
         self._staging.scatter(self._parameters)
         for index, rows in came.items():
             put(self._parameters[index], rows)
 
     def _take_one_version(self) -> Message:
-        """Read the parameters of one version: that in which server 0 stays until released.
+        """Read the parameters of one version: server 0 stays at this version until released.
 
-        It gives no further tickets meanwhile, so the others reach that version and stop there.
+        Until then server 0 gives no further tickets, so the other servers reach this version and
+        stop.
         """
         landing, came = self._landing()
         first = self._take_from(0, landing, came)
@@ -282,14 +283,14 @@ class ShardLinks:
         return first
 
     def _hear(self, answer: Message, server: int) -> None:
-        """Hand on what servers tell once about their memory; only rank 0 is told."""
+        """Pass on the servers' single reports about their memory; only rank 0 gets them."""
         if "holds" in answer.meta and server not in self._held:
             self._held[server] = answer.meta
             if len(self._held) == len(self._links):
                 self._tell_memory()
 
     def _tell_memory(self) -> None:
-        """Tell what each server holds: its own part, and a copy of another one's."""
+        """Report what each server holds: its own part, and a copy of another server's part."""
         context = self._context
         chains = context.entry.chains(context.spec.options)
         for server in range(context.entry.server_count(context.spec.options)):
@@ -331,7 +332,7 @@ class ShardLinks:
 
 
 Push = tuple[list[Bytes], dict[str, Any]]
-"""What one server gets: the buffers, and how many rows of each table are in them."""
+"""The data for one server: the buffers, and how many rows of each table they contain."""
 
 
 def _parts(tensors: Sequence[Bytes], shard: Shard) -> list[Bytes]:
@@ -342,7 +343,8 @@ class Staging:
     """The bytes of each parameter: its own memory, or a copy on the host for a device's.
 
     Args:
-        tables: Those that are sent as rows: after the beginning nothing of them comes here.
+        tables: Tables that are sent as rows: after the beginning their values are not received
+            here.
     """
 
     def __init__(

@@ -24,11 +24,11 @@ class Answer:
     """The servers' answer to a push.
 
     Attributes:
-        staleness: Updates between this worker's pull and its push's turn, mean over servers.
-        blocked_s: How long the slowest server held the answer back for other workers (bounded
+        staleness: Updates between this worker's pull and its push, mean over servers. blocked_s:
+            How long the slowest server delayed the answer because of other workers (bounded
             staleness, or the last push of a round).
         sent_bytes: The bytes pushed.
-        blamed: The worker whose push released that answer; -1 if nothing was held back.
+        blamed: The worker whose push released that answer; -1 if no answer was delayed.
     """
 
     staleness: float = 0.0
@@ -41,9 +41,9 @@ class Remote:
     """The parameters of one session on the servers, seen from a worker.
 
     Args:
-        clip_norm: Clip there, over the sum of all workers' gradients.
-        whole: Whether gradients must reach the servers as backward left them. They are one worker's
-            share of a sum, so their norm here would be wrong.
+        clip_norm: The servers clip, over the sum of all workers' gradients. whole: Whether
+            gradients must reach the servers unchanged after backward. They are one worker's share
+            of a sum, so their norm on the worker would be wrong.
         snapshot: Whether the parameters of all servers must be of one version.
         tables: Parameters whose gradients are sparse: they are sent as rows.
         waits: Whether the servers are joined later (`go_on`, `join`).
@@ -98,7 +98,7 @@ class Remote:
 
     @property
     def _about(self) -> dict[str, Any]:
-        """What servers are told of a session."""
+        """The description of a session that servers receive."""
         optimizer = self._optimizer
         index = {id(p): i for i, p in enumerate(self.parameters)}
         return {
@@ -118,7 +118,7 @@ class Remote:
         """Continue with the present workers; return how many steps the servers have taken.
 
         Raises:
-            LinkError: A server is gone, or the set of workers has changed again.
+            LinkError: A server has died, or the set of workers has changed again.
         """
         context = self._context
         self._forget_step()
@@ -128,7 +128,8 @@ class Remote:
             about = {"generation": generation, "workers": context.spec.world_size}
             try:
                 return self._servers.go_on({**self._about, **about, "session": session})
-            except LinkClosedError:  # its copy may have taken over: it is asked for all of it
+            # its copy may have taken over: all values are requested from it
+            except LinkClosedError:
                 if context.membership.stale or context.spec.options.get("replicas", 1) == 1:
                     raise
 
@@ -168,7 +169,7 @@ class Remote:
         self._hidden = []
 
     def _check_known(self) -> None:
-        """Raise FitError where the step would change what is on no server: here alone."""
+        """Raise FitError if the step would change parameters that are not on a server."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._known:
@@ -183,7 +184,7 @@ class Remote:
                     )
 
     def backward_ended(self) -> None:
-        """Note the gradients as backward leaves them."""
+        """Note the gradients after backward."""
         if self._whole:
             self._versions = [-1 if p.grad is None else p.grad._version for p in self.parameters]
 

@@ -1,4 +1,4 @@
-"""What is sent of a table of which a step uses a few rows: these rows, and their indices.
+"""Messages for tables of which a step uses only a few rows: these rows and their indices.
 
 Source: Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014,
 section 3.1 (a worker pushes and pulls the keys that its data has, not the whole of w).
@@ -7,9 +7,8 @@ section 3.1 (a worker pushes and pulls the keys that its data has, not the whole
     answer | whole tensors ........ | table 3: which rows, their values    | table 5: ... |
 
 A worker receives a row again if the row has changed since the worker last received it. So a
-worker's copy is always that of one version, as if the whole table had been sent, and the message
-does not grow with the table. This needs optimizers that change only the gradient's rows
-(`check_row_wise`).
+worker's copy always has one version, as if the whole table had been sent, and the message does not
+grow with the table. This needs optimizers that change only the gradient's rows (`check_row_wise`).
 
 The number of rows differs from step to step, so such messages only have a largest size. They are
 sent on the stream, even if whole tensors use shared memory.
@@ -31,10 +30,10 @@ from .shards import Piece, Shard, as_bytes
 
 Bytes = NDArray[np.uint8]
 Rows = tuple[torch.Tensor, torch.Tensor]
-"""Which rows, (n,) int64, and what is in them, (n, ...)."""
+"""The indices of rows, (n,) int64, and their values, (n, ...)."""
 
 _WIDEST = 8
-"""Tensors begin at multiples of this, as the widest elements need it."""
+"""Tensors begin at multiples of this, because the widest elements need it."""
 
 ROW_WISE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
 
@@ -70,7 +69,10 @@ def check_row_wise(optimizer: torch.optim.Optimizer, tables: Collection[torch.Te
 
 
 def rows_of(gradient: torch.Tensor | None, table: torch.Tensor) -> Rows:
-    """Return the rows of a gradient, each once, in the CPU's memory; a dense one has all."""
+    """Return the rows of a gradient, each once, in the CPU's memory.
+
+    A dense gradient has all rows.
+    """
     if gradient is None:
         return torch.empty(0, dtype=torch.int64), table.detach()[:0].cpu()
     if not gradient.is_sparse:
@@ -100,8 +102,7 @@ class Parted:
         tables: Indices of the trained parameters that are sent as rows.
 
     Attributes:
-        tables: Those of them that this server holds.
-        whole: The others, in sequence.
+        tables: The tables that this server holds. whole: Its other tensors, in sequence.
     """
 
     def __init__(self, shard: Shard, tables: Collection[int]) -> None:
@@ -125,7 +126,7 @@ class Parted:
         )
 
     def parts(self, whole: Sequence[Bytes], rows: Sequence[Rows]) -> list[Bytes]:
-        """Return the buffers of a message, in its order, to be sent or to be filled.
+        """Return the buffers of a message in its order, for sending or receiving.
 
         Args:
             whole: The tensors that are sent whole.
@@ -190,14 +191,14 @@ class Changes:
         for place, piece in enumerate(self._tables):
             gradient = gradients[piece.index]
             if gradient is not None:
-                indices = gradient._indices()[0].clone()  # the next push goes where these lie
+                indices = gradient._indices()[0].clone()  # the next push overwrites this memory
                 for pending in self._of.values():
                     pending[place].append(indices)
                     if sum(map(len, pending[place])) > 2 * piece.shape[0]:
                         pending[place] = [torch.unique(torch.cat(pending[place]))]
 
     def take(self, rank: int, values: Sequence[torch.Tensor]) -> list[Rows]:
-        """Return what a worker does not know yet, and mark it as known.
+        """Return the rows that a worker does not have yet, and mark them as sent.
 
         Args:
             values: Each table in its present state.

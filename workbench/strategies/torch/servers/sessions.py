@@ -1,4 +1,4 @@
-"""A server's sessions, one after the other: who opens them, takes part, and continues.
+"""A server's sessions, one after another: who opens them, takes part, and continues.
 
     open of all workers ---> a session ---> closed by all ---> the next wb.fit of the cell, or none
 
@@ -11,12 +11,12 @@ If workers die and others join (`--on-failure heal`), the values outlive the wor
                     server    stands  --->  worker 0    version, whether all pushes of a step are in
                     server  <---  settle    worker 0    the version in which all servers go on
 
-                One of several servers may have taken a step of which another only has all pushes
-                (`Policy.prepared`). The other takes it now, so that either all servers have taken a
-                step or none has. This is two-phase commit (Gray, Notes on Data Base Operating
-                Systems, 1978), whose coordinator may die: a server that has taken the step shows
-                the decision.
-    singly      A worker at its own pace replaces one that has left; the others do not notice.
+                With several servers, one can have taken a step for which another only has all
+                pushes (`Policy.prepared`). The other takes it now, so that either all servers have
+                taken a step or none has. This is two-phase commit (Gray, Notes on Data Base
+                Operating Systems, 1978), whose coordinator can die: a server that has taken the
+                step shows the decision.
+    singly A worker at its own speed replaces a worker that has left; the others do not notice.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Sessions:
         self._hub, self._servers = hub, servers
         self._make_policy, self._successor = make_policy, successor
         self._queue: deque[Item] = deque()
-        self._opened: dict[int, Meta] = {}  # who waits for the next session
+        self._opened: dict[int, Meta] = {}  # workers that wait for the next session
         self._before: Holder | None = None  # the session before it
 
     def serve(self, taken: Holder | None = None, waiting: Sequence[Item] = ()) -> None:
-        """Answer the workers until none is left and no other will come.
+        """Answer the workers until all have left and no other will come.
 
         Args:
-            taken: The session in which this server replaces one that is gone.
+            taken: The session in which this server replaces a dead one.
             waiting: Messages that workers sent to it before.
         """
         self._queue.extend(waiting)
@@ -77,14 +77,14 @@ class Sessions:
             holder = self._next()
 
     def _heard(self) -> Item | None:
-        """Wait for a message; of those before a new generation nothing is left."""
+        """Wait for a message; messages from before a new generation are dropped."""
         item = self._queue.popleft() if self._queue else self._hub.next()
         if item is not None and item[1].kind == REGROUP:
             self._opened.clear()
         return item
 
     def _session(self, holder: Holder) -> bool:
-        """Go through a session; return whether workers are left, or come."""
+        """Run a session; return whether workers remain, or will come."""
         while holder.open:
             item = self._heard()
             if item is None:
@@ -127,11 +127,11 @@ class Sessions:
 
     @property
     def _joining(self) -> dict[int, Meta]:
-        """Who comes at its own pace, when the others of its session have left already."""
+        """Accept a worker at its own speed if the others of its session have already left."""
         return {rank: meta for rank, meta in self._opened.items() if meta.get("joins")}
 
     def _next(self) -> Holder | None:
-        """Open the session; None where it comes to nothing."""
+        """Open the session; None if it cannot be opened."""
         opened = self._joining or self._opened
         goes_on = bool(opened[min(opened)].get("generation"))
         before = self._before if goes_on else None
@@ -159,7 +159,10 @@ class Sessions:
         )  # fmt: skip
 
     def _settle(self, before: Holder) -> bool:
-        """Have the values be of the version in which all servers go on; return whether they are."""
+        """Bring the values to the version from which all servers continue.
+
+        Return whether that worked.
+        """
         policy = before.policy
         stands = {"version": before.version, "factor": before.factor, "prepared": policy.prepared}
         self._hub.reply(min(self._opened), "stands", stands)
@@ -180,11 +183,11 @@ class Sessions:
 
 
 class Copy:
-    """The copy of a part: follows the server that answers for it, and can replace it.
+    """The copy of a part: it follows the server that answers requests, and can replace it.
 
     Args:
-        hub: Its links: of every worker, and of that server, as the one after the last worker.
-        sender: That server's number there.
+        hub: Its links: to every worker, and to that server, after the last worker. sender: That
+            server's number in the hub.
         servers: The number over which the parameters are divided.
     """
 
@@ -197,7 +200,7 @@ class Copy:
         self._waiting: list[Item] = []
 
     def keep(self) -> None:
-        """Follow until there is no server to follow, then answer the workers."""
+        """Follow the server until it ends, then answer the workers."""
         waiting = self._waiting
         while True:
             item = self._hub.next()
@@ -205,12 +208,13 @@ class Copy:
                 return
             rank, message = item
             if rank != self._sender:
-                if message.kind == REGROUP:  # of those before nothing is left
+                if message.kind == REGROUP:  # earlier messages are dropped
                     waiting.clear()
                 if message.kind in ("close", "gone") and self._holder is not None:
                     self._holder.handle(rank, message)
                 if message.kind != "close":
-                    waiting.append(item)  # until it is certain that the other one counts no more
+                    # until it is certain that the other server counts no further push
+                    waiting.append(item)
             elif message.kind == "gone":
                 break
             else:
@@ -222,7 +226,7 @@ class Copy:
         sessions.serve(taken, waiting)
 
     def _follow(self, message: Message) -> None:
-        """Change as the server did, and say so."""
+        """Make the same change as the server, and confirm it."""
         meta, kind, hub = message.meta, message.kind, self._hub
         if kind == "open":
             self._open(meta)
@@ -243,12 +247,12 @@ class Copy:
         hub.reply(self._sender, "ack", told)
 
     def _open(self, meta: Mapping[str, object]) -> None:
-        """Be in a session that the server has opened."""
+        """Enter a session that the server has opened."""
         hub = self._hub
         if self._holder is not None:
             self._holder = None
             hub.close_session()
-        # What the server knew of when it opened this session is no news any more.
+        # Events that the server knew when it opened this session are not news.
         self._waiting[:] = [item for item in self._waiting if item[1].kind != REGROUP]
         ranks: Sequence[int] = meta["ranks"]  # type: ignore[assignment]
         opened = dict.fromkeys(ranks, meta)

@@ -5,17 +5,17 @@
            <-------  opened
     init   ------->  (rank 0) the values to begin with
            <-------  params (to all)
-    push   ------->  a gradient: the strategy's policy says when it counts, and when to answer
+    push   ------->  a gradient: the strategy's policy decides when it counts, and when to answer
            <-------  params
     end    ------->  no more pushes from this worker
-           <-------  params, once nobody pushes any more
+           <-------  params, when no worker pushes any more
     close  ------->  the session is over; another wb.fit of the cell may open the next
 
 `sessions.py` decides who opens and ends sessions, also when workers die and others join.
 
 If a part is held twice, every change goes to its copy before a worker is answered (`copies.py`).
 
-The optimizer does what it does on one device: clip, step. Its hyper-parameters are those of the
+The optimizer works as on one device: clip, step. Its hyper-parameters are those of the
 user's optimizer on the worker; a scheduler there changes them, and they are sent with each push.
 """
 
@@ -41,11 +41,11 @@ Meta = Mapping[str, Any]
 
 
 class Policy(ABC):
-    """When pushes count, and when their workers get an answer.
+    """Decides when pushes count, and when their workers get an answer.
 
     Attributes:
-        holds: Whether the parameters may change while a worker reads them, so that the server must
-            wait for readers.
+        holds: Whether the parameters could change while a worker reads them, so that the server
+            must wait for readers.
     """
 
     holds = False
@@ -83,7 +83,7 @@ class Policy(ABC):
         """Take the prepared step, scaled by a factor, without an answer."""
 
     def repeated(self, rank: int, meta: Meta) -> None:
-        """Answer a push that already counts and is sent again: its answer died with a server."""
+        """Answer a push that already counts; it is sent again because its answer was lost."""
         self.holder.send_parameters(rank, staleness=0, blocked_s=0.0, blamed=-1)
 
     def followed(self, rank: int, meta: Meta) -> None:  # noqa: B027 - only where pushes are counted
@@ -97,8 +97,7 @@ class Holder:
         shard: The tensors that it holds.
         parameters: Views on the board, in the order of the shard.
         version: Updates so far.
-        training: Ranks that may still push.
-        reading: Ranks that may be reading the board.
+        training: Ranks that can still push. reading: Ranks that may be reading the board.
         parted: The tensors that are sent as rows.
         gradients: Each worker's latest push, in the order of the shard.
         session: Its number, if the part is held twice.
@@ -124,10 +123,10 @@ class Holder:
         """Open a session.
 
         Args:
-            opened: Each worker's message about it.
+            opened: Each worker's message about the session.
             successor: The server that holds a copy of everything.
-            follows: Whether this is that copy: workers join when it has taken over (`admit`).
-            before: The session that this one continues, with other workers.
+            follows: Whether this server is the copy: workers join when it has taken over (`admit`).
+            before: The earlier session that this session continues with other workers.
         """
         self.hub, self.servers = hub, servers
         first = opened[min(opened)]
@@ -139,7 +138,7 @@ class Holder:
         self.pushes = dict.fromkeys(opened, 0)
         self._came = dict.fromkeys(opened, 0)
         self._begins = 0
-        self._awaiting: dict[int, int] = {}  # who waits for which of them
+        self._awaiting: dict[int, int] = {}  # which rank waits for which
         self._copied: dict[int, int] = {}  # bytes sent on for a worker's push
         self._hyper_sent: dict[int, Any] = {}
         self.shard = Shard.from_wire(first["shard"])
@@ -180,7 +179,7 @@ class Holder:
             self._welcome(rank)
 
     def _go_on_from(self, before: Holder) -> None:
-        """Hold what a session held whose workers are others."""
+        """Take over the values of a session that had other workers."""
         self.board[:] = before.board
         self.version, self._begins, self._told = before.version, before._begins, before._told
         self.factor = before.factor
@@ -225,13 +224,13 @@ class Holder:
             self.admit(rank, meta)
 
     def admit(self, rank: int, meta: Meta) -> None:
-        """Accept a worker whose server is gone; its knowledge of tables is not known here."""
+        """Accept a worker whose server has died; this server does not know which rows it has."""
         self.make_mailbox(rank, shared=bool(meta["shared"]))
         self._changes.everything()
         self._welcome(rank)
 
     def _views(self, mailbox: NDArray[np.uint8]) -> list[torch.Tensor]:
-        """Return what a mailbox holds of each tensor; of tables nothing, until a push has come."""
+        """Return a mailbox's tensors; tables are empty until a push has come."""
         whole = iter(self.parted.whole.views(mailbox))
         tables = {place for place, _ in self._tables}
         return [
@@ -270,7 +269,7 @@ class Holder:
         elif message.kind == "init":
             self._begin(rank, meta)
         elif message.kind == "await":
-            if self._follows:  # elsewhere all are sent the values when they are there
+            if self._follows:  # otherwise all workers get the values when they have arrived
                 self._awaiting[rank] = int(meta["nth"])
                 self._answer_awaiting()
         elif message.kind == "end":
@@ -290,14 +289,15 @@ class Holder:
             self._send_state(rank)
 
     def _read_rows(self, rank: int, meta: Meta) -> None:
-        """Take a push's rows for the sparse gradients that they are."""
+        """Turn a push's rows into sparse gradients."""
         found = self.parted.read(self.mailboxes[rank], meta["rows"])
         for (place, _), rows in zip(self._tables, found, strict=True):
             self.gradients[rank][place] = sparse_of(rows, self.parameters[place])
 
     def _begin(self, rank: int, meta: Meta) -> None:
-        """Take the values to begin with (again, where a saved state is loaded)."""
-        if 0 < int(meta.get("nth", 0)) <= self._begins:  # asked again: the answer was lost
+        """Take the initial values (again, if a saved state is loaded)."""
+        # requested again because the answer was lost
+        if 0 < int(meta.get("nth", 0)) <= self._begins:
             self._saved = None
             self.send_parameters(rank)
             return
@@ -321,7 +321,7 @@ class Holder:
         """Take the values, and the saved state of the optimizer.
 
         Args:
-            meta: With the values as `payload`, if they are not a push in the sender's mailbox.
+            meta: Has the values as `payload`, if they are not a push in the sender's mailbox.
         """
         self._begins += 1
         payload = meta.get("payload")
@@ -336,11 +336,11 @@ class Holder:
             self._saved = None
 
     def take_over(self, sender: int) -> None:
-        """On a copy: note that the followed server is gone, the source of its updates."""
+        """On a copy: note that the followed server, the source of its updates, has died."""
         del self.mailboxes[sender], self.gradients[sender]
 
     def leave(self, rank: int) -> None:
-        """Wait no longer for a worker: it has ended, or is gone."""
+        """Stop waiting for a worker that has ended or died."""
         if rank in self.training:
             if self._successor is not None:
                 self._successor.change("left", {"rank": rank})
@@ -370,7 +370,7 @@ class Holder:
         """End the session: every worker's next wait raises.
 
         Args:
-            felt: If another process's end is the cause, that in short (`LinkError`).
+            felt: A short text if the cause is the end of another process (`LinkError`).
         """
         for rank in sorted(self.open):
             self.hub.reply(rank, "error", {"text": text, "felt": felt})
@@ -384,7 +384,7 @@ class Holder:
         """Send a worker the parameters; a worker that shares the board reads until `release`.
 
         Args:
-            keep: Whether the board must not change until released, even if a copy was sent.
+            keep: Whether the board must not change until it is released, even if a copy was sent.
         """
         held = keep or (self.policy.holds and self.hub.shares(rank))
         if held:
@@ -393,7 +393,7 @@ class Holder:
         if copied := self._copied.pop(rank, 0):
             about["copied_bytes"] = copied
         if rank == 0 and not self._told and (self.version >= 2 or not self.training):
-            self._told = True  # by now an optimizer has its state
+            self._told = True  # now the optimizer has its state
             about["holds"] = self.held_bytes()
             about["copy_holds"] = None if self._successor is None else self._successor.holds
         if not self._tables:
@@ -416,7 +416,7 @@ class Holder:
             "parameters_bytes": self.shard.size_bytes,
             "optimizer_bytes": sum(tensor.nbytes for tensor in tensors),
             "gradients_bytes": sum(self._filled_bytes.values())
-            if self._tables  # of memory that was never written to there is none
+            if self._tables  # memory that was never written does not exist physically
             else sum(len(mailbox) for mailbox in self.mailboxes.values()),
         }
 
@@ -461,11 +461,10 @@ class Holder:
         Args:
             gradients: In the order of the shard.
             rank: The rank whose hyper-parameters are used.
-            of: Ranks whose pushes count with it; by default that one's.
-            absent: Indices of parameters that took no part in the loss: they are not changed, as on
-                one device.
+            of: Ranks whose pushes count with this step; by default only `rank`. absent: Indices of
+                parameters that took no part in the loss: they are not changed, as on one device.
             lr_factor: Factor on the learning rates of this step only.
-            staleness: That of the push, for a copy that has to repeat the answer.
+            staleness: The staleness of the push, for a copy that has to repeat the answer.
         """
         for member in of or (rank,):
             self.counted[member] = self._came[member]
@@ -481,7 +480,7 @@ class Holder:
             if lr_factor != 1.0:
                 about["lr_factor"] = lr_factor
             parts, rows = self._sent_on(gradients, rank)
-            # It takes the step while this server does.
+            # The copy takes the step at the same time as this server.
             self._copied[rank] = self._successor.send("update", about | rows, parts)
         self._step(gradients, rank, absent, lr_factor)
         if self._successor is not None:
@@ -505,8 +504,8 @@ class Holder:
     def _sent_on(
         self, gradients: Sequence[torch.Tensor], rank: int
     ) -> tuple[list[NDArray[np.uint8]], dict[str, Any]]:
-        """Return what a copy is sent of a gradient, and how many rows of tables there are."""
-        if not self._tables:  # they lie in the worker's mailbox, one behind the other
+        """Return the part of a gradient for a copy, and the number of rows of each table."""
+        if not self._tables:  # they are in the worker's mailbox, one after another
             return [self.mailboxes[rank]], {}
         tables = {place for place, _ in self._tables}
         whole = [as_bytes(g) for place, g in enumerate(gradients) if place not in tables]

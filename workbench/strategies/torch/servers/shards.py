@@ -1,8 +1,8 @@
-"""Which server holds which parameters, and where each of them is in its memory.
+"""Decides which server holds which parameters, and where each is in the server's memory.
 
-Whole tensors are distributed, the largest first, each to the server with the fewest bytes so far
-(longest processing time first: at most 4/3 of the best division). Tensors are not cut, so that
-optimizers whose step reads a whole tensor do the same on a server as on one device.
+Whole tensors are assigned, the largest first, each to the server with the fewest bytes so far
+(longest processing time first: at most 4/3 of the best division). Tensors are not cut, because some
+optimizers read a whole tensor in a step. So a step is the same on a server as on one device.
 
     server 0   | float64 ... | float32 ........ | bfloat16 .. |      one flat buffer each way
     server 1   | float64 . | float32 ............ |
@@ -87,7 +87,7 @@ class Shard:
 
     @property
     def digest(self) -> str:
-        """A short text that differs when the layout does."""
+        """A short text that differs if the layout differs."""
         return hashlib.sha256(json.dumps(self.to_wire()).encode()).hexdigest()[:16]
 
     def views(self, memory: NDArray[np.uint8]) -> list[torch.Tensor]:
@@ -135,7 +135,7 @@ def divide(parameters: Sequence[torch.Tensor], servers: int) -> list[Shard]:
     held: list[list[int]] = [[] for _ in range(servers)]
     loads = [0] * servers
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        # Among equally loaded ones the emptiest: tensors of no bytes count too.
+        # Among servers with equal bytes, the one with the fewest tensors: empty tensors count too.
         server = min(range(servers), key=lambda s: (loads[s], len(held[s])))
         held[server].append(index)
         loads[server] += sizes[index]
@@ -163,7 +163,7 @@ def importable(cls: type) -> str:
     """Return `module:Class`, by which the server finds the class.
 
     Raises:
-        FitError: It is defined in the cell, which servers do not run.
+        FitError: The class is defined in the cell, which servers do not run.
     """
     module: Any = sys.modules.get(cls.__module__)
     found = module
@@ -211,10 +211,10 @@ def _plain_value(name: str, value: Any) -> Any:
 
 
 def restored(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyper-parameters as optimizers hold them; JSON had made lists of tuples."""
+    """Return hyper-parameters as optimizers hold them, because JSON turned tuples into lists."""
     found = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     if found.get("capturable"):
-        found["capturable"] = False  # CUDA graphs are the worker's matter
+        found["capturable"] = False  # only the worker needs CUDA graphs
     return found
 
 
@@ -223,8 +223,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Make an optimizer of the user's class over this server's parameters.
 
-    It is made as unpickling makes one, from its class, defaults and groups: constructors differ,
-    and would need arguments that are not known here.
+    It is made as in unpickling, from its class, defaults and groups. Constructors differ, and would
+    need arguments that are not known here.
     """
     module, _, name = str(about["optimizer"]).partition(":")
     cls: Any = importlib.import_module(module)

@@ -6,10 +6,10 @@ A strategy of this family decides when pushes count (its policy, on the server),
 is weighted, and what counts as wait. Gradients and parameters are sent on links
 (`engine/transport`), and the user's optimizer steps on the servers (`Remote`, `shard_server.py`).
 
-What a step measures: compute is forward and backward. The exchange with the servers (pushing,
+The measurements of a step: compute is forward and backward. The exchange with the servers (pushing,
 their sums and optimizer steps, pulling) is blocked time; the strategy counts a part of it as wait,
 and the rest is transfer. `sent_bytes` are the gradients pushed; the same number of bytes of
-parameters come back. Of layers with sparse gradients only the rows of the gradient are pushed, and
+parameters come back. For layers with sparse gradients only the rows of the gradient are pushed, and
 the rows that any worker has changed come back (`rows.py`).
 """
 
@@ -51,9 +51,9 @@ class Served(Strategy):
     guard: Guard | None = None
     answer = Answer()
     regroups = True
-    _steps = 0  # that stand, of this training since it began here
-    _first = 0  # steps before it that the scheduler has yet to know
-    _scheduled = 0  # of them, those that the scheduler knows
+    _steps = 0  # counted steps of this training since it began here
+    _first = 0  # earlier steps that the scheduler must still count
+    _scheduled = 0  # how many of these the scheduler has counted
     _model: torch.nn.Module | None = None
     _timer: Any = None
     _ended = False
@@ -73,7 +73,7 @@ class Served(Strategy):
     def serve(self) -> None:
         """Hold parameters until the workers are done."""
         context = self.context
-        if context.hub is None:  # it holds a copy and nothing else
+        if context.hub is None:  # this server holds only a copy
             return
         successor = None if context.successor is None else Successor(context.successor)
         Sessions(context.hub, self._parts, self.make_policy, successor).serve()
@@ -86,7 +86,7 @@ class Served(Strategy):
 
     @property
     def _parts(self) -> int:
-        """In how many parts servers hold the parameters."""
+        """The number of parts into which servers divide the parameters."""
         return self.context.entry.part_count(self.context.spec.options)
 
     # -- on a worker -------------------------------------------------------------------------------
@@ -94,8 +94,8 @@ class Served(Strategy):
     def prepare(self, job: Job) -> None:
         """Put model and optimizer on the servers; all workers begin with rank 0's values."""
         sync = self.context.sync
-        # What one worker has is its share of a sum, which only the server can clip. Pushes that
-        # stand alone are clipped where they are made.
+        # A worker's gradient is its share of a sum, which only the server can clip. A push that is
+        # a separate step is clipped on the worker.
         own = replace(job, clip_norm=None) if sync else job
         self.trainer = trainer = Trainer(self.context, own)
         if trainer.scaler is not None:
@@ -105,11 +105,11 @@ class Served(Strategy):
         self._join(trainer.optimizer, job.clip_norm if sync else None)
 
     def step(self, share: Share) -> StepResult:
-        """Compute the gradient of the own share; the optimizer's step is an exchange."""
+        """Compute the gradient of this worker's share; the optimizer's step is an exchange."""
         trainer = self._trainer
         if self.context.sync:
             weight = share.samples / share.global_samples
-        else:  # a worker without a sample pushes nothing but its turn
+        else:  # a worker without a sample pushes an empty message
             weight = 1.0 if share.samples else 0.0
         if self.context.membership.trains:
             trainer.buffers.keep()
@@ -125,7 +125,7 @@ class Served(Strategy):
 
     @property
     def apart(self) -> bool:
-        """Whether asynchronous workers never meet."""
+        """Whether workers never meet because they are asynchronous."""
         return not self.context.sync
 
     def leave_group(self) -> None:
@@ -138,7 +138,7 @@ class Served(Strategy):
         self.context.break_off()
 
     def settle_steps(self, generation: int) -> int:
-        """Ask the servers which steps count, or how many pushes of this worker's place."""
+        """Ask the servers which steps count, or how many pushes of this rank count."""
         remote, membership = self._remote, self.context.membership
         if self.apart:
             taken = remote.join(membership.place, generation)
@@ -147,7 +147,7 @@ class Served(Strategy):
         further, self._steps = taken - self._steps, taken
         if not further and not self.apart:
             self._trainer.buffers.restore()
-        if self.apart or not membership.waits:  # else another worker's scheduler is taken over
+        if self.apart or not membership.waits:  # otherwise another worker's scheduler is taken over
             for _ in range(self._first + taken - self._scheduled):
                 self._trainer.schedule()
         self._scheduled = self._first + taken
@@ -171,7 +171,7 @@ class Served(Strategy):
         return self._trainer.contributed(share)
 
     def member_state(self) -> dict[str, Any]:
-        """Return what is not on servers: buffers, the optimizer's settings, the scheduler."""
+        """Return the state that is not on servers: buffers, optimizer settings, scheduler."""
         trainer = self._trainer
         return {
             "steps": self._steps,
@@ -182,7 +182,7 @@ class Served(Strategy):
         }
 
     def load_member_state(self, state: dict[str, Any]) -> None:
-        """Continue from another worker's state; asynchronously with its own schedule."""
+        """Continue from another worker's state; if asynchronous, with its own scheduler."""
         trainer, self._steps = self._trainer, int(state["steps"])
         with torch.no_grad():
             for name, buffer in trainer.model.named_buffers():
@@ -249,7 +249,7 @@ class Served(Strategy):
         options, model = self.options, self._model
         assert model is not None
         waits = self.context.membership.waits
-        if not waits:  # who is let in later meets the others then
+        if not waits:  # a worker that joins later does this with the others at that time
             broadcast_buffers(model)
             self._compare_copies()
         self._note_simulation()
@@ -280,7 +280,8 @@ class Served(Strategy):
         answer = self.answer
         result.sent_bytes = answer.sent_bytes
         if self.context.sync and len(set(self.context.spec.hosts)) > 1:
-            # When each gradient was ready cannot be compared; when each push came can be.
+            # The times when gradients were ready cannot be compared; the times when pushes came
+            # can.
             result.wait_s, result.waited_for = answer.blocked_s, answer.blamed
         self.settle(result, answer)
         if self.guard is not None:
@@ -299,7 +300,7 @@ class Served(Strategy):
         return self._trainer.evaluate(shares, add_up=dist.all_reduce)
 
     def finish(self) -> None:
-        """Take the final parameters, once no worker pushes any more."""
+        """Take the final parameters, when no worker pushes any more."""
         self._end()
         if self.guard is not None and self._model is not None:
             self.guard.settle()
