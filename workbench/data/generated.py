@@ -292,7 +292,7 @@ def rolls(which: Any, count: int, seed: int) -> Floats:
 
 
 def normal(some: NDArray[np.uint64], others: NDArray[np.uint64]) -> Floats:
-    """Return normally distributed numbers made from bits (Box and Muller, Ann. Math. Stat. 1958)."""
+    """Return normally distributed numbers (Box and Muller, Ann. Math. Stat. 1958)."""
     radius: Floats = np.sqrt(-2.0 * np.log1p(-unit(some)))
     return radius * np.cos(2.0 * np.pi * unit(others))
 
