@@ -4,6 +4,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from jupyter_client.manager import start_new_kernel
 from needs import need
@@ -23,7 +24,7 @@ EXACT = [
 ]  # fmt: skip
 METRICS = {
     "digits_mlp": "accuracy", "digits_cnn": "accuracy", "recommender": "excess",
-    "char_transformer": "bits_per_character",
+    "char_transformer": "bits_per_character", "tissue_cnn": "accuracy", "fraud_mlp": "recall",
 }  # fmt: skip
 FUNCTION = """
 @wb.recipe
@@ -94,6 +95,51 @@ def test_the_digits_are_learnt(book, name, epochs, accuracy):
     book.ok(f"%distributed mirrored --recipe {name} --plot off")
     assert [one["epoch"] for one in book["_run"].evals] == list(range(epochs))
     assert book["_run"].evals[-1]["accuracy"] > accuracy
+
+
+@pytest.mark.parametrize("given", ["tissue_cnn -p samples=64 -p width=6",
+                                   "fraud_mlp -p samples=2000 -p branches=3"])  # fmt: skip
+@pytest.mark.parametrize("strategy", EXACT)
+def test_tissue_and_payments_train_as_on_one_device(book, strategy, given):
+    line = f"--recipe {given} --steps 4 --plot off"
+    book.ok(f"%distributed one_device {line}")
+    truth = book["_run"]
+    book.ok(f"%distributed {strategy} {line}")
+    found, wanted = book["_run"].weights(), truth.weights()
+    assert max(abs(found[name] - wanted[name]).max() for name in wanted) < 1e-3
+    metric = METRICS[given.split()[0]]
+    assert book["_run"].evals[-1]["loss"] == pytest.approx(truth.evals[-1]["loss"], rel=1e-3)
+    assert book["_run"].evals[-1][metric] == pytest.approx(truth.evals[-1][metric], abs=0.1)
+
+
+def test_tissue_is_told_apart(book):
+    """The mean colour of an image alone gives at most 0.76."""
+    book.ok("%distributed mirrored --recipe tissue_cnn --plot off")
+    assert book["_run"].evals[-1]["accuracy"] > 0.9
+
+
+def test_fraud_is_found_about_as_well_as_it_can_be(book):
+    x, y = wb.data.payments("test", arrays=True)
+    chance = wb.data.fraud_chance(x)
+    best = -np.log(np.where(y == 1, chance, 1 - chance)).mean()
+    book.ok("%distributed mirrored --recipe fraud_mlp --plot off")
+    last = book["_run"].evals[-1]
+    assert best < last["loss"] < 1.3 * best
+    assert last["recall"] > 0.45
+
+
+def test_recall_is_the_share_of_the_fraud_that_is_found(book):
+    """As counted from the model's answers; 2,000 test payments are not a multiple of the batch."""
+    line = "--recipe fraud_mlp -p samples=10_000 -p lr=0.01 --plot off"
+    book.ok(f"%distributed mirrored {line}")
+    run, (x, y) = book["_run"], wb.data.payments("test", samples=10_000, arrays=True)
+    weights, out = run.weights(), x
+    for layer in (0, 2, 4):
+        out = out @ weights[f"{layer}.weight"].T + weights[f"{layer}.bias"]
+        out = np.maximum(out, 0) if layer < 4 else out
+    found = (out[:, 1] > out[:, 0]) & (y == 1)
+    assert found.any()
+    assert run.evals[-1]["recall"] == pytest.approx(found.sum() / y.sum(), abs=1e-6)
 
 
 def test_the_transformer_learns_more_than_which_characters_are_frequent(book):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -126,8 +127,90 @@ def test_what_is_said_of_ratings_holds() -> None:
 
 
 @pytest.mark.parametrize(
+    "made",
+    [data.Tissue(100, seed=1), data.Payments(1000, 4, seed=1)],
+    ids=["tissue", "payments"],
+)
+def test_generated_samples_depend_on_their_index_alone_and_the_test_has_others(made) -> None:
+    x, y = made.everything()
+    some = np.array([99, 0, 50])
+    assert np.allclose(made.take(some)[0], x[some], rtol=0, atol=1e-6)
+    assert (made.take(some)[1] == y[some]).all()
+    name = type(made).__name__.lower()
+    rest = {"branches": 4} if name == "payments" else {}
+    call = getattr(data, name)
+    train = call("train", samples=made.samples, seed=1, arrays=True, **rest)
+    assert (train[0] == x).all()
+    test = call("test", samples=made.samples, seed=1, arrays=True, **rest)
+    assert len(test[0]) == made.samples // 5
+    later = dataclasses.replace(made, first=made.samples).take(np.arange(made.samples // 5))
+    assert np.allclose(test[0], later[0], rtol=0, atol=1e-6)
+    assert not (test[0] == x[: len(test[0])]).all(axis=tuple(range(1, x.ndim))).any()
+    other = call("train", samples=made.samples, seed=2, arrays=True, **rest)
+    assert (other[0] != x).mean() > 0.1
+
+
+def test_tissue_looks_as_it_is_said_to() -> None:
+    """Abnormal nuclei are larger, and the mean colour does not tell the label."""
+    x, y = data.tissue(samples=400, arrays=True)
+    assert (x.shape, x.dtype, y.dtype) == ((400, 3, 96, 96), np.float32, np.int64)
+    assert x.min() >= 0
+    assert x.max() <= 1
+    assert 0.4 < y.mean() < 0.6
+    red = x[:, 0].mean(axis=(1, 2))
+    assert 0.6 < max(((red < cut) == y).mean() for cut in red) < 0.82
+    dark = x[:, 0] < 0.75  # where a nucleus is
+    squares = np.lib.stride_tricks.sliding_window_view(dark, (9, 9), axis=(1, 2))
+    large = squares.all(axis=(3, 4)).any(axis=(1, 2))  # a square of 9 x 9 fits into a nucleus
+    assert large[y == 1].mean() > 2 * large[y == 0].mean()
+
+
+def test_what_is_said_of_payments_holds() -> None:
+    x, y = data.payments(samples=200_000, arrays=True)
+    assert (x.shape, x.dtype, y.dtype) == ((200_000, 11), np.float32, np.int64)
+    assert y.mean() == pytest.approx(0.02, abs=0.001)
+    assert (x[:, 6:].sum(axis=1) == 1).all()
+    assert np.abs(x[:, :3].mean(axis=0)).max() < 0.01
+    assert np.abs(x[:, :3].std(axis=0) - 1).max() < 0.01
+    branch = x[:, 6:].argmax(axis=1)
+    share = np.bincount(branch) / len(branch)
+    assert np.allclose(share * np.arange(1, 6), share[0], atol=0.02)
+    rates = np.array([y[branch == one].mean() for one in range(5)])
+    assert (np.diff(rates) > 0).all()
+    assert rates[-1] / rates[0] == pytest.approx(12, rel=0.2)
+    assert data.payments(samples=100_000, branches=1, arrays=True)[1].mean() == pytest.approx(
+        0.02, abs=0.002
+    )
+
+
+def test_no_guess_is_better_than_the_true_chance() -> None:
+    x, y = data.payments(samples=200_000, arrays=True)
+    chance = data.fraud_chance(x)
+
+    def loss(guess):
+        return -np.log(np.where(y == 1, guess, 1 - guess)).mean()
+
+    best = loss(chance)
+    assert best == pytest.approx(0.028, abs=0.002)
+    assert loss(np.full(len(y), 0.02)) > 3 * best
+    odds = np.log(chance / (1 - chance))
+    for wrong in (0.9 * odds, 1.1 * odds, odds + 0.2, odds - 0.2):
+        assert loss(1 / (1 + np.exp(-wrong))) > best
+    for low, high in ((0, 0.01), (0.01, 0.1), (0.1, 0.5), (0.5, 0.9), (0.9, 1)):
+        some = (chance >= low) & (chance < high)
+        expected = chance[some].sum()
+        assert abs(y[some].sum() - expected) < 4 * np.sqrt(expected)
+
+
+@pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda: data.tissue("valid"), "WB-DATA-002"),
+        (lambda: data.tissue(samples=0), r"samples.*WB-DATA-003"),
+        (lambda: data.payments(branches=0), r"branches.*WB-DATA-003"),
+        (lambda: data.payments("train", samples=2.5), r"samples.*WB-DATA-003"),
+        (lambda: data.fraud_chance(np.zeros((3, 6))), r"WB-DATA-008[\s\S]*\(3, 6\)"),
+        (lambda: data.fraud_chance([1.0, 2.0]), "WB-DATA-008"),
         (lambda: data.ratings(rows=0), r"rows.*WB-DATA-003"),
         (lambda: data.ratings(samples=1.5), r"samples.*WB-DATA-003"),
         (lambda: data.ratings(noise=-1), "WB-DATA-007"),
@@ -166,6 +249,17 @@ def test_ratings_are_made_on_demand() -> None:
     x, y = made.take(np.array([3, 10**12 - 1]))
     assert (x.shape, y.shape) == ((2, 2), (2,))
     assert len(data.ratings("test", samples=3)) == 1
+
+
+@pytest.mark.torch
+def test_tissue_and_payments_are_made_on_demand() -> None:
+    torch = pytest.importorskip("torch")
+    images, payments = data.tissue(samples=10**9), data.payments(samples=10**12, branches=3)
+    assert (len(images), len(payments)) == (10**9, 10**12)
+    x, y = images.take(np.array([3, 10**9 - 1]))
+    assert (x.shape, x.dtype, y.dtype) == ((2, 3, 96, 96), torch.float32, torch.int64)
+    assert payments[10**12 - 1][0].shape == (9,)
+    assert 0 < data.fraud_chance(payments.take(np.arange(4))[0])[0] < 1
 
 
 @pytest.mark.torch

@@ -367,6 +367,8 @@ def test_the_plain_script_is_python_without_workbench(name, strategy):
         ("synthetic", (50,)),
         ("ratings", ("train",)),
         ("ratings", ("test",)),
+        ("tissue", ("test",)),
+        ("payments", ("test",)),
     ],
 )
 def test_the_plain_scripts_data_are_ours(name, given):

@@ -245,7 +245,7 @@ def test_parameters_reach_a_job(tmp_path: Path) -> None:
 
 def test_the_parameters_of_both_frameworks_are_the_same_but_for_sparse_gradients() -> None:
     """Keras' embeddings have sparse gradients anyway."""
-    for name in ("char_transformer", "recommender"):
+    for name in ("char_transformer", "recommender", "tissue_cnn", "fraud_mlp"):
         torch, keras = (builtin.lookup(name, one).parameters for one in catalog.FRAMEWORKS)
         torch.pop("sparse", None)
         assert torch == keras
@@ -272,6 +272,12 @@ def test_the_parameters_of_both_frameworks_are_the_same_but_for_sparse_gradients
         ("char_transformer", "-p width", "WB-PLAN-094"),
         ("recommender", "-p rows=0", r"rows[\s\S]*WB-PLAN-264"),
         ("recommender", "-p dim=0", r"dim[\s\S]*WB-PLAN-264"),
+        ("tissue_cnn", "-p samples=0", r"samples[\s\S]*WB-PLAN-264"),
+        ("tissue_cnn", "-p width=-4", r"width[\s\S]*WB-PLAN-264"),
+        ("tissue_cnn", "-p lr=-1.0", r"lr[\s\S]*WB-PLAN-265"),
+        ("fraud_mlp", "-p branches=0", r"branches[\s\S]*WB-PLAN-264"),
+        ("fraud_mlp", "-p samples=1e5", r"samples[\s\S]*WB-PLAN-069"),
+        ("fraud_mlp", "-p lr=0", r"lr[\s\S]*WB-PLAN-265"),
         ("digits_mlp", "-p width=3", r"digits_mlp[\s\S]*WB-PLAN-269"),
     ],
 )
@@ -307,7 +313,9 @@ def test_the_magic_completes_parameters_of_the_recipe_on_the_line() -> None:
 
 
 def test_built_in_recipes_are_there_for_both_frameworks() -> None:
-    assert list(wb.recipes) == ["digits_mlp", "digits_cnn", "char_transformer", "recommender"]
+    assert list(wb.recipes) == [
+        "digits_mlp", "digits_cnn", "char_transformer", "recommender", "tissue_cnn", "fraud_mlp",
+    ]  # fmt: skip
     for name in builtin.names():
         for framework in catalog.FRAMEWORKS:
             found = wb.recipes.find(name, framework)

@@ -7,5 +7,7 @@ No framework is imported: a recipe is source code, which the engines run.
     digits       handwritten digits, by a few layers
     transformer  the next character of a text, by a transformer of any size
     recommender  ratings, by two embedding tables of any size
+    tissue       healthy or abnormal tissue, by a residual network
+    fraud        which payments are fraud, by three layers
     sizes        which sizes are not allowed
 """

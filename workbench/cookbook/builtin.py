@@ -1,6 +1,6 @@
 """The recipes that come with the package, each for both frameworks, by name.
 
-`char_transformer` and `recommender` are functions: `-p` sets the arguments in their signature.
+All but the recipes of the digits are functions: `-p` sets the arguments of the function.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import unknown
-from . import digits, recommender, transformer
+from . import digits, fraud, recommender, tissue, transformer
 from .recipe import Recipe
 
 
@@ -46,6 +46,18 @@ _RECIPES = {
         "Ratings of items by users, with two embedding tables of any size; by default seconds.",
         {"torch": recommender.TORCH, "tensorflow": recommender.TENSORFLOW},
         recommender.check,
+    ),
+    "tissue_cnn": _Written(
+        "Simulated microscopy images of tissue (3 x 96 x 96), healthy or abnormal, by a small "
+        "residual network of any width; by default under a minute.",
+        {"torch": tissue.TORCH, "tensorflow": tissue.TENSORFLOW},
+        tissue.check,
+    ),
+    "fraud_mlp": _Written(
+        "Simulated card payments, of which 2 % are fraud, by three fully connected layers; by "
+        "default seconds.",
+        {"torch": fraud.TORCH, "tensorflow": fraud.TENSORFLOW},
+        fraud.check,
     ),
 }
 ORIGIN = "built-in"

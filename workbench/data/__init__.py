@@ -3,6 +3,7 @@
 Importing this module loads no framework. Each function returns a PyTorch data set, or with
 `arrays=True` (and always in a TensorFlow run) a tuple `(x, y)` of NumPy arrays.
 
+    generated   how are the samples computed that no file holds
     torch_sets  the same data as PyTorch data sets
 """
 
@@ -15,7 +16,6 @@ import math
 import string
 import sys
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, nearest
-
-Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
+from .generated import (
+    FEATURES,
+    Pair,
+    Payments,
+    Ratings,
+    Synthetic,
+    Tissue,
+    chance_of_fraud,
+    interpolation,
+)
 
 VOCABULARY = "\n " + string.ascii_letters + string.digits + string.punctuation
 """Characters of the corpus; any other character counts as a space."""
 
 CORPUS_CHARACTERS = 1 << 20
-TASTES = 4
-"""How many hidden taste values each user and each item has; their products make a rating."""
-
 TEST_DIGITS = 360
 
 
@@ -43,7 +48,7 @@ def digits_arrays(split: str, as_mnist: bool) -> Pair:
     chosen = order[:-TEST_DIGITS] if split == "train" else order[-TEST_DIGITS:]
     x = images[chosen]
     if as_mnist:
-        enlarge = _interpolation(8, 28)
+        enlarge = interpolation(8, 28)
         x = (enlarge @ x @ enlarge.T).astype(np.float32)
     return np.ascontiguousarray(x[:, None]), labels[chosen]
 
@@ -68,13 +73,6 @@ def _digits_table() -> NDArray[np.float64]:
         next_step="pip install scikit-learn",
         code="WB-DATA-004",
     )
-
-
-def _interpolation(small: int, large: int) -> NDArray[np.float64]:
-    """Return the (large, small) matrix of linear interpolation."""
-    places = np.linspace(0, small - 1, large)
-    columns = [np.interp(places, np.arange(small), unit) for unit in np.eye(small)]
-    return np.stack(columns, axis=1)
 
 
 def corpus_arrays(split: str, block: int) -> Pair:
@@ -124,97 +122,9 @@ def encode(text: str) -> NDArray[np.int64]:
     return table[np.frombuffer(text.encode("utf-32-le", "replace"), np.uint32)]
 
 
-@dataclass(frozen=True)
-class Synthetic:
-    """Samples that are computed from their index, so no sample is stored."""
-
-    samples: int
-    shape: tuple[int, ...]
-    classes: int
-    seed: int
-
-    def take(self, places: NDArray[np.int64]) -> Pair:
-        """Return x (n, *shape) float32 and y (n,) int64 of the samples at `places` (n,)."""
-        size = int(np.prod(self.shape))
-        rows: Any = places.astype(np.uint64)
-        labels = (_mix(rows, self.seed) % np.uint64(self.classes)).astype(np.int64)
-        cells: NDArray[np.uint64] = rows[:, None] * np.uint64(size) + np.arange(
-            size, dtype=np.uint64
-        )
-        noise = _unit(_mix(cells, self.seed + 1))
-        patterns = _unit(
-            _mix(np.arange(self.classes * size, dtype=np.uint64), self.seed + 2)
-        ).reshape(self.classes, size)
-        x = 2.0 * noise - 1.0 + patterns[labels] - 0.5
-        return x.astype(np.float32).reshape(len(places), *self.shape), labels
-
-    def everything(self) -> Pair:
-        """Return all samples."""
-        return self.take(np.arange(self.samples))
-
-
-@dataclass(frozen=True)
-class Ratings:
-    """Ratings that are computed from their index, by the known rules that `ratings` describes.
-
-    Attributes:
-        first: Index of the first rating; test ratings have the indices after the training ratings.
-    """
-
-    samples: int
-    rows: int
-    noise: float
-    seed: int
-    first: int = 0
-
-    def take(self, places: NDArray[np.int64]) -> Pair:
-        """Return x (n, 2) int64, user and item, and y (n,) float32 of the ratings at `places`."""
-        which: Any = places.astype(np.uint64) + np.uint64(self.first)
-        users = (_mix(which, self.seed) % np.uint64(self.rows)).astype(np.int64)
-        popular = _unit(_mix(which, self.seed + 1)) ** 2
-        items = (popular * self.rows).astype(np.int64)
-        user, item = self._traits(users, 2), self._traits(items, 3)
-        agreement = (user[:, 1:] * item[:, 1:]).sum(axis=1) / math.sqrt(TASTES)
-        y = 0.5 * user[:, 0] + 0.5 * item[:, 0] + 0.7 * agreement
-        y += self.noise * _normal(_mix(which, self.seed + 4), _mix(which, self.seed + 5))
-        return np.stack([users, items], axis=1), y.astype(np.float32)
-
-    def everything(self) -> Pair:
-        """Return all ratings."""
-        return self.take(np.arange(self.samples))
-
-    def _traits(self, rows: NDArray[np.int64], stream: int) -> NDArray[np.float64]:
-        """Return a bias and tastes, (n, 1 + TASTES), of mean 0 and variance 1 over the rows."""
-        width = np.uint64(1 + TASTES)
-        cells: Any = rows.astype(np.uint64)[:, None] * width + np.arange(width, dtype=np.uint64)
-        return math.sqrt(3) * (2.0 * _unit(_mix(cells, self.seed + stream)) - 1.0)
-
-
-def _normal(some: NDArray[np.uint64], others: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return normally distributed numbers made from mixed bits: Box and Muller, Ann.
-
-    Math. Stat. 1958.
-    """
-    radius: NDArray[np.float64] = np.sqrt(-2.0 * np.log1p(-_unit(some)))
-    return radius * np.cos(2.0 * np.pi * _unit(others))
-
-
-def _mix(numbers: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
-    """Return well-mixed bits of each number: SplitMix64 (Steele et al., OOPSLA 2014)."""
-    with np.errstate(over="ignore"):
-        z = numbers + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % (1 << 64))
-        z = z * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
-
-
-def _unit(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return numbers in 0..1 that are made of the upper 53 bits."""
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-__all__ = ["VOCABULARY", "corpus", "digits", "ratings", "synthetic"]
+__all__ = [
+    "VOCABULARY", "corpus", "digits", "fraud_chance", "payments", "ratings", "synthetic", "tissue",
+]  # fmt: skip
 
 SPLITS = ("train", "test")
 
@@ -343,6 +253,105 @@ def ratings(
     if arrays or _takes_arrays():
         return made.everything()
     return _torch_sets().SyntheticSet(made)
+
+
+def tissue(
+    split: str = "train", *, samples: int = 1500, seed: int = 0, arrays: bool = False
+) -> Any:
+    """Return simulated microscopy images of tissue, generated when they are asked for.
+
+    No image is from a patient, and a model of them says nothing about patients. An image has the
+    size of those of PatchCamelyon (Veeling et al., Rotation Equivariant CNNs for Digital Pathology,
+    MICCAI 2018). It shows up to 16 nuclei in coloured tissue. The label is 1 where at least about
+    half of the nuclei are abnormal: larger, and with an irregular edge. Images with the label 0
+    have more nuclei, at most 15 % of them abnormal. So the mean colour tells little.
+
+    Args:
+        split: `train` or `test`: other images, by the same rules.
+        samples: Images to train with. The test has a fifth as many, at least 1.
+        seed: Another seed gives other images.
+        arrays: Return `(x, y)` as NumPy arrays, all in memory: 111 kB per image.
+
+    Returns:
+        Pairs of x, float32 in 0..1 of shape (3, 96, 96): red, green, blue; and y, int64: 0 or 1.
+
+    Raises:
+        DataError: There is no such split, or `samples` is not a whole number of at least 1.
+    """
+    count = _count("samples", samples)
+    test = _split(split) == "test"
+    made = Tissue(max(1, count // 5) if test else count, seed, first=count if test else 0)
+    if arrays or _takes_arrays():
+        return made.everything()
+    return _torch_sets().SyntheticSet(made)
+
+
+def payments(
+    split: str = "train",
+    *,
+    samples: int = 100_000,
+    branches: int = 5,
+    seed: int = 0,
+    arrays: bool = False,
+) -> Any:
+    """Return simulated card payments, generated when they are asked for. About 2 % are fraud.
+
+    The branches of the bank differ. Their sizes are in proportion to 1, 1/2, 1/3, and so on. The
+    last branch has 12 times the fraud of the first: with five branches 0.6 % to 7.7 % of the
+    payments. Whether a payment is fraud is drawn with a chance that depends on x alone;
+    `fraud_chance` returns this chance. So no model can have a lower expected loss than
+    `fraud_chance`.
+
+    Args:
+        split: `train` or `test`: other payments, by the same rules.
+        samples: Payments to train with. The test has a fifth as many, at least 1.
+        branches: Branches of the bank.
+        seed: Another seed gives other payments.
+        arrays: Return `(x, y)` as NumPy arrays, all in memory.
+
+    Returns:
+        Pairs of x, float32 of shape (6 + branches,), and y, int64: 1 where the payment is fraud.
+        x has the amount, the distance from home and the pace of recent payments (each on a log
+        scale, with mean 0 and variance 1), 1 for a shop where the card is new, the sine and the
+        cosine of the hour, and the branch: 1 in its place, 0 in the places of the others.
+
+    Raises:
+        DataError: There is no such split, or a size is not a whole number of at least 1.
+    """
+    count, test = _count("samples", samples), _split(split) == "test"
+    made = Payments(
+        max(1, count // 5) if test else count,
+        _count("branches", branches),
+        seed,
+        first=count if test else 0,
+    )
+    if arrays or _takes_arrays():
+        return made.everything()
+    return _torch_sets().SyntheticSet(made)
+
+
+def fraud_chance(x: Any) -> NDArray[np.float64]:
+    """Return the true chance that each of these payments is fraud: no model can be better.
+
+    Args:
+        x: Payments of `payments`, shape (n, 6 + branches): an array, or a tensor on the CPU.
+
+    Returns:
+        Chances in 0..1, shape (n,).
+
+    Raises:
+        DataError: x does not have the shape of payments.
+    """
+    table = np.asarray(x)
+    if table.ndim != 2 or table.shape[1] <= FEATURES:
+        raise DataError(
+            "fraud_chance needs a table of payments.",
+            seen=f"shape {table.shape}",
+            allowed=f"shape (payments, {FEATURES} + branches), as wb.data.payments returns x",
+            next_step='x, y = wb.data.payments("test", arrays=True); wb.data.fraud_chance(x)',
+            code="WB-DATA-008",
+        )
+    return chance_of_fraud(table)
 
 
 def _takes_arrays() -> bool:

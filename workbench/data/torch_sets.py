@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, TensorDataset
 
-from . import Pair, Ratings, Synthetic, encode
+from . import encode
+
+if TYPE_CHECKING:
+    from .generated import Pair, Payments, Ratings, Synthetic, Tissue
 
 
 class ArraySet(TensorDataset):
@@ -45,7 +48,7 @@ class TextSet(ArraySet):
 class SyntheticSet(Dataset[Any]):
     """Samples that are computed when they are requested."""
 
-    def __init__(self, made: Synthetic | Ratings) -> None:
+    def __init__(self, made: Synthetic | Ratings | Tissue | Payments) -> None:
         self._made = made
 
     def __len__(self) -> int:

@@ -83,6 +83,7 @@ _PLAIN_ABLE = (
 _LEFT_OUT = {"precision", "compile", "callbacks"}
 _DATA = {
     "digits": "_digits", "corpus": "_corpus", "synthetic": "_synthetic", "ratings": "_ratings",
+    "tissue": "_tissue", "payments": "_payments",
 }  # fmt: skip
 _MEMBERS = {"fit", "prepare", "watch", "log", "RunStopped", "data"}
 
