@@ -1,13 +1,11 @@
 """Engines of one cluster: started, watched, called, signalled, stopped; over ipyparallel.
 
 A cluster has its own folder, its own cluster id and its own controller, so it never meets the
-user's other clusters. Local engines are forked from a warm parent where the system allows it;
-everything else is left to ipyparallel's own launchers, unchanged. Kept ones go to another kernel:
+user's other clusters. Local engines are forked from a warm parent where the system allows it.
+ipyparallel's own launchers do everything else. Kept engines go to another kernel:
 
     this kernel: keep ── about (into cluster.json) ── release, or its end
     the next:    take_over ── invite (control.json) ── expect, for calls under way
-
-`EngineInfo` is what the kernel knows of an engine.
 """
 
 from __future__ import annotations
@@ -95,10 +93,7 @@ class Engines:
         return ClusterServices(framework, self.launch, self._engine_left, self._helper_left, folder)
 
     def listen(self, listeners: Listeners) -> None:
-        """Use other callbacks from now on.
-
-        For engines that were prepared before their cluster existed.
-        """
+        """Use other callbacks from now on: these engines were prepared before their cluster."""
         self._listeners = listeners
 
     def prewarm(self) -> None:
@@ -535,10 +530,7 @@ class Engines:
         self._ground.parents.on_taken = callback
 
     def release(self, reason: str) -> None:
-        """Release all processes, which continue without this kernel.
-
-        Waiting calls get the reason.
-        """
+        """Release all processes, which continue without this kernel; waiting calls fail."""
         self._stopping = True
         for call in self._calls.all():
             call.finish(ClusterError(reason, code="WB-CLUSTER-010"))

@@ -4,16 +4,13 @@ Frames of libraries are left out, and their number is shown: a beginner looks fo
 and `--traceback full` shows the others. Code that TensorFlow generated from a user's function is
 shown as the line that the user wrote.
 
-Cells have the notebook's names, not those of the files with their source in this process, so that
-equal warnings and errors of several ranks are equal.
+Cells have the notebook's names, so that equal errors of several ranks are equal.
 
 IPython reads and colours the source of every frame, which takes a third of a second each time. When
 a cell is interrupted, all its workers do so at once while the user waits. So an interrupt is shown
 in Python's own form: the place where it arrived, in the cell's lines.
 
-If the error of a framework does not say what to do, advice is added.
-
-For code that a framework generated from the user's code, the user's line is known: TensorFlow's
+If the error of a framework does not say what to do, advice is added. For code that a framework generated from the user's code, the user's line is known: TensorFlow's
 AutoGraph writes each function that it traces into a file, and keeps a map of its lines.
 `engine/tensorflow/support.py` passes these maps on as they are made.
 """
