@@ -10,9 +10,10 @@ IPython reads and colours the source of every frame, which takes a third of a se
 a cell is interrupted, all its workers do so at once while the user waits. So an interrupt is shown
 in Python's own form: the place where it arrived, in the cell's lines.
 
-If the error of a framework does not say what to do, advice is added. For code that a framework generated from the user's code, the user's line is known: TensorFlow's
-AutoGraph writes each function that it traces into a file, and keeps a map of its lines.
-`engine/tensorflow/support.py` passes these maps on as they are made.
+If the error of a framework does not say what to do, advice is added.
+
+TensorFlow's AutoGraph writes each function that it traces into a file, and keeps a map of its lines
+to the user's lines. `engine/tensorflow/support.py` passes these maps on as they are made.
 """
 
 from __future__ import annotations
