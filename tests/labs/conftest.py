@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-BUDGET_S = 360
+BUDGET_S = 480
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
