@@ -70,7 +70,7 @@ PROBED: tuple[Probe, ...] = (
         "gpu.p2p": "copies between GPUs",
         "gpu.events": "resolution of GPU events",
     }, 1, "torch"),
-    Probe("drift", 25, {"gpu.drift": "GPU clock compared with the machine's"}, 1, "torch"),
+    Probe("drift", 25, {"gpu.drift": "GPU clock compared with the machine's clock"}, 1, "torch"),
     Probe("nccl", 25, {
         "gpu.nccl": "NCCL all-reduce of two ranks",
         "gpu.abort": "aborting an NCCL collective",

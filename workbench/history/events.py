@@ -168,7 +168,7 @@ class Story:
                 self.servers[int(event.server)] = event.to_wire()
 
     def rewind(self, step: int) -> None:
-        """Drop evaluations of `step` and later, and the end of the run before it continued."""
+        """Drop the evaluations from `step` on, and the recorded ends: the run continues."""
         self.rewinds.append(step)
         self.away = frozenset()  # all begin again
         self.moments = [

@@ -257,7 +257,7 @@ class FollowedJob(Run):
         self._order("step", steps=int(steps))
 
     def inject(self, *faults: str) -> None:
-        """Replace the run's faults while it trains; none clears them.
+        """Replace the run's faults while it trains; without arguments, remove all faults.
 
         Raises:
             PlanError: A fault is not valid, or names a worker that the run does not have.

@@ -40,7 +40,7 @@ class Check:
     """An answer under examination: ask for its parts, say what is right and what is not.
 
     Args:
-        number: The exercise's, for messages.
+        number: The number of the exercise, for messages.
         asked: The side to ask, or the notebook's names if the notebook is this process.
     """
 

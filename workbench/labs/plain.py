@@ -105,7 +105,7 @@ class _Packer:
         return _other(value)
 
     def _known(self, value: Any, depth: int) -> list[Any] | None:
-        """Return the value for JSON, alone in a list; None if there is none."""
+        """Return a list with only the JSON form of the value, or None if it has no such form."""
         if value is None or isinstance(value, bool):
             return [value]
         kind = type(value)

@@ -341,10 +341,10 @@ class Healed(Event):
     """The others continue without the workers that died; nothing was lost.
 
     Attributes:
-        ranks: Of those.
-        step: The first without them.
-        seconds: How long the others stood still, at most.
-        workers: How many continue.
+        ranks: The ranks of the workers that died.
+        step: The first step without these workers.
+        seconds: The longest time that another worker paused.
+        workers: The number of workers that continue.
     """
 
     name: ClassVar[str] = "healed"

@@ -445,9 +445,9 @@ def _check_on_failure(
     for name, value in entry.unhealed_with if on_failure == "heal" else ():
         if settings[name] == value:
             raise PlanError(
-                f"{entry.name} cannot continue without a restart when a worker dies and its "
-                f"servers keep to one order of pushes ({name}={value}): one server "
-                "may have counted a push that the other servers never receive.",
+                f"With {name}={value} all servers of {entry.name} apply the pushes in the same "
+                "order. So the run cannot continue without a restart when a worker dies: one "
+                "server may have counted a push that the other servers never receive.",
                 seen=f"--on-failure heal, {name}={value}",
                 allowed=f"heal without {name}={value}; stop, or replace with --checkpoint DIR",
                 next_step=f"leave out -o {name}={value}",

@@ -235,7 +235,8 @@ def _tensorflow_began() -> bool:
 def on_hangup(sock: socket.socket, end: Callable[[], None]) -> Iterator[None]:
     """Call `end` when the other side of `sock` has closed, even during a long import.
 
-    The kernel sends SIGIO when something happens on the socket; outside this block a loop reads.
+    The operating system sends SIGIO when something happens on the socket. Outside of this block,
+    a loop reads the socket.
     """
     import fcntl
 

@@ -424,7 +424,7 @@ class TensorFlowProfiler:
 
 
 def _events(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of an XSpace as those of a Chrome trace; times in microseconds."""
+    """Yield the events of an XSpace as events of a Chrome trace, times in microseconds."""
     space = _protocol().XSpace()
     space.ParseFromString(file.read_bytes())
     for pid, plane in enumerate(space.planes):

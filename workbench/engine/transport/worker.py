@@ -151,7 +151,7 @@ class Link:
         self.send(kind, meta)
 
     def expect(self) -> None:
-        """Wait for the effect of another worker; no message needs to be sent for it."""
+        """Wait for an answer that another worker's message causes; nothing is sent here."""
 
     def cut(self, server: int) -> None:
         """End a wait for this server, because it is gone; from any thread."""

@@ -19,7 +19,7 @@ Per step each worker sends the gradient's size and receives the parameters' size
 sparse gradients only rows, `servers/rows.py`). All of this passes through one host, which limits
 the speed of this strategy.
 
-Sync wait of worker r: how much later the last worker's gradient was ready than worker r's gradient.
+Sync wait of worker r: the time from when its gradient is ready until all gradients are ready.
 The
 server's work (sum, clip, step) and the way there and back count as transfer. Between hosts, whose
 clocks differ, the server measures the wait: how much later the last push arrived than worker r's.

@@ -142,7 +142,7 @@ class Markers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Undo the patches; marks in functions that were traced do nothing for now."""
+        """Undo the patches; marks in traced functions record nothing until the next run."""
         self._run.open = False
         for owner, name, before in reversed(self._undo):
             setattr(owner, name, before)

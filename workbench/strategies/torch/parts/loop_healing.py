@@ -203,7 +203,7 @@ class LoopHealing:
         return True
 
     def empty(self) -> None:
-        """Leave gradients that the user's lines can read, but that change nothing."""
+        """Replace the gradients by ones that the user's code can read, but that change nothing."""
         for model in (self._loop.model, *self._loop.others):
             for p in model.parameters():
                 if p.requires_grad:

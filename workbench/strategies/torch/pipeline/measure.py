@@ -183,7 +183,7 @@ def batchnorm_warning(
     return (
         f"BatchNorm ({', '.join(found)}) normalises over a microbatch of {microbatch} samples "
         f"instead of the batch of {batch}, and updates its running statistics {microbatches} "
-        "times per step: the result differs from one device's. GroupNorm and LayerNorm do not "
+        "times per step: the result differs from that of one device. GroupNorm and LayerNorm do not "
         "depend on the batch."
     )
 
@@ -205,7 +205,7 @@ class Form:
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
     def example(self) -> torch.Tensor:
-        """Return an example without memory; floating values carry gradients."""
+        """Return an example on the meta device, without memory; floats require gradients."""
         grad = self.dtype.is_floating_point
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=grad)
 
