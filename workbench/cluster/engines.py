@@ -95,10 +95,7 @@ class Engines:
         return ClusterServices(framework, self.launch, self._engine_left, self._helper_left, folder)
 
     def listen(self, listeners: Listeners) -> None:
-        """Use other callbacks from now on.
-
-        For engines that were prepared before their cluster existed.
-        """
+        """Use other callbacks from now on, for engines that existed before their cluster."""
         self._listeners = listeners
 
     def prewarm(self) -> None:
