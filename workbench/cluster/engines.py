@@ -570,9 +570,9 @@ class EngineInfo:
     """One engine as the kernel sees it.
 
     Attributes:
-        id: Permanent; in this cluster only its replacement gets the same id. place: The token of
-            its host (`cluster_env.host_token`). address: The address at which other hosts reach its
-            host; empty on this machine.
+        id: Permanent; in this cluster only its replacement gets the same id.
+        place: The token of its host (`cluster_env.host_token`).
+        address: The address at which other hosts reach its host; empty on this machine.
         state: idle, busy, dead.
         exit: How it ended; None while it lives.
         frameworks: The frameworks that it has imported.

@@ -99,7 +99,8 @@ class Message:
     """One message.
 
     Attributes:
-        kind: Its name in the message. word: Distinguishes several messages of one kind.
+        kind: Its name in the message.
+        word: Distinguishes several messages of one kind.
     """
 
     kind: ClassVar[str] = ""
@@ -244,8 +245,9 @@ class Stopped(OfEngine):
     """A cell waits for its user.
 
     Attributes:
-        number: The question's number on this engine. where: The place in the cell. text: The text
-            that the user sees first.
+        number: The question's number on this engine.
+        where: The place in the cell.
+        text: The text that the user sees first.
         patience_s: How long the other ranks wait for this one in a collective.
         since: When it stopped (seconds since 1970).
     """
@@ -285,8 +287,9 @@ class Served(OfEngine):
     """The result of `Serve`.
 
     Attributes:
-        port: The port on which debugpy listens; None: it does not listen. before: Whether it
-            listened already. missing, taken: Why it does not listen.
+        port: The port on which debugpy listens; None: it does not listen.
+        before: Whether it listened already.
+        missing, taken: Why it does not listen.
     """
 
     kind: ClassVar[str] = "debugger"
@@ -303,8 +306,8 @@ class Whereabouts:
 
     Attributes:
         at: The innermost line of the user's code: `train.py:41 in load_batch`, `cell line 7`.
-        inside: The library function that runs there. waits_in: The collective or other function in
-            which it waits.
+        inside: The library function that runs there.
+        waits_in: The collective or other function in which it waits.
     """
 
     state: Literal["idle", "busy", "waits", "held", "paused"]
@@ -548,11 +551,13 @@ class CellOutcome:
     """The result of a cell on one engine; if the engine died, as the kernel found it.
 
     Attributes:
-        ename, evalue: The class of an error, and its message. traceback: The traceback of an error
-            outside the cell. advice: The next step for the user. felt: The other engine's death as
-            Workbench's links saw it, if that was the error.
+        ename, evalue: The class of an error, and its message.
+        traceback: The traceback of an error outside the cell.
+        advice: The next step for the user.
+        felt: The other engine's death as Workbench's links saw it, if that was the error.
         replace: The engine's framework cannot be used any more.
-        trained: The number of steps. loop: The report about a user's own loop.
+        trained: The number of steps.
+        loop: The report about a user's own loop.
         options_read: Whether the cell read `wb.options`.
         unread: Names of `--set` that the cell did not read.
         initial_read: Whether a model took the initial weights.
@@ -565,8 +570,9 @@ class CellOutcome:
         how: How a dead engine ended.
         log: The last lines of its log.
         recoverable: Whether it died by itself, so that a run may continue without it.
-        restarted: Whether it was restarted, so that it exists again. with_all: Whether it ended
-            with all others. ended: How Workbench ended it, in words; empty: it did not.
+        restarted: Whether it was restarted, so that it exists again.
+        with_all: Whether it ended with all others.
+        ended: How Workbench ended it, in words; empty: it did not.
         failed_of: The error that it had shown before.
     """
 
