@@ -289,8 +289,7 @@ class Engines:
     def give_up(self, engine: int) -> None:
         """Complete the calls of an engine that was killed, if no process reports its end.
 
-        Normally its warm parent reports it, but it can be halted; the hub's heartbeats are slow, or
-        halted too.
+        Its warm parent can be halted, and the hub's heartbeats are slow or halted too.
         """
         info = self.engines.get(engine)
         if info is None or info.state == "dead" or self.launch.launcher != LOCAL:
@@ -532,10 +531,7 @@ class Engines:
         self._ground.parents.on_taken = callback
 
     def release(self, reason: str) -> None:
-        """Release all processes, which continue without this kernel.
-
-        Waiting calls get the reason.
-        """
+        """Release all processes, which continue alone; waiting calls get the reason."""
         self._stopping = True
         for call in self._calls.all():
             call.finish(ClusterError(reason, code="WB-CLUSTER-010"))
@@ -572,7 +568,7 @@ class EngineInfo:
     Attributes:
         id: Permanent; in this cluster only its replacement gets the same id.
         place: The token of its host (`cluster_env.host_token`).
-        address: The address at which other hosts reach its host; empty on this machine.
+        address: At which other hosts reach its host; empty on this machine.
         state: idle, busy, dead.
         exit: How it ended; None while it lives.
         frameworks: The frameworks that it has imported.

@@ -38,8 +38,7 @@ def fields_of(kind: Any, data: object, *, strict: bool = True) -> dict[str, Any]
 
     Args:
         kind: The dataclass.
-        strict: Whether fields that the class does not have are refused; otherwise they are left
-            out.
+        strict: Whether fields that the class does not have are refused; otherwise left out.
 
     Raises:
         BadMessageError: A field is unknown, missing, or of another type than is declared.
@@ -143,17 +142,13 @@ class OfRun(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class ToUser(Message):
-    """A message from the kernel to a cell that waits for its user.
-
-    `number` is the question's number.
-    """
+    """To a cell that waits for its user; `number` is the question's number."""
 
     kind: ClassVar[str] = "debugger"
     number: int
 
 
-# -- up: messages from engines
-# ----------------------------------------------------------------------
+# -- up: messages from engines -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -409,10 +404,7 @@ class Inject(OfRun):
 
 
 SERVER_GONE, WORKERS_DONE = "server gone", "workers done"
-"""Topics of the kernel: a server has died (by its number) and others continue.
-
-No worker will come.
-"""
+"""Topics of the kernel: a server has died (by its number), others continue; no worker comes."""
 
 
 @dataclass(frozen=True, kw_only=True)

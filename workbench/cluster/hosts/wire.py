@@ -106,8 +106,7 @@ class HostFacts:
     cpus: Any = ()
 
 
-# -- up: messages from agents
-# -----------------------------------------------------------------------
+# -- up: messages from agents --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
