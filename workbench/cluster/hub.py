@@ -61,8 +61,8 @@ class Controller:
         ports: First and last port that may be listened on; None: any.
         options: For ipyparallel's launcher: `profile`, whose settings are read, and settings as
             `PBSLauncher.queue`.
-        on_left: Called when the controller's process ended. on_unlisted: Called with an engine that
-            is no longer registered.
+        on_left: Called when the controller's process ended.
+        on_unlisted: Called with an engine that is no longer registered.
 
     Attributes:
         cluster: ipyparallel's cluster; None until `start` or `reconnect`.

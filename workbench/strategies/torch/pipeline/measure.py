@@ -28,8 +28,8 @@ class Layer:
 
     Attributes:
         name: Its path in the model: `0`, `features.3`, `fc1`.
-        training: The module that takes the previous layer's values. evaluating: The same for
-            evaluation; it is another module only if tracing fixed the mode.
+        training: The module that takes the previous layer's values.
+        evaluating: The same for evaluation; it is another module only if tracing fixed the mode.
         names: Full names of its parameters and buffers.
     """
 
