@@ -183,7 +183,7 @@ def batchnorm_warning(
     return (
         f"BatchNorm ({', '.join(found)}) normalises over a microbatch of {microbatch} samples "
         f"instead of the batch of {batch}, and updates its running statistics {microbatches} "
-        "times per step: the result differs from that of one device. GroupNorm and LayerNorm do not "
+        "times per step: the result is not that of one device. GroupNorm and LayerNorm do not "
         "depend on the batch."
     )
 
