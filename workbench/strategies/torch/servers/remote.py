@@ -174,8 +174,8 @@ class Remote:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._known:
                     raise FitError(
-                        "A trained parameter was frozen or missing in the optimizer when the "
-                        "servers received the others; only this worker's copy would change.",
+                        "A parameter is trained that the servers do not have: it was frozen or not "
+                        "in the optimizer, when they received the model.",
                         seen=f"a parameter of shape {tuple(parameter.shape)}",
                         allowed="requires_grad and param_groups as they were; freezing is possible",
                         next_step="call wb.prepare with all layers unfrozen and freeze some "
