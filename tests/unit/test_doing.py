@@ -21,7 +21,7 @@ MEMBERS = {0: Member.of_ranks(0), 1: Member.of_ranks(1), 2: Member.helper("serve
         (
             "running",
             {},
-            ["training as rank 0", "training as rank 1", "at work as server s0", "idle"],
+            ["training as rank 0", "training as rank 1", "working as server s0", "idle"],
         ),
         ("running", {0: WAITS}, ["waiting in all_reduce", "training as rank 1", None, "idle"]),
         ("running", {1: PAUSED}, ["training as rank 0", "paused at a debugger", None, "idle"]),
@@ -50,5 +50,5 @@ def test_dead_and_starting_engines_say_so() -> None:
 def test_who_serves_is_told_by_the_part_it_takes_and_not_by_its_name() -> None:
     members = {0: Member.helper("rank and file"), 1: Member.of_ranks(0, 3)}
     scene = Scene(members, "running", {})
-    assert doing(0, "busy", "", scene, starting=False) == ("serving", "at work as rank and file")
+    assert doing(0, "busy", "", scene, starting=False) == ("serving", "working as rank and file")
     assert doing(1, "busy", "", scene, starting=False) == ("training", "training as replicas 0-3")
