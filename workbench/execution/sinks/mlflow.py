@@ -166,7 +166,7 @@ def _experiment(client: MlflowClient, uri: str) -> str:
     found = client.get_experiment_by_name(name)
     if found is None:
         place = None
-        if uri.startswith("sqlite"):  # otherwise the pictures would be written to the notebook's folder
+        if uri.startswith("sqlite"):  # otherwise pictures go to the notebook's folder
             place = Path(urlsplit(uri).path[1:]).parent.joinpath("mlruns", name).as_uri()
         try:
             return str(client.create_experiment(name, artifact_location=place))

@@ -117,7 +117,7 @@ class Departures:
             if run.over.wait(LOOK_S):
                 return
         if healer is not None and run.task is not None:
-            with contextlib.suppress(RunError):  # the run is over, or the run needed the engine again
+            with contextlib.suppress(RunError):  # the run is over, or needed the engine again
                 healer.admit([engine])
 
     def _has_left(self, engine: int) -> bool:

@@ -71,7 +71,7 @@ class Healer:
         self._reached = 0  # the first step of the present members
         self._keeper = self.members[0]  # whose weights are the run's
         self._ended: set[int] = set()  # their cells are over
-        self._coming: dict[int, CellOutcome] = {}  # run the cell in place of an engine with this outcome
+        self._coming: dict[int, CellOutcome] = {}  # run the cell in its place
         self._tries: dict[int, int] = {}
         self._change, self._copies = Change(), Copies(launch)
         self._halted: dict[int, float] = {}  # ended because they were halted; the seconds
@@ -197,7 +197,7 @@ class Healer:
                     self._regrouped(engine, event)
                 case Standing(phase="cut" | "ready") if engine in self.members:
                     if event.generation == self.generation:
-                        self._later(CUT_S, self._meet_again)  # unless the members have changed by then
+                        self._later(CUT_S, self._meet_again)  # unless changed by then
                         self._look_for_dead()
                 case Standing(phase="ready") if engine in self._coming:
                     self._let_in(engine)
@@ -261,7 +261,7 @@ class Healer:
         left = self._have_all - {*gone}
         if self._goes_on and gone and left and self._copies.suffice(left, self._past):
             for engine in gone:
-                if engine in self._change.fresh:  # its end is reported as that of an engine that did not join
+                if engine in self._change.fresh:  # the end of an engine that did not join
                     self._turn_back(engine)
                 else:
                     self._do_without(engine, "")
@@ -482,7 +482,7 @@ class Healer:
             return
         prefix = pool.new_prefix(f"run-{run.number}-regrouped")
         self._launch.meets(prefix)
-        run.history.hold()  # a joining engine may send its rows last; a lost one had done a step alone
+        run.history.hold()  # a joining engine may send its rows last
         message = announcement(
             self._launch, self.generation, self.members, sorted(self._past), self._change, prefix
         )

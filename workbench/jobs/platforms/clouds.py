@@ -109,7 +109,7 @@ class Ray:
 
 
 def _lost(platform: str, said: Said, *, gone: bool = False) -> JobState:
-    """Return that the platform does not know the job, or raise ClusterError if the client failed."""
+    """Return that the platform does not know the job; ClusterError if the client failed."""
     if gone:
         return JobState("unknown", said.words.splitlines()[-1], gone=True)
     raise ClusterError(

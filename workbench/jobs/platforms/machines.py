@@ -139,7 +139,7 @@ class Local:
                 count,
                 "train.py",
             ]
-        return [sys.executable, "-m", "workbench", "run", str(folder)]  # this command sets each TF_CONFIG
+        return [sys.executable, "-m", "workbench", "run", str(folder)]  # it sets each TF_CONFIG
 
     def state(self, ticket: Ticket) -> JobState:
         """Look for the job's process, then for the files that it left."""
@@ -192,7 +192,7 @@ class Local:
                 if one.pid != keeper.pid:
                     with contextlib.suppress(psutil.Error):
                         one.kill()
-            if psutil.wait_procs([keeper], timeout=2.0)[1]:  # otherwise the keeper notes the end itself
+            if psutil.wait_procs([keeper], timeout=2.0)[1]:  # else the keeper notes the end itself
                 keeper.kill()
 
     def place(self, ticket: Ticket) -> str:
@@ -345,7 +345,7 @@ class Slurm:
         return JobState(state, words, _slurm_time(began), stepped=stepped)
 
     def _forgotten(self, ticket: Ticket) -> JobState:
-        """Return the state in the run's folder: without accounts Slurm forgets it within minutes."""
+        """Return the state in the run's folder: without accounts Slurm forgets jobs in minutes."""
         words = f"Slurm knows no job {ticket.id} any more"
         run = own_run(ticket)
         meta = parsed(read_end(run / "run.json")) if run is not None else None
