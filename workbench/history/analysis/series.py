@@ -100,7 +100,7 @@ class Feed:
         self._backlog: Rows = np.empty(0, STORED)  # chosen, for later turns
         self._tail: Rows = np.empty(0, STORED)  # the latest step, where it was left out
         self._logged_count: Counter[str] = Counter()
-        self._pending: dict[int, list[Rows]] = {}  # asynchronous: steps that some worker has not done
+        self._pending: dict[int, list[Rows]] = {}  # asynchronous: not done by all workers
 
     def fresh(self, *, over: bool = False) -> Batch:
         """Return what is new since the last call.

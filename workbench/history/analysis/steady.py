@@ -138,7 +138,7 @@ def interval(samples: Sequence[Floats], step_s: Sequence[Floats]) -> tuple[float
         rates += _blocks(drawn, block)[starts].sum(1) / _blocks(spent, block)[starts].sum(1)
     mean = float(sum(s.sum() / t.sum() for s, t in zip(samples, step_s, strict=True)))
     low, high = (float(end) for end in np.quantile(rates, (0.025, 0.975)))
-    # Few blocks vary too little. The correction is that of Student's t to the normal distribution.
+    # Intervals from few blocks are too narrow: widen them, as Student's t is wider than the normal.
     wide = _student(max(count / block - 1, 1.0)) / _Z
     return max(mean - wide * (mean - low), 0.0), mean + wide * (high - mean)
 
@@ -246,7 +246,7 @@ def _lanes(
 
 
 def _blocks(values: Floats, size: int) -> Floats:
-    """Return the sum of the block that begins at each value; blocks at the end wrap to the start."""
+    """Return the sum of the block that begins at each value; late blocks wrap to the start."""
     sums = np.concatenate([[0.0], np.concatenate([values, values[: size - 1]]).cumsum()])
     return np.asarray(sums[size:] - sums[:-size])
 
