@@ -177,7 +177,7 @@ def late(axes: Axes, comparison: Comparison) -> None:
 
 
 def outcome(title: str, pick: Callable[[ComparisonRow], Spread]) -> Draw:
-    """Return a function that draws a final loss or metric: seeds are dots, mean and spread a bar."""
+    """Return a function that draws a loss or metric: seeds are dots, mean and spread a bar."""
 
     def draw(axes: Axes, comparison: Comparison) -> None:
         frame(axes, title)
@@ -246,7 +246,7 @@ def _bars(
     has = np.flatnonzero(high > low)
     if len(has):
         errors = np.maximum([known[has] - low[has], high[has] - known[has]], 0.0)
-        for ink, wide in ((PAPER["light"], 3.0), (INK["light"], 1.2)):  # visible on bars and on any page
+        for ink, wide in ((PAPER["light"], 3.0), (INK["light"], 1.2)):  # visible on any background
             axes.errorbar(known[has], has, xerr=errors, fmt="none", ecolor=ink, capsize=3,
                           zorder=5, lw=wide, capthick=wide)  # fmt: skip
     tracks = np.maximum(high, [least if math.isfinite(value) else 0.0 for value in values])

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _WIDTH_IN, _DPI = 9.0, 110
 _CHART_IN, _ROW_IN, _PAD_IN, _SMALL_IN = 2.1, 0.27, 0.75, 1.35
-_PLOT_IN, _STRIP, _LABEL_PT = 3.85, 0.13, 7.5  # a curve's width; the height above it for words at marks
+_PLOT_IN, _STRIP, _LABEL_PT = 3.85, 0.13, 7.5  # a curve's width; height of marks' words
 _EDGE_IN = 0.09  # left and right of the headline
 _NAME_LETTERS = 48
 _VISIBLE_STEPS = 12
@@ -152,7 +152,7 @@ class _Head:
     facts: list[str]
     blame: list[str]
 
-    _TITLE_IN, _LINE_IN, _GAP_IN = 0.2, 0.165, 0.07  # heights: of the title, of other lines, between parts
+    _TITLE_IN, _LINE_IN, _GAP_IN = 0.2, 0.165, 0.07  # of the title, other lines, gaps
 
     @property
     def height_in(self) -> float:

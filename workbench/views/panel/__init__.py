@@ -58,7 +58,7 @@ class PanelWidget(anywidget.AnyWidget):
         self, on_do: OnDo, on_hello: Callable[[], None], on_bye: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(palette=palette())
-        self.me = self.model_id or ""  # with it the browser asks whether the kernel knows this widget
+        self.me = self.model_id or ""  # for the browser's question whether it exists
         self._on_do, self._on_hello, self._on_bye = on_do, on_hello, on_bye
         self._lock = threading.Lock()
         self._sent: dict[str, Any] = {}
