@@ -123,7 +123,7 @@ class ChainedLink(Link):
         """See `Link`; a copy must be asked."""
         self._begins += 1
         nth = self._begins
-        # A server that has taken over does not know which worker has which data: it only answers.
+        # A server that has taken over does not know which worker has which data: workers must ask.
         self._ask(lambda link: link.send("await", {"nth": nth}), sends=self._copy is None)
 
     def _ask(self, ask: Ask, *, sends: bool = True) -> None:

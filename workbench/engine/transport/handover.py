@@ -37,8 +37,8 @@ def called_off() -> LinkError:
 class Donor:
     """The place where receivers connect; they may connect before the state is packed.
 
+    Args:
         host, ports: The same as for `Listeners`.
-        key: The same for all workers of the run.
         key: The same for all workers of the run.
         where: The name under which receivers look for it, if there are several donors.
     """
