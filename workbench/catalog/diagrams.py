@@ -82,7 +82,7 @@ def scatter_ring(members: Ids, kind: Kind, unit: str, title: str, text: str) -> 
 
 def ring(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
     """Return a ring all-reduce: each member sends 2 (N-1)/N of the tensor."""
-    add = "In each round, every worker adds the chunk that arrives and sends a chunk. At the end each "
+    add = "In each round, every worker adds the arriving chunk and sends one chunk. Then each "
     return (
         *scatter_ring(members, kind, unit, "Reduce-scatter", f"{add}holds one chunk of the sum."),
         *scatter_ring(

@@ -206,7 +206,7 @@ TORCH: tuple[Strategy, ...] = (
             Option(
                 "reshard", "bool", True,
                 help="free gathered layers between forward and backward, as ZeRO-3 does; false: "
-                "keep them until backward has used them (not ZeRO-2: they are parts between steps)",
+                "keep them until the backward pass has used them",
             ),
             Option(
                 "gather", "choice", "all", choices=("all", "first"),

@@ -51,7 +51,7 @@ class Parcel:
         kind: Its class.
         remade: Whether that class was defined again since the value was made.
         parts: An expression for its content: `x.state_dict()`, `vars(x)`; empty if there is none.
-            fault: Why it could not be packed; empty if it was packed.
+        fault: Why it could not be packed; empty if it was packed.
     """
 
     name: str
@@ -67,8 +67,9 @@ class Unread:
     """A value that stays on its engine, because it cannot be read here.
 
     Attributes:
-        parcel: The known facts about it. module, lacks: The name that this process does not have;
-            empty if there is another cause. fault: The error of packing or reading.
+        parcel: The known facts about it.
+        module, lacks: The name that this process does not have; empty if there is another cause.
+        fault: The error of packing or reading.
     """
 
     parcel: Parcel
@@ -244,8 +245,8 @@ def submit(
     Args:
         on_output: `on_output(engine, message_type, content)` for each output, in order, on the
             client's thread.
-        on_frames: Called with telemetry frames that came over ipyparallel. for_values: Whether it
-            returns the user's values, by name, for `read_values`.
+        on_frames: Called with telemetry frames that came over ipyparallel.
+        for_values: Whether it returns the user's values, by name, for `read_values`.
     """
     call = Call(engine)
 

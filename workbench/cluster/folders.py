@@ -261,8 +261,8 @@ class Found:
     """A cluster of this user on this machine.
 
     Attributes:
-        about: The content of `cluster.json`, with `task.jsonl` as `task`. doing: The activity of
-            each living engine.
+        about: The content of `cluster.json`, with `task.jsonl` as `task`.
+        doing: The activity of each living engine.
     """
 
     folder: Path

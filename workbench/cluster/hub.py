@@ -59,10 +59,10 @@ class Controller:
         interface: Where the controller listens; empty: on this machine only.
         secret: Whether messages are encrypted (CURVE), as is required between hosts.
         ports: First and last port that may be listened on; None: any.
-        options: For ipyparallel's launcher: `profile`, whose settings are read, and settings as
-            `PBSLauncher.queue`.
-        on_left: Called when the controller's process ended. on_unlisted: Called with an engine that
-            is no longer registered.
+        options: For ipyparallel's launcher: `profile` (its settings are read), and single
+            settings, such as `PBSLauncher.queue`.
+        on_left: Called when the controller's process ended.
+        on_unlisted: Called with an engine that is no longer registered.
 
     Attributes:
         cluster: ipyparallel's cluster; None until `start` or `reconnect`.

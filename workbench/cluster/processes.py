@@ -56,8 +56,8 @@ class Exit:
     """How a process ended: an exit code, or the number of the signal that killed it.
 
     Attributes:
-        held_bytes: The most memory it ever had; 0 if not known. parent: The process with which it
-            ended, in words; empty if it ended alone.
+        held_bytes: The most memory it ever had; 0 if not known.
+        parent: The process with which it ended, in words; empty if it ended alone.
     """
 
     pid: int
@@ -229,11 +229,12 @@ class Ending:
     """How a process ended; as text `killed by SIGKILL (perhaps out of memory: it held 3.1 GB)`.
 
     Attributes:
-        signal: Name of the signal that killed it; empty if none did. code: Its exit code; None if
-            it has none or it is not known. what: How it ended in other cases: `its heartbeat
-            stopped`. hint: The likely cause, if known. since: The other process whose end caused
-            this one. with_all: Whether all engines ended with it, so that one engine cannot be
-            replaced alone.
+        signal: Name of the signal that killed it; empty if none did.
+        code: Its exit code; None if it has none or it is not known.
+        what: How it ended in other cases: `its heartbeat stopped`.
+        hint: The likely cause, if known.
+        since: The other process whose end caused this one.
+        with_all: Whether all engines ended with it, so that one engine cannot be replaced alone.
     """
 
     signal: str = ""

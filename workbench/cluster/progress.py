@@ -123,8 +123,8 @@ def queued(state: str, reason: str = "", position: int = 0, waited_s: float = 0.
     """Return the stage in which a job waits for its turn.
 
     Args:
-        state, reason: As the scheduler says them: `PENDING`, `Resources`.
-        position: Which one it is among those that wait; 0: not known.
+        state, reason: The job's state and its reason, in the scheduler's words.
+        position: The place of the job among the waiting jobs; 0: not known.
     """
     parts = [state.lower() or "waiting", f"({reason})" if reason else ""]
     place = f", number {position} in line" if position else ""

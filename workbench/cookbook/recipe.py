@@ -337,7 +337,7 @@ class Use:
 
     Attributes:
         way: How it trains; None if the source does not show it (a magic, a library's trainer).
-            features: The arguments in `FIT_FEATURES` that it passes to `wb.fit` for certain.
+        features: The arguments in `FIT_FEATURES` that it passes to `wb.fit` for certain.
     """
 
     way: Way | None = None

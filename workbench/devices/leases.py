@@ -172,8 +172,8 @@ class Choice:
     """The GPUs of a cluster, in the order in which its engines see them.
 
     Attributes:
-        cpu: Whether this number of workers computes on the CPU all the same. why: The reason, for
-            the user.
+        cpu: Whether this number of workers computes on the CPU all the same.
+        why: The reason, for the user.
     """
 
     gpus: tuple[Device, ...] = ()
@@ -198,9 +198,9 @@ def choose(
 
     Args:
         devices: What `parse_devices` takes.
-        taken: GPUs that other notebooks hold; `auto` does not take them. first: GPUs that the
-            cluster has already; they stay first. own: This cluster's processes, which do not count
-            as other users.
+        taken: GPUs that other notebooks hold; `auto` does not take them.
+        first: GPUs that the cluster has already; they stay first.
+        own: This cluster's processes, which do not count as other users.
 
     Raises:
         PlanError: A GPU is named that does not exist, or twice.
@@ -365,10 +365,12 @@ class DevicePool:
     this cluster chooses again. After the first use the choice stays, because variables are there.
 
     Args:
-        asked: What `parse_devices` takes. framework: Devices that it cannot use here do not count.
-            notebook: The notebook of this cluster, as other users see it. find: Returns the
-            devices; replaced in tests. reserves: Whether GPUs are reserved against other notebooks
-            of this machine. Notebooks on other machines are not considered.
+        asked: What `parse_devices` takes.
+        framework: Devices that it cannot use here do not count.
+        notebook: The notebook of this cluster, as other users see it.
+        find: Returns the devices; replaced in tests.
+        reserves: Whether GPUs are reserved against other notebooks of this machine. Notebooks on
+            other machines are not considered.
 
     Attributes:
         held: Whether they are reserved for this cluster now.
@@ -449,7 +451,7 @@ class DevicePool:
 
         Raises:
             ClusterError: Other notebooks have taken the GPUs that this cluster's engines must use.
-                PlanError: A GPU would be shared that cannot be shared.
+            PlanError: A GPU would be shared that cannot be shared.
         """
         bound = any(engines.get(engine) == pid for engine, pid in self._told.items())
         own = tuple(engines.values())

@@ -37,8 +37,8 @@ class Kind:
         name: The kind of a found device (`discovery.Device.kind`).
         device: Torch's device type: `cuda`, `xpu`, `mps`.
         mask: Environment variable that lists the devices a process sees; empty: there is none.
-        also: Other variables that are set too, with their values. clears: Variables that would mask
-            again, by numbers within the first mask.
+        also: Other variables that are set too, with their values.
+        clears: Variables that would mask again, by numbers within the first mask.
         collectives: Backend of torch.distributed for its tensors; empty: gloo, through the host.
     """
 
@@ -114,8 +114,8 @@ def fits(
     its end. A process does not have to see the GPUs of other workers to communicate with them.
 
     Args:
-        kind, gpus, environment: As in `apply`. uses: It computes on this many of the first GPUs
-            (`RunSpec.gpus_used`); by default all.
+        kind, gpus, environment: As in `apply`.
+        uses: It computes on this many of the first GPUs (`RunSpec.gpus_used`); by default all.
     """
     if not gpus or not KINDS[kind].mask:
         return True
@@ -138,8 +138,8 @@ def show(kind: str, gpus: Sequence[str], uses: int, *, counted: bool = False) ->
     """Make a run's devices visible to this engine, in order; call it before they are used.
 
     Args:
-        kind, gpus: As in `apply`; without GPUs nothing is changed. uses: The run computes on this
-            many of the first GPUs (`RunSpec.gpus_used`).
+        kind, gpus: As in `apply`; without GPUs nothing is changed.
+        uses: The run computes on this many of the first GPUs (`RunSpec.gpus_used`).
         counted: Whether the framework knows that its devices are initialised.
 
     Raises:

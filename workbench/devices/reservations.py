@@ -38,7 +38,8 @@ class Holder:
 
     Attributes:
         user: As the system names the owner of the file.
-        pid, notebook: As the holder wrote them. path: The path of the file.
+        pid, notebook: As the holder wrote them.
+        path: The path of the file.
     """
 
     user: str

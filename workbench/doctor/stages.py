@@ -25,7 +25,7 @@ STEP_S = 20.0
 
 
 ON_ONE = "2 on one GPU"
-"""Title of the place where two workers share a GPU; there, gloo sends all messages."""
+"""Title of the `Place` in which two workers share a GPU. There gloo sends all messages."""
 
 
 class Place(NamedTuple):

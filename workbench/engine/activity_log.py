@@ -36,8 +36,8 @@ class Diary:
     """One engine's activity log.
 
     Args:
-        folder: The cluster's folder. outputs: Whether to record the output; only a kept cluster
-            needs it.
+        folder: The cluster's folder.
+        outputs: Whether to record the output; only a kept cluster needs it.
     """
 
     def __init__(self, folder: Path, engine: int, *, outputs: bool) -> None:

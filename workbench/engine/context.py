@@ -109,14 +109,15 @@ class RunContext:
         settle: Waits until the device has finished its work, at the end of a phase.
         fetch_s: The time to fetch the current batch, for timers that read clocks later.
         links: To each server of the run, if the strategy has servers.
-        dialled: The connections of these links, as soon as each exists. connect: Makes the links
-            again, for a rank and a generation of the workers. hub: On a server: its links to the
-            workers. copy_hub: On a server with a copy of another server's part: the links for the
-            copy. successor: On a server whose part has a copy: its link to the copy.
-        remote_devices: The shown devices of the workers to which this engine gives steps. board:
-            The values that the engines of the run have posted to each other, through the kernel.
-            membership: The present workers, if the set of workers can change during training.
-            departure: Handles the order to end this process.
+        dialled: The connections of these links, as soon as each exists.
+        connect: Makes the links again, for a rank and a generation of the workers.
+        hub: On a server: its links to the workers.
+        copy_hub: On a server with a copy of another server's part: the links for the copy.
+        successor: On a server whose part has a copy: its link to the copy.
+        remote_devices: The shown devices of the workers to which this engine gives steps.
+        board: The values that the engines of the run have posted to each other, through the kernel.
+        membership: The present workers, if the set of workers can change during training.
+        departure: Handles the order to end this process.
         checkpoints: Writes and reads this cell's checkpoints; made when first needed.
         train_s, eval_s: Wall time of training without evaluation and pauses; of evaluation.
         weights: Called at the end of the run for the final weights; None if nothing was trained.

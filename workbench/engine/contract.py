@@ -64,9 +64,9 @@ class Share:
     """This worker's part of one global batch.
 
     Attributes:
-        data: The worker's samples, already collated (framework tensors on the CPU), ready for
-            the model; never empty: a worker without a sample holds one sample, with `samples` 0.
-            samples: How many of these samples count.
+        data: The worker's samples, already collated (framework tensors on the CPU), ready for the
+            model; never empty: a worker without a sample holds one sample, with `samples` 0.
+        samples: How many of these samples count.
         global_samples: Samples of the whole batch over all workers (smaller at the end of an
             epoch). Gradients are weighted by `samples / global_samples`.
     """
@@ -119,9 +119,9 @@ class Strategy(ABC):
         injects_data_delay: Whether it handles the delays that are injected into `data` itself.
         state_is_collective: Whether `state` is a collective call.
         regroups: Whether its workers can continue with others (`leave_group`, `enter_group`).
-        split: Whether several workers hold a replica together, each a part of it (`part`). copies:
-            Whether all replicas are equal between steps, so that any replica represents all. met:
-            If they are not copies: the number of completed meetings after which all workers agree.
+        split: Whether several workers hold a replica together, each a part of it (`part`).
+        copies: Whether all replicas are equal between steps, so that any replica represents all.
+        met: If they are not copies: the number of completed meetings after which all workers agree.
         owns_loop: Whether it takes all steps of a `wb.fit` itself (`run_loop`), because one engine
             gives its workers the steps, each at its own speed.
     """

@@ -39,7 +39,7 @@ class Runs(Mapping[str, Run]):
 
     If a name is used again, the older run becomes `name@1`.
 
-    A thread can read while another thread adds a run; the reader then sees the runs without the new one.
+    A thread can read while another thread adds a run; the reader then does not see the new run.
     """
 
     def __init__(self) -> None:

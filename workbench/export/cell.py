@@ -44,7 +44,7 @@ class Cell:
     """A cell that was checked to be Python.
 
     Attributes:
-        text: Its lines, `from __future__` imports made comments.
+        text: The lines of the cell; `from __future__` imports are replaced by comments.
         future: Those imports, for the top of the file.
         tree: Its syntax.
     """

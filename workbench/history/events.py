@@ -1,7 +1,7 @@
 """The events of a run: its start, evaluations, notes, its end.
 
 When a run continues from an earlier step, the later steps are dropped and then repeated. The rows
-on disk are complete and not decimated. So the history is built again from them, and every total
+on disk are complete and none are left out. So the history is built again from them, and every total
 stays exact: each step counts once, with its last repetition. Events of the dropped steps
 (evaluations, logged values) are dropped too. If the rows are on another host, the history keeps its
 rows, and the rows of repeated steps are left out.

@@ -5,9 +5,9 @@ and the steps would be a few pixels wide.
 
 One rule decides whether a worker is slow, in all views. Workers are never equally fast in every
 step, so in each step some worker waits for another. The rule names a worker only if it costs the
-others time repeatedly. The steps are divided into `BLOCKS` stretches. In each stretch, the worker
-that the others waited longest for leads the next worker by some seconds per step. To be named, a
-worker must
+others time repeatedly. The steps are divided into `BLOCKS` stretches. In each stretch
+the two workers that caused the longest waits are compared. The lead of the first one is the
+difference of these waits in seconds per step. To be named, a worker must
 
 - lead by more than 2 ms and a tenth of the step in half of the stretches (of fewer than `FEW` steps
   by more than 5 ms and a quarter),

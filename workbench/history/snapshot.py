@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Curve:
-    """A decimated curve that keeps minima and maxima.
+    """A curve with fewer points, which keeps minima and maxima.
 
     Attributes:
         step: (points,) first step of each bucket.

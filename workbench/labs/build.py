@@ -355,8 +355,8 @@ def _in_order(text: str) -> Iterator[Piece | list[str]]:
             raise PlanError(
                 "A block of a lab is not valid.",
                 seen=f"```python{block[1]}",
-                allowed="unseen or lesson; or exercise, solution, right, wrong or check with the "
-                "exercise's number, beginning with the exercise",
+                allowed="unseen or lesson without a number; or exercise, solution, right, wrong or "
+                "check with the exercise's number. The exercise block comes first",
                 code="WB-PLAN-053",
             )
     if prose := text[at:].strip():

@@ -404,7 +404,7 @@ def resume(
         checkpoint_every: Steps between checkpoints; by default as before.
         on_failure: As `--on-failure`; by default as before.
         name: Name of the run in `wb.runs`; by default as before.
-        args: Arguments of a function that had arguments.
+        args: The function's arguments, if the run began with a function that has arguments.
         cluster: By default the notebook's, or the only one.
         overrides: `epochs`, `steps`: how far to train; `seed` and `batch_size` must stay.
 

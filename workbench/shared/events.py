@@ -69,8 +69,9 @@ class Event:
     """Something that happened once.
 
     Attributes:
-        name: Its name in messages and on disk. of_kernel: Whether the kernel adds it to a run's
-            history; engines must not send such an event.
+        name: Its name in messages and on disk.
+        of_kernel: Whether the kernel adds it to a run's history; engines must not send such an
+            event.
     """
 
     name: ClassVar[str] = ""
@@ -186,8 +187,8 @@ class ServerHolds(Event):
     """The memory that a server holds.
 
     Attributes:
-        copies_bytes: The bytes of its copies of other servers' parts. gradients: The bytes of
-            memory for the workers' pushes.
+        copies_bytes: The bytes of its copies of other servers' parts.
+        gradients: The bytes of memory for the workers' pushes.
     """
 
     name: ClassVar[str] = "server"
@@ -290,9 +291,9 @@ class Standing(Event):
 
     Attributes:
         rank: Its rank in the run's tables.
-        generation: The generation of the `Regroup` that this answers; 0: none. phase: `in`: the
-            worker trains from now on and can be regrouped. `apart`: it trains but cannot be
-            regrouped; `why` has the reason. `ready`: it waits to join. `cut`: it lost the
+        generation: The generation of the `Regroup` that this answers; 0: none.
+        phase: `in`: the worker trains from now on and can be regrouped. `apart`: it trains but
+            cannot be regrouped; `why` has the reason. `ready`: it waits to join. `cut`: it lost the
             connection to another worker, and waits for the kernel to say which.
     """
 
@@ -325,8 +326,9 @@ class ToldToEnd(Event):
     """An engine was told to end, and waits for permission.
 
     Attributes:
-        reason: Who told it, or why: `SIGTERM`. seconds: The remaining time, if known. host: Whether
-            its whole host ends.
+        reason: Who told it, or why: `SIGTERM`.
+        seconds: The remaining time, if known.
+        host: Whether its whole host ends.
     """
 
     name: ClassVar[str] = "told_to_end"
@@ -382,8 +384,10 @@ class Shed(Healed):
         seconds: How long the others stood still, at most.
         shares: Samples that each worker takes of a batch, in the order of their ranks.
         ratio: The slowest worker's time for its share, as a multiple of the others' time, before
-            the change. slow_s: How long it had been this slow. before_s, after_s: The time of a
-            step before and after; the latter when it is known (`Gained`).
+            the change.
+        slow_s: How long it had been this slow.
+        before_s, after_s: The time of a step before and after; the latter when it is known
+            (`Gained`).
     """
 
     name: ClassVar[str] = "shed"

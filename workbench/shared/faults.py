@@ -35,8 +35,8 @@ class Fault:
         rank: The worker that gets the fault; None for all.
         delay_s: Seconds added to each step (`slow`) or message (`latency`), or the upper bound of
             the random delay (`jitter`).
-        bytes_per_s: For `bandwidth`: the rate of a worker's link. factor: For `slow`: the factor on
-            the compute time of a step.
+        bytes_per_s: For `bandwidth`: the rate of a worker's link.
+        factor: For `slow`: the factor on the compute time of a step.
         step: For `kill`: the step before which the worker dies.
         where: The phase in which the delay takes place.
     """

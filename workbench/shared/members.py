@@ -14,9 +14,10 @@ class Member:
     Attributes:
         role: A `worker` is one rank; `replicas` are all workers of a run on one engine; a `helper`
             runs no cell: a server, or a worker that a coordinator calls.
-        first, last: Its ranks; without meaning for a helper. part: The name of a helper. device:
-            The device of a worker or replicas; empty if it should not be shown. host: Its host;
-            empty on the notebook's machine.
+        first, last: Its ranks; without meaning for a helper.
+        part: The name of a helper.
+        device: The device of a worker or replicas; empty if it should not be shown.
+        host: Its host; empty on the notebook's machine.
     """
 
     role: Literal["worker", "replicas", "helper"] = "worker"

@@ -38,8 +38,7 @@ def fields_of(kind: Any, data: object, *, strict: bool = True) -> dict[str, Any]
 
     Args:
         kind: The dataclass.
-        strict: Whether fields that the class does not have are refused; otherwise they are left
-            out.
+        strict: Whether fields that the class does not have are refused; otherwise left out.
 
     Raises:
         BadMessageError: A field is unknown, missing, or of another type than is declared.
@@ -99,7 +98,8 @@ class Message:
     """One message.
 
     Attributes:
-        kind: Its name in the message. word: Distinguishes several messages of one kind.
+        kind: Its name in the message.
+        word: Distinguishes several messages of one kind.
     """
 
     kind: ClassVar[str] = ""
@@ -142,17 +142,13 @@ class OfRun(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class ToUser(Message):
-    """A message from the kernel to a cell that waits for its user.
-
-    `number` is the question's number.
-    """
+    """To a cell that waits for its user; `number` is the question's number."""
 
     kind: ClassVar[str] = "debugger"
     number: int
 
 
-# -- up: messages from engines
-# ----------------------------------------------------------------------
+# -- up: messages from engines -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,8 +240,9 @@ class Stopped(OfEngine):
     """A cell waits for its user.
 
     Attributes:
-        number: The question's number on this engine. where: The place in the cell. text: The text
-            that the user sees first.
+        number: The question's number on this engine.
+        where: The place in the cell.
+        text: The text that the user sees first.
         patience_s: How long the other ranks wait for this one in a collective.
         since: When it stopped (seconds since 1970).
     """
@@ -285,8 +282,9 @@ class Served(OfEngine):
     """The result of `Serve`.
 
     Attributes:
-        port: The port on which debugpy listens; None: it does not listen. before: Whether it
-            listened already. missing, taken: Why it does not listen.
+        port: The port on which debugpy listens; None: it does not listen.
+        before: Whether it listened already.
+        missing, taken: Why it does not listen.
     """
 
     kind: ClassVar[str] = "debugger"
@@ -303,8 +301,8 @@ class Whereabouts:
 
     Attributes:
         at: The innermost line of the user's code: `train.py:41 in load_batch`, `cell line 7`.
-        inside: The library function that runs there. waits_in: The collective or other function in
-            which it waits.
+        inside: The library function that runs there.
+        waits_in: The collective or other function in which it waits.
     """
 
     state: Literal["idle", "busy", "waits", "held", "paused"]
@@ -406,10 +404,7 @@ class Inject(OfRun):
 
 
 SERVER_GONE, WORKERS_DONE = "server gone", "workers done"
-"""Topics of the kernel: a server has died (by its number) and others continue.
-
-No worker will come.
-"""
+"""Topics of the kernel: a server has died (by its number), others continue; no worker comes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -548,11 +543,13 @@ class CellOutcome:
     """The result of a cell on one engine; if the engine died, as the kernel found it.
 
     Attributes:
-        ename, evalue: The class of an error, and its message. traceback: The traceback of an error
-            outside the cell. advice: The next step for the user. felt: The other engine's death as
-            Workbench's links saw it, if that was the error.
+        ename, evalue: The class of an error, and its message.
+        traceback: The traceback of an error outside the cell.
+        advice: The next step for the user.
+        felt: The other engine's death as Workbench's links saw it, if that was the error.
         replace: The engine's framework cannot be used any more.
-        trained: The number of steps. loop: The report about a user's own loop.
+        trained: The number of steps.
+        loop: The report about a user's own loop.
         options_read: Whether the cell read `wb.options`.
         unread: Names of `--set` that the cell did not read.
         initial_read: Whether a model took the initial weights.
@@ -565,8 +562,9 @@ class CellOutcome:
         how: How a dead engine ended.
         log: The last lines of its log.
         recoverable: Whether it died by itself, so that a run may continue without it.
-        restarted: Whether it was restarted, so that it exists again. with_all: Whether it ended
-            with all others. ended: How Workbench ended it, in words; empty: it did not.
+        restarted: Whether it was restarted, so that it exists again.
+        with_all: Whether it ended with all others.
+        ended: How Workbench ended it, in words; empty: it did not.
         failed_of: The error that it had shown before.
     """
 

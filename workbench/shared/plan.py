@@ -253,8 +253,9 @@ def plan_of(
     """Return the plan of a request.
 
     Args:
-        strategy: One of the request's strategies, if it names several. framework: Used if neither
-            the request nor the recipe names one. workers: Used if the request gives no number.
+        strategy: One of the request's strategies, if it names several.
+        framework: Used if neither the request nor the recipe names one.
+        workers: Used if the request gives no number.
 
     Raises:
         PlanError: With the value seen, what is allowed and the next step.
@@ -520,8 +521,9 @@ def cell_of(plan: Plan, *, framework: str = "torch") -> str:
 
     Args:
         plan: The plan that the cell must train. A recipe that is a function is defined and then
-            called. framework: The notebook's default framework; only another framework is written
-            into the cell.
+            called.
+        framework: The notebook's default framework; only another framework is written into the
+            cell.
 
     Returns:
         The text of the cell, `%%distributed ...` first.

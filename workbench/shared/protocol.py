@@ -174,14 +174,15 @@ class RunSpec(RunSettings):
         run_id: Unique, sortable name of the run's folder.
         ranks: Engine ids by rank; an engine that holds several replicas occurs several times.
         resume: The checkpoint (`DIR/step-N`) that the run continues from; empty: none.
-        resume_name: Its path on the host that sent it to this host. original_rank: The rank for
-            this engine's rows, if the run continued with fewer workers and ranks were assigned
-            again; -1: its own.
+        resume_name: Its path on the host that sent it to this host.
+        original_rank: The rank for this engine's rows, if the run continued with fewer workers and
+            ranks were assigned again; -1: its own.
         rows_from: Rows before this step are not recorded, because the run's history has them
             already.
         rescue: Whether to keep this worker's state if the cell fails, because the run may continue
-            from it. heals: Whether training continues with the others when a worker dies; `joins`:
-            this engine takes part after it has joined and has received another worker's state.
+            from it.
+        heals: Whether training continues with the others when a worker dies; `joins`: this engine
+            takes part after it has joined and has received another worker's state.
         replicas: How many replicas this engine holds: those of `rank` and the following ranks.
         devices: Device of each replica held here, in the order of their ranks; if this engine only
             gives out steps (`device` is the CPU), the devices of its workers. `cuda:k` is the k-th
@@ -193,16 +194,17 @@ class RunSpec(RunSettings):
         reserved: Files that reserve the GPUs; the engine holds them too
             (`devices/reservations.py`).
         backend: Of the process group: `gloo`, or `cpu:gloo,cuda:nccl`.
-        run_dir: The run's folder; empty if this engine does not see it. far: Whether the kernel
-            writes this engine's rows, because it is on another host.
+        run_dir: The run's folder; empty if this engine does not see it.
+        far: Whether the kernel writes this engine's rows, because it is on another host.
         threads: CPU threads of this worker; `cores` is the number of cores for all workers on its
             host together.
         store: Host, port of the TCPStore keeper; `prefix` keeps groups apart.
         hosts: Tokens that identify the engines' hosts (`address.host_token`), in the order of
-            `ranks`. address: The address at which other hosts reach this engine, if there is no
-            store to find it. ports: The first and last port on which this engine can listen; None:
-            any. group: Name of the process group, if it exists longer than the run; by default
-            `prefix`.
+            `ranks`.
+        address: The address at which other hosts reach this engine, if there is no store to find
+            it.
+        ports: The first and last port on which this engine can listen; None: any.
+        group: Name of the process group, if it exists longer than the run; by default `prefix`.
         mode: `run` trains under a strategy; `spmd` runs on every worker with a process group.
         role: A `server` holds parameters: it never runs the cell, and world_size does not count it.
             Its rank is world_size + its index among the engines that run no cell.

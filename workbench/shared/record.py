@@ -75,12 +75,14 @@ class Measured:
     """One field of a row.
 
     Attributes:
-        name: Its name, which contains the unit. type: The NumPy type, with its size. column:
-            Whether a history keeps the measured value under this name. Other fields are kept only
-            as results of `record.derive`. curve: Whether views draw its curve if a run has it.
-            rare: Whether a history has the column only if some row has a value. result: The field
-            of `StepResult` with this value, if its name differs. moment: Whether it is a time on
-            the engine's clock; other fields are durations or counts.
+        name: Its name, which contains the unit.
+        type: The NumPy type, with its size.
+        column: Whether a history keeps the measured value under this name. Other fields are kept
+            only as results of `record.derive`.
+        curve: Whether views draw its curve if a run has it.
+        rare: Whether a history has the column only if some row has a value.
+        result: The field of `StepResult` with this value, if its name differs.
+        moment: Whether it is a time on the engine's clock; other fields are durations or counts.
     """
 
     name: str

@@ -50,19 +50,24 @@ class RunRequest(RunSettings):
         workers: Number of replicas; None: as many as there are engines.
         ranks: Engines that a plain cell runs on; None: all.
         framework: None: the recipe's, else the cluster's.
-        options: Options of the strategy; as text if they came from a line. epochs, steps,
-            batch_size, seed: Override the cell's arguments of `wb.fit`. batch_per_worker: The
-            global batch is this number times the number of workers. price: The price of a worker
-            per hour, in any currency; None: not known. memory_per_worker: With `auto`: memory limit
-            of a worker in bytes; None: no limit. allow_stale: Whether `auto` also considers
-            strategies whose weights differ from one device's. probe_seconds: The time limit for
-            choosing; None: the default. several: The fields with several values; the fields
-            themselves have their defaults. seeds: Number of runs of each strategy, with seeds from
-            0; None: one run with the cell's seed. recipe: The recipe that is trained instead of the
-            cell below. parameters: Parameters of the recipe; as text if they came from a line.
-            local: Whether the cell also runs in the kernel. background: Whether the cell returns at
-            once. plot: How the live dashboard is shown. to_job: Folder that is written instead of
-            training; empty: none. plain: Whether the job's script does not use Workbench.
+        options: Options of the strategy; as text if they came from a line.
+        epochs, steps, batch_size, seed: Override the cell's arguments of `wb.fit`.
+        batch_per_worker: The global batch is this number times the number of workers.
+        price: The price of a worker per hour, in any currency; None: not known.
+        memory_per_worker: With `auto`: memory limit of a worker in bytes; None: no limit.
+        allow_stale: Whether `auto` also considers strategies whose weights differ from one
+            device's.
+        probe_seconds: The time limit for choosing; None: the default.
+        several: The fields with several values; the fields themselves have their defaults.
+        seeds: Number of runs of each strategy, with seeds from 0; None: one run with the cell's
+            seed.
+        recipe: The recipe that is trained instead of the cell below.
+        parameters: Parameters of the recipe; as text if they came from a line.
+        local: Whether the cell also runs in the kernel.
+        background: Whether the cell returns at once.
+        plot: How the live dashboard is shown.
+        to_job: Folder that is written instead of training; empty: none.
+        plain: Whether the job's script does not use Workbench.
     """
 
     strategies: tuple[str, ...] = _said(

@@ -266,8 +266,8 @@ class WarmParent:
 
         Args:
             log_path: As of an engine.
-            host: The address of this host on which it listens. ports: The first and last allowed
-                port; None: any.
+            host: The address of this host on which it listens.
+            ports: The first and last allowed port; None: any.
 
         Raises:
             ClusterError: It cannot listen there, or the parent is gone or could not fork.

@@ -36,9 +36,10 @@ class Owner:
     """Knows who owns this warm parent, and whether it is needed without an owner.
 
     Attributes:
-        alone: Whether the owner has ended. kept: Whether the engines outlive it. door: The socket
-            for the next owner; None if the cluster is not kept. exits: The unreported ends of
-            engines.
+        alone: Whether the owner has ended.
+        kept: Whether the engines outlive it.
+        door: The socket for the next owner; None if the cluster is not kept.
+        exits: The unreported ends of engines.
     """
 
     def __init__(self, nanny: Nanny, framework: str) -> None:
@@ -273,7 +274,8 @@ class Door:
     """Listens in a cluster's folder.
 
     Args:
-        folder: The cluster's folder. name: The socket's name; one for each warm parent.
+        folder: The cluster's folder.
+        name: The socket's name; one for each warm parent.
     """
 
     def __init__(self, folder: Path, name: str) -> None:

@@ -32,7 +32,8 @@ class Parents:
 
     Args:
         launcher: The cluster's launcher; only `local` engines are forked.
-        on_exit: Called with the `Exit` of each child of any parent. home: The cluster's folder.
+        on_exit: Called with the `Exit` of each child of any parent.
+        home: The cluster's folder.
 
     Attributes:
         on_taken: Called with the pid of a kernel that took the kept cluster over.
@@ -201,13 +202,13 @@ class Store:
 
     Args:
         folder: The cluster's.
-        on_exit: Called with the keeper's end, if no warm parent reports it. elsewhere: Starts it on
-            another host: returns pid, address and port there.
+        on_exit: Called with the keeper's end, if no warm parent reports it.
+        elsewhere: Starts it on another host: returns pid, address and port there.
 
     Attributes:
-        host, ports: Where the next keeper listens, as in `cluster_env.listening`. pid: Its process;
-            0 while there is none. process: The process object, if it was not forked from a warm
-            parent.
+        host, ports: Where the next keeper listens, as in `cluster_env.listening`.
+        pid: Its process; 0 while there is none.
+        process: The process object, if it was not forked from a warm parent.
     """
 
     def __init__(

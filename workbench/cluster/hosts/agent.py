@@ -67,7 +67,8 @@ class Agent:
     """One host's agent.
 
     Args:
-        join: Where the kernel is. stdin: Whether the end of stdin means that the kernel has ended.
+        join: Where the kernel is.
+        stdin: Whether the end of stdin means that the kernel has ended.
     """
 
     def __init__(self, join: wire.Join, *, stdin: bool) -> None:

@@ -55,11 +55,12 @@ class Host:
 
     Attributes:
         place: Its number among the hosts; ranks follow it.
-        name: Its name in tables; unique per host, and shared by its agents. slots: The requested
-            number of engines; more are possible. gone: Why it is lost; empty while it exists.
-            was_told: Whether its agent was told to end, instead of falling silent. has_cwd: Whether
-            it has the same notebook folder. halted: Its engines that a signal has stopped, by the
-            agent's last report.
+        name: Its name in tables; unique per host, and shared by its agents.
+        slots: The requested number of engines; more are possible.
+        gone: Why it is lost; empty while it exists.
+        was_told: Whether its agent was told to end, instead of falling silent.
+        has_cwd: Whether it has the same notebook folder.
+        halted: Its engines that a signal has stopped, by the agent's last report.
     """
 
     place: int
@@ -95,9 +96,9 @@ class Agents:
 
     Attributes:
         expected: The expected number of agents; 0: not known yet. When all have come, further
-            agents are refused even if they know the pass, until one is lost. refused: The number of
-            messages that did not know the pass or were malformed. turned_away: Surplus agents that
-            knew the pass, a sentence each; only the first few.
+            agents are refused even if they know the pass, until one is lost.
+        refused: The number of messages that did not know the pass or were malformed.
+        turned_away: Surplus agents that knew the pass, a sentence each; only the first few.
     """
 
     def __init__(self, address: str, ports: tuple[int, int] | None, ears: Ears) -> None:
@@ -520,8 +521,9 @@ class HostReading:
     """The state of a host's engines, as its agent has read it.
 
     Attributes:
-        engines: The use of each engine; engines that have just ended are missing. uptimes_s: The
-            age of each engine, by the host's clock. gpus: The GPUs that the host's engines can use.
+        engines: The use of each engine; engines that have just ended are missing.
+        uptimes_s: The age of each engine, by the host's clock.
+        gpus: The GPUs that the host's engines can use.
     """
 
     engines: Mapping[int, Reading]

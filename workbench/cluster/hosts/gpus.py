@@ -40,8 +40,8 @@ class HostDevices:
 
     Args:
         asked: What `parse_devices` takes.
-        framework: Devices that it cannot use on their host do not count. hosts: All hosts so far,
-            in the order of their places.
+        framework: Devices that it cannot use on their host do not count.
+        hosts: All hosts so far, in the order of their places.
 
     Attributes:
         held: Whether GPUs are reserved on this machine: never.

@@ -54,8 +54,9 @@ class Queued:
     """A job that waits for its turn.
 
     Attributes:
-        state: The scheduler's state: `PENDING`. reason: Why it waits: `Resources`; empty if not
-            known. position: Its position among the waiting jobs of its partition; 0: not known.
+        state: The scheduler's state: `PENDING`.
+        reason: Why it waits: `Resources`; empty if not known.
+        position: Its position among the waiting jobs of its partition; 0: not known.
     """
 
     state: str

@@ -54,7 +54,7 @@ class HostedEngines:
         settings: The requested settings.
         folder: The cluster's; logs of engines are kept in it.
         on_left: `on_left(engine, how)` when an engine's process ended, or its host is lost.
-            on_keeper_left: The same for the store's keeper.
+        on_keeper_left: The same for the store's keeper.
 
     Attributes:
         address: Of this machine, where it listens for the hosts.

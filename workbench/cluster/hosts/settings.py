@@ -33,8 +33,8 @@ class LaunchSettings:
     Attributes:
         launcher: `local`, `ssh`, `slurm`, `mpi`, or the name of one of ipyparallel's launchers.
         on: The hosts, for ssh.
-        nodes: How many nodes a job takes; 0: the scheduler decides. gpus_per_node: GPUs of each
-            node; 0: none are requested.
+        nodes: How many nodes a job takes; 0: the scheduler decides.
+        gpus_per_node: GPUs of each node; 0: none are requested.
         time: The job's time limit as Slurm writes it; empty: the partition's.
         setup: Lines of a shell before the agent starts; those that begin with `#SBATCH` are the
             job's options.

@@ -46,8 +46,8 @@ class Join:
     Attributes:
         url: Of the kernel's socket.
         key: Its public key (Z85).
-        word: The secret that proves that this kernel started the agent (hex). framework: The
-            framework that it imports while it connects; empty: none yet.
+        word: The secret that proves that this kernel started the agent (hex).
+        framework: The framework that it imports while it connects; empty: none yet.
     """
 
     url: str
@@ -78,13 +78,15 @@ class HostFacts:
     """A host, as its agent sees it.
 
     Attributes:
-        hostname: Its own name; several hosts can have the same. token: The token that identifies it
-            (`address.host_token`). address: The address at which other hosts reach it: the one on
-            its route to the kernel. cores: The number of cores for its processes; `cpus` has their
-            numbers, if known. versions: The versions of Python and of packages, by name.
+        hostname: Its own name; several hosts can have the same.
+        token: The token that identifies it (`address.host_token`).
+        address: The address at which other hosts reach it: the one on its route to the kernel.
+        cores: The number of cores for its processes; `cpus` has their numbers, if known.
+        versions: The versions of Python and of packages, by name.
         devices: `discovery.Device`, field by field.
-        notes: Notes about devices that cannot be used. unfit: Why a framework, as installed there,
-            cannot use them: a list of sentences, by its name.
+        notes: Notes about devices that cannot be used.
+        unfit: Why a framework, as installed there, cannot use them: a list of sentences, by its
+            name.
         folder: The agent's private one.
         home: Its user's home folder, where engines begin that do not find the notebook's folder.
     """
@@ -104,8 +106,7 @@ class HostFacts:
     cpus: Any = ()
 
 
-# -- up: messages from agents
-# -----------------------------------------------------------------------
+# -- up: messages from agents --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -376,7 +376,8 @@ class Writer:
 
         Args:
             format_: The framework's module of checkpoints, which has `write_state`.
-            shared: The common part for all ranks; rank 0 writes it. own: This rank's own part.
+            shared: The common part for all ranks; rank 0 writes it.
+            own: This rank's own part.
             about: The manifest.
             stall_s: How long training paused for the copy.
         """

@@ -420,9 +420,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"no CUDA-capable device is detected|CUDA_ERROR_NO_DEVICE",
-        "CUDA sees no GPU: check whether nvidia-smi lists one in the same container, "
-        "and check CUDA_VISIBLE_DEVICES, then %cluster restart; %cluster start "
-        "--devices cpu needs none",
+        "CUDA sees no GPU: check nvidia-smi in the same container, and CUDA_VISIBLE_DEVICES, "
+        "then %cluster restart; %cluster start --devices cpu needs none",
     ),
     (
         r"Could not load dynamic library|Cannot dlopen some GPU libraries"
@@ -453,8 +452,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Duplicate GPU detected",
-        "two workers got the same GPU, which NCCL does not allow: use as many "
-        "workers as there are GPUs "
+        "two workers got one GPU, which NCCL does not allow: use as many workers as there are GPUs "
         "(-n), or --devices cpu",
     ),
     (

@@ -244,7 +244,7 @@ class _Student:
         self._missing: list[str] = []
 
     def number(self, cell: Cell) -> str:
-        """The exercise whose answer is in a cell; the number in its line counts before metadata."""
+        """Return the exercise that a cell answers: by its line `# YOUR CODE`, else by metadata."""
         if cell.marked in self._numbers:
             return cell.marked
         return cell.exercise if cell.exercise in self._numbers else ""

@@ -26,10 +26,11 @@ class Flag:
         help: What it does, in a few words.
         without: The behaviour if it is not given, in words.
         example: A line that uses it.
-        metavar: The name of its value; empty: it has no value, it is a switch. choices: The allowed
-            values, if there are only a few words. repeated: Whether it can be given several times.
-            read: The function that turns the text (or the list of texts, if repeated) into the
-            value. write: The function that turns the value, or each of its parts, into text.
+        metavar: The name of its value; empty: it has no value, it is a switch.
+        choices: The allowed values, if there are only a few words.
+        repeated: Whether it can be given several times.
+        read: The function that turns the text (or the list of texts, if repeated) into the value.
+        write: The function that turns the value, or each of its parts, into text.
         argument: Its name in `cluster.run(...)`; empty: none.
         is_text: Whether Python code also gives it as text, such as `"10:15"`. trains: Whether it
             belongs to a training run, so that a plain cell refuses it. overrides: Whether it

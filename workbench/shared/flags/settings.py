@@ -34,11 +34,12 @@ class RunSettings:
         faults: Faults that the run begins with.
         init_from: Name of the run whose final weights the model starts from (on engines its
             folder); empty: none.
-        checkpoint: Folder for checkpoints; empty: none are written. checkpoint_every: Steps between
-            two checkpoints; 0 without checkpoints, or if not given. on_failure: The action when an
-            engine dies: one of `checkpoints.ON_FAILURE`; empty if not given. on_straggler: The
-            action when a worker stays slow: one of `ON_STRAGGLER`. spares: Number of engines that
-            wait, so that they can join at once.
+        checkpoint: Folder for checkpoints; empty: none are written.
+        checkpoint_every: Steps between two checkpoints; 0 without checkpoints, or if not given.
+        on_failure: The action when an engine dies: one of `checkpoints.ON_FAILURE`; empty if not
+            given.
+        on_straggler: The action when a worker stays slow: one of `ON_STRAGGLER`.
+        spares: Number of engines that wait, so that they can join at once.
         profile: First step to profile, and the step before which it ends.
         traceback: How errors of the cell are shown: `short`, or `full` with every frame.
         values: What `--set` gives the cell, by name: numbers, truth values, texts.

@@ -83,8 +83,8 @@ class Axis:
 
     Attributes:
         field: Of `RunRequest`: `workers`, `batch_size`, `options`, `values`, ...
-        values: The field's values. key: The name of the option or of the cell's value; empty for
-            other fields.
+        values: The field's values.
+        key: The name of the option or of the cell's value; empty for other fields.
     """
 
     field: str

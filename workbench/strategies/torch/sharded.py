@@ -74,8 +74,8 @@ class Filling:
     """Fills a divided model without memory with rank 0's values. Collective.
 
     Args:
-        model: The same on all workers except for its memory; its memory is freed here. build:
-            Builds the real model on rank 0; None if there is only `model`.
+        model: The same on all workers except for its memory; its memory is freed here.
+        build: Builds the real model on rank 0; None if there is only `model`.
 
     Raises:
         FitError: Some values cannot be made; raised on every worker.

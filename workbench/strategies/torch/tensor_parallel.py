@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from ...engine.telemetry.recorder import StepResult
 
 Plan = dict[str, str]
-"""Style by the layer's name: `col`, `row`, `gathered`, `split_row`, `heads`."""
+"""Maps the name of each layer to its style: `col`, `row`, `gathered`, `split_row`, `heads`."""
 
 STYLES = {
     "col": "divided by columns; its output stays divided",

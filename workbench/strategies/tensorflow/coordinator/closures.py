@@ -151,9 +151,10 @@ class Closures:
 
         Args:
             told: Called with the result; by default, results are checked for a loss from time to
-                time. samples: Its number of samples; by default that of its data set. alike: A key
-                that is equal for calls with the same graph, which is then looked up only once.
-                None: TensorFlow checks the arguments each time.
+                time.
+            samples: Its number of samples; by default that of its data set.
+            alike: A key that is equal for calls with the same graph, which is then looked up only
+                once. None: TensorFlow checks the arguments each time.
 
         Raises:
             RunStopped: Stop was pressed.

@@ -29,9 +29,9 @@ class Batches:
     """The batches of a call of `fit`, with the overrides of the magic's line.
 
     Attributes:
-        size: Global batch; None if it is not known. samples: Samples in an epoch; None if not
-            known. total_steps: The line ends training after this number of steps; None: after the
-            last epoch.
+        size: Global batch; None if it is not known.
+        samples: Samples in an epoch; None if not known.
+        total_steps: The line ends training after this number of steps; None: after the last epoch.
     """
 
     def __init__(self, call: Mapping[str, Any], context: RunContext, replicas: int) -> None:

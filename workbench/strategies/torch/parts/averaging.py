@@ -49,8 +49,8 @@ class Averaging:
         chosen: The algorithm that these workers, or some of them, chose before.
 
     Attributes:
-        overlapped: Whether DistributedDataParallel averages. find_unused: Whether a parameter can
-            be unused in the loss of some worker.
+        overlapped: Whether DistributedDataParallel averages.
+        find_unused: Whether a parameter can be unused in the loss of some worker.
         bucket_mb: How large DistributedDataParallel's buckets are.
 
     Raises:

@@ -48,8 +48,8 @@ class Loop(Protocol):
     """The loop (`user_loop.OwnLoop`).
 
     Attributes:
-        standing: Its position in its loader. optimizers_under_way: Optimizers whose step is running
-            now.
+        standing: Its position in its loader.
+        optimizers_under_way: Optimizers whose step is running now.
     """
 
     context: RunContext
@@ -79,8 +79,8 @@ class LoopHealing:
         kept: The objects in the loop's `keep=`.
 
     Attributes:
-        evaluated: Passes over the loader that all workers have ended. emptied: Whether the
-            interrupted step has not yet ended in the user's lines.
+        evaluated: Passes over the loader that all workers have ended.
+        emptied: Whether the interrupted step has not yet ended in the user's lines.
     """
 
     base = 0

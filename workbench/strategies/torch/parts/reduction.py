@@ -473,7 +473,7 @@ class SparseTables:
         return note
 
     def taken_bytes(self) -> int:
-        """Return the bytes of the rows, and of their whole tables, since the last call."""
+        """Return the bytes of the rows that were used since the last call, with their indices."""
         total = 0
         for table, rows in self._rows.items():
             if rows:  # several, if gradients of micro-batches were added up

@@ -97,8 +97,9 @@ class _Fetch:
 
     Attributes:
         batches: Identifies the pass over the loader while the pass exists.
-        source: Identifies the loader, also between passes. samples: None if the batch cannot be
-            counted. passed: The operations that the device had received by then.
+        source: Identifies the loader, also between passes.
+        samples: None if the batch cannot be counted.
+        passed: The operations that the device had received by then.
     """
 
     batches: weakref.ref[Any]
@@ -252,8 +253,8 @@ class ScriptLoop(OwnLoop):
     """The loop of a script: recorded as by `wb.watch`, with the batches that its loaders fetch.
 
     Args:
-        scripts: Knows the fetches of loaders that may not be for training. found: The model and
-            optimizer that train.
+        scripts: Knows the fetches of loaders that may not be for training.
+        found: The model and optimizer that train.
 
     Attributes:
         was_aside: Whether a batch was fetched that is not for training, such as in an evaluation.

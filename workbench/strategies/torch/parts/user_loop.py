@@ -57,8 +57,8 @@ class OwnLoop:
 
     Attributes:
         batches: The number of batches in the current step; 0: there is no current step.
-        standing: The loop's position in its loader. healing: Lets the loop continue with other
-            workers, if this was requested.
+        standing: The loop's position in its loader.
+        healing: Lets the loop continue with other workers, if this was requested.
 
     Args:
         source: The loader's data in shares; None if the loop makes its own batches.

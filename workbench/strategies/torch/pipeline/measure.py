@@ -28,8 +28,8 @@ class Layer:
 
     Attributes:
         name: Its path in the model: `0`, `features.3`, `fc1`.
-        training: The module that takes the previous layer's values. evaluating: The same for
-            evaluation; it is another module only if tracing fixed the mode.
+        training: The module that takes the previous layer's values.
+        evaluating: The same for evaluation; it is another module only if tracing fixed the mode.
         names: Full names of its parameters and buffers.
     """
 
@@ -183,7 +183,7 @@ def batchnorm_warning(
     return (
         f"BatchNorm ({', '.join(found)}) normalises over a microbatch of {microbatch} samples "
         f"instead of the batch of {batch}, and updates its running statistics {microbatches} "
-        "times per step: the result differs from that of one device. GroupNorm and LayerNorm do not "
+        "times per step: the result is not that of one device. GroupNorm and LayerNorm do not "
         "depend on the batch."
     )
 

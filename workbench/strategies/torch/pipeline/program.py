@@ -34,8 +34,8 @@ class Program:
 
     Attributes:
         call: `call(model, data)` returns the model's output, or the loss if the model computes it.
-            data: A microbatch of its arguments; the structure stays, the tensors change. places:
-            The places of these tensors in a batch.
+        data: A microbatch of its arguments; the structure stays, the tensors change.
+        places: The places of these tensors in a batch.
         loss: `loss(output, target)`; None if the stages compute the loss.
         target: The part of a batch that the loss needs in addition to the output.
     """

@@ -362,7 +362,7 @@ class Timeline:
 
         Args:
             phase: `forward` or `backward`; its injected delay is added in its first computation.
-                sent_s: When the needed message was sent; None if no message was needed.
+            sent_s: When the needed message was sent; None if no message was needed.
         """
         now = clock()
         gap = now - self._last

@@ -94,7 +94,8 @@ def traced_layers(
     Args:
         device: The device of the pieces; the model can be on another device, or have no memory.
         stages: The number of stages that the pieces are for.
-        asked: Names of calls at which to cut in any case. only: Whether to cut only at these calls.
+        asked: Names of calls at which to cut in any case.
+        only: Whether to cut only at these calls.
 
     Raises:
         FitError: The program cannot be traced.

@@ -47,7 +47,8 @@ class Successor:
     """This server's connection to the server that holds a copy of its part.
 
     Attributes:
-        holds: The copy's memory there, as last reported. lives: Whether the copy still exists.
+        holds: The copy's memory there, as last reported.
+        lives: Whether the copy still exists.
     """
 
     def __init__(self, link: Link) -> None:

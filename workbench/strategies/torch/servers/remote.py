@@ -24,8 +24,8 @@ class Answer:
     """The servers' answer to a push.
 
     Attributes:
-        staleness: Updates between this worker's pull and its push, mean over servers. blocked_s:
-            How long the slowest server delayed the answer because of other workers (bounded
+        staleness: Updates between this worker's pull and its push, mean over servers.
+        blocked_s: How long the slowest server delayed the answer because of other workers (bounded
             staleness, or the last push of a round).
         sent_bytes: The bytes pushed.
         blamed: The worker whose push released that answer; -1 if no answer was delayed.
@@ -41,9 +41,9 @@ class Remote:
     """The parameters of one session on the servers, seen from a worker.
 
     Args:
-        clip_norm: The servers clip, over the sum of all workers' gradients. whole: Whether
-            gradients must reach the servers unchanged after backward. They are one worker's share
-            of a sum, so their norm on the worker would be wrong.
+        clip_norm: The servers clip, over the sum of all workers' gradients.
+        whole: Whether gradients must reach the servers unchanged after backward. They are one
+            worker's share of a sum, so their norm on the worker would be wrong.
         snapshot: Whether the parameters of all servers must be of one version.
         tables: Parameters whose gradients are sparse: they are sent as rows.
         waits: Whether the servers are joined later (`go_on`, `join`).
@@ -174,8 +174,8 @@ class Remote:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._known:
                     raise FitError(
-                        "A trained parameter was frozen or missing in the optimizer when the "
-                        "servers received the others; only this worker's copy would change.",
+                        "A parameter is trained that the servers do not have: it was frozen or not "
+                        "in the optimizer, when they received the model.",
                         seen=f"a parameter of shape {tuple(parameter.shape)}",
                         allowed="requires_grad and param_groups as they were; freezing is possible",
                         next_step="call wb.prepare with all layers unfrozen and freeze some "

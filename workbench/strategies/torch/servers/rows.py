@@ -102,7 +102,8 @@ class Parted:
         tables: Indices of the trained parameters that are sent as rows.
 
     Attributes:
-        tables: The tables that this server holds. whole: Its other tensors, in sequence.
+        tables: The tables that this server holds.
+        whole: Its other tensors, in sequence.
     """
 
     def __init__(self, shard: Shard, tables: Collection[int]) -> None:

@@ -186,8 +186,8 @@ class Copy:
     """The copy of a part: it follows the server that answers requests, and can replace it.
 
     Args:
-        hub: Its links: to every worker, and to that server, after the last worker. sender: That
-            server's number in the hub.
+        hub: Its links: to every worker, and to that server, after the last worker.
+        sender: That server's number in the hub.
         servers: The number over which the parameters are divided.
     """
 

@@ -97,7 +97,8 @@ class Holder:
         shard: The tensors that it holds.
         parameters: Views on the board, in the order of the shard.
         version: Updates so far.
-        training: Ranks that can still push. reading: Ranks that may be reading the board.
+        training: Ranks that can still push.
+        reading: Ranks that may be reading the board.
         parted: The tensors that are sent as rows.
         gradients: Each worker's latest push, in the order of the shard.
         session: Its number, if the part is held twice.
@@ -461,8 +462,9 @@ class Holder:
         Args:
             gradients: In the order of the shard.
             rank: The rank whose hyper-parameters are used.
-            of: Ranks whose pushes count with this step; by default only `rank`. absent: Indices of
-                parameters that took no part in the loss: they are not changed, as on one device.
+            of: Ranks whose pushes count with this step; by default only `rank`.
+            absent: Indices of parameters that took no part in the loss: they are not changed, as on
+                one device.
             lr_factor: Factor on the learning rates of this step only.
             staleness: The staleness of the push, for a copy that has to repeat the answer.
         """
