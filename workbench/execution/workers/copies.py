@@ -94,7 +94,7 @@ class Copies:
             size: The number of workers that the run should have.
             past: The workers that have trained to the end.
         """
-        if self.are_split and past:  # nobody needs the others' parts any more
+        if self.are_split and past:  # no worker needs the others' parts any more
             return list(members), []
         whole = self._set_aside([*members, *self.recent], change)
         lacking = max(0, size - len(whole) - len(past))

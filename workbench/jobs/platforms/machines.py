@@ -80,7 +80,7 @@ with open(end + ".new", "w") as file:
     json.dump({"pid": os.getpid(), "code": code, "told": bool(told)}, file)
 os.replace(end + ".new", end)
 """
-"""Outlives the notebook, so that the job's exit code is kept; only its job's SIGTERM ends it."""
+"""This process outlives the notebook and keeps the job's exit code; SIGTERM does not end it."""
 
 
 class Local:

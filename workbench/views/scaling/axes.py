@@ -30,7 +30,7 @@ def color_of(curve: Curve) -> str:
 
 
 def line_of(curve: Curve) -> Any:
-    """Return the style of a curve's line: after the seventh curve, colours repeat."""
+    """Return the style of a curve's line: it changes when colours repeat, after seven."""
     return _LINES[(curve.color - 1) // 7 % len(_LINES)]
 
 
