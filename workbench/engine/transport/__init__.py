@@ -17,14 +17,14 @@ written. A buffer is never read while it is written. A mailbox belongs to its wo
 is sent, and then to the server until the reply. The board belongs to the workers that received it
 until each has reported that it holds a copy (`release`), or sends its next push.
 
-    connection  how do frames travel on a stream, who is at the other end, what is in shared memory
-    address     where is a server found
-    server      how does a server answer all its links
-    worker      how does a worker talk to one server
-    chained     how does it talk to two that hold the same
-    ring        which links does a server have if its part is held twice
-    peers       how do workers of one host talk to each other
-    handover    how does one worker send others all of its state
+    connection  frames on a stream, the proof of identity, and shared memory
+    address     how a worker finds a server
+    server      a server's end of all its links
+    worker      a worker's end of the link to one server
+    chained     a worker's end of the links to two servers with the same part
+    ring        the links of a server if its part has a copy on another server
+    peers       links between the workers of one host
+    handover    one worker sends others all of its state
 """
 
 from .chained import connect_chains, sessions_before

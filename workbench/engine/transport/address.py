@@ -28,7 +28,7 @@ LOOPBACK_BUFFER_BYTES = 1 << 18
 
 
 class Store(Protocol):
-    """What is needed of the store in which a run's processes meet."""
+    """The methods of the store in which a run's processes meet."""
 
     def set(self, key: str, value: str) -> None:
         """Write a key."""
@@ -41,7 +41,7 @@ def address_in(spec: RunSpec) -> str:
     """Return where this engine listens for the others of its run; loopback if all are here.
 
     Raises:
-        ClusterError: It has no way to them.
+        ClusterError: This engine cannot reach the others.
     """
     if len(set(spec.hosts)) <= 1:
         return LOOPBACK
@@ -58,7 +58,7 @@ def address_in(spec: RunSpec) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface that has this address; empty: none has."""
+    """Return the name of the network interface with this address; empty if there is none."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
             return str(name)
@@ -66,7 +66,7 @@ def interface_of(address: str) -> str:
 
 
 def addresses() -> list[str]:
-    """Return every address by which other hosts may know this one."""
+    """Return every address by which other hosts may know this host."""
     every = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
     inet = [entry for entry in every if entry.family in (socket.AF_INET, socket.AF_INET6)]
     plain = {entry.address.partition("%")[0] for entry in inet}
@@ -88,14 +88,14 @@ class Listeners:
         self._folder = ""
         self.sockets: list[socket.socket] = []
         self.about: dict[str, Any] = {"host": host_token(), "pid": os.getpid()}
-        with contextlib.suppress(OSError):  # no folder, or a long name: TCP is left
+        with contextlib.suppress(OSError):  # no folder, or a long name: only TCP remains
             self._bind_nearby()
         try:
             tcp = cluster_env.listening(host, ports)
         except BaseException:
             self.close()
             raise
-        _bound_buffers(tcp, host)  # accepted connections take after it
+        _bound_buffers(tcp, host)  # accepted connections inherit the sizes
         self.about["tcp"] = list(tcp.getsockname()[:2])
         self.sockets.append(tcp)
         for sock in self.sockets:
@@ -127,7 +127,7 @@ class Listeners:
 
 
 def _bound_buffers(sock: socket.socket, host: str) -> None:
-    """On loopback keep what is under way small enough for the processor's cache.
+    """On loopback, keep the data in transit small enough for the processor's cache.
 
     Between hosts the system sizes the buffers, by the delay it sees.
     """
@@ -137,7 +137,7 @@ def _bound_buffers(sock: socket.socket, host: str) -> None:
 
 
 def publish(store: Store, server: int, about: Mapping[str, Any], role: str = "link") -> None:
-    """Write a server's addresses where its workers look."""
+    """Write a server's addresses to the place where its workers look."""
     store.set(f"{role}/{server}", json.dumps(dict(about)))
 
 
@@ -196,7 +196,7 @@ def dial(about: Mapping[str, Any], way: str) -> socket.socket:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Notice within a minute when the other host is gone."""
+    """Notice within a minute that the other host has ended."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):

@@ -5,12 +5,12 @@
               ..............>    server s+1    (its copy; silent while s lives)
 
 Source: van Renesse and Schneider, Chain Replication for Supporting High Throughput and
-Availability, OSDI 2004: an update is answered when the last of the chain has it, so an answered
-update survives the death of any one of them. A request without an answer is sent again to the copy,
-under the same number: the copy knows the number of each worker's last push that counted.
+Availability, OSDI 2004. An update is answered after the last server of the chain has it. So an
+answered update survives the death of any one server. A request without an answer is sent again to
+the copy, with the same number: the copy knows the number of each worker's last counted push.
 
 Both links are open from the beginning. When a server dies, the system closes its link with the
-process. When a whole host is silent, a message of the kernel ends the link (`cut`).
+process. When a whole host is silent, a message from the notebook's process ends the link (`cut`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Heard = TypeVar("Heard")
 
 
 class ChainedLink(Link):
-    """Two links used as one: the second takes over when the other end of the first is gone.
+    """Two links used as one: the second link takes over when the first server has ended.
 
     Args:
-        session: The number of the last session before, if there was one; the second link then takes
-            over once all servers continue from one step (`settled`).
+        session: The number of the last earlier session, if there was one. The second link then
+            takes over after all servers continue from one step (`settled`).
 
     Attributes:
         taken_over: Called with (dead server, server that took over, seconds that this took).
@@ -44,7 +44,7 @@ class ChainedLink(Link):
     def __init__(self, own: Link, copy: Link, session: int = 0) -> None:
         self._link = own
         self._copy: Link | None = copy
-        self._asked: list[Ask] = []  # since the last answer: what a copy would be asked again
+        self._asked: list[Ask] = []  # since the last answer; for the copy
         self._answered = True
         self._opening: tuple[int, Mapping[str, Any], int | None] | None = None
         self._pushes = self._begins = 0
@@ -66,13 +66,13 @@ class ChainedLink(Link):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """Of the server that answers."""
+        """The name of the server that answers."""
         return self._link.name
 
     def begin(
         self, size_bytes: int, meta: Mapping[str, Any], most_bytes: int | None = None
     ) -> None:
-        """As of a link."""
+        """See `Link`."""
         self._session += 1
         self._pushes = self._begins = 0
         self._pulled_version = None
@@ -83,22 +83,22 @@ class ChainedLink(Link):
             self._link.begin(*self._opening)
 
     def opened(self, answer: Message | None = None) -> Message:
-        """As of a link."""
+        """See `Link`."""
         try:
             return self._link.opened(answer)
         except LinkClosedError as error:
             return self._go_over(error)
 
     def send(self, kind: str, meta: Mapping[str, Any] | None = None) -> None:
-        """As of a link."""
+        """See `Link`."""
         self._ask(lambda link: link.send(kind, meta))
 
     def send_bytes(self, kind: str, payload: bytes) -> None:
-        """As of a link."""
+        """See `Link`."""
         self._ask(lambda link: link.send_bytes(kind, payload))
 
     def push(self, kind: str, meta: Mapping[str, Any], parts: Sequence[Bytes]) -> None:
-        """As of a link; the push is numbered, and names the version on which it was computed."""
+        """See `Link`; the push has a number, and names the version on which it was computed."""
         if kind == "init":
             self._begins += 1
             meta = {**meta, "nth": self._begins}
@@ -113,17 +113,17 @@ class ChainedLink(Link):
         self._ask(again({}))
 
     def complete(self, kind: str, meta: Mapping[str, Any]) -> None:
-        """As of a link; a copy learns it immediately with the push."""
+        """See `Link`; a copy gets this data already with the push."""
         self._asked[-1] = self._again(meta)
         self._answered = False
         with self._unless_closed():
             self._link.complete(kind, meta)
 
     def expect(self) -> None:
-        """As of a link; a copy must be asked."""
+        """See `Link`; a copy must be asked."""
         self._begins += 1
         nth = self._begins
-        # A server that has taken over does not know who has got what: it answers who asks.
+        # A server that has taken over does not know which worker has which data: workers must ask.
         self._ask(lambda link: link.send("await", {"nth": nth}), sends=self._copy is None)
 
     def _ask(self, ask: Ask, *, sends: bool = True) -> None:
@@ -136,17 +136,17 @@ class ChainedLink(Link):
                 ask(self._link)
 
     def receive(self) -> Message:
-        """As of a link; for answers without a payload."""
+        """See `Link`; for answers without a payload."""
         return self._answer(lambda link: link.receive())
 
     def take(self, where: Callable[[Message], Sequence[Bytes]]) -> Message:
-        """As of a link; an answer that breaks off is requested again."""
+        """See `Link`; an answer that breaks off is requested again."""
         answer = self._answer(lambda link: link.take(where))
         self._pulled_version = answer.meta.get("version", self._pulled_version)
         return answer
 
     def take_bytes(self) -> bytes:
-        """As of a link."""
+        """See `Link`."""
         return self._answer(lambda link: link.take_bytes())
 
     def _answer(self, hear: Callable[[Link], Heard]) -> Heard:
@@ -160,15 +160,15 @@ class ChainedLink(Link):
                 return heard
 
     def release(self, message: Message) -> None:
-        """As of a link."""
+        """See `Link`."""
         with self._unless_closed():
             self._link.release(message)
 
     def _go_over(self, error: LinkClosedError) -> Message:
-        """Turn to the copy, open the session there, and ask it again what is not answered.
+        """Switch to the copy, open the session there, and repeat the requests without an answer.
 
         Raises:
-            LinkError: There is none, or it is gone as well.
+            LinkError: There is no copy, or it has ended too.
         """
         began, gone, copy = time.perf_counter(), self._link, self._copy
         if not self._settled:
@@ -198,7 +198,7 @@ class ChainedLink(Link):
 
     @contextlib.contextmanager
     def _unless_closed(self) -> Any:
-        """What is sent in vain is no error yet: the answer's absence shows, and is seen to."""
+        """Ignore a send to a dead server: the missing answer is noticed and handled later."""
         try:
             yield
         except LinkClosedError:
@@ -206,23 +206,23 @@ class ChainedLink(Link):
                 raise
 
     def settled(self) -> None:
-        """As of a link."""
+        """See `Link`."""
         self._settled = True
 
     def break_off(self) -> None:
-        """As of a link, of both."""
+        """See `Link`; breaks off both links."""
         self._link.break_off()
         if (copy := self._copy) is not None:
             copy.break_off()
 
     def cut(self, server: int) -> None:
-        """As of a link; a copy that is gone is not asked."""
+        """See `Link`; a copy that has ended is not asked."""
         self._link.cut(server)
         if (copy := self._copy) is not None:
             copy.cut(server)
 
     def end_session(self) -> None:
-        """As of a link; the copy too learns that there are no more workers to wait for."""
+        """See `Link`; also tells the copy that no more workers will come."""
         self._link.end_session()
         if self._opening is not None and self._copy is not None:
             with contextlib.suppress(LinkError):
@@ -230,14 +230,14 @@ class ChainedLink(Link):
         self._opening = None
 
     def close(self) -> None:
-        """Leave both servers."""
+        """Close the links to both servers."""
         self._link.close()
         if self._copy is not None:
             self._copy.close()
 
 
 def sessions_before(generation: int) -> int:
-    """Return a number beyond that of any session of earlier generations."""
+    """Return a number above that of any session of earlier generations."""
     return generation * SEATS
 
 
@@ -255,9 +255,9 @@ def connect_chains(
     """Connect this worker to the servers of each part of the parameters.
 
     Args:
-        chains: For each part, the server that answers for it, and then that of its copy, if any.
-        generation: The present generation of workers; in a later one servers may be gone.
-        session: The number of the last session before, if there was one (`ChainedLink`).
+        chains: For each part, the server that answers for it, and then the server of its copy.
+        generation: The present generation of workers; in a later one servers may have ended.
+        session: The number of the last earlier session, if there was one (`ChainedLink`).
         made: Called with each link as soon as it exists, so that another thread can break it off.
 
     Raises:
@@ -283,7 +283,7 @@ def connect_chains(
 def _chain_of(
     linked: Callable[..., Link], part: int, chain: Sequence[int], generation: int
 ) -> tuple[Link, Link | None]:
-    """Return the links to a part's own server and its copy; to who is left of them, if one is."""
+    """Return the links to a part's server and to its copy, or to the one that still runs."""
     if len(chain) == 1:
         return linked(part), None
     there: list[Link] = []

@@ -43,7 +43,7 @@ _MOST_PARTS = 512  # the system limits how many buffers one call may name
 
 
 class LinkError(RunError):
-    """A link broke, or its other end sent something that makes no sense.
+    """A link broke, or its other end sent a message that is not valid.
 
     Args:
         about: The arguments of every Workbench error.
@@ -57,7 +57,7 @@ class LinkError(RunError):
 
 
 class LinkClosedError(LinkError):
-    """The other end of a link is gone."""
+    """The other end of a link has ended."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Message:
     """One message.
 
     Attributes:
-        kind: What it is about.
+        kind: The message's purpose.
         meta: JSON-ready fields.
         size_bytes: Payload that follows on the stream; 0 if it is in shared memory.
     """
@@ -76,7 +76,7 @@ class Message:
 
 
 def closed(peer: str) -> LinkClosedError:
-    """Return the error for a link whose other end is gone."""
+    """Return the error for a link whose other end has ended."""
     felt = "Connection closed by peer"
     return LinkClosedError(
         f"{felt}: {peer} has ended.",
@@ -135,10 +135,10 @@ def unpack_header(header: bytes, size_bytes: int, peer: str) -> Message:
 def room_for(message: Message, peer: str) -> memoryview:
     """Return memory for a payload whose size was not agreed before.
 
-    It is not touched here: a payload that is announced but never sent takes no memory.
+    It is not written to here: a payload that is announced but never sent takes no memory.
 
     Raises:
-        LinkError: It announces more than there is.
+        LinkError: The announced size is larger than the free memory.
     """
     try:
         if message.size_bytes > MAX_PAYLOAD_BYTES:
@@ -179,7 +179,7 @@ def send(sock: socket.socket, message: Message, parts: Sequence[Bytes], peer: st
     """Send a message and its payload, gathered from its buffers.
 
     Raises:
-        LinkError: The other end is gone.
+        LinkError: The other end has ended.
     """
     left = [memoryview(pack(message)), *(part.data for part in parts if part.size)]
     try:
@@ -194,7 +194,7 @@ def receive(sock: socket.socket, peer: str) -> Message:
     """Wait for a message; its payload stays on the stream.
 
     Raises:
-        LinkError: The other end is gone or does not speak this protocol.
+        LinkError: The other end has ended or does not speak this protocol.
     """
     head = bytearray(HEAD_BYTES)
     receive_into(sock, [memoryview(head)], peer)
@@ -209,7 +209,7 @@ def receive_into(sock: socket.socket, parts: Sequence[Bytes | memoryview], peer:
     """Fill the buffers directly from the stream.
 
     Raises:
-        LinkError: The other end is gone.
+        LinkError: The other end has ended.
     """
     views = [part if isinstance(part, memoryview) else part.data for part in parts]
     left = [view for view in views if len(view)]
@@ -224,7 +224,7 @@ def receive_into(sock: socket.socket, parts: Sequence[Bytes | memoryview], peer:
 
 
 def rest(views: list[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of the buffers after this many bytes."""
+    """Return the remaining part of the buffers after this many bytes."""
     at = 0
     while at < len(views) and done >= len(views[at]):
         done -= len(views[at])
@@ -257,13 +257,13 @@ def copy_out(area: Bytes, parts: Sequence[Bytes]) -> None:
 
 
 SEATS = 1 << 16
-"""A worker proves itself as `generation * SEATS + rank`, to servers that know generations."""
+"""A worker identifies itself as `generation * SEATS + rank` to servers that know generations."""
 NONCE_BYTES = 32
 TIMEOUT_S = 10.0
 
 
 class _Refused:
-    """How many connections this process has turned away: their other end did not know a key."""
+    """How many connections this process has refused because the other end did not know a key."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -276,7 +276,7 @@ _PROOF_BYTES = 32
 
 @waits_in(ANSWER)
 def prove_worker(sock: socket.socket, key: bytes, rank: int) -> None:
-    """Prove this end's identity to a server, and check the server's.
+    """Prove this end's identity to a server, and check the server's identity.
 
     Raises:
         LinkError: The other end does not know the key.
@@ -371,7 +371,7 @@ class Region:
         return Region(fd, size_bytes)
 
     def close(self) -> None:
-        """Release it; the memory is freed when no array uses it any more."""
+        """Release it; the memory is freed after the last array that uses it."""
         self.data = np.empty(0, np.uint8)
         with contextlib.suppress(BufferError):
             self._map.close()
@@ -381,7 +381,7 @@ class Region:
 
 
 def _reserve(fd: int, size_bytes: int) -> None:
-    """Have room for a file's bytes now: writing to a hole of it on a full disk ends by SIGBUS."""
+    """Reserve room for a file's bytes: on a full disk, a write to a hole would end by SIGBUS."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, size_bytes)
         return
@@ -407,7 +407,7 @@ def take_over(sock: socket.socket, sizes: list[tuple[int, bool]], peer: str) -> 
     """Receive and map regions.
 
     Args:
-        sizes: (bytes, whether it may be written) of each.
+        sizes: (bytes, whether it may be written) of each region.
 
     Raises:
         LinkError: Their number or sizes are not as agreed.

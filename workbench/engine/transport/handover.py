@@ -25,7 +25,7 @@ from .connection import Bytes, LinkError, Message, prove_server, prove_worker
 
 WHERE = "handover"
 LOOK_S = 0.05
-"""How often a donor that waits looks whether it still should."""
+"""How often a waiting donor checks whether it must still wait."""
 
 
 def called_off() -> LinkError:
@@ -35,10 +35,10 @@ def called_off() -> LinkError:
 
 
 class Donor:
-    """Where receivers connect; they may begin before the state is packed.
+    """The place where receivers connect; they may connect before the state is packed.
 
     Args:
-        host, ports: As `Listeners` takes them.
+        host, ports: The same as for `Listeners`.
         key: The same for all workers of the run.
         where: The name under which receivers look for it, if there are several donors.
     """
@@ -65,10 +65,10 @@ class Donor:
         """Send the state to each of these ranks.
 
         Args:
-            over: Whether nobody will wait for them any more.
+            over: Whether no worker waits for these ranks any more.
 
         Raises:
-            LinkError: One of them is gone.
+            LinkError: One of them has ended.
         """
         left = set(ranks)
         message = Message("state", about, connection.size_of(parts))
@@ -104,14 +104,14 @@ def take(
     room_for: Callable[[Mapping[str, Any]], Sequence[Bytes]],
     where: str = WHERE,
 ) -> None:
-    """Take over the donor's state.
+    """Receive the donor's state.
 
     Args:
         room_for: Given the description of the state, returns its buffers, in sequence.
         where: The donor's name.
 
     Raises:
-        LinkError: The donor is gone, does not know the key, or sends another size.
+        LinkError: The donor has ended, does not know the key, or sends another size.
     """
     peer = "the worker that hands over"
     try:
@@ -122,7 +122,7 @@ def take(
         try:
             prove_worker(sock, key, rank)
         except LinkError as error:
-            if isinstance(error.__cause__, OSError):  # it went in the middle of it
+            if isinstance(error.__cause__, OSError):  # the donor ended during the transfer
                 raise connection.closed(peer) from error
             raise
         message = connection.receive(sock, peer)

@@ -7,8 +7,8 @@ A worker that waits for a message reads it itself, directly into its buffer: the
 thread, a signal interrupts it, and a peer's death ends its wait. Every message begins with its
 size; a message of another size than the buffer is refused before more of it is read.
 
-    listen     each worker, in its own folder that nobody else may enter
-    connect    to all workers of a lower rank, then accept those of a higher one; both ends prove
+    listen     each worker, in a folder that no other user can enter
+    connect    to all workers of a lower rank, then accept those of a higher rank; both ends prove
                that they know the run's key (`connection.py`)
 """
 
@@ -34,10 +34,10 @@ _TIMEVAL = struct.pack("ll", SILENCE_S, 0)
 
 
 class Doorway:
-    """Where the other workers of this host connect to this one.
+    """The socket on which the other workers of this host connect to this worker.
 
     Attributes:
-        path: Of the listening socket.
+        path: Path of the listening socket.
 
     Raises:
         OSError: This system has no Unix sockets, or no folder for one with a short name.
@@ -89,7 +89,7 @@ class Doorway:
     def _let_in(
         self, sockets: dict[int, socket.socket], awaited: range, key: bytes, deadline_s: float
     ) -> None:
-        """Accept one connection; one that proves nothing is closed."""
+        """Accept one connection; close it if its other end does not know the key."""
         self._listening.settimeout(max(0.01, deadline_s - time.monotonic()))
         try:
             sock, _ = self._listening.accept()
@@ -114,7 +114,7 @@ class Peers:
     """The links of one worker; used by one thread at a time.
 
     After an error or an interrupt, perhaps in the middle of a message, all links are closed, so
-    that others who wait for this worker learn of it at once.
+    that other workers that wait for this worker notice it at once.
 
     Args:
         sockets: A connected stream socket to each other worker, by rank.
@@ -132,7 +132,7 @@ class Peers:
         """Send bytes to a worker; it may return before they are read.
 
         Raises:
-            LinkError: The worker is gone.
+            LinkError: The worker has ended.
         """
         try:
             sending = _Sending(self._socket(to), to, data)
@@ -147,7 +147,7 @@ class Peers:
         """Fill a buffer with a worker's next message.
 
         Raises:
-            LinkError: The worker is gone, or its message is not as long as the buffer.
+            LinkError: The worker has ended, or its message is not as long as the buffer.
         """
         try:
             receiving = _Receiving(self._socket(source), source, into)
@@ -162,7 +162,7 @@ class Peers:
         """Send to one worker while receiving from another, for messages of any size.
 
         Raises:
-            LinkError: As `send` and `receive`.
+            LinkError: For the same reasons as in `send` and `receive`.
         """
         try:
             sending = _Sending(self._socket(to), to, data)
@@ -187,13 +187,13 @@ class Peers:
             raise ended(f"worker {rank}") from None
 
     def break_off(self) -> None:
-        """End what blocks the thread that uses the links; callable from any other thread."""
+        """End a blocking call of the thread that uses the links; callable from any other thread."""
         for sock in list(self._sockets.values()):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close all links; other workers' waits for this one end at once."""
+        """Close all links; other workers that wait for this worker stop at once."""
         while self._sockets:
             _, sock = self._sockets.popitem()
             with contextlib.suppress(OSError):
@@ -202,7 +202,7 @@ class Peers:
 
 
 class _Sending:
-    """A message on its way to a worker."""
+    """A message that is being sent to a worker."""
 
     def __init__(self, sock: socket.socket, rank: int, data: memoryview) -> None:
         self.sock, self._rank = sock, rank
@@ -222,7 +222,7 @@ class _Sending:
 
 
 class _Receiving:
-    """A message on its way from a worker."""
+    """A message that is being received from a worker."""
 
     def __init__(self, sock: socket.socket, rank: int, into: memoryview) -> None:
         self.sock, self._rank, self._expected_bytes = sock, rank, len(into)
@@ -230,7 +230,7 @@ class _Receiving:
         self.left = [memoryview(self._size), into]
 
     def advance(self, flags: int = 0) -> None:
-        """Take what is there, waiting for something unless `flags` say not to."""
+        """Read the available bytes; wait for some unless `flags` say not to."""
         try:
             received = self.sock.recvmsg_into(self.left, 0, flags)[0]
         except BlockingIOError:
@@ -258,7 +258,7 @@ class _Receiving:
 
 
 def _wait_for_either(receiving: _Receiving, sending: _Sending) -> None:
-    """Wait until something has come, or there is room for more."""
+    """Wait until data has arrived, or the socket can take more."""
     poll = select.poll()
     poll.register(sending.sock, select.POLLOUT)
     both = select.POLLIN | select.POLLOUT if receiving.sock is sending.sock else select.POLLIN

@@ -28,15 +28,15 @@ class ServerLinks:
     """The links of one server.
 
     Args:
-        chains: For each part, the server that answers for it, and then that of its copy, if any.
-        server: This one.
-        workers: How many there are.
+        chains: For each part, the server that answers for it, and then the server of its copy.
+        server: The index of this server.
+        workers: The number of workers.
         others: Whether others may join later (`server.Others`).
 
     Attributes:
-        hub: To the workers, for its own part; None: it has none.
-        copy_hub: To the workers and to the server of whose part it holds a copy, if any.
-        successor: To the copy of its own part, if any.
+        hub: Links to the workers, for this server's part; None: it has no part.
+        copy_hub: Links to the workers and to the server whose part it copies, if there is one.
+        successor: Link to the copy of this server's part, if there is one.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class ServerLinks:
     def open(
         self, store: Store, host: str, ports: tuple[int, int] | None, keep: Callable[[], object]
     ) -> None:
-        """Wait for all links; the copy is kept from here on.
+        """Wait for all links; from then on this server keeps its copy.
 
         Args:
-            host, ports: Where it listens.
-            keep: Keeps the copy, once all are there, until they have left.
+            host, ports: The address on which it listens.
+            keep: Keeps the copy from the time when all have connected until they have left.
 
         Raises:
             LinkError: The successor did not start.
@@ -86,13 +86,13 @@ class ServerLinks:
             keep()
         except BaseException as error:
             self._failed = error
-            if self.hub is not None:  # whoever waits for the workers hears of it
+            if self.hub is not None:  # the thread that waits for workers receives the error
                 self.hub.hang_up()
         finally:
             hub.close()
 
     def settle(self) -> None:
-        """Leave the successor, and wait until the copy is no longer needed.
+        """Close the link to the successor, and wait until the copy is no longer needed.
 
         Raises:
             Exception: The error of the copy.

@@ -1,4 +1,4 @@
-"""A server's end of all its links: one thread, messages in the order in which they are complete."""
+"""A server's end of all its links: one thread, which takes messages as they become complete."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .connection import SEATS, Bytes, LinkError, Message, Region, hand_over, pro
 PUSHES = ("init", "push", "update")
 """Kinds of messages that fill a worker's mailbox."""
 LOOK_S = 0.5
-"""How often a hub that waits for workers looks whether it still should."""
+"""How often a hub that waits for workers checks whether it must still wait."""
 Others = Literal["never", "together", "singly"]
-"""Whether workers come after the first ones: never; all that there are in one generation, in the
-place of those before; or one by one, each in the place of one that is gone."""
+"""Whether more workers come after the first workers: never; a whole generation, in place of the
+earlier generation; or one by one, each in place of a worker that has ended."""
 NOBODY = -1
 REGROUP = "regroup"
-"""What `Hub.next` gives when the first of a new generation has come: nothing of those before."""
+"""The result of `Hub.next` when a new generation begins: earlier messages do not follow it."""
 
 
 class Gone(Message):
@@ -39,21 +39,21 @@ class Hub:
     """A server's links.
 
     Args:
-        workers: How many will connect.
+        workers: How many workers will connect.
         key: The run's key.
         others: Whether others may join later (`Others`).
         stays: The rank of a peer that is not a worker and belongs to no generation.
 
     Attributes:
         living: Ranks whose links are open.
-        generation: The newest of which a worker has connected, if all connect together.
+        generation: The newest generation with a connected worker, if all connect together.
         strangers: Connections that did not know the key, or claimed a rank in use.
     """
 
     def __init__(self, workers: int, key: bytes, others: Others = "never", stays: int = -1) -> None:
         self._workers, self._key, self._others, self._stays = workers, key, others, stays
         self.generation = 0
-        self._waits = others != "never"  # for others, also while nobody is here
+        self._waits = others != "never"  # also while no worker is connected
         self._peers: dict[int, _Peer] = {}
         self._selector = selectors.DefaultSelector()
         self._ready: deque[tuple[int, Message]] = deque()
@@ -69,8 +69,8 @@ class Hub:
         """Listen, and publish this server's addresses.
 
         Args:
-            host, ports: Where it listens (`Listeners`).
-            role: For which part it answers there (`look_up`).
+            host, ports: The address on which it listens (`Listeners`).
+            role: The part for which it answers there (`look_up`).
         """
         self._listeners = Listeners(host, ports)
         publish(store, server, self._listeners.about, role)
@@ -84,7 +84,7 @@ class Hub:
 
     @waits_in(ANSWER)
     def gather(self) -> None:
-        """Wait until every worker has connected, or `hang_up` says that none will."""
+        """Wait until every worker has connected, or `hang_up` says that none will connect."""
         assert self._listeners is not None, "listen comes first"
         try:
             with selectors.DefaultSelector() as selector:
@@ -102,7 +102,7 @@ class Hub:
     def _let_in(self, listener: Any) -> None:
         try:
             sock, _ = listener.accept()
-        except OSError:  # it has gone again
+        except OSError:  # the peer has already ended
             return
         seat = prove_server(sock, self._key)
         generation, rank = divmod(0 if seat is None else seat, SEATS)
@@ -118,7 +118,7 @@ class Hub:
         self._selector.register(sock, selectors.EVENT_READ, peer)
 
     def _admits(self, generation: int, rank: int) -> bool:
-        """Whether a worker is not of a generation that others have left behind."""
+        """Whether a worker belongs to a generation that is not over."""
         if not generation:
             return rank not in self._peers and rank < self._workers and not self.generation
         if self._others == "singly" and (there := self._peers.get(rank)) is not None:
@@ -126,7 +126,7 @@ class Hub:
         return self._others != "never" and generation >= self.generation and rank != self._stays
 
     def _make_room(self, generation: int, rank: int) -> None:
-        """Have nothing more of those in whose place a worker comes."""
+        """Drop the links and messages of the workers that this worker replaces."""
         if self._others == "singly" and rank in self._peers:
             self.drop(rank)
         elif generation > self.generation and self._others == "together":
@@ -134,11 +134,11 @@ class Hub:
             for one in [one for one in self._peers if one != self._stays]:
                 self._forget(one)
             self._ready.append((NOBODY, Message(REGROUP)))
-        elif rank in self._peers:  # its first try found another server gone
+        elif rank in self._peers:  # at its first try another server had ended
             self._forget(rank)
 
     def _forget(self, rank: int) -> None:
-        """Close a link, and let go of what it had said."""
+        """Close a link, and drop its unread messages."""
         self.drop(rank)
         self._ready = deque(item for item in self._ready if item[0] != rank)
 
@@ -148,7 +148,7 @@ class Hub:
         return sorted(self._peers)
 
     def board(self, size_bytes: int) -> Bytes:
-        """Make the memory from which workers read; (size_bytes,) uint8."""
+        """Make the memory that workers read; (size_bytes,) uint8."""
         self.close_session()
         self._board = Region.create(size_bytes)
         return self._board.data
@@ -166,7 +166,7 @@ class Hub:
 
     @waits_in(ANSWER)
     def next(self) -> tuple[int, Message] | None:
-        """Wait for a message; return (rank, message), None when no worker is left.
+        """Wait for a message; return (rank, message), or None when no worker remains.
 
         The payload of a push is in the worker's mailbox by then.
         """
@@ -181,11 +181,11 @@ class Hub:
         return self._ready.popleft()
 
     def expect_nobody(self) -> None:
-        """Let `next` end when no worker is left: no others will join; called by another thread."""
+        """Let `next` end when no worker remains: no others will join; called by another thread."""
         self._waits = False
 
     def _advance(self, peer: _Peer) -> None:
-        if self._peers.get(peer.rank) is not peer:  # another one has just taken its place
+        if self._peers.get(peer.rank) is not peer:  # another connection has just replaced it
             return
         try:
             message = peer.advance()
@@ -204,7 +204,7 @@ class Hub:
     def reply(
         self, rank: int, kind: str, meta: Mapping[str, Any] | None = None, *, board: bool = False
     ) -> None:
-        """Send a message, with the board if it is asked for and the worker does not share it."""
+        """Send a message; add the board if requested, unless the worker shares its memory."""
         peer = self._peers.get(rank)
         if peer is not None:
             parts = [self._board.data] if board and not peer.shared and self._board else []
@@ -252,7 +252,7 @@ class Hub:
                 peer.sock.shutdown(socket.SHUT_RDWR)
 
     def cut(self, rank: int) -> None:
-        """Drop a peer that is gone, though its link does not show it; from any thread."""
+        """Drop a peer that has ended, even if its link does not show it; from any thread."""
         peer = self._peers.get(rank)
         if peer is not None:
             with contextlib.suppress(OSError):
@@ -277,7 +277,7 @@ class Hub:
 
 
 class _Peer:
-    """One worker's connection, read piece by piece: a slow one holds up nobody."""
+    """One worker's connection, read piece by piece: a slow worker does not delay the others."""
 
     def __init__(self, sock: socket.socket, rank: int, generation: int = 0) -> None:
         self.sock, self.rank, self.name = sock, rank, f"worker {rank}"
@@ -319,7 +319,7 @@ class _Peer:
         """Read what is there; return the message once it is complete.
 
         Raises:
-            LinkError: The worker is gone, or sent what makes no sense.
+            LinkError: The worker has ended, or sent a message that is not valid.
         """
         while True:
             if len(self._left):
@@ -355,17 +355,17 @@ class _Peer:
         return self._message
 
     def _target(self, message: Message) -> Any:
-        """Return where a payload goes; the size is checked before anything is read."""
+        """Return the target of a payload; the size is checked before anything is read."""
         varies = self._init_bytes is not None
         if message.kind == "load" or (varies and message.kind == "init"):
-            payload = connection.room_for(message, self.name)  # a saved state is as large as it is
+            payload = connection.room_for(message, self.name)  # a saved state can have any size
             message.meta = {**message.meta, "payload": payload}
             return payload
         self._check(message)
         return self._mailbox[: message.size_bytes]
 
     def _check(self, message: Message) -> None:
-        """Raise LinkError where a push is not as large as was agreed, or larger than allowed."""
+        """Raise LinkError if a push does not have the agreed size, or exceeds the limit."""
         if self._init_bytes is None:
             connection.check_size(message, self._mailbox.size, self.name)
         elif message.kind == "init":

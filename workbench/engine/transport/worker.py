@@ -34,7 +34,7 @@ class Link:
         self._size_bytes, self._in_session = 0, False
         self._most_bytes: int | None = None
         self._shared = False
-        self._refusal: Mapping[str, Any] | None = None  # what the server ended the session with
+        self._refusal: Mapping[str, Any] | None = None  # the server's reason for ending the session
         self._mailbox: Region | None = None
         self._board: Region | None = None
 
@@ -60,7 +60,7 @@ class Link:
             answer: The answer, if it has arrived already.
 
         Raises:
-            LinkError: The server refused, or is gone.
+            LinkError: The server refused, or has ended.
         """
         answer = answer or self.receive()
         if self._shared:
@@ -81,7 +81,7 @@ class Link:
         """Send the parts, in sequence, into this worker's mailbox.
 
         Raises:
-            LinkError: They do not have the agreed size, or the server is gone.
+            LinkError: They do not have the agreed size, or the server has ended.
         """
         message = Message(kind, meta, connection.size_of(parts))
         if self._most_bytes is None or kind == "init":
@@ -99,14 +99,14 @@ class Link:
         """Wait for the server's next message; `read` or `read_bytes` takes its payload.
 
         Raises:
-            LinkError: The server is gone, or has failed with a reason.
+            LinkError: The server has ended, or has failed with a reason.
         """
         if self._refusal is None:
             message = connection.receive(self._sock, self.name)
             if message.kind != "error":
                 return message
             self._refusal = message.meta
-        # It answers nothing more in this session: whoever asked again would wait for ever.
+        # It answers nothing more in this session: another request would wait forever.
         text, felt = (str(self._refusal.get(key, "")) for key in ("text", "felt"))
         raise LinkError(f"{self.name} refused: {text}", felt=felt, code="WB-RUN-026")
 
@@ -114,7 +114,7 @@ class Link:
         """Copy the server's payload into the parts.
 
         Raises:
-            LinkError: It is not as large as the parts, or the server is gone.
+            LinkError: It is not as large as the parts, or the server has ended.
         """
         if self._board is None:
             connection.check_size(message, connection.size_of(parts), self.name)
@@ -132,7 +132,7 @@ class Link:
             where: Returns the parts that an answer fills.
 
         Raises:
-            LinkError: As of `receive` and `read`.
+            LinkError: For the same reasons as in `receive` and `read`.
         """
         answer = self.receive()
         self.read(answer, where(answer))
@@ -142,19 +142,19 @@ class Link:
         """Wait for the server's next message and return its payload.
 
         Raises:
-            LinkError: As of `receive` and `read_bytes`.
+            LinkError: For the same reasons as in `receive` and `read_bytes`.
         """
         return self.read_bytes(self.receive())
 
     def complete(self, kind: str, meta: Mapping[str, Any]) -> None:
-        """Send what the server still needs for the last push."""
+        """Send the remaining data that the server needs for the last push."""
         self.send(kind, meta)
 
     def expect(self) -> None:
-        """Wait for an answer that another worker's message causes; nothing is sent here."""
+        """Wait for an answer that another worker's message causes; this call sends nothing."""
 
     def cut(self, server: int) -> None:
-        """End a wait for this server, because it is gone; from any thread."""
+        """End a wait for this server, because it has ended; from any thread."""
         if server == self.server:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
@@ -168,7 +168,7 @@ class Link:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def release(self, message: Message) -> None:
-        """Allow the server to change what it sent with this message."""
+        """Allow the server to change the memory that it sent with this message."""
         if message.meta.get("held"):
             self.send("release")
 
@@ -176,7 +176,7 @@ class Link:
         """Return a payload that was sent on the stream.
 
         Raises:
-            LinkError: The server is gone, or announced more than fits the memory.
+            LinkError: The server has ended, or announced more than fits the memory.
         """
         payload = connection.room_for(message, self.name)
         connection.receive_into(self._sock, [payload], self.name)
@@ -187,7 +187,7 @@ class Link:
         self._drop_memory()
         if self._in_session:
             self._in_session = False
-            with contextlib.suppress(LinkError):  # the server may be gone already
+            with contextlib.suppress(LinkError):  # the server may have ended already
                 self.send("close")
 
     def _drop_memory(self) -> None:
@@ -197,7 +197,7 @@ class Link:
         self._mailbox = self._board = None
 
     def close(self) -> None:
-        """Leave the server."""
+        """Close the link to the server."""
         self._drop_memory()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -227,7 +227,7 @@ def dial_server(
     """Connect to one server.
 
     Args:
-        of_copy: The part of which it holds a copy, if the link is for that.
+        of_copy: The part whose copy this server holds, if the link is for that part.
 
     Raises:
         LinkError: It did not start or does not know the key.
@@ -243,7 +243,7 @@ def dial_server(
     except LinkError as error:
         sock.close()
         if isinstance(error.__cause__, ConnectionError) and rank >= connection.SEATS:
-            raise connection.closed(peer) from error  # it is gone, or others are wanted by now
+            raise connection.closed(peer) from error  # it has ended, or refuses this generation
         raise
     near = "unix" if sock.family != socket.AF_INET else "tcp"
     if near == "unix" and way in ("auto", "shared_memory"):

@@ -2,10 +2,10 @@
 
 In reading order:
 
-    tensorboard  how are TensorBoard's event files written, without TensorFlow
-    mlflow       how is MLflow's store written, without a framework
-    wandb        how does Weights & Biases get a run, without a hand on the notebook
-    trackio      how is Trackio's store written
+    tensorboard  writes TensorBoard's event files without TensorFlow
+    mlflow       writes to MLflow's store without a framework
+    wandb        sends a run to Weights & Biases without an effect on the notebook
+    trackio      writes to Trackio's store
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class About:
-    """What is known of a run when it begins.
+    """The facts about a run that are known when it begins.
 
     Attributes:
-        run_id: Unique: the name of its folder.
+        run_id: The name of the run's folder, which is unique.
         began: Seconds since 1970.
-        tags: What tells it apart from others, as text.
+        tags: Facts that distinguish the run from other runs, as text.
     """
 
     name: str
@@ -44,16 +44,16 @@ class About:
 
 @dataclass(frozen=True)
 class Ending:
-    """What is known of a run when it is over.
+    """The facts about a run that are known when it is over.
 
     Attributes:
-        state: `finished`, `stopped`, `failed`; another one where the notebook ended before it did.
+        state: `finished`, `stopped` or `failed`; another state if the notebook ended first.
         ended: Seconds since 1970.
         report: The run in words: figures, workers, evaluations, notes.
-        notes: What the user should know, and the error of a run that failed.
-        picture: Its final figure, PNG; empty where it could not be drawn.
+        notes: Notes for the user, and the error if the run failed.
+        picture: The run's final figure as PNG; empty if it could not be drawn.
         figures: Key figures of the whole run by name; none is NaN.
-        meta: What `run.json` says.
+        meta: The contents of `run.json`.
     """
 
     state: str
@@ -70,36 +70,36 @@ class Sink(Protocol):
 
     @property
     def place(self) -> str:
-        """Where the run is, in words: a folder, or a store and the run's id in it."""
+        """The place of the run in words: a folder, or a store and the run's id in this store."""
 
     def settings(self, values: Mapping[str, str | int | float | bool]) -> None:
-        """Write what the run was asked to do; called once."""
+        """Write the run's settings; called once."""
 
     def write(self, scalars: Sequence[Scalar], epoch_s: float) -> None:
         """Write values and flush them; `epoch_s` is when the first step began, since 1970."""
 
     def rewind(self, step: int) -> None:
-        """Take back values of `step` and later, where the place can: the run went back."""
+        """Remove values of `step` and later, if the place can: the run went back to `step`."""
 
     def end(self, ending: Ending) -> None:
         """Write how the run ended, and close."""
 
 
 class Kind(Protocol):
-    """What a module of this package offers."""
+    """The functions that each module of this package has."""
 
     def check(self, where: str) -> None:
-        """Raise PlanError where nothing can be written to that place."""
+        """Raise PlanError if nothing can be written to that place."""
 
     def open(self, where: str, about: About) -> Sink:
         """Return a sink for a new run."""
 
 
 def try_folder(folder: str, what: str, *, make: bool = False) -> None:
-    """Write a file into a folder and remove it; rights alone do not tell (a disk may be read-only).
+    """Write a file into a folder and remove it: a disk may be read-only whatever the rights say.
 
     Args:
-        make: Make the folder where it is not there.
+        make: Make the folder if it does not exist.
 
     Raises:
         PlanError: `what` cannot be written there.
@@ -122,7 +122,7 @@ def kind_of(target: Target) -> Kind:
     """Return the module that writes to a target.
 
     Raises:
-        PlanError: A package is missing; names the extra to install.
+        PlanError: A package is missing; the error names the extra to install.
     """
     for package in PACKAGES[target.kind]:
         if importlib.util.find_spec(package) is None:

@@ -27,23 +27,23 @@ if TYPE_CHECKING:
     from ...history.analysis.series import Scalar
 
 EXPERIMENT = "workbench"
-"""Where MLFLOW_EXPERIMENT_NAME names no other."""
+"""The experiment for the runs if MLFLOW_EXPERIMENT_NAME is not set."""
 CONNECT_S = 5.0
-_BATCH = 1000  # most values of one request, by MLflow's rules
+_BATCH = 1000  # MLflow's limit of the values in one request
 _PARAMS = 100
-_LETTERS = 5000  # most of a tag
+_LETTERS = 5000  # MLflow's limit of the letters of a tag
 _STATUS = {"finished": "FINISHED", "failed": "FAILED"}
 
 
 def check(where: str) -> None:
-    """Raise PlanError where the store cannot be used; a new database is made on the way."""
+    """Raise PlanError if the store cannot be used; the check makes a new database if needed."""
     uri = _uri(where)
     _check_reachable(uri)
     try:
         _experiment(MlflowClient(tracking_uri=uri), uri)
     except PlanError:
         raise
-    except Exception as error:  # each kind of store has errors of its own
+    except Exception as error:  # each kind of store raises errors of different classes
         raise PlanError(
             f"MLflow cannot use this store: {_first_line(error)}",
             seen=where or uri,
@@ -71,7 +71,7 @@ class TrackedRun:
         return f"run {self._id} in {self._uri}"
 
     def settings(self, values: Mapping[str, str | int | float | bool]) -> None:
-        """Write what the run was asked to do as parameters."""
+        """Write the run's settings as parameters."""
         params = [Param(name, str(value)) for name, value in values.items()]
         for at in range(0, len(params), _PARAMS):
             self._client.log_batch(self._id, params=params[at : at + _PARAMS])
@@ -86,11 +86,11 @@ class TrackedRun:
             self._client.log_batch(self._id, metrics=metrics[at : at + _BATCH])
 
     def rewind(self, step: int) -> None:
-        """Leave what was written: MLflow takes no value back. The steps come a second time."""
+        """Do nothing: MLflow cannot remove values. The steps appear a second time."""
         self._client.set_tag(self._id, "workbench.rewound_to_step", str(step))
 
     def end(self, ending: Ending) -> None:
-        """Write the picture, the words, the key figures and the state, and end the run."""
+        """Write the picture, the report, the key figures and the state, and end the run."""
         when = int(ending.ended * 1000)
         last = int(ending.figures.get("steps", 0))
         metrics = [
@@ -138,7 +138,7 @@ def _uri(where: str) -> str:
 
 
 def _check_reachable(uri: str) -> None:
-    """Raise PlanError at once where MLflow would try again and again, for minutes."""
+    """Raise PlanError at once in cases in which MLflow would retry for minutes."""
     parts = urlsplit(uri)
     if parts.scheme.startswith("sqlite"):
         path = Path(parts.path[1:])
@@ -161,16 +161,16 @@ def _check_reachable(uri: str) -> None:
 
 
 def _experiment(client: MlflowClient, uri: str) -> str:
-    """Return the id of the experiment that runs go to; it is made where there is none."""
+    """Return the id of the runs' experiment; it is made if it does not exist."""
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
     found = client.get_experiment_by_name(name)
     if found is None:
         place = None
-        if uri.startswith("sqlite"):  # else the pictures would land wherever the notebook is
+        if uri.startswith("sqlite"):  # otherwise pictures go to the notebook's folder
             place = Path(urlsplit(uri).path[1:]).parent.joinpath("mlruns", name).as_uri()
         try:
             return str(client.create_experiment(name, artifact_location=place))
-        except MlflowException:  # somebody else made it in this moment
+        except MlflowException:  # another process made it at this moment
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise
@@ -185,7 +185,7 @@ def _experiment(client: MlflowClient, uri: str) -> str:
 
 
 def _key(tag: str) -> str:
-    """Return a name that MLflow takes: letters, digits and `_-. /`, at most 250."""
+    """Return a name that MLflow accepts: letters, digits and `_-. /`, at most 250."""
     return "".join(c if c.isalnum() or c in "_-. /" else "_" for c in tag)[:250]
 
 

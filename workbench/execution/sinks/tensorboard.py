@@ -37,7 +37,7 @@ _RGBA = 4
 
 
 def check(where: str) -> None:
-    """Make the folder; raise PlanError where no file can be made in it."""
+    """Make the folder; raise PlanError if no file can be made in it."""
     if Path(where).exists() and not Path(where).is_dir():
         raise PlanError(
             "TensorBoard's files need a folder, but this is a file.",
@@ -48,7 +48,7 @@ def check(where: str) -> None:
 
 
 class EventFile:
-    """One run's event file, in a folder of its own."""
+    """One run's event file, in a separate folder."""
 
     def __init__(self, where: str, about: About) -> None:
         self._about = about
@@ -67,7 +67,7 @@ class EventFile:
         return str(self._folder)
 
     def settings(self, values: Mapping[str, str | int | float | bool]) -> None:
-        """Write what the run was asked to do, as hyper-parameters and as text."""
+        """Write the run's settings, as hyper-parameters and as text."""
         began = self._about.began
         start = summary_v2.hparams_pb(
             dict(values), trial_id=self._about.run_id, start_time_secs=began
@@ -83,7 +83,7 @@ class EventFile:
         self._file.flush()
 
     def write(self, scalars: Sequence[Scalar], epoch_s: float) -> None:
-        """Write values, those of a step in one event, and flush them."""
+        """Write values, all values of a step in one event, and flush them."""
         ordered = sorted(scalars, key=lambda one: one.step)
         for step, of_step in groupby(ordered, key=lambda one: one.step):
             values = list(of_step)
@@ -95,11 +95,11 @@ class EventFile:
         self._file.flush()
 
     def rewind(self, step: int) -> None:
-        """Have readers forget values of `step` and later."""
+        """Tell readers to drop values of `step` and later."""
         self._add(time.time(), step=step, session_log=SessionLog(status=SessionLog.START))
 
     def end(self, ending: Ending) -> None:
-        """Write the picture, the words, the key figures and the state, and close the file."""
+        """Write the picture, the report, the key figures and the state, and close the file."""
         last = int(ending.figures.get("steps", 0))
         values = [
             Summary.Value(tag=f"final/{name}", simple_value=value)
@@ -139,7 +139,7 @@ def open(where: str, about: About) -> EventFile:
 
 
 def _own_folder(parent: Path, name: str) -> Path:
-    """Make a folder that no other run has: `base`, `base-2`, ..."""
+    """Make a new folder that no other run uses: `base`, `base-2`, ..."""
     safe = re.sub(r"[^\w.@+-]+", "-", name).strip(".") or "run"
     for number in count(1):
         folder = parent / (safe if number == 1 else f"{safe}-{number}")

@@ -1,8 +1,8 @@
-"""Writes runs to Trackio's store on this machine, as its own importers do.
+"""Writes runs to Trackio's store on this machine, in the way of Trackio's importers.
 
-https://huggingface.co/docs/trackio. `trackio.init` is left alone: it prints, shows its dashboard in
-the cell, measures this machine, and asks Hugging Face for the user's name. The store is a folder,
-`TRACKIO_DIR`; `trackio sync` brings a project to a Space.
+https://huggingface.co/docs/trackio. This module does not call `trackio.init`: that function prints,
+shows its dashboard in the cell, measures this machine, and asks Hugging Face for the user's name.
+The store is a folder, `TRACKIO_DIR`; `trackio sync` copies a project to a Space.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def check(where: str) -> None:
-    """Raise PlanError where Trackio takes no such project, or its folder cannot be written to."""
+    """Raise PlanError if Trackio refuses the project's name, or its folder is not writable."""
     try:
         SQLiteStorage.validate_project_name(where)
     except ValueError as error:
@@ -50,7 +50,7 @@ class StoredRun:
         tags = {key: value for key, value in about.tags.items() if key != "folder"}
         self._config: dict[str, Any] = {**tags, "_Created": created, "_Group": None}
         self._stale = True  # the config is not written yet
-        # A folder on the network gets files that the dashboard imports: SQLite is not safe there.
+        # In a folder on the network, write files for the dashboard: SQLite is not safe there.
         self._fragments = (
             fragments.FragmentWriter() if utils.get_storage_mode() == "jsonl" else None
         )
@@ -61,12 +61,12 @@ class StoredRun:
         return f"run {self._name} of {self._project} in {utils.TRACKIO_DIR}"
 
     def settings(self, values: Mapping[str, str | int | float | bool]) -> None:
-        """Keep what the run was asked to do; Trackio takes it with the first values."""
+        """Keep the run's settings; Trackio receives them with the first values."""
         self._config |= values
         self._stale = True
 
     def write(self, scalars: Sequence[Scalar], epoch_s: float) -> None:
-        """Write values, those of a step in one row."""
+        """Write values, all values of a step in one row."""
         rows = []
         ordered = sorted(scalars, key=lambda one: one.step)
         for step, of_step in groupby(ordered, key=lambda one: one.step):
@@ -76,7 +76,7 @@ class StoredRun:
         self._add(rows)
 
     def rewind(self, step: int) -> None:
-        """Take back values of `step` and later; not those in files that wait for their import."""
+        """Remove values of `step` and later, except values in files that wait for their import."""
         self._config["rewound_to_step"] = step
         self._stale = True
         path = SQLiteStorage.get_project_db_path(self._project)
@@ -87,14 +87,14 @@ class StoredRun:
                 )
 
     def end(self, ending: Ending) -> None:
-        """Write the picture, the words, the key figures and the state."""
+        """Write the picture, the report, the key figures and the state."""
         last = int(ending.figures.get("steps", 0))
         values: dict[str, Any] = {f"final/{k}": value for k, value in ending.figures.items()}
         notes = "\n".join(f"- {note}" for note in (f"state: {ending.state}", *ending.notes))
         report = f"```\n{ending.report}\n```\n\n{notes}"
         values["report"] = {"_type": Markdown.TYPE, "_value": report}
         if ending.picture:
-            name = re.sub(r"[^\w@+-]+", "-", self._name)  # a folder's, which "a/b" is not
+            name = re.sub(r"[^\w@+-]+", "-", self._name)  # the name of a folder, which "a/b" is not
             folder = get_project_media_path(project=self._project, run=name, step=last)
             path = folder / f"{self._id}.png"
             path.write_bytes(ending.picture)

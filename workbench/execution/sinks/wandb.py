@@ -3,7 +3,7 @@
 https://docs.wandb.ai/ref/python. In a notebook W&B replaces IPython's display, sends the notebook
 and the output of its cells, and allows one run per process. A separate process avoids all this. It
 reads lines of JSON, answers each with one line, and stops W&B's service at the end. It exits by
-itself when the kernel exits.
+itself when the notebook's process exits.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from ...history.analysis.series import Scalar
 
 MODES = ("online", "offline", "shared", "disabled", "dryrun", "run")
-"""Of WANDB_MODE."""
+"""Values of WANDB_MODE."""
 CONNECT_S = 20.0
-"""How long W&B may take to answer, before the run is kept offline."""
+"""How long W&B may take to answer before the run becomes an offline run."""
 OPEN_S = 90.0
 ANSWER_S = 60.0
 END_S = 600.0
-"""How long the last values may take to be sent; the notebook waits less (`await_all`)."""
+"""How long the last values may take to be sent; the notebook waits shorter (`await_all`)."""
 LEAVE_S = 10.0
 _SILENT = {
     "WANDB_SILENT": "true",
@@ -43,17 +43,17 @@ _SILENT = {
     "WANDB_ERROR_REPORTING": "false",
 }
 _OF_ONE_RUN = ("WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_NAME", "WANDB_RESUME", "WANDB_SWEEP_ID")
-"""Variables that would make one run of all, or bring it to a service of the notebook's own."""
+"""Variables that would join all runs into one, or send it to a W&B service of the notebook."""
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from workbench.execution.sinks.wandb import serve; serve()"
 )
 _EXIT = {"finished": 0, "failed": 1}
-_STOPPED = 255  # as W&B itself says of a run that was interrupted
+_STOPPED = 255  # the exit code that W&B uses for a run that was interrupted
 
 
 def check(where: str) -> None:
-    """Raise PlanError where no run can be written, or WANDB_MODE is none."""
+    """Raise PlanError if no run can be written, or WANDB_MODE has another value."""
     mode = os.environ.get("WANDB_MODE") or MODES[0]
     if mode not in MODES:
         raise PlanError(
@@ -68,7 +68,7 @@ def check(where: str) -> None:
 
 
 class ChildRun:
-    """One run, held by a process beside this one."""
+    """One run, written by a separate process."""
 
     def __init__(self, where: str, about: About) -> None:
         entity, _, project = where.rpartition("/")
@@ -79,7 +79,7 @@ class ChildRun:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env={k: v for k, v in os.environ.items() if k not in _OF_ONE_RUN} | _SILENT,
-            start_new_session=True,  # a Ctrl-C at the notebook is not meant for it
+            start_new_session=True,  # a Ctrl-C at the notebook must not reach this process
         )
         tags = {key: value for key, value in about.tags.items() if key != "folder"}
         asked = {"project": project, "entity": entity or None, "name": about.name}
@@ -93,11 +93,11 @@ class ChildRun:
         return self._place
 
     def settings(self, values: Mapping[str, str | int | float | bool]) -> None:
-        """Write what the run was asked to do as W&B's config."""
+        """Write the run's settings as W&B's config."""
         self._ask("settings", ANSWER_S, values=dict(values))
 
     def write(self, scalars: Sequence[Scalar], epoch_s: float) -> None:
-        """Write values, those of a step in one row."""
+        """Write values, all values of a step in one row."""
         rows = []
         ordered = sorted(scalars, key=lambda one: one.step)
         for step, of_step in groupby(ordered, key=lambda one: one.step):
@@ -107,11 +107,11 @@ class ChildRun:
         self._ask("write", ANSWER_S, rows=rows)
 
     def rewind(self, step: int) -> None:
-        """Leave what was written: W&B takes no value back. The steps come a second time."""
+        """Do nothing: W&B cannot remove values. The steps appear a second time."""
         self._ask("settings", ANSWER_S, values={"rewound_to_step": step})
 
     def end(self, ending: Ending) -> None:
-        """Write the picture, the words, the key figures and the state; end run and process."""
+        """Write the picture, the report, the key figures and the state; end run and process."""
         with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
             picture = Path(folder, "run.png")
             picture.write_bytes(ending.picture)
@@ -128,7 +128,7 @@ class ChildRun:
         self._close(LEAVE_S)
 
     def _ask(self, what: str, timeout_s: float, **values: Any) -> dict[str, Any]:
-        """Return the answer; whatever goes wrong ends the process, as nobody asks again."""
+        """Return the answer; any failure ends the process, because no later request follows."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -166,7 +166,7 @@ class ChildRun:
         process = self._process
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
-            with contextlib.suppress(OSError):  # it was full, and nobody reads it
+            with contextlib.suppress(OSError):  # the pipe was full, and no process reads it
                 pipe.close()
         try:
             process.wait(timeout_s)
@@ -182,7 +182,7 @@ def open(where: str, about: About) -> ChildRun:
 
 
 class _Writer:
-    """What the process of its own does; it alone imports `wandb`."""
+    """The work of the separate process; only this process imports `wandb`."""
 
     def __init__(self) -> None:
         import wandb
@@ -194,7 +194,7 @@ class _Writer:
     def open(
         self, project: str, entity: str | None, name: str, began: float, tags: dict[str, str]
     ) -> dict[str, str]:
-        """Begin a run; where W&B cannot be reached or knows nobody, an offline one."""
+        """Begin a run; begin an offline run if W&B cannot be reached or does not know the user."""
         settings = self._wandb.Settings(
             console="off", disable_git=True, disable_code=True, save_code=False,
             disable_job_creation=True, x_disable_meta=True, x_disable_stats=True,
@@ -210,7 +210,7 @@ class _Writer:
         try:
             self._run = self._wandb.init(**asked)
         except (self._wandb.errors.Error, TimeoutError) as error:
-            # No key, a wrong one, no network: what is written can be sent later.
+            # No key, a wrong key, or no network: the user can send the files later.
             self._run = self._wandb.init(**asked, mode="offline")
             remark = f"W&B cannot be used now ({_first_line(error)}), so the run is saved offline."
         self._run.define_metric("step", hidden=True)
@@ -228,7 +228,7 @@ class _Writer:
         return {}
 
     def write(self, rows: list[tuple[int, float, dict[str, float]]]) -> dict[str, str]:
-        """Log rows; the step is a column, as W&B's own may not go back."""
+        """Log rows; the step is a column, because W&B's step must not go back."""
         for step, when, values in rows:
             self._log(step, when, values)
         return {}
@@ -266,7 +266,7 @@ class _Writer:
 
 
 def serve() -> None:
-    """Do what standard input says, until it ends; what libraries print goes nowhere."""
+    """Obey the commands on standard input until it ends; the output of libraries is dropped."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -276,11 +276,11 @@ def serve() -> None:
         request = json.loads(line)
         try:
             answer = getattr(writer, request.pop("do"))(**request)
-        except Exception as error:  # W&B's, of whatever kind: the kernel hears of it
+        except Exception as error:  # W&B's errors, of any class: the notebook receives them
             answer = {"error": f"{type(error).__name__}: {_first_line(error)}"}
         try:
             print(json.dumps(answer), file=answers, flush=True)
-        except OSError:  # the kernel has gone meanwhile
+        except OSError:  # the notebook's process has ended meanwhile
             break
     writer.leave()
 

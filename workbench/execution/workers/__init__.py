@@ -1,15 +1,15 @@
-"""The workers of a run while it trains: which take part, and which delay it.
+"""The workers of a run while it trains: which workers take part, and which workers delay the run.
 
 In reading order:
 
-    change      what a change of workers brings
-    copies      who can go on where several workers hold a copy of the model together
-    healing     who takes part when a worker has died and a fresh one comes
-    scaling     more or fewer workers in a run that goes on
-    stragglers  who is slow for long, and which shares of the batch suit all
-    shedding    the rows that tell; such shares, agreed on with the workers
-    replacing   a fresh engine for a worker that is slow for long
-    silence     who has been halted, and is ended for that
-    departures  who was told to end, and how it leaves
-    hangs       who waits for whom, and for how long already
+    change      one change of the workers: its goal and its notes
+    copies      which workers can continue where several workers hold one copy of the model
+    healing     which workers take part after a worker has died and a new worker comes
+    scaling     more or fewer workers in a running run
+    stragglers  which workers are slow for a long time, and which shares of the batch suit all
+    shedding    agrees on such shares with the workers
+    replacing   a new engine in place of a worker that is slow for a long time
+    silence     which workers a signal has halted; these workers are ended
+    departures  which engines the system told to exit, and how they leave
+    hangs       which workers wait for which other workers, and for how long
 """

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 TRAINS = ("starting", "recovering", "running", "paused")
-"""States of a run whose members may be training: a death can be heard before the news that they
-have begun. Whoever has not says so, and the run fails for the death after all."""
+"""States of a run whose members may be training. A death may become known before the message that
+the members have begun. A member that has not begun reports this, and then the run fails."""
 ENDED = "the run ended before"
 
 
 class Execution(Protocol):
-    """What is needed of a run on its engines (`launch.RunExecution`)."""
+    """The methods that this package needs of a run on its engines (`launch.RunExecution`)."""
 
     pool: EngineAllocator
     run: Run
@@ -32,22 +32,22 @@ class Execution(Protocol):
     servers: Sequence[int]
 
     def chains(self) -> list[list[int]]:
-        """Return which servers hold the same, so that one of each may die."""
+        """Return groups of servers with equal data: one server of each group may die."""
 
     def dismiss_servers(self) -> None:
-        """Tell the servers that no worker comes any more."""
+        """Tell the servers that no worker will connect any more."""
 
     def meets(self, prefix: str) -> None:
-        """Take note under which name its workers meet from now on."""
+        """Note the name under which the run's workers meet from now on."""
 
     def recruit(self, count: int) -> list[int]:
-        """Have more engines be of the run; return which."""
+        """Add more engines to the run; return these engines."""
 
     def equip(self, engine: int) -> None:
-        """Give a new engine what the cell needs."""
+        """Give a new engine the data that the cell needs."""
 
     def request_to_join(self, engine: int) -> dict[str, Any]:
-        """Return the request to an engine that joins during the run."""
+        """Return the request that is sent to an engine that joins during the run."""
 
 
 @dataclass
@@ -55,12 +55,12 @@ class Change:
     """The goal of the current generation, until all its members have reported.
 
     Attributes:
-        lost, fresh: Engines that are done without, and that are let in.
+        lost, fresh: Engines that the run continues without; engines that join it.
         left: Why engines leave, in words, by engine.
-        how: What became of the lost, in words, by engine; empty as long as it is not known.
-        heard: What members have said, by engine.
-        short: Whether one that was let in is gone again, or came later than the others had heard:
-            steps that they took meanwhile lack its rows.
+        how: How the lost engines ended, in words, by engine; empty while this is not known.
+        heard: The members' reports, by engine.
+        short: Whether an engine that joined has ended again, or joined later than the others
+            had been told. The steps in between lack its rows.
     """
 
     lost: list[int] = field(default_factory=list)
@@ -71,17 +71,17 @@ class Change:
     short: bool = False
 
     def begin_anew(self) -> None:
-        """Take note that another generation is announced."""
+        """Note that a further generation is announced."""
         self.short = self.short or bool(self.fresh and self.heard)
         self.heard.clear()
 
     def tell(self, run: Run, step: int, workers: int, dies_with: str) -> None:
-        """Tell the user of the change, in events of the run and in words.
+        """Report the change to the user, as events of the run and in words.
 
         Args:
-            step: The first one that its members take together.
-            workers: How many they are.
-            dies_with: What is lost with a worker, at most.
+            step: The first step that the members take together.
+            workers: The number of members.
+            dies_with: What a dead worker loses, at most.
         """
         there = [one.seconds for i, one in self.heard.items() if i not in self.fresh]
         seconds = max(there, default=0.0)
@@ -118,9 +118,9 @@ def announcement(
     """Return the message to workers about a generation.
 
     Args:
-        engines: Its members, in the order of their ranks; none: whoever is told may leave.
-        past: Who has trained to the end.
-        prefix: Where the members meet.
+        engines: Its members, in the order of their ranks; empty: the receiver may leave.
+        past: Engines that have trained to the end.
+        prefix: The name under which the members meet.
     """
     members, known = launch.run.members, launch.pool.engines.engines
     return Regroup(
@@ -136,11 +136,11 @@ def announcement(
 
 
 def healed_words(done: Recovery, dies_with: str = "", *, joined: bool = True) -> str:
-    """Return the note on the change and its cost.
+    """Return the note on the change and on the time that it took.
 
     Args:
-        dies_with: What is lost with a worker, at most.
-        joined: Whether workers take each step together.
+        dies_with: What a dead worker loses, at most.
+        joined: Whether the workers take each step together.
     """
     one = done.workers == 1
     goes = f"{done.how}. {done.workers} worker{' continues' if one else 's continue'}"

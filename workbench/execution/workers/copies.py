@@ -1,8 +1,8 @@
 """Workers that hold a copy of the model together: whole copies continue, the others wait.
 
     parts      0  1        a worker dies        0  1
-    copy 0     w0 w1  ──>  w3 dies         ──>  w0 w1     go on
-    copy 1     w2 w3                            w2        waits, and comes again with a fresh w3
+    copy 0     w0 w1  ──>  w3 dies         ──>  w0 w1     continue
+    copy 1     w2 w3                            w2        waits, and joins again with a new w3
 
 Workers that hold the same part can replace each other, because these parts are equal between
 steps. So two workers that remain after two deaths may form a copy and continue together.
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 
 class Copies:
-    """The remaining engines that can continue; if each holds a copy, all can.
+    """The remaining engines that can continue. If each engine holds a copy, all can continue.
 
     Attributes:
-        away: Engines that live, and wait until their part is needed.
-        recent: Of those, who has what the others have: none has gone on yet without them.
+        away: Engines that are alive and wait until their part is needed.
+        recent: The waiting engines with the same weights as the members: the members have not
+            continued without these engines yet.
     """
 
     def __init__(self, launch: Execution) -> None:
@@ -41,12 +42,12 @@ class Copies:
         return self._size > 1
 
     def whole(self, engines: Iterable[int], most: int | None = None) -> list[int]:
-        """Return those that form whole copies: copy by copy, each in the order of its parts.
+        """Return the engines that form whole copies: copy by copy, in the order of the parts.
 
-        Those that belonged together at first stay together.
+        Engines that formed a copy at the start stay together.
 
         Args:
-            most: How many engines they may be at most.
+            most: The largest number of engines to return.
         """
         copies: dict[int, list[int]] = {}
         for engine in engines:
@@ -66,12 +67,12 @@ class Copies:
         return len(copy) == self._size
 
     def suffice(self, left: Collection[int], past: Collection[int], keeper: int = -1) -> bool:
-        """Whether a run can go on, or end, with these.
+        """Whether a run can continue, or end, with these engines.
 
         Args:
-            left: Who has what is trained up to now, and lives.
-            past: Who has trained to the end.
-            keeper: Whose weights are the run's, where each holds a copy.
+            left: Engines that are alive and have the current state of training.
+            past: Engines that have trained to the end.
+            keeper: The engine whose weights the run keeps, where each engine holds a copy.
         """
         if not self.are_split:
             return bool(left) or keeper in past
@@ -85,15 +86,15 @@ class Copies:
         past: Collection[int],
         change: Change,
     ) -> tuple[list[int], list[int]]:
-        """Return the workers that take part from now on, and those of them that join.
+        """Return the workers that take part from now on, and which of these workers join.
 
         Args:
-            members: Who took part, and lives.
-            door: Who waits to be let in; whoever is, is taken out.
-            size: How many there are to be.
-            past: Who has trained to the end.
+            members: The workers that took part and are alive.
+            door: The workers that wait to join; a worker that joins is removed from this list.
+            size: The number of workers that the run should have.
+            past: The workers that have trained to the end.
         """
-        if self.are_split and past:  # nobody needs the others' parts any more
+        if self.are_split and past:  # no worker needs the others' parts any more
             return list(members), []
         whole = self._set_aside([*members, *self.recent], change)
         lacking = max(0, size - len(whole) - len(past))
@@ -104,7 +105,7 @@ class Copies:
         return self.whole(self._in_order([*whole, *chosen])), chosen
 
     def _set_aside(self, engines: Sequence[int], change: Change) -> list[int]:
-        """Return those that form whole copies; the others wait from now on."""
+        """Return the engines that form whole copies; the other engines wait from now on."""
         kept = self.whole(self._in_order(engines))
         for engine in self.recent:
             self.away.remove(engine)
@@ -125,7 +126,7 @@ class Copies:
         """Return the members and the waiting workers; finished workers need no other part.
 
         Args:
-            coming: Who has trained nothing yet.
+            coming: Engines that have not trained yet.
         """
         back = [one for one in self.away if one not in coming]
         self.away = [one for one in self.away if one not in back]
@@ -144,15 +145,15 @@ class Copies:
         """Report the death of a waiting worker, which no other worker has noticed.
 
         Args:
-            how: It died, in words.
-            step: The first one of the workers that there are.
+            how: How it died, in words.
+            step: The first step of the present workers.
         """
         self.drop(engine)
         self._run.recoveries.append(Recovery((engine,), how, step, 0, workers, 0.0, again=False))
         self._run.note(f"{how}; it took no part in training.", [engine])
 
     def drop(self, engine: int) -> None:
-        """Remove an engine from those that wait."""
+        """Remove an engine from the engines that wait."""
         for waiting in (self.away, self.recent):
             if engine in waiting:
                 waiting.remove(engine)

@@ -1,11 +1,11 @@
 """A run whose engines the system tells to exit: these engines leave first, the others continue.
 
     an engine ── `ToldToEnd` ──> how it leaves
-        regroup    the others go on without it, from the step under way (`healing.py`)
-        alone      it stops after its step; the others wait for nobody
-        at once    another one has a copy of all that it holds
-        together   all stop after the same step, with a checkpoint where there is a folder for it;
-                   then the run goes on as `--on-failure` says
+        regroup    the others continue without it, from the current step (`healing.py`)
+        alone      it stops after its step; the others do not wait for it
+        at once    another engine has a copy of all its data
+        together   all stop after the same step, and write a checkpoint if a folder is given;
+                   then the run continues as `--on-failure` says
 
 The reason is in a note and in `run.events`. If the run must end, it is also in the run's outcome.
 """
@@ -36,7 +36,7 @@ NO_ROOM = "No new engine replaces it, because its host shuts down."
 
 
 class Execution(Protocol):
-    """What is needed of a run on its engines (`launch.RunExecution`)."""
+    """The methods that this module needs of a run on its engines (`launch.RunExecution`)."""
 
     pool: EngineAllocator
     run: Run
@@ -44,19 +44,19 @@ class Execution(Protocol):
     healer: Healer | None
 
     def spares(self, engine: int) -> bool:
-        """Whether the others continue without a pause when this engine is gone."""
+        """Whether the others continue without a pause after this engine has ended."""
 
 
 class Departures:
-    """Decides how engines of one submission leave; told on the thread that hears the engines."""
+    """Decides how engines of one submission leave; called on the thread that receives messages."""
 
     def __init__(self, launch: Execution) -> None:
         self._launch = launch
         self._told: dict[int, ToldToEnd] = {}
-        self._together = False  # all stop for the sake of who was told
+        self._together = False  # all stop because of one engine that was told to exit
 
     def hear(self, engine: int, event: ToldToEnd) -> None:
-        """Take in that an engine was told to end, and see to it that it may."""
+        """Note that an engine was told to end, and let the engine leave."""
         launch, run = self._launch, self._launch.run
         if engine in self._told or run.is_over:
             return
@@ -89,7 +89,7 @@ class Departures:
         if healer is not None and regroups:
             try:
                 healer.dismiss([engine], reason_of(self._told[engine]))
-            except RunError:  # nobody else is left
+            except RunError:  # no other engine remains
                 regroups = False
         works = engine in launch.run.members
         return way_of(regroups=regroups, works=works, spared=launch.spares(engine))
@@ -102,7 +102,7 @@ class Departures:
         run.tell(Left(ranks=ranks, step=step, workers=left, reason=reason))
 
     def _replace_later(self, engine: int, event: ToldToEnd) -> None:
-        """Have a fresh engine take part once this one's process has ended, where there is room."""
+        """Start a new engine in its place after its process has ended, if the machine has room."""
         if event.host:
             self._launch.run.note(NO_ROOM)
             return
@@ -117,11 +117,11 @@ class Departures:
             if run.over.wait(LOOK_S):
                 return
         if healer is not None and run.task is not None:
-            with contextlib.suppress(RunError):  # the run is through, or it was needed again
+            with contextlib.suppress(RunError):  # the run is over, or needed the engine again
                 healer.admit([engine])
 
     def _has_left(self, engine: int) -> bool:
-        """Whether the others went on without it; where all of them died it is needed again."""
+        """Whether the others continued without it. If all others died, the run needs it again."""
         run = self._launch.run
         return any(
             one["event"] == Left.name and run.engines.index(engine) in one["ranks"]
@@ -129,18 +129,18 @@ class Departures:
         )
 
     def left(self, task: Task) -> dict[int, str]:
-        """Return the engines for which all have stopped, and the reason; empty if none."""
+        """Return the engines that made all others stop, and the reason; empty if there are none."""
         if not self._together or task.failure() is not None:
             return {}
         return {engine: reason_of(self._told[engine]) for engine in sorted(self._told)}
 
     def settle(self, left: Collection[int]) -> RunError | None:
-        """Note that they have left; return the run's error if it cannot continue."""
+        """Note that these engines have left; return the run's error if it cannot continue."""
         run, plan = self._launch.run, self._launch.plan
         for engine in left:
             self._note(engine)
         if not left or (plan.on_failure != "stop" and run.state == "stopping"):
-            return None  # in the latter case its user has pressed Stop since
+            return None  # in the second case the user has pressed Stop since
         who = [run.called(one) for one in left]
         step = run.history.snapshot().step
         return stopped_error(who, self._told[min(left)], step, plan.checkpoint)
@@ -150,9 +150,9 @@ def way_of(*, regroups: bool, works: bool, spared: bool) -> Way:
     """Return how an engine leaves a run.
 
     Args:
-        regroups: Whether the others go on without it, in a group of their own.
-        works: Whether it runs the cell; else it is a server.
-        spared: Whether the others go on without it.
+        regroups: Whether the others continue without it, in a new group.
+        works: Whether it runs the cell; otherwise it is a server.
+        spared: Whether the others continue without it and without a pause.
     """
     if regroups:
         return "regroup"

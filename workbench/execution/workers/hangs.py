@@ -22,7 +22,7 @@ HANG_S = 5.0
 ASK_EVERY_S = 1.0
 ANSWER_S = 2.0
 ALIKE = 3
-"""All in the same collective may be a large message: said only after so many times `HANG_S`."""
+"""A large message may keep all ranks in the same collective: reported after this many `HANG_S`."""
 
 Ask = Callable[[type[AskWhere], Iterable[int], float], Mapping[int, WhereAnswer]]
 
@@ -43,7 +43,7 @@ def watch(task: Task, ask: Ask, held: Callable[[], bool] = lambda: False) -> Non
 
     Args:
         ask: Asks engines (`cluster.router.Questions.ask`).
-        held: Whether the run stands still because its user wants it to.
+        held: Whether the user has paused the run.
     """
     limit_s = patience_s()
     if limit_s:
@@ -56,7 +56,7 @@ def watch(task: Task, ask: Ask, held: Callable[[], bool] = lambda: False) -> Non
 class _Watch:
     def __init__(self, task: Task, ask: Ask, held: Callable[[], bool], limit_s: float) -> None:
         self._task, self._ask, self._held, self._limit_s = task, ask, held, limit_s
-        self._busy_at: dict[int, float] = {}  # when each engine was last seen not to wait
+        self._busy_at: dict[int, float] = {}  # when each engine was last seen at work
 
     def main(self) -> None:
         task, first_s = self._task, self._limit_s / 2
@@ -70,7 +70,7 @@ class _Watch:
                 continue
             moved_at = task.moved_at
             words = self._look(moved_at)
-            if task.moved_at == moved_at:  # else it went on meanwhile
+            if task.moved_at == moved_at:  # otherwise the run continued meanwhile
                 task.banner = words
             pause_s = min(ASK_EVERY_S, first_s)
         task.banner = ""
@@ -99,12 +99,12 @@ def diagnose(
     """Return the hang in one sentence; empty if there is none.
 
     Args:
-        places: Where each engine that is still at it says it is; None: no answer.
-        waited_s: How long each has waited.
-        members: Which part each engine takes. Replicas on one engine are all there are: nobody
-            is there whom they could wait for.
-        ended: Engines that are through with the cell.
-        limit_s: Shorter waits are none.
+        places: The position that each running engine reports; None: the engine did not answer.
+        waited_s: How long each engine has waited.
+        members: The part that each engine takes. If all replicas are on one engine, there is no
+            other engine that they could wait for.
+        ended: Engines that have finished the cell.
+        limit_s: Shorter waits do not count.
     """
     workers = {i: p for i, p in places.items() if members[i].role == "worker" or p is None}
     states = {p.state for p in workers.values() if p is not None}

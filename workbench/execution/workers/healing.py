@@ -1,17 +1,17 @@
-"""A run whose workers change while it trains: it continues without lost ones, others join.
+"""A run whose workers change while it trains: it continues without lost workers, and others join.
 
-    a worker dies ──> announce g: the others ──> they regroup, and go on          `healed`
-          └── in the background: a fresh engine runs the cell up to `wb.fit` ──> ready
-    ready ──> announce g + 1: with it ──> it takes over from one of them          `joined`
-    one is to leave ──> announce g: the others ──> they regroup, and go on        `left`
+    a worker dies ──> announce g: the others ──> they regroup, and continue       `healed`
+          └── in the background: a new engine runs the cell up to `wb.fit` ──> ready
+    ready ──> announce g + 1: with it ──> it copies the state of a member         `joined`
+    one must leave ──> announce g: the others ──> they regroup, and continue      `left`
           └── it waits meanwhile, in case all others die ──> let go: its cell ends
 
-What the workers do is in `engine/training/regrouping.py`. Here is decided who takes part: each
-change makes a generation, and the newest counts, so a death in the middle of a change is just one
-more. The kernel knows who has died from those who reap it, and looks where somebody was cut off.
-
-Where the others cannot go on by themselves (some have not begun to train, or nobody is left) the
-cell fails for the death after all, and the run goes on as `launch.Recoverer` can.
+`engine/training/regrouping.py` has the part of the workers. This module decides which workers take
+part. Each change makes a generation, and the newest generation counts. So a death during a change
+is one more change. The processes that reap a dead worker report its death to the notebook. If a
+worker lost its connection, the notebook also looks for dead processes itself.
+If the others cannot continue alone (some have not begun to train, or none remains), the cell
+fails because of the death. The run then continues in the way that `launch.Recoverer` can.
 """
 
 from __future__ import annotations
@@ -36,45 +36,45 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("workbench.session")
 LOOK_S, CUT_S = 0.05, 1.0
-"""How often dead members are looked for, and how long one may be cut off before all meet anew."""
+"""How often to look for dead members; how long one may be cut off before all members meet again."""
 TRIES = 3
-"""Fresh engines in one worker's place that never come to take part, one after the other."""
+"""How many new engines in one worker's place may fail to join, one after the other."""
 
 
 class Healer:
     """Decides which workers take part in one run; called on the engines' router threads.
 
     Attributes:
-        generation: The newest that was announced; 0: none.
+        generation: The newest generation that was announced; 0: none.
         members: Engines that take part, in the order of the run's ranks.
-        failed: Why engines that the latest `scale` had asked for did not come.
+        failed: Why engines that the latest `scale` requested did not join.
     """
 
     def __init__(self, launch: Execution) -> None:
         self._launch, self._run = launch, launch.run
         self.generation = 0
         self.members = list(launch.run.members)
-        self._met = 0  # the newest generation whose members are together
+        self._met = 0  # the newest generation whose members have met
         self._past: set[int] = set()  # have trained to the end
         self._in: set[int] = set()  # have begun to train
-        self._asked: dict[int, str] = {}  # are to leave as soon as all train
-        self._leaving: list[int] = []  # are no members, and wait to be let go
-        self._gone: set[int] = set()  # were let go, and end their cell
-        self._awaited: set[int] = set()  # are started, or run the cell, to be let in
-        self._size = len(self.members)  # how many there are to be
-        self._at_door: list[int] = []  # wait to be let in
-        self._unwanted: set[int] = set()  # of those, are not to come after all
+        self._asked: dict[int, str] = {}  # must leave after all members train
+        self._leaving: list[int] = []  # are no longer members, and wait for their cell to end
+        self._gone: set[int] = set()  # may end, and their cell is ending
+        self._awaited: set[int] = set()  # are starting, or run the cell, and will join
+        self._size = len(self.members)  # how many members the run should have
+        self._at_door: list[int] = []  # wait to join
+        self._unwanted: set[int] = set()  # waiting engines that must not join any more
         self._scaling = threading.Lock()
         self._target: int | None = None
         self.failed: list[str] = []
         self._why_not = ""
-        self._reached = 0  # the first step of the members there are now
+        self._reached = 0  # the first step of the present members
         self._keeper = self.members[0]  # whose weights are the run's
         self._ended: set[int] = set()  # their cells are over
-        self._coming: dict[int, CellOutcome] = {}  # run the cell, in the place of one that so ended
+        self._coming: dict[int, CellOutcome] = {}  # run the cell in its place
         self._tries: dict[int, int] = {}
         self._change, self._copies = Change(), Copies(launch)
-        self._halted: dict[int, float] = {}  # ended for that; for how many seconds
+        self._halted: dict[int, float] = {}  # ended because they were halted; the seconds
         self._over = False
         self._lock = threading.RLock()
         self._starting = threading.Lock()
@@ -91,7 +91,7 @@ class Healer:
     # -- what is heard -----------------------------------------------------------------------------
 
     def spares(self, engine: int, outcome: CellOutcome) -> CellOutcome | None:
-        """Note an engine's end; return what counts as its outcome if the others continue."""
+        """Note an engine's end; return the outcome to use for it if the others continue."""
         with self._lock:
             if engine in self._launch.servers:
                 spared = any(engine in chain for chain in self._launch.chains())
@@ -113,7 +113,7 @@ class Healer:
                 self._left(engine, outcome)
                 return None
             words = silence.death_words(self._run, self._halted, engine, outcome)
-            if self._change.how.get(engine) == "":  # the others had noticed before
+            if self._change.how.get(engine) == "":  # the others had noticed the death before
                 self._change.how[engine] = words
                 self._conclude()
                 self.begin_replacing(engine)
@@ -134,11 +134,11 @@ class Healer:
 
     @property
     def _have_all(self) -> set[int]:
-        """Who has what is trained up to now, as far as it is known."""
+        """Return the engines that have the current state of training, as far as is known."""
         return {*self.members, *self._leaving, *self._copies.recent} - set(self._change.fresh)
 
     def _dismiss_servers(self) -> None:
-        """Let servers end when they can have nobody to answer any more."""
+        """Let servers end when no worker can ask them any more."""
         over = self._over or set(self.members) <= self._past
         if over and set(self._run.members) <= self._ended:
             self._launch.dismiss_servers()
@@ -148,7 +148,7 @@ class Healer:
         return not self._over and self._run.state in TRAINS
 
     def watched(self) -> list[int]:
-        """Return those that the others wait for, or that are about to take part."""
+        """Return the engines that the others wait for, or that will soon take part."""
         with self._lock:
             return [] if not self._goes_on else [*({*self.members, *self._coming} - self._past)]
 
@@ -157,7 +157,7 @@ class Healer:
         return [float(step_s) for step_s in self._run.history["step_s"][-silence.WINDOW :]]
 
     def note_halted(self, engine: int, seconds: float) -> None:
-        """Take note that an engine is ended for having been halted, before its death is heard."""
+        """Note that a halted engine is ended, before its death is reported."""
         with self._lock:
             self._halted[engine] = seconds
 
@@ -169,7 +169,7 @@ class Healer:
 
     @property
     def can_regroup(self) -> bool:
-        """Whether all members train, so that some may leave now without any loss."""
+        """Whether all members train, so that some of them can leave now without a loss."""
         copies = self._launch.plan.entry.replicated
         with self._lock:
             return copies and self._goes_on and set(self.members) <= self._in
@@ -187,7 +187,7 @@ class Healer:
             pass
 
     def hear(self, engine: int, event: Standing | Regrouped) -> None:
-        """Process an engine's position, or that it continues with the others."""
+        """Process an engine's position, or its report that it continues with the others."""
         ready = isinstance(event, Standing) and event.phase == "ready"
         with self._lock:
             if self._over and not ready:
@@ -197,7 +197,7 @@ class Healer:
                     self._regrouped(engine, event)
                 case Standing(phase="cut" | "ready") if engine in self.members:
                     if event.generation == self.generation:
-                        self._later(CUT_S, self._meet_again)  # unless others have changed by then
+                        self._later(CUT_S, self._meet_again)  # unless changed by then
                         self._look_for_dead()
                 case Standing(phase="ready") if engine in self._coming:
                     self._let_in(engine)
@@ -215,7 +215,7 @@ class Healer:
                     self._give_up()
 
     def _is_through(self, engine: int) -> None:
-        """Go on without one that has trained to the end while others are to meet."""
+        """Continue without an engine that trained to the end before the others meet."""
         self._past.add(engine)
         self.members = self._copies.recall(self.members, self._coming.keys() - {engine})
         (self.members if engine in self.members else self._leaving).remove(engine)
@@ -224,10 +224,10 @@ class Healer:
         self._announce()
         self._send_home()
         if not self.members and self._keeper in self._change.lost:
-            self._give_up()  # the weights went with it
+            self._give_up()  # this engine had the weights
 
     def _let_in(self, engine: int) -> None:
-        """Have a fresh engine take part that has come to where the others train."""
+        """Let a new engine take part that has reached the point where the others train."""
         if not (self.members and self._goes_on):
             self._launch.pool.engines.interrupt([engine])
             return
@@ -237,7 +237,7 @@ class Healer:
             self._announce()
 
     def _fill(self) -> bool:
-        """Have those at the door take part where there are fewer than are to be."""
+        """Let waiting engines take part if the run has fewer members than it should have."""
         size = self._size if self._goes_on else 0
         self.members, chosen = self._copies.fill(
             self.members, self._at_door, size, self._past, self._change
@@ -245,15 +245,15 @@ class Healer:
         return bool(chosen)
 
     def _turn_back(self, engine: int) -> None:
-        """Do without one that was just let in; it may have taken steps with the others."""
+        """Continue without an engine that just joined; it may have taken steps with the others."""
         self.members.remove(engine)
         self._change.fresh.remove(engine)
         self._change.short = True
 
     def _look_for_dead(self) -> None:
-        """Do without members whose processes are gone, before those who reap them say so.
+        """Continue without members whose processes have ended, before their parents report this.
 
-        The warm parent may be importing, and then reaps nobody for seconds.
+        The warm parent may be importing, and then it reaps no process for seconds.
         """
         known = self._launch.pool.engines.engines  # empty once the cluster has been stopped
         there = [one for one in self.members if one in known and known[one].is_here]
@@ -261,7 +261,7 @@ class Healer:
         left = self._have_all - {*gone}
         if self._goes_on and gone and left and self._copies.suffice(left, self._past):
             for engine in gone:
-                if engine in self._change.fresh:  # its own end is told as one that did not come
+                if engine in self._change.fresh:  # the end of an engine that did not join
                     self._turn_back(engine)
                 else:
                     self._do_without(engine, "")
@@ -269,19 +269,19 @@ class Healer:
             self._announce()
 
     def _left(self, engine: int, outcome: CellOutcome) -> None:
-        """Take note that a member's cell is over; nobody is let in once it has failed."""
+        """Note that a member's cell is over; after a failed cell no engine joins any more."""
         if self._change.lost and is_collateral(outcome):
-            self._give_up()  # it could not go on without them
+            self._give_up()  # it could not continue without the dead ones
         self._over = self._over or not outcome.is_well
         if engine in self.members and self._goes_on and not self.is_together:
-            self._is_through(engine)  # it had ended before it heard that it is waited for
+            self._is_through(engine)  # it had ended before it was told that it must meet the others
             return
         self._past.add(engine)
-        self.members = [one for one in self.members if one != engine]  # it answers nobody any more
+        self.members = [one for one in self.members if one != engine]  # it does not answer any more
         self._send_home()
 
     def _did_not_come(self, engine: int, outcome: CellOutcome) -> CellOutcome:
-        """Go on without an engine that was to be let in."""
+        """Continue without an engine that should have joined."""
         death = self._coming.pop(engine)
         halted_s = self._halted.pop(engine, None)
         if engine in self.members:
@@ -311,15 +311,15 @@ class Healer:
     def dismiss(self, engines: Sequence[int], why: str) -> None:
         """Let members leave on purpose; returns at once.
 
-        They leave between two steps, as soon as all train: the others go on with the step under
-        way, whose samples are divided among fewer, and an event `left` tells from which step on.
-        The cell of those who leave ends quietly, after `wb.fit` nothing of it is run.
+        They leave between two steps, after all members train. The others continue with the current
+        step, whose samples are divided among fewer. An event `left` names the first such step.
+        The cell of an engine that leaves ends without an error; code after `wb.fit` does not run.
 
         Args:
-            why: In words, for the note that tells of it.
+            why: The reason, in words, for the note to the user.
 
         Raises:
-            RunError: The run is over, they take no part, or nobody would be left.
+            RunError: The run is over, they take no part, or no worker would remain.
         """
         with self._lock:
             self.check_scales()
@@ -331,13 +331,13 @@ class Healer:
             self._dismiss_asked()
 
     def admit(self, engines: Sequence[int]) -> None:
-        """Have engines of the run take part again, those that left or died; returns at once.
+        """Let engines of the run that left or died take part again; returns at once.
 
-        They run the cell up to `wb.fit`, and are let in then: an event `joined` tells from which
-        step on. An engine that is dead is started anew.
+        They run the cell up to `wb.fit` and then join. An event `joined` names the first step
+        with them. A dead engine is started again.
 
         Raises:
-            RunError: The run is over, or an engine is no engine of it, or takes part already.
+            RunError: The run is over, or an engine is not part of the run, or already takes part.
         """
         with self._lock:
             self.check_scales()
@@ -353,7 +353,7 @@ class Healer:
 
         Raises:
             PlanError: More engines than the administrator allows.
-            RunError: It cannot be, or another number is under way.
+            RunError: The number cannot change, or another change is in progress.
         """
         if not self._scaling.acquire(blocking=False):
             raise scaling.busy(self._target)
@@ -412,7 +412,7 @@ class Healer:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Spare engines that can take part at once."""
+        """Return the spare engines that can take part at once."""
         return tuple(self._at_door)
 
     def check_scales(self) -> None:
@@ -426,7 +426,7 @@ class Healer:
         return engine in {*self.members, *self._awaited, *self._past, *self._leaving}
 
     def _dismiss_asked(self) -> None:
-        """Do without those who are to leave, once all members train."""
+        """Continue without the engines that must leave, after all members train."""
         if not self._asked or not self._goes_on or not self._in.issuperset(self.members):
             return
         chosen = [one for one in self._asked if one in self.members]
@@ -441,7 +441,7 @@ class Healer:
         self._asked.clear()
 
     def _let_go(self) -> None:
-        """Let go of those who leave: the others are together, and have all that there is."""
+        """Let the leaving engines end: the others are together, and have the whole state."""
         go = announcement(self._launch, self.generation, (), (), Change(), "")
         for engine in self._leaving:
             self._launch.pool.engines.router.send(engine, go)
@@ -449,18 +449,18 @@ class Healer:
         self._leaving.clear()
 
     def _take_back(self) -> None:
-        """Have those take part again who were to leave: nobody else is left to train."""
+        """Let the leaving engines take part again: no other engine can train."""
         self.members = self._in_order([*self.members, *self._leaving])
         self._leaving.clear()
         self._change.left.clear()
 
     def _has_left(self, engine: int, outcome: CellOutcome) -> CellOutcome:
-        """Return what counts as the end of an engine that the others do without."""
+        """Return the outcome to use for an engine that the others continue without."""
         self._gone.discard(engine)
         if engine in self._leaving:
             self._leaving.remove(engine)
         if outcome.status == "died":
-            self._run.history.settle_before(self._reached)  # what it had not sent is lost
+            self._run.history.settle_before(self._reached)  # the rows that it had not sent are lost
             return outcome
         return CellOutcome(status="ok", trained=outcome.trained)
 
@@ -470,7 +470,7 @@ class Healer:
         return [one for one in self._run.members if one in engines]
 
     def _announce(self) -> None:
-        """Tell the members who they are from now on."""
+        """Tell the members which engines are members from now on."""
         run, pool = self._run, self._launch.pool
         self.generation += 1
         self._change.begin_anew()
@@ -482,7 +482,7 @@ class Healer:
             return
         prefix = pool.new_prefix(f"run-{run.number}-regrouped")
         self._launch.meets(prefix)
-        run.history.hold()  # whoever comes may send its rows last; who went had done a step alone
+        run.history.hold()  # a joining engine may send its rows last
         message = announcement(
             self._launch, self.generation, self.members, sorted(self._past), self._change, prefix
         )
@@ -497,7 +497,7 @@ class Healer:
         timer.start()
 
     def _watch(self, generation: int) -> None:
-        """Look for dead members until all have come together: who waits for one cannot notice."""
+        """Look for dead members until all have met: a member that waits cannot notice a death."""
         with self._lock:
             if generation != self.generation or self._met == generation or self._over:
                 return
@@ -506,7 +506,7 @@ class Healer:
                 self._later(LOOK_S, self._watch)
 
     def _meet_again(self, generation: int) -> None:
-        """Have the members meet anew where one was cut off from them and nobody has died."""
+        """Let the members meet again if one lost its connection to them and no member has died."""
         with self._lock:
             if generation == self.generation and self._goes_on:
                 self._look_for_dead()
@@ -517,10 +517,10 @@ class Healer:
         change, run = self._change, self._run
         if event.generation != self.generation or engine not in self.members:
             return
-        if not change.heard and run.plan.sync:  # else each worker's rows stand alone
+        if not change.heard and run.plan.sync:  # otherwise each worker's rows are complete alone
             run.history.regroup(event.step, [run.engines.index(one) for one in self.members])
         change.heard[engine] = event
-        self._copies.recent.clear()  # the others have gone on
+        self._copies.recent.clear()  # the others have continued
         if set(change.heard) >= set(self.members):
             self._met = self.generation
             self._reached = event.step
@@ -529,13 +529,13 @@ class Healer:
         self._conclude()
 
     def _conclude(self) -> None:
-        """Say what the change has brought, once all members have told and all deaths are known."""
+        """Report the change after all members have reported and all deaths are known."""
         change, run = self._change, self._run
         if self._met != self.generation or not all(change.how.values()):
             return
         event = next(iter(change.heard.values()))
         if change.lost or change.short:
-            # Each tells after its rows: what is missing of earlier steps went with the dead.
+            # A member reports after its rows: rows of earlier steps that are missing are lost.
             run.history.settle_before(event.step)
         change.tell(run, event.step, len(self.members), self._launch.plan.entry.dies_with)
         for one in change.fresh:
@@ -545,7 +545,7 @@ class Healer:
         self._change = Change()
 
     def _give_up(self) -> None:
-        """Let the cell fail for the deaths after all."""
+        """Let the cell fail because of the deaths."""
         self._over = True
         task = self._task
         if task is not None:
@@ -569,11 +569,11 @@ class Healer:
         ).start()
 
     def _replace(self, engine: int) -> None:
-        """Have a fresh engine run the cell up to where it can be let in."""
+        """Let a new engine run the cell up to the point where it can join."""
         try:
             with self._starting:
                 self._start(engine)
-        except Exception as error:  # the others go on in any case
+        except Exception as error:  # the others continue in any case
             if not isinstance(error, WorkbenchError):
                 log.exception("No engine could take the place of engine %d", engine)
             self._failed(engine, str(error))
@@ -613,13 +613,13 @@ class Healer:
         self._send_home()
 
     def _ended_before(self, engine: int, task: Task) -> bool:
-        """Wait for what an engine that left has yet to end; return whether the run goes on."""
+        """Wait until the earlier cell of an engine has ended; return whether the run continues."""
         while engine in task.unfinished() and not self._over:
             time.sleep(LOOK_S)
         return not (self._over or task.is_over)
 
     def _send_home(self) -> None:
-        """End the cell of engines that wait to be let in where nobody trains any more."""
+        """End the cell of engines that wait to join if no engine trains any more."""
         with self._lock:
             if set(self.members) <= self._past and self._copies.away:
                 self._leaving += self._copies.release()

@@ -1,8 +1,8 @@
 """Replaces a worker that is slow for a long time, and tells which remedy a run has chosen.
 
     slow for long ──> it leaves at a step boundary; the others share its part        `left`
-    its process ends, a fresh one under the same id runs the cell up to `wb.fit`     `joined`
-    all go on together                                                               `replaced`
+    its process ends; a new one with the same id runs the cell up to `wb.fit`        `joined`
+    all workers continue together                                                    `replaced`
 
 Meanwhile the others continue training. Each worker is replaced at most once, and a run replaces at
 most `MOST` workers. If the new engine is slow too, the cause is not the process but, for example,
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("workbench.session")
 PATIENT = Rule(seconds=10.0)
-"""A fresh engine costs more than other shares."""
+"""A new engine costs more than a change of the shares."""
 MOST = 3
 LOOK_S = 0.05
 
 
 class Replacing(Watching):
-    """Has slow workers of one run replaced.
+    """Replaces slow workers of one run.
 
     Args:
-        restart: Has a fresh engine start in an engine's place, under the same id.
+        restart: Starts a new engine in an engine's place, with the same id.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class Replacing(Watching):
     ) -> None:
         super().__init__(run, send, healer)
         self._mender, self._restart = healer, restart
-        self._replaced: list[int] = []  # engines, in the order in which they were
+        self._replaced: list[int] = []  # engines, in the order of replacement
         self._coming: tuple[int, Replaced] | None = None
         self._since = 0  # how many changes there had been when that began
 
     @property
     def rule(self) -> Rule:
-        """When a worker counts as slow for long."""
+        """When a worker counts as slow for a long time."""
         return PATIENT
 
     def _decide(self, pace: Pace) -> None:
-        self._come_together()  # it may be told of late
+        self._come_together()  # the news of a change may arrive late
         engine = self._members[pace.slowest]
         if self._coming is not None or not pace.slow[pace.slowest]:
             return
@@ -84,7 +84,7 @@ class Replacing(Watching):
         ).start()
 
     def _replace(self, engine: int, why: str) -> None:
-        """Have the slow one leave and a fresh one come."""
+        """Let the slow worker leave and a new worker join."""
         run = self._run
         try:
             self._mender.dismiss([engine], why)
@@ -98,7 +98,7 @@ class Replacing(Watching):
             self._coming = None
             if not run.is_over:
                 run.note(f"{run.called(engine)} could not be replaced: {error}")
-        except Exception as error:  # the others go on in any case
+        except Exception as error:  # the others continue in any case
             self._coming = None
             log.exception("Engine %d could not be replaced", engine)
             run.note(f"{run.called(engine)} could not be replaced: {error}")
@@ -128,7 +128,7 @@ class Replacing(Watching):
 
 
 def replaced_words(event: Replaced, who: str) -> str:
-    """Return the note on the replaced worker, and why."""
+    """Return the note on the replaced worker and on the reason."""
     return (
         f"{who} had taken {event.ratio:.1f} times as long as the others for its share, for "
         f"{event.slow_s:.0f} s. A new engine replaces it from step {event.step} on."
@@ -145,8 +145,8 @@ def listener(
     """Return the listener for all messages of a run's engines, by its `--on-straggler`.
 
     Args:
-        restart: Has a fresh engine start in an engine's place, under the same id.
-        tell: Takes what has happened; by default the run.
+        restart: Starts a new engine in an engine's place, with the same id.
+        tell: Receives what has happened; by default the run.
     """
     what = run.plan.on_straggler
     if what == "replace" and healer is not None:

@@ -1,7 +1,7 @@
 """More or fewer workers in a running run: begin the change, and wait for it.
 
-    scale(n)   fewer: those of the highest ranks leave
-               more: those who had left come again, then free engines, then ones started for it
+    scale(n)   fewer: the workers with the highest ranks leave
+               more: workers that had left join again, then free engines, then new engines
 
 The rest is the same as for any other change of workers (`healing.py`).
 """
@@ -29,7 +29,7 @@ LOOK_S = 0.02
 
 
 class Scaled(Protocol):
-    """What is needed of a run (`run.Run`)."""
+    """The part of a run that this module needs (`run.Run`)."""
 
     task: Task | None
     plan: Plan
@@ -38,7 +38,7 @@ class Scaled(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
+        """Whether the run has ended."""
 
 
 def scale(run: Scaled, workers: int, *, wait: bool = True) -> None:
@@ -46,7 +46,7 @@ def scale(run: Scaled, workers: int, *, wait: bool = True) -> None:
 
     Raises:
         PlanError: Its plan does not allow that.
-        RunError: The run is over, is being scaled, or ended before it had so many.
+        RunError: The run is over, is being scaled, or ended before it had this many workers.
     """
     run.plan.check_scales(workers, _batch(run))
     task, mender = _mender(run.task)
@@ -77,8 +77,8 @@ def keep_spares(
 
     Args:
         recruit: Returns the engines.
-        begin: Has one do that.
-        note: Tells the user that there are none.
+        begin: Starts this on one engine.
+        note: Tells the user that there are no spare engines.
     """
 
     def start() -> None:
@@ -94,7 +94,7 @@ def keep_spares(
 
 
 def staffing(run: Scaled) -> Staffing | None:
-    """Return how many workers a run has and may have; None if they cannot change."""
+    """Return how many workers a run has and can have; None if the number cannot change."""
     task, plan = run.task, run.plan
     if run.is_over or task is None or not (plan.entry.heals and plan.entry.replicated):
         return None
@@ -111,7 +111,7 @@ def staffing(run: Scaled) -> Staffing | None:
 
 
 def _batch(run: Scaled) -> int | None:
-    """Return the samples of a run's global batch; None where that is not known."""
+    """Return the samples of a run's global batch; None if this number is not known."""
     found = run.history.story.started.get("batch_size")
     return None if found is None else int(found)
 
@@ -119,7 +119,7 @@ def _batch(run: Scaled) -> int | None:
 def check_memory(workers: Sequence[EngineInfo], more: int) -> None:
     """Raise RunError if this machine has too little memory for this many more workers.
 
-    A further one is taken to need what the largest has that no other process shares.
+    The function assumes that a further worker needs as much as the largest worker does not share.
     """
     if not more:
         return
@@ -140,7 +140,7 @@ def check_memory(workers: Sequence[EngineInfo], more: int) -> None:
 
 
 def _mender(task: Task | None) -> tuple[Task, Mender]:
-    """Return who decides about the workers of a run."""
+    """Return the object that decides about the workers of a run."""
     if task is None or task.mender is None:
         raise RunError(
             "The workers of this run cannot be changed from here.",
@@ -162,7 +162,7 @@ def nobody_left(engines: Sequence[int], members: Sequence[int]) -> RunError:
 
 
 def not_away(engine: int, members: Sequence[int]) -> RunError:
-    """Return the error if a worker to add is already there, or is not one of the run."""
+    """Return the error if a worker to add already takes part, or is not a worker of the run."""
     return RunError(
         "The engine cannot join the run.",
         seen=f"engine {engine}; engines {list(members)} take part",

@@ -1,9 +1,9 @@
 """Gives a worker that is slow for a long time a smaller share of each batch, agreed with all.
 
     rows ──> `stragglers.Watch` ──> shares that are worth a change
-    ask     every worker says which step c it has begun, and begins no further one
-    deal    from step max(c) + 1 on these are the shares: nobody can have begun it
-    watch   anew, under these shares: what they brought, and whether others are better still
+    ask     every worker says which step c it has begun, and begins no further step
+    deal    these shares apply from step max(c) + 1: no worker can have begun this step
+    watch   again, under these shares: what they gained, and whether other shares are better
 
 The group stays as it is and no worker connects again: the workers only pause while the question
 and the answers travel. After a change of workers (`healing.py`) the shares are equal at first, and
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 clock = time.monotonic
 RULE = Rule()
 LOOK_S = 0.25
-"""How often it is looked for who is slow."""
+"""How often the module looks for slow workers."""
 
 
 class Watching:
@@ -40,8 +40,8 @@ class Watching:
 
     Args:
         send: Sends an engine a message.
-        healer: Decides who takes part, where that may change.
-        tell: Takes what has happened; by default the run.
+        healer: Decides which workers take part, where this can change.
+        tell: Receives what has happened; by default the run.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Watching:
         self._run, self._deliver, self._healer = run, send, healer
         self._generation = 0
         self._members: tuple[int, ...] = tuple(run.members)
-        self._done: Shed | Replaced | None = None  # whose gain is not known yet
+        self._done: Shed | Replaced | None = None  # its gain is not known yet
         self._over = False
         self._looked_s = 0.0
         self._lock = threading.RLock()
@@ -63,16 +63,16 @@ class Watching:
 
     @property
     def rule(self) -> Rule:
-        """When a worker counts as slow for long."""
+        """When a worker counts as slow for a long time."""
         return RULE
 
     def _watch_from(self, first: int) -> None:
-        """Watch anew, from a step on."""
+        """Start to watch again, from a step on."""
         ranks = [self._run.engines.index(engine) for engine in self._members]
         self._watch = Watch(ranks, self.rule, first)
 
     def hear(self, engine: int, message: Records | Happened | Position) -> None:
-        """Take in what an engine says of the run."""
+        """Process a message from an engine of the run."""
         with self._lock:
             if self._over or not self._is_together():
                 return
@@ -83,7 +83,7 @@ class Watching:
                 self._look()
 
     def _is_together(self) -> bool:
-        """Whether the workers are those that are watched; else begin with those there are now."""
+        """Whether the workers are the watched ones; if not, watch the present workers instead."""
         healer = self._healer
         if healer is None:
             return True
@@ -118,17 +118,17 @@ class Watching:
         return self._run.called(self._members[pace.slowest])
 
     def _decide(self, pace: Pace) -> None:
-        """Do what is to be done about how fast the workers are."""
+        """Take the action that the speed of the workers requires."""
 
     def _answered(self, engine: int, answer: Dealing) -> None:
-        """Take in the answer to a question."""
+        """Process the answer to a question."""
 
     def _call_off(self) -> None:
-        """Forget what was on its way for the workers of before."""
+        """Drop the open question to the earlier workers."""
         self._done = None
 
     def _come_together(self) -> None:
-        """Take note that others take part by now."""
+        """Note that the set of workers has changed."""
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Question:
 
     Attributes:
         silent: Engines that have not said which step they have begun.
-        begun: The latest of those steps, -2 where one said that it cannot.
+        begun: The latest of those steps; -2 if a worker reports that its share cannot change.
     """
 
     number: int
@@ -217,9 +217,9 @@ class Shedding(Watching):
         run.note(shed_words(event, self._called(pace), pace.samples[pace.slowest]))
 
     def _give_up(self, question: Question) -> None:
-        """Leave the shares as they are, where all say that they cannot be changed."""
+        """Keep the shares as they are if all workers report that the shares cannot change."""
         if max(question.begun) > -2:
-            return  # some have begun, or ended, what others have not: it is asked again
+            return  # the workers have begun or ended different steps: ask again
         self._over = True
         pace = question.pace
         self._run.note(
@@ -230,11 +230,11 @@ class Shedding(Watching):
 
 
 def shed_words(event: Shed, who: str, before: int) -> str:
-    """Tell the user what was changed, and why.
+    """Return the note on what was changed, and why.
 
     Args:
-        who: The worker that was slowest.
-        before: Samples that it had of a batch.
+        who: The slowest worker.
+        before: How many samples of a batch this worker had before.
     """
     shares = " + ".join(map(str, event.shares))
     batch = f"{sum(event.shares)} = {shares}"
@@ -247,6 +247,6 @@ def shed_words(event: Shed, who: str, before: int) -> str:
 
 
 def gained_words(event: Gained) -> str:
-    """Tell the user what was gained."""
+    """Return the note on the time that was gained."""
     before, after = (f"{1e3 * one:.3g} ms" for one in (event.before_s, event.after_s))
     return f"From step {event.step} on a step takes {after} instead of {before}."

@@ -1,17 +1,17 @@
-"""Workers that are halted (SIGSTOP) instead of dead: they are ended, and so done without.
+"""Ends workers that a signal has halted (SIGSTOP), so that the others continue without them.
 
-A halted worker closes no connection, so nobody feels that it is gone, and all wait for it. What
-the system says of its process is asked, not whether it answers: a call into C that lasts answers
-nobody either. A worker at a prompt, one that a debugger holds (`t`, not `T`) and one that `pause`
-holds run or sleep, so they never count.
+A halted worker closes no connection. So no worker notices that it has stopped, and all wait for it.
+This module reads the state of its process; it does not ask for an answer, because a worker in a
+long call into C does not answer either. A worker at a prompt, in a debugger (state `t`, not `T`) or
+in `pause` runs or sleeps, so it never counts as halted.
 
-Some are halted for a moment only, to be sampled or moved. So one counts from when it has been
-halted for as long as some steps take; whoever it was cannot wake up later and write:
+A worker may be halted for only a moment, to be sampled or moved. So a worker counts only after it
+was halted for the time of several steps. The worker is ended, so it cannot wake up later and write:
 
-    halted ──3 steps' time──> SIGKILL ──> reaped: a death as any other (`healing.Healer`)
+    halted ──3 steps' time──> SIGKILL ──> reaped: handled as any other death (`healing.Healer`)
 
-Engines on other hosts are looked at by their host's agent, which says so at once. A host that
-falls silent is given up by `cluster/hosts/agents.py`; its engines have died then.
+For engines on other hosts, their host's agent looks at them and reports a halt at once. If a host
+sends nothing any more, `cluster/hosts/agents.py` gives it up; its engines then count as dead.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.05
 STEPS = 3
-"""Halted for as long as so many steps take at the median, a worker is done without."""
+"""A worker is ended after it was halted for this many times the median step."""
 LEAST_S, MOST_S = 0.2, 5.0
-"""However short or long a run's steps are."""
+"""Bounds of this time, however short or long the run's steps are."""
 WINDOW = 32
-"""So many rows tell how long steps take."""
+"""How many rows the median step is computed from."""
 
 
 class Engine(Protocol):
-    """What is known of an engine (`cluster.engines.EngineInfo`)."""
+    """The facts about an engine that this module needs (`cluster.engines.EngineInfo`)."""
 
     pid: int
 
@@ -61,7 +61,7 @@ class Halted:
     """Which workers are halted, and for how long.
 
     Args:
-        halted: Says it of an engine.
+        halted: Returns whether an engine is halted.
     """
 
     def __init__(self, halted: Callable[[int], bool]) -> None:
@@ -69,9 +69,9 @@ class Halted:
         self._since_s: dict[tuple[int, int], float] = {}  # by engine and pid
 
     def look(self, workers: Mapping[int, Engine], now_s: float) -> dict[int, float]:
-        """Return the workers whom others wait for, with the seconds since each was found halted.
+        """Return the halted workers that others wait for, with the seconds since each was found.
 
-        Where all are halted nobody waits: somebody has put the run aside.
+        If all workers are halted, no worker waits: a person has stopped the whole run.
         """
         self._since_s = {
             (engine, info.pid): self._since_s.get((engine, info.pid), now_s)
@@ -93,7 +93,7 @@ def death_words(
     """Return why an engine died.
 
     Args:
-        halted: For how many seconds engines that were ended had been halted; told once.
+        halted: How many seconds an engine had been halted before it was ended; reported once.
     """
     seconds = halted.pop(engine, None)
     if seconds is not None:
@@ -102,13 +102,13 @@ def death_words(
 
 
 class Watched(Protocol):
-    """Who decides which workers take part (`healing.Healer`)."""
+    """The object that decides which workers take part (`healing.Healer`)."""
 
     def watched(self) -> list[int]:
-        """Return those that the others wait for, or that are about to take part."""
+        """Return the engines that the others wait for, or that will soon take part."""
 
     def note_halted(self, engine: int, seconds: float) -> None:
-        """Take note that an engine is ended for that."""
+        """Note that an engine is ended because it was halted for these seconds."""
 
     def latest_steps_s(self) -> list[float]:
         """Return how long the latest steps took."""
@@ -118,7 +118,7 @@ def look_after(task: Task, healer: Watched, engines: Engines, held: Callable[[],
     """End workers that are halted while the others wait, until the cell is over.
 
     Args:
-        held: As for `watch`.
+        held: The same as for `watch`.
     """
 
     def workers() -> dict[int, Engine]:
@@ -144,14 +144,14 @@ def watch(
     end: Callable[[int, float], object],
     held: Callable[[], bool],
 ) -> None:
-    """Have halted workers ended until the cell is over.
+    """End halted workers until the cell is over.
 
     Args:
-        workers: Those that the others wait for, or that are about to take part.
+        workers: The engines that the others wait for, or that will soon take part.
         halted: Whether a signal has stopped an engine.
-        steps_s: How long the latest steps took; asked where one is halted.
+        steps_s: How long the latest steps took; called when an engine is halted.
         end: Called with an engine and the seconds for which it has been halted.
-        held: Whether the run stands still because its user wants it to: nobody waits then.
+        held: Whether the user has paused the run: then no worker waits.
     """
 
     def main() -> None:
@@ -172,5 +172,5 @@ def watch(
 
 
 def halted_words(seconds: float) -> str:
-    """Tell the user why a worker was ended."""
+    """Return the note on why a worker was ended."""
     return f"was halted (SIGSTOP) for {seconds:.1f} s, so it was killed"

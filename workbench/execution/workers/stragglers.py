@@ -8,14 +8,14 @@ others'. This must hold in the median and in `Rule.most` of the steps, over a wi
 `Rule.steps` steps and `Rule.seconds`. So a worker that is late only now and then (as under random
 delays) is not a straggler, and there is none if all are slow. Up to 1 ms of difference is ignored.
 
-    own time per sample c_r = median own time / samples    measured under the shares there are
-    shares n_r              least max_r c_r n_r, whole numbers with the sum of the batch
-    within                  1 <= n_r <= `MOST` times an equal share, whose memory others must have
+    own time per sample c_r = median own time / samples    measured under the present shares
+    shares n_r              least max_r c_r n_r; whole numbers, their sum is the batch
+    within                  1 <= n_r <= `MOST` times an equal share; a larger one needs more memory
 
 If no worker's c_r differs from the others' by `Rule.factor`, the shares are equal. New shares are
 used only if the longest own time shrinks by `Rule.gain`. A fixed delay per step looks like
-slowness per sample. So the shares are measured again after each change, and change as long as that
-helps. A worker that is no longer slow is soon ready first, and then gets its share back.
+slowness per sample. So the module measures again after each change, and changes the shares again
+if this helps. A worker that is no longer slow is soon ready first, and then gets its share back.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from numpy.typing import NDArray
 from ...shared.record import REAL_WAIT_S
 
 MOST = 2.0
-"""Times an equal share, which a worker's share never exceeds."""
+"""A worker's share is at most this many times an equal share."""
 MOST_STEPS = 1024
-"""Steps that are looked at, at most: the latest."""
+"""The module looks at this many steps at most: the latest steps."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """When a worker counts as slow for long.
+    """When a worker counts as slow for a long time.
 
     Attributes:
-        factor: Times the others' own time.
-        steps, seconds: Least length of what is looked at.
-        most: Share of the steps in which it must be so.
+        factor: Limit for the worker's own time, in times the others' own time.
+        steps, seconds: Least length of the window.
+        most: Share of the steps in which the worker must exceed the factor.
         gain: Least share by which the longest own time must shrink to be worth a change.
     """
 
@@ -58,13 +58,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast each worker was over a window, in the order in which they were given.
+    """How fast each worker was over a window; values are in the order of the workers.
 
     Attributes:
         own_s: Median own time of a step.
-        samples: Of each one's share.
-        ratio: Own time over the median of the others', in the median.
-        slow, quick: Whether it was so much slower, or quicker, than the others for so long.
+        samples: How many samples each worker's share has.
+        ratio: Own time divided by the median of the others' own time; median over the steps.
+        slow, quick: Whether the worker was slower, or quicker, than the others for the window.
         step_s: Median time of a step.
         seconds: Length of the window.
     """
@@ -79,7 +79,7 @@ class Pace:
 
     @property
     def slowest(self) -> int:
-        """Which of them is slowest, by ratio."""
+        """Return the slowest worker, by ratio."""
         return int(np.argmax(self.ratio))
 
 
@@ -87,7 +87,7 @@ class Watch:
     """Collects the rows of workers that take each step together.
 
     Args:
-        ranks: Of the workers, as rows name them.
+        ranks: The workers' ranks, as rows name them.
         first: Steps before this one are left out.
     """
 
@@ -101,7 +101,7 @@ class Watch:
         )
 
     def take(self, rows: NDArray[Any]) -> None:
-        """Take in RECORD rows of shape (rows,), of any ranks and steps."""
+        """Add RECORD rows of shape (rows,), of any ranks and steps."""
         own_s = np.asarray(rows["data_wait_s"], np.float64) + rows["compute_s"]
         values = zip(
             rows["step"].tolist(), rows["rank"].tolist(), own_s.tolist(),
@@ -133,7 +133,7 @@ class Watch:
             self._steps.append((step, np.array(own), samples, lasted_s, float(np.mean(end_s))))
 
     def pace(self) -> Pace | None:
-        """Return how fast each one was in the latest steps; None as long as they are too few."""
+        """Return how fast each worker was in the latest steps; None if there are too few steps."""
         rule, steps = self.rule, list(self._steps)
         if len(self._place) < 2 or len(steps) < rule.steps:
             return None
@@ -178,7 +178,7 @@ def equal_shares(batch: int, workers: int) -> tuple[int, ...]:
 
 
 def better_shares(pace: Pace, rule: Rule) -> tuple[int, ...] | None:
-    """Return shares that are worth a change, in samples; None if there are none."""
+    """Return shares, in samples, that are worth a change; None if there are no such shares."""
     batch, count = sum(pace.samples), len(pace.samples)
     equal = equal_shares(batch, count)
     less = [share < even for share, even in zip(pace.samples, equal, strict=True)]
@@ -191,7 +191,7 @@ def better_shares(pace: Pace, rule: Rule) -> tuple[int, ...] | None:
 
 
 def _alike(cost_s: Floats, factor: float) -> bool:
-    """Whether no worker's cost is so far from the median of the others'."""
+    """Whether every worker's cost is within this factor of the median of the others'."""
     others = median_of_others(cost_s[None])[0]
     return bool(((others <= factor * cost_s) & (cost_s <= factor * others)).all())
 
@@ -200,7 +200,7 @@ def best_shares(cost_s: Sequence[float], batch: int) -> tuple[int, ...]:
     """Return the shares with which the slowest worker finishes as early as possible.
 
     Args:
-        cost_s: Each worker's time for a sample.
+        cost_s: Each worker's time for one sample.
         batch: Samples; at least as many as workers.
     """
     cost = np.maximum(np.array(cost_s, np.float64), 1e-12)

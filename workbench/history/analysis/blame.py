@@ -1,8 +1,8 @@
-"""Who waited for whom: seconds that each worker waited for each other one.
+"""Which worker waited for which: seconds that each worker waited for each other worker.
 
-A wait is for the worker whose gradient was ready last (`sync_wait`), or for whom the
-strategy names; of a pipeline's bubble only what a busier stage causes counts
-(`bubble_blame`). Blocked time is set against its cause as in Ousterhout et al., Making
+A wait is for the worker whose gradient was ready last (`sync_wait`), or for the worker that the
+strategy names. In a pipeline only the part of the bubble that a busier stage causes counts
+(`bubble_blame`). Blocked time is assigned to its cause as in Ousterhout et al., Making
 Sense of Performance in Data Analytics Frameworks, NSDI 2015.
 """
 
@@ -27,16 +27,16 @@ _WAIT = PARTS.index("sync_wait_s")
 
 @dataclass(frozen=True, eq=False)
 class Blame:
-    """A matrix of waits; its rows are the workers who waited, its columns those waited for.
+    """A matrix of waits; rows are the workers that waited, columns the workers they waited for.
 
     Attributes:
         total_s: (ranks, ranks) seconds over the counted steps; a row is NaN where this worker's
             waits were not measured; the diagonal is 0 because no worker waits for itself.
         steps: (ranks,) steps counted of each worker.
-        first, last: The steps that were asked for; None: from the first, to the last.
-        worst: The worker that holds the others up in these steps again and again; None where nobody
-            stands out from chance (`culprit`).
-        stride: Every how many-th step was stored and counted; 1 for all.
+        first, last: The requested steps; None: from the first step, to the last step.
+        worst: The worker that repeatedly delays the others in these steps; None if no worker
+            differs from chance (`culprit`).
+        stride: Only every `stride`-th step was stored and counted; 1: all steps.
     """
 
     total_s: Floats
@@ -48,23 +48,23 @@ class Blame:
 
     @property
     def ranks(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return len(self.steps)
 
     @property
     def mean_s(self) -> Floats:
-        """(ranks, ranks) seconds of a step, on the mean over all counted steps."""
+        """(ranks, ranks) seconds in a step, as the mean over all counted steps."""
         counted = np.where(self.steps > 0, self.steps, np.nan)
         return np.asarray(self.total_s / counted[:, None])
 
     @property
     def most(self) -> int | None:
-        """The worker that all others together waited longest for, be it by chance."""
+        """The worker with the longest waits of all others together, perhaps by chance."""
         caused = np.nansum(self.total_s, axis=0)
         return int(caused.argmax()) if caused.max(initial=0.0) > 0 else None
 
     def to_wire(self) -> dict[str, Any]:
-        """Return JSON-ready data; what was not measured is None."""
+        """Return JSON-ready data; values that were not measured are None."""
         return {
             "ranks": self.ranks,
             "total_s": _wire(self.total_s),
@@ -75,28 +75,28 @@ class Blame:
 
 
 class Stored(Protocol):
-    """What is read of a history; `store.RunHistory` is one."""
+    """The part of a history that is read here; `store.RunHistory` is one."""
 
     engines: tuple[int, ...]
 
     @property
     def stride(self) -> int:
-        """Of how many steps one is stored."""
+        """Only every `stride`-th step is stored."""
 
     @property
     def totals(self) -> Totals:
         """Exact sums over all rows."""
 
     def together(self, *names: str) -> dict[str, NDArray[Any]]:
-        """Return columns of one moment, by name."""
+        """Return columns by name, all read at the same moment."""
 
 
 def blame(history: Stored, first: int | None = None, last: int | None = None) -> Blame:
-    """Return who waited for whom.
+    """Return which worker waited for which.
 
     Args:
-        first, last: Steps to count, both included; all of them by default, which is exact however
-            long the run was. Parts of a long run count the steps that are stored (`stride`).
+        first, last: Steps to count, both included; by default all steps, which is exact for any
+            length of run. For a part of a long run, only the stored steps count (`stride`).
 
     Raises:
         PlanError: `last` is before `first`.
@@ -131,7 +131,7 @@ class Waits:
 
     Attributes:
         waited_s: Seconds for which `blamed` is to blame.
-        known: Whether it was measured whether the worker waited.
+        known: Whether the worker's wait was measured.
         step_s: Length of the worker's step.
     """
 
@@ -144,7 +144,7 @@ class Waits:
 
     @staticmethod
     def of(history: Stored) -> Waits:
-        """Read them off the history's columns."""
+        """Read the waits from the history's columns."""
         names = ("step", "rank", "blamed_rank", "sync_wait_s", "bubble_s", "step_s")
         step, rank, blamed, wait, bubble, step_s = history.together(*names).values()
         piped = np.isfinite(bubble)
@@ -171,7 +171,7 @@ class Waits:
 def _of_blamed(
     step: NDArray[np.int64], rank: NDArray[np.int64], blamed: NDArray[np.int64], value: Floats
 ) -> Floats:
-    """Return each row's value of the blamed rank in the same step; NaN where there is none."""
+    """Return each row's value of the blamed rank in the same step; NaN if there is no value."""
     _, index = np.unique(step, return_inverse=True)
     table = np.full((index.max(initial=0) + 1, max(rank.max(initial=0), 0) + 1), np.nan)
     table[index, rank] = value

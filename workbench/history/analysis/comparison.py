@@ -1,11 +1,11 @@
 """Several runs of one recipe side by side: the gain, the cost, and whether the test is fair.
 
-Throughput is that of the steps after warm-up (`steady`). Speed-up is throughput over that of
-`one_device` (Amdahl, 1967); efficiency is speed-up per worker.
+Throughput counts the steps after warm-up (`steady`). Speed-up is throughput divided by the
+throughput of `one_device` (Amdahl, 1967); efficiency is speed-up per worker.
 
-A comparison is also plain JSON, small enough for one message to a browser: loss curves have fewer
-points there and keep their extremes. The figures of a row have names, by which tables sort and
-files are written. A plain text names whatever makes a comparison unfair.
+A comparison is also plain JSON, small enough for one message to a browser: its loss curves have
+fewer points and keep their extremes. The figures of a row have names. Tables sort by these names,
+and files use them as headings. Notes in plain text name all facts that make a comparison unfair.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Comparison:
         has_one_device: Whether that row is a one-device run, so that speed-ups exist.
         notes: What makes the comparison unfair or incomplete; empty for a fair one.
         verdict: One sentence from the measurements.
-        rates: Which steps rates and shares are of.
-        outlook: When distributing begins to pay; empty where the runs do not say.
+        rates: The steps that rates and shares count.
+        outlook: When a distributed run begins to be worth it; empty if the runs do not show it.
         metrics: Names of the metrics that any run evaluated.
     """
 
@@ -78,7 +78,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[RunSummary]) -> Comparison:
-    """Put runs side by side; those that differ in their seed alone share a row.
+    """Put runs side by side; runs that differ only in their seed share a row.
 
     Raises:
         RunError: No run was given.
@@ -121,13 +121,13 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
 
 
 def _no_verdict(runs: Sequence[RunSummary]) -> str:
-    """Say why nothing is concluded from runs of which a part is missing."""
+    """Return why there is no verdict on runs with missing parts."""
     names = ", ".join(run.name for run in runs if run.damaged)
     return f"No verdict: {names} is damaged on disk; compare intact copies, or train again."
 
 
 def _rates(rows: Sequence[ComparisonRow]) -> str:
-    """Return which steps the rates are of."""
+    """Return which steps the rates count."""
     if not any(row.samples_per_s.count for row in rows):
         return ""
     cut = [f"{row.name} {row.warm_up}" for row in rows if row.warm_up]
@@ -139,7 +139,7 @@ def _rates(rows: Sequence[ComparisonRow]) -> str:
 
 
 def _told_apart(rows: Sequence[ComparisonRow]) -> tuple[ComparisonRow, ...]:
-    """Number the rows whose name another row has: runs that were loaded may bring the same."""
+    """Number the rows with equal names: runs that were loaded may have the same name."""
     used: dict[str, int] = {}
     found = []
     for row in rows:
@@ -149,7 +149,7 @@ def _told_apart(rows: Sequence[ComparisonRow]) -> tuple[ComparisonRow, ...]:
 
 
 def _colored(rows: Sequence[ComparisonRow], base: int) -> tuple[ComparisonRow, ...]:
-    """Keep each row's colour, but give no two rows the same while there are others."""
+    """Keep each row's colour, but give two rows the same colour only if no other is free."""
     taken: set[int] = set()
     found = []
     for index, row in enumerate(rows):
@@ -165,14 +165,14 @@ def _colored(rows: Sequence[ComparisonRow], base: int) -> tuple[ComparisonRow, .
 
 
 def _outlook(rows: Sequence[ComparisonRow], base: int) -> str:
-    """Return the payoff that matters most: of the fastest plan, else of the first to pay."""
+    """Return the main payoff: of the fastest plan, otherwise of the first plan that is worth it."""
     plans = [row for row in rows if row.payoff is not None]
     if not plans:
         return ""
     fastest = max(rows, key=lambda row: np.nan_to_num(row.samples_per_s.mean))
     pays = [row for row in plans if row.payoff is not None and row.payoff.kind == "pays"]
     if pays and fastest not in pays:
-        return ""  # the fastest plan's limit is not known, another one's would mislead
+        return ""  # the fastest plan's limit is not known; the limit of another plan would mislead
     chosen = fastest if pays else min(plans, key=_comes_first)
     assert chosen.payoff is not None
     return sentence_of(chosen.payoff, rows[base], chosen)
@@ -185,7 +185,7 @@ def _comes_first(row: ComparisonRow) -> tuple[int, float]:
 
 
 def by_plan(runs: Sequence[RunSummary]) -> list[list[RunSummary]]:
-    """Return the runs of each plan, in the order in which plans were first given."""
+    """Return the runs of each plan, in the order in which the plans first appeared."""
     groups: dict[Any, list[RunSummary]] = {}
     for run in runs:
         options = tuple(sorted((k, repr(v)) for k, v in run.options.items()))
@@ -193,7 +193,7 @@ def by_plan(runs: Sequence[RunSummary]) -> list[list[RunSummary]]:
                run.batch_size, run.total_steps or run.steps)  # fmt: skip
         group = groups.setdefault(key, [])
         if any(run.seed == known.seed for known in group):
-            # The same plan and seed twice: two runs to be told apart, not a sample over seeds.
+            # The same plan and seed twice: two separate runs, not a sample over seeds.
             groups[(key, len(groups))] = [run]
         else:
             group.append(run)
@@ -201,25 +201,25 @@ def by_plan(runs: Sequence[RunSummary]) -> list[list[RunSummary]]:
 
 
 MOST_POINTS = 300
-"""Most points of a curve."""
+"""Largest number of points of a curve."""
 
 ALL_POINTS = 3600
-"""Most points of all curves together: about 45 bytes each."""
+"""Largest number of points of all curves together: about 45 bytes each."""
 
 _LEAST_POINTS = 16
 _MOST_WORKERS = 64
 
 
 def pack(comparison: Comparison) -> dict[str, Any]:
-    """Return a comparison as JSON-ready data; what was not measured is null.
+    """Return a comparison as JSON-ready data; values that were not measured are null.
 
     The keys: `verdict`, `outlook`, `notes`, `rates`, `baseline` (an index into `rows`),
     `has_one_device`, `metrics`; `rows`: every figure of `fields` by its key, and `names`,
     `color` (its number), `spread` (name -> the values by seed), `memory_bytes` (by worker),
     `staleness` (counts of pushes by staleness in updates), `breaks_even` (see `rows.Payoff`);
-    `curves`: `run`, `row` (index), and arrays `step`, `t_s`, `samples`, `loss`, and where a point
-    stands for several steps `low` and `high`. One set of points serves all three axes: they grow
-    together.
+    `curves`: `run`, `row` (index), and arrays `step`, `t_s`, `samples`, `loss`; also `low` and
+    `high` if a point means several steps. One set of points serves all three axes, because they
+    grow together.
     """
     curves = comparison.curves
     points = min(MOST_POINTS, max(ALL_POINTS // max(len(curves), 1), _LEAST_POINTS))
@@ -284,7 +284,7 @@ def _number(value: float, digits: int) -> float | int | None:
 
 
 Value = str | int | float | None
-"""None stands for what was not measured or does not apply."""
+"""None means that a value was not measured or does not apply."""
 
 
 @dataclass(frozen=True)
@@ -344,10 +344,10 @@ def records(rows: Sequence[ComparisonRow], metrics: Sequence[str]) -> list[dict[
 def ordered(
     rows: Sequence[ComparisonRow], metrics: Sequence[str], sort: str, *, descending: bool
 ) -> list[ComparisonRow]:
-    """Return the rows in the order of a figure; those that lack it last, equals as they stood.
+    """Return the rows sorted by a figure; rows without it come last, equal rows keep their order.
 
     Raises:
-        PlanError: There is no figure of that name.
+        PlanError: There is no figure with this name.
     """
     every = {field.key: field for field in fields(metrics)}
     chosen = every.get(sort) or every.get(f"eval_{sort}")
@@ -360,7 +360,7 @@ def ordered(
 
 
 def largest_memory(row: ComparisonRow) -> float | None:
-    """Return what the worker that holds most holds, bytes; None where not measured."""
+    """Return the bytes of the worker with the largest memory; None if not measured."""
     return max(row.memory_bytes, default=None)
 
 
@@ -385,10 +385,10 @@ def _known(value: Any) -> float | None:
 
 
 def thinned(curve: LossCurve, points: int) -> LossCurve:
-    """Return at most so many points: means over neighbours, and their extremes.
+    """Return at most this many points: means over neighbours, and their extremes.
 
-    A point stands where its first step does, but the last one where the last step does, so that a
-    curve ends where the run did on all axes.
+    A point has the position of its first step. The last point has the position of its last step, so
+    that a curve ends where the run ended on all axes.
     """
     count = len(curve.loss)
     if count <= points:
@@ -467,7 +467,7 @@ def _kind(device: str) -> str:
 
 
 def _updates(groups: Sequence[Sequence[RunSummary]]) -> list[str]:
-    """Say where each worker's push is an update of its own: there are more of them, and smaller."""
+    """Return a note if each worker's push is one update: these updates are more and smaller."""
     runs = [group[0] for group in groups]
     alone = [run.name for run in runs if not run.joined and run.workers > 1 and run.shares_batch]
     if not alone or len(alone) == len(runs):

@@ -1,22 +1,22 @@
 """What if one worker were as fast as the others: the same steps with a new critical path.
 
-Together (`synchronous`): a step is over when the last worker is ready, plus what follows. With R_r
-the time at which worker r was ready and G the latest, r waited `G - R_r`. Let worker k be ready
-when the median of the others was: the latest is then the latest of the others, so the step is
-shorter by `G - max(R_r, r != k)`, the shortest wait among the others. That is 0 in steps in which k
-was not the last. What follows the meeting stays as it was.
+Workers in one group (`synchronous`): a step ends when the last worker is ready, plus the time after
+that. R_r is the time at which worker r was ready, and G the latest of these: r waited `G - R_r`.
+Now let worker k be ready at the median time of the others. The latest worker is then the latest of
+the others, so the step is shorter by `G - max(R_r, r != k)`: the shortest wait among the others.
+This is 0 in steps in which k was not the last. The time after the meeting does not change.
 
-In a pipeline (`pipeline`): the stage with the most work sets the pace, so the step is shorter by
-what k is busy longer than the busiest of the others. The filling and draining of the pipeline is
-left as it was, so the gain is understated.
+In a pipeline (`pipeline`): the stage with the most work sets the pace. So the step is shorter by
+the time that k is busy longer than the busiest of the others. The model keeps the time to fill and
+drain the pipeline, so it understates the gain.
 
-On their own (`asynchronous`): nobody's step is part of another one's. Worker k is given the median
-of the others' rates; waits of others for k (bounded staleness) are taken off.
+Without a common step (`asynchronous`): no worker's step is part of another worker's step. Worker k
+gets the median rate of the others; waits of others for k (bounded staleness) are subtracted.
 
-Sources: replacing the straggler's durations by the others' median and simulating the steps anew:
+Sources: replace the straggler's durations by the others' median and simulate the steps again:
 Lin et al., Understanding Stragglers in Large Model Training Using What-if Analysis, OSDI 2025
 (arXiv:2505.05713); the longest path: Kelley and Walker, Critical-Path Planning and Scheduling,
-1959. What a real run would do beyond that (a freed core, less heat) is not in the model.
+1959. Other effects of a real change (a free core, less heat) are not in the model.
 
 `ghost` has the latest steps of every worker as they were, and as they would have been.
 """
@@ -47,14 +47,14 @@ class WhatIf:
     """A run as it was, and as it would have been.
 
     Attributes:
-        without: The worker that is thought to be as fast as the median of the others.
-        model: Which of the models of this module was used.
+        without: The worker that the model makes as fast as the median of the others.
+        model: The name of the model of this module that was used.
         step: (steps,) numbers of the steps that were recomputed.
         step_s, without_s: (steps,) seconds of each step as it was and as it would have been.
         samples_per_s, without_per_s: Global throughput over these steps.
         saved_s: Seconds that these steps would have been shorter in total.
         real, ghost: The latest steps of every worker, for pictures.
-        stride: Every how many-th step was stored and recomputed.
+        stride: Only every `stride`-th step was stored and recomputed.
     """
 
     without: int
@@ -71,7 +71,7 @@ class WhatIf:
 
     @property
     def speedup(self) -> float:
-        """Throughput as it would have been over that which was."""
+        """Throughput in the model divided by the real throughput."""
         return self.without_per_s / self.samples_per_s
 
     def to_wire(self) -> dict[str, Any]:
@@ -93,11 +93,11 @@ def what_if(
     """Return the run as it would have been had one worker been as fast as the others' median.
 
     Args:
-        without: Its rank; by default who holds the others up (`Blame.worst`).
-        first, last: Steps to recompute, both included; all that are stored by default.
+        without: Its rank; by default the worker that delays the others (`Blame.worst`).
+        first, last: Steps to recompute, both included; by default all stored steps.
 
     Raises:
-        PlanError: The worker does not exist, or there is no other one to compare it with.
+        PlanError: The worker does not exist, or there is no other worker to compare it with.
         RunError: No step is complete, or waits were not measured.
     """
     k = _rank(history, without, first, last)
@@ -114,7 +114,7 @@ def what_if(
         )
     piped = np.isfinite(table.bubble_s).all()
     saved = _busier(table, k) if piped else _shortest_wait(table, k)
-    step_s = table.step_s.mean(axis=1)  # equal for all but where workers meet now and then
+    step_s = table.step_s.mean(axis=1)  # equal for all, except where workers meet only now and then
     without_s = np.asarray(step_s - saved)
     samples = table.samples.sum(axis=1) if history.data_parallel else table.samples.max(axis=1)
     total = float(samples.sum())
@@ -240,11 +240,11 @@ _DATA, _COMPUTE, _WAIT, _TRANSFER, _OTHER = range(len(PARTS))
 
 @dataclass(frozen=True, eq=False)
 class Lanes:
-    """Some steps of every worker, without the time between them in which all stood (a pause).
+    """Some steps of every worker, without pauses of all workers between the steps.
 
     Attributes:
-        step: (steps,) their numbers.
-        start_s: (steps, ranks) NaN where a rank has no row; the first one begins at 0.
+        step: (steps,) the numbers of the steps.
+        start_s: (steps, ranks) NaN where a rank has no row; the first step begins at 0.
         parts_s: (steps, ranks, 5) seconds in each of `record.PARTS`; NaN where not measured.
     """
 
@@ -261,12 +261,12 @@ class Lanes:
         return Lanes(step[-SHOWN_STEPS:], start - begin, parts)
 
     def tail(self, values: Floats) -> Floats:
-        """Return what belongs to these steps of an array over all of them."""
+        """Return the part of an array over all steps that belongs to these steps."""
         return np.asarray(values[len(values) - len(self.step) :])
 
     @property
     def length_s(self) -> float:
-        """Seconds from the first step's start to the last one's end."""
+        """Seconds from the start of the first step to the end of the last step."""
         ends = self.start_s + np.nansum(self.parts_s, axis=2)
         return float(np.nanmax(ends)) if np.isfinite(ends).any() else float("nan")
 
@@ -285,9 +285,9 @@ def ghost_of(real: Lanes, saved_s: Floats, k: int, *, alone: bool = False) -> La
     """Return the steps as they would have been.
 
     Args:
-        saved_s: Seconds saved, (steps,) where workers step together, (steps, ranks) where each
-            goes `alone` and waits less.
-        k: The worker who is as fast as the median of the others.
+        saved_s: Seconds saved: (steps,) if workers take each step together; (steps, ranks) if
+            each worker steps `alone` and waits less.
+        k: The worker that is as fast as the median of the others.
     """
     parts = real.parts_s.copy()
     own = parts[:, :, [_DATA, _COMPUTE, _OTHER]]
@@ -306,7 +306,7 @@ def ghost_of(real: Lanes, saved_s: Floats, k: int, *, alone: bool = False) -> La
 
 
 def _own_wait(wait: Floats, cut: Floats, saved_s: Floats, met: NDArray[np.bool_]) -> Floats:
-    """Return how long the worker who is fast now waits: what it gains until the next meeting."""
+    """Return how long the faster worker now waits: the time it gains until the next meeting."""
     found, ahead = np.zeros(len(wait)), 0.0
     for at in range(len(wait)):
         ahead += float(cut[at])
@@ -316,7 +316,7 @@ def _own_wait(wait: Floats, cut: Floats, saved_s: Floats, met: NDArray[np.bool_]
 
 
 def _shorten(parts: Floats, cut: Floats) -> None:
-    """Take seconds off a worker's own work: off compute first, then what is left off the rest."""
+    """Subtract seconds from a worker's own work: first from compute, then from the other parts."""
     left = cut.copy()
     for part in (_COMPUTE, _DATA, _OTHER):
         taken = np.minimum(left, np.maximum(np.nan_to_num(parts[:, part]), 0.0))
@@ -325,7 +325,7 @@ def _shorten(parts: Floats, cut: Floats) -> None:
 
 
 def _starts(real: Lanes, parts: Floats) -> Floats:
-    """Return when steps begin: what lay between two of them stays."""
+    """Return when steps begin: the gap between two steps does not change."""
     before, after = np.nansum(real.parts_s, axis=2), np.nansum(parts, axis=2)
     earlier = np.zeros_like(before)
     earlier[1:] = np.cumsum(before - after, axis=0)[:-1]

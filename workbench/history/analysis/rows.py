@@ -1,12 +1,12 @@
-"""The rows of a comparison: one plan each, with mean and spread over its seeds.
+"""The rows of a comparison: one plan per row, with mean and spread over its seeds.
 
 The verdict is one plain sentence, made from the measurements alone.
 
 A model with two measured terms gives the step size from which distributing is worth it. A step of
-a plan takes `work + fixed`. Work is what a worker computes and the wait for its data
-(`steady.Steady.work_s`): it is assumed to grow in proportion to the batch. Fixed is the rest:
-waiting, communication and overheads, assumed to take as long for any batch, since gradients are as
-large as the model whatever the batch. With a batch k times as large, one device and the plan take
+a plan takes `work + fixed`. Work is the time in which a worker computes and waits for its data
+(`steady.Steady.work_s`); the model assumes that it grows in proportion to the batch. Fixed is the
+rest: waiting, communication and overheads. The model assumes the same time for any batch, because
+gradients are as large as the model. With a batch k times as large, one device and the plan take
 
     k * work_1 + fixed_1    and    k * work_n + fixed_n
 
@@ -14,14 +14,14 @@ and they take equally long at
 
     k = (fixed_n - fixed_1) / (work_1 - work_n).
 
-`work_n` is measured, not `work_1 / n`: CPU engines that share the cores which one device has to
-itself compute as long for a part of the batch as it does for all of it, and then there is no such
-k. The model is a serial part beside a divided one (Amdahl, 1967), both of them measured.
+`work_n` is measured; it is not `work_1 / n`. CPU engines share the cores that one device has alone.
+They may compute as long for a part of the batch as one device for all of it: then no such k exists.
+The model has a serial part and a divided part (Amdahl, 1967); both are measured.
 
-It is not used where it would not hold: where workers do not take shares of the batch (what
-pipelines and tensor parallelism send grows with it), where faults were injected, with other
-batches, recipes or frameworks, and where the measured difference of work is less than four times
-its standard error.
+The model is not used where it would not hold: if workers do not take shares of the batch (the
+messages of pipelines and tensor parallelism grow with the batch), if faults were injected, if
+batches, recipes or frameworks differ, or if the measured difference of work is less than four
+times its standard error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .summary import RunSummary
 
 SHARES = ("data_wait_s", "compute_s", "sync_wait_s", "bubble_s", "transfer_s", "other_s")
-"""What a comparison divides step time into; pipelines have a bubble in the place of sync wait."""
+"""The parts of step time in a comparison; pipelines have a bubble instead of sync wait."""
 
 RUN_COLORS = 8
 """Colours of runs; number 0 is one device's (`views.theme.run_color`)."""
@@ -53,12 +53,12 @@ _DATA, _COMPUTE, _WAIT, _TRANSFER, _OTHER = range(len(PARTS))
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and sample standard deviation over seeds (NaN for a single one).
+    """Mean and sample standard deviation over seeds (NaN for a single seed).
 
     Attributes:
         count: How many seeds were measured.
-        values: What was measured for each.
-        low, high: Ends of the interval that holds the mean with 95 %; NaN where not known.
+        values: The measured value for each seed.
+        low, high: Ends of the interval that contains the mean with 95 %; NaN if not known.
     """
 
     mean: float
@@ -70,7 +70,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Summarise values; those that are not finite were not measured."""
+        """Summarise values; values that are not finite count as not measured."""
         known = np.array([v for v in values if np.isfinite(v)], float)
         if not len(known):
             return Spread(_NAN, count=0)
@@ -79,9 +79,9 @@ class Spread:
 
     @staticmethod
     def of_rates(runs: Sequence[RunSummary]) -> Spread:
-        """Summarise the rates of one plan: the interval is that of the steps, or of the seeds.
+        """Summarise the rates of one plan, with the interval from the steps or from the seeds.
 
-        Of both the wider one is taken. Seeds count twice the standard error of their mean.
+        The wider interval counts. The one from seeds is twice the standard error of their mean.
         """
         spread = Spread.of([run.samples_per_s for run in runs])
         known = [run for run in runs if np.isfinite(run.samples_per_s)]
@@ -101,28 +101,28 @@ class ComparisonRow:
 
     Attributes:
         names: Names of the runs in this row.
-        states: How each of them ended: finished, stopped, failed.
+        states: How each of the runs ended: finished, stopped, failed.
         samples_per_s: Throughput after warm-up, with its interval.
         all_per_s: Throughput over all steps, the first ones included.
-        warm_up: Steps left out at the beginning, of the seed in which they were most.
-        speedup: Throughput over `one_device`'s; None where the comparison has no such run.
-        relative: Throughput over the baseline's, whichever it is.
-        relative_low, relative_high: The least and the greatest that both intervals allow.
+        warm_up: Steps left out at the beginning; the largest number over the seeds.
+        speedup: Throughput divided by `one_device`'s; None if the comparison has no such run.
+        relative: Throughput divided by the baseline's.
+        relative_low, relative_high: The least and greatest ratio that both intervals allow.
         efficiency: `speedup / workers`; None with `speedup`.
         parts_s: (5,) mean seconds per step in each of `record.PARTS`; 0 where not measured.
         share: (5,) fractions of step time in each of `record.PARTS`; 0 where not measured.
         unmeasured: Names of the parts that no run of the row measured.
-        shares: Fraction of step time in each of `SHARES`; NaN for what was not measured or does
-            not apply. What is known adds up to 1.
+        shares: Fraction of step time in each of `SHARES`; NaN if not measured or not applicable.
+            The known fractions add up to 1.
         evals: Metric -> values of the last evaluations.
         sent_bytes: Bytes sent by all workers in the whole run.
         sent_step_bytes: Bytes sent by all workers in a step.
-        memory_bytes: What each worker holds, mean over seeds; empty where not measured.
-        staleness: Of asynchronous pushes, over all seeds; None where there are none.
-        options: The strategy's, and what `--set` gave the cell.
-        color: Number of its colour: that of its first run, or the next one where an earlier row of
-            the comparison has it.
-        payoff: Where this plan and `one_device` break even; None where the runs do not say.
+        memory_bytes: Memory of each worker, mean over seeds; empty if not measured.
+        staleness: Staleness of asynchronous pushes, over all seeds; None if there are none.
+        options: Options of the strategy, and the values that `--set` gave the cell.
+        color: Number of its colour: the colour of its first run, or the next colour if an earlier
+            row of the comparison has this one.
+        payoff: Where this plan and `one_device` break even; None if the runs do not show it.
     """
 
     name: str
@@ -250,15 +250,15 @@ def metrics_of(run: RunSummary) -> dict[str, float]:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Return the mean of what was measured, NaN where nothing was."""
+    """Return the mean of the measured values; NaN if no value was measured."""
     return Spread.of(list(values)).mean
 
 
 def shares_of(run: RunSummary) -> dict[str, float]:
     """Return the fraction of a run's step time in each of `SHARES`.
 
-    In a pipeline a worker is blocked in the bubble, and for what else it communicates: both are
-    told apart by the bubble's own measurement.
+    In a pipeline a worker is blocked by the bubble and by other communication. The measurement of
+    the bubble separates the two.
     """
     share = [
         _NAN if part in run.unmeasured else value
@@ -280,14 +280,14 @@ def _mean_shares(group: Sequence[RunSummary]) -> dict[str, float]:
 
 
 def _means(each: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Return means over seeds; a run without a step has nothing to add."""
+    """Return means over seeds; a run without a step adds nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # all NaN: the mean is NaN
         return tuple(float(value) for value in np.nanmean(np.array(each, float), axis=0))
 
 
 def _memory(group: Sequence[RunSummary]) -> tuple[float, ...]:
-    """Return what each worker holds, mean over the seeds in which all were measured."""
+    """Return the memory of each worker, mean over the seeds in which all were measured."""
     known = [run.memory_bytes for run in group if len(run.memory_bytes) == run.workers]
     return _means(known) if known else ()
 
@@ -299,10 +299,10 @@ def _common_name(group: Sequence[RunSummary]) -> str:
 
 
 EQUAL = 1.05
-"""Throughputs that are known to lie within this ratio are called equal."""
+"""Throughputs whose ratio is known to be below this bound count as equal."""
 
 LEAST_STEPS = 5
-"""Of shorter runs the first step, which costs more, is too much to judge by."""
+"""In shorter runs the first step, which costs more, has too much weight for a verdict."""
 
 _SAYS = {
     "data_wait_s": "waits {} for data",
@@ -317,7 +317,7 @@ def verdict_of(rows: Sequence[ComparisonRow], baseline: int) -> str:
     """Return which plan was fastest and why, in one sentence; empty for fewer than two plans.
 
     Args:
-        baseline: Index of the row the others are held against.
+        baseline: Index of the row with which the others are compared.
     """
     rated = [row for row in rows if row.samples_per_s.mean > 0 and row.steps >= LEAST_STEPS]
     if len(rows) < 2:
@@ -352,12 +352,12 @@ def verdict_of(rows: Sequence[ComparisonRow], baseline: int) -> str:
 
 
 def told_apart(fast: Spread, slow: Spread) -> bool:
-    """Whether the intervals of two rates do not overlap; one that is not known overlaps all."""
+    """Whether the intervals of two rates do not overlap; an unknown interval overlaps all."""
     return fast.low > slow.high
 
 
 def _within(fast: Spread, slow: Spread) -> bool:
-    """Whether both rates lie within `EQUAL`, wherever in their intervals they are."""
+    """Whether both rates are within `EQUAL`, at any place in their intervals."""
     return max(fast.high, slow.high) < EQUAL * min(fast.low, slow.low)
 
 
@@ -368,7 +368,7 @@ def _interval(rate: Spread) -> str:
 
 
 def _short(rate: float) -> str:
-    """Return a rate in three digits, as tables have it: `1.28k`."""
+    """Return a rate with three digits, as in tables: `1.28k`."""
     for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if rate >= scale * 0.9995:
             return f"{rate / scale:#.3g}".rstrip(".") + suffix
@@ -376,7 +376,7 @@ def _short(rate: float) -> str:
 
 
 def _gain(fast: ComparisonRow, slow: ComparisonRow) -> str:
-    """Say what the faster plan's step does, and what share of the workers' time it uses."""
+    """Return what changes in the faster plan's step, and which share of worker time it uses."""
     said = f"a step takes {milliseconds(fast.step_s)} instead of {milliseconds(slow.step_s)}"
     share = fast.shares["compute_s"]
     if not math.isfinite(share):
@@ -385,7 +385,7 @@ def _gain(fast: ComparisonRow, slow: ComparisonRow) -> str:
 
 
 def _cost(slow: ComparisonRow) -> str:
-    """Say what a step of the slower plan computes and what else it spends most time on."""
+    """Return how long a slower plan's step computes, and its largest other part."""
     costs_s = {
         part: share * slow.step_s for part, share in slow.shares.items() if math.isfinite(share)
     }
@@ -410,7 +410,7 @@ def milliseconds(seconds: float) -> str:
 Kind = Literal["begins", "pays", "far", "undivided"]
 
 FAR, NEAR = 30.0, 0.1
-"""Batches beyond these many times the present one are not named: the model is not that good."""
+"""Batches more than this many times the present batch are not named: the model is too rough."""
 
 _ERRORS = 4.0
 _UNDIVIDED = 0.1
@@ -428,14 +428,14 @@ class Payoff:
     """Where a plan and one device break even.
 
     Attributes:
-        kind: `begins`: with a larger batch; `pays`: it does already; `far`: only with a batch more
-            than `FAR` times as large; `undivided`: workers compute as long for their share of the
-            batch as one device for all of it, so no batch follows from these runs.
+        kind: `begins`: with a larger batch; `pays`: already with this batch; `far`: only with a
+            batch more than `FAR` times as large; `undivided`: a worker computes as long for its
+            share as one device for the whole batch, so these runs give no batch.
         factor: The batch at which they break even, in batches of these runs; NaN with the
-            latter two kinds.
-        step_s: What a step of one device then takes.
-        samples: The batch in samples.
-        one_work_s, work_s: What one device and a worker compute (and wait for data) a step here.
+            last two kinds.
+        step_s: Time of one device's step with that batch.
+        samples: That batch in samples.
+        one_work_s, work_s: Time to compute and wait for data in a step: one device, a worker.
     """
 
     kind: Kind
@@ -447,7 +447,7 @@ class Payoff:
 
 
 def payoff_of(one: ComparisonRow, plan: ComparisonRow) -> Payoff | None:
-    """Return where a plan and a one-device run break even; None where the runs do not say."""
+    """Return where a plan and a one-device run break even; None if the runs do not show it."""
     a, b = one.steady, plan.steady
     if a is None or b is None or not _comparable(one, plan):
         return None
@@ -467,7 +467,7 @@ def payoff_of(one: ComparisonRow, plan: ComparisonRow) -> Payoff | None:
     if factor < NEAR or factor * a.samples < plan.workers:
         return None
     if abs(factor - 1) <= _EQUAL or (factor < 1) is not (_rate(plan) > _rate(one)):
-        return None  # equal, or not borne out by the rates: neither is worth a sentence
+        return None  # equal, or the rates do not confirm it: no sentence
     return Payoff(
         "begins" if factor > 1 else "pays", factor, factor * a.work_s + a.fixed_s,
         factor * a.samples, a.work_s, b.work_s,
@@ -506,7 +506,7 @@ def _undivided(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
 
 
 def share_cores(one: ComparisonRow, plan: ComparisonRow) -> bool:
-    """Whether all workers of the plan together have no more threads than the one device."""
+    """Whether all workers of the plan together have at most the threads of the one device."""
     if not (one.threads and plan.threads and one.on_cpu and plan.on_cpu):
         return False
     return plan.threads * plan.workers <= max(one.threads, plan.workers)

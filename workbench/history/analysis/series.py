@@ -1,16 +1,16 @@
-"""A run's numbers as series by step, for tools that draw such: what is new since the last time.
+"""A run's numbers as series by step, for other tools: the numbers that are new since the last call.
 
-Decimated as the history is: steps that are multiples of a stride, which doubles as a run grows
-long, so a run of any length gives a bounded number of points.
+Like the history, a series keeps only steps that are multiples of a stride. The stride doubles as a
+run grows, so a run of any length gives a bounded number of points.
 
-A history is also written as a Chrome trace, which Perfetto (https://ui.perfetto.dev) opens, event
-by event: a long run's never stands in memory. Format: "Trace Event Format", Google, 2016,
+A history is also written as a Chrome trace for Perfetto (https://ui.perfetto.dev), event by event:
+the whole trace of a long run is never in memory. Format: "Trace Event Format", Google, 2016,
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
-Used of it: complete events (`X`) for steps and their phases, counters (`C`), instant events (`i`),
+The trace uses complete events (`X`) for steps and phases, counters (`C`), instant events (`i`) and
 metadata (`M`).
 
-A step's phases are drawn one after the other in the order of `PARTS` (`shared/record.py`); what is
-known of them is how long they took, not how they alternated.
+The trace draws a step's phases one after the other, in the order of `PARTS` (`shared/record.py`).
+The history knows how long the phases took; it does not know how they alternated.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from ..store import RunHistory
 
 OCTAVE_POINTS = 20_000
-"""Points after which the stride doubles; as many may wait for a later turn."""
+"""Points after which the stride doubles; this many points may wait for a later call."""
 TURN_POINTS = 1_000
-"""Points of one turn, while a run goes on: MLflow takes a fifth of a second for so many."""
+"""Points of one call while a run trains: MLflow needs a fifth of a second for this many points."""
 LEAST_STEPS = 64
 LEAST_TURN_STEPS = 8
 LOGGED_OCTAVE = 20_000
@@ -65,11 +65,11 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Batch:
-    """What is new.
+    """The new values of one call.
 
     Attributes:
-        scalars: Finite values; those of one series in the order of steps.
-        rewound: The run went back: values of this step and later were taken back, and come again.
+        scalars: Finite values; the values of one series are in the order of steps.
+        rewound: The run went back to this step: values of it and of later steps will come again.
     """
 
     scalars: list[Scalar]
@@ -77,18 +77,18 @@ class Batch:
 
 
 class Feed:
-    """Follows a history; every value is given once.
+    """Follows a history; returns every value once.
 
     Series: `loss` and `samples_per_s` of the run; per worker `step_s`, `sync_wait_s`, the share of
     each part of the step, `staleness`, `bubble_share` (as `sync_wait_s/rank_1`); `eval/<metric>`;
-    `log/<name>` for what rank 0 gave to `wb.log`, `log/<name>/rank_1` for others.
+    `log/<name>` for values that rank 0 gave to `wb.log`, `log/<name>/rank_1` for other ranks.
     """
 
     def __init__(self, history: RunHistory) -> None:
         self._history = history
         self._ranks = len(history.engines)
         self._last = np.full(self._ranks, -1)  # latest step seen, by rank
-        self._given = np.full(self._ranks, -1)  # and given
+        self._given = np.full(self._ranks, -1)  # latest step returned, by rank
         self._last_logged: dict[str, NDArray[np.int64]] = {}
         self._evals: set[tuple[int, object]] = set()
         self._rewinds = 0
@@ -96,17 +96,17 @@ class Feed:
         self._octave = max(LEAST_STEPS, OCTAVE_POINTS // per_step)
         self._turn = max(LEAST_TURN_STEPS, TURN_POINTS // per_step)
         self._stride, self._in_octave = 1, 0
-        self._at_s: dict[int, float] = {}  # ends of steps, for what has no time of its own
+        self._at_s: dict[int, float] = {}  # ends of steps, for values without a time
         self._backlog: Rows = np.empty(0, STORED)  # chosen, for later turns
         self._tail: Rows = np.empty(0, STORED)  # the latest step, where it was left out
         self._logged_count: Counter[str] = Counter()
-        self._pending: dict[int, list[Rows]] = {}  # asynchronous: steps some worker has not done
+        self._pending: dict[int, list[Rows]] = {}  # asynchronous: not done by all workers
 
     def fresh(self, *, over: bool = False) -> Batch:
         """Return what is new since the last call.
 
         Args:
-            over: The run has ended: nothing is held back for a later turn.
+            over: The run has ended: return everything now.
         """
         rewound = self._rewind()
         rows = self._history.since(self._last)
@@ -138,7 +138,7 @@ class Feed:
         return step
 
     def _choose(self, rows: Rows) -> Rows:
-        """Return the rows of the steps that are given, be it in a later turn."""
+        """Return the rows of the steps to return, now or in a later call."""
         steps, chosen = np.unique(rows["step"]), []
         self._stride = max(self._stride, self._history.stride)
         at = 0
@@ -155,8 +155,8 @@ class Feed:
         return rows[np.isin(rows["step"], np.concatenate(chosen))]
 
     def _take(self, over: bool) -> Rows:
-        """Return the rows of this turn; while a run is too fast, thin out those that wait."""
-        if over:  # how it ended is never left out
+        """Return the rows of this call; if the run is too fast, thin out the waiting rows."""
+        if over:  # the run's end is always included
             taken = np.concatenate([self._backlog, self._tail])
             self._backlog, self._tail = taken[:0], taken[:0]
             return taken
@@ -174,7 +174,7 @@ class Feed:
                 self._pending.setdefault(int(one["step"][0]), []).append(one)
         reached = math.inf if over or self._history.joined else int(self._given.min())
         ready = sorted(step for step in self._pending if step <= reached)
-        # A worker that has died would hold all steps back.
+        # Without this, a worker that has died would hold back all steps.
         if len(self._pending) - len(ready) > PENDING_STEPS:
             ready = sorted(self._pending)[: len(self._pending) - PENDING_STEPS // 2]
         for step in ready:
@@ -233,7 +233,7 @@ class Feed:
                     yield Scalar(f"eval/{name}", key[0], value, self._when(key[0]))
 
     def _when(self, step: int) -> float:
-        """Return when a step ended; of one that was left out, when the latest one did."""
+        """Return when a step ended; for a step that was left out, when the latest step ended."""
         near = (self._at_s[s] for s in (step, step - 1) if s in self._at_s)
         return next(near, next(reversed(self._at_s.values()), 0.0))
 
@@ -247,7 +247,7 @@ def metrics_of(evaluation: dict[str, object]) -> Iterable[tuple[str, float]]:
 
 Event = dict[str, Any]
 PID = 1
-"""All workers stand in one process, so that their tracks lie below each other."""
+"""All workers have one process in the trace, so that their tracks are below each other."""
 COLORS = {
     "data wait": "thread_state_iowait",
     "compute": "thread_state_running",
@@ -256,20 +256,20 @@ COLORS = {
     "bubble": "grey",
     "other": "generic_work",
 }
-"""Phases, and the colours of theirs in viewers that heed `cname`."""
+"""Phases, and their colours in viewers that use `cname`."""
 _CHUNK_STEPS = 2048
-_ROUNDING = 1e-6  # of a step: what numbers of 4 bytes make of nothing
+_ROUNDING = 1e-6  # share of a step: rounding of 4-byte numbers
 _COLUMNS = ("rank", "step", "step_s", *PARTS[:-1], "samples", "loss", "local_loss", "sent_bytes",
             "staleness", "bubble_s", "blamed_rank")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class About:
-    """What a history does not know of its run.
+    """Facts about a run that are not in its history.
 
     Attributes:
-        devices: Of each rank.
-        faults: Those the run began with, as typed.
+        devices: The device of each rank.
+        faults: The faults at the run's start, as typed.
     """
 
     name: str
@@ -281,7 +281,7 @@ class About:
 
 
 def header(history: RunHistory, about: About) -> Event:
-    """Return what stands beside `traceEvents` in the trace."""
+    """Return the fields of the trace other than `traceEvents`."""
     return {
         "displayTimeUnit": "ms",
         "otherData": {
@@ -299,7 +299,7 @@ def events(history: RunHistory, about: About) -> Iterator[Event]:
     """Yield a run's events; times in microseconds since its first step began.
 
     Every slice of a phase lies inside the slice of its step, and steps of a worker do not overlap.
-    What was not measured has no slice, and is null in the arguments.
+    A value that was not measured has no slice, and is null in the arguments.
     """
     yield from _names(history, about)
     rows = history.since(np.full(len(history.engines), -1))
@@ -336,13 +336,13 @@ def _meta(name: str, tid: int, /, **args: Any) -> Event:
 
 
 def _tid(rank: int) -> int:
-    return rank + 1  # viewers take thread 0 for an idle one
+    return rank + 1  # viewers show thread 0 as idle
 
 
 def _ends_ns(rows: Rows) -> Any:
-    """Return when each row's step ends; not after the same worker's next one begins.
+    """Return when each row's step ends, at the latest when the same worker's next step begins.
 
-    Lengths are kept as 4 bytes, so the end of a step may come out behind the next one's start.
+    Lengths are kept as 4 bytes, so a step's end may be computed after the next step's start.
     """
     start = np.round(rows["start_s"] * 1e9).astype(np.int64)
     end = start + np.round(rows["step_s"].astype(float) * 1e9).astype(np.int64)
@@ -356,7 +356,7 @@ def _ends_ns(rows: Rows) -> Any:
 def _step(
     history: RunHistory, row: np.void, end_ns: int, logged: Mapping[str, float]
 ) -> Iterator[Event]:
-    """Yield a worker's step, what it consists of, and what it counts alone."""
+    """Yield a worker's step, the step's parts, and the counters of this worker alone."""
     rank, step = int(row["rank"]), int(row["step"])
     begin_ns = round(float(row["start_s"]) * 1e9)
     args = {name: _known(row[name]) for name in _COLUMNS}
@@ -370,7 +370,7 @@ def _step(
         at_s += seconds
         next_ns = min(begin_ns + round(at_s * 1e9), end_ns)
         if name == parts[-1][0] and residual_s >= 0:
-            next_ns = end_ns  # they add up to the step, but for rounding
+            next_ns = end_ns  # the parts add up to the step, except for rounding
         if next_ns > at_ns:
             about = {"step": step, "seconds": seconds}
             yield _slice(name, "phase", rank, at_ns, next_ns, about) | {"cname": COLORS[name]}
@@ -385,9 +385,9 @@ def _step(
 
 
 def _phases(row: np.void) -> list[tuple[str, float]]:
-    """Return the phases of a step that were measured, with their seconds, in the order drawn.
+    """Return the measured phases of a step with their seconds, in the order of drawing.
 
-    A pipeline's bubble is the part of the transfer (and of the rest) in which it was idle.
+    A pipeline's bubble is the part of the transfer (and of the rest) in which the worker was idle.
     """
     data, compute, wait, transfer = (_zero(row[name]) for name in PARTS[:-1])
     other, bubble = _residual(row), _zero(row["bubble_s"])
@@ -406,7 +406,7 @@ def _residual(row: np.void) -> float:
 
 
 def _counters(history: RunHistory, rows: Rows) -> Iterator[Event]:
-    """Yield what all workers of a step have together."""
+    """Yield the values that all workers of a step have in common."""
     spent = rows["step_s"].astype(float)
     ends_ns = np.round((rows["start_s"] + spent) * 1e9).astype(np.int64)
     samples = rows["samples"].sum() if history.data_parallel else rows["samples"].max()
@@ -432,14 +432,14 @@ def _slice(
 
 
 def _moments(history: RunHistory, about: About) -> Iterator[Event]:
-    """Yield what happened once: evaluations, notes, faults, deaths."""
+    """Yield single events: evaluations, notes, faults, deaths."""
     if about.faults:
         yield _instant(f"faults: {', '.join(about.faults)}", "inject", 0.0, None, {})
     origin_s = history.origin_s
     for moment in list(history.story.moments):
         at_s = moment.t_s - origin_s
         values = {name: _known(value) for name, value in metrics_of(dict(moment.values))}
-        if math.isfinite(at_s):  # what came before the first step stands at its beginning
+        if math.isfinite(at_s):  # an event before the first step is at the start
             rank = moment.rank
             yield _instant(moment.text, moment.kind, max(0.0, at_s), rank, values)
 
@@ -455,7 +455,7 @@ def _instant(
 
 
 def _known(value: Any) -> int | float | None:
-    """Return a number as JSON knows it: null for what was not measured."""
+    """Return a number for JSON: null if it was not measured."""
     if isinstance(value, (int, np.integer)):
         return int(value)
     number = float(value)
@@ -471,11 +471,11 @@ _TOGETHER = 512
 
 
 def write(run: RunData, path: str | Path | None = None) -> Path:
-    """Write a run's Chrome trace; return where it is.
+    """Write a run's Chrome trace; return the file's path.
 
     Args:
-        path: By default `NAME-trace.json` in the present folder. One that ends in `.gz` is
-            compressed. A file that is there is replaced when the new one is whole.
+        path: By default `NAME-trace.json` in the current folder. A file that ends in `.gz` is
+            compressed. An existing file is replaced after the new file is complete.
 
     Raises:
         RunError: The run has no step yet, or the file cannot be written.

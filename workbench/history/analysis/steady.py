@@ -1,14 +1,14 @@
 """A run without its warm-up: its rate with an interval, and its typical step.
 
-A run's first steps cost more than the others: memory is touched, kernels are chosen, links are
-opened. How many they are is found from the data, by MSER-5 (White, Cobb and Spratt, A Comparison of
-Five Steady-State Truncation Heuristics for Simulation, WSC 2000): of all ways to cut a series it
-takes the one whose rest has the least standard error of its mean. Steps go in by fives, in short
-runs one by one, and a single long one in mid-run is bounded first, so that it moves no cut.
+A run's first steps cost more than the others: they touch memory, choose GPU kernels and open links.
+MSER-5 finds their number from the data (White, Cobb and Spratt, A Comparison of Five Steady-State
+Truncation Heuristics for Simulation, WSC 2000). It takes the cut after which the rest of the series
+has the smallest standard error of the mean. Steps are grouped by five; in short runs they stay
+single. A single long step in mid-run is first bounded, so that it does not move the cut.
 
-How far a rate can be believed is told by the steps themselves, also of a single run: the circular
-block bootstrap (Politis and Romano, 1992) draws whole stretches of steps, since neighbours are
-alike, and adds them up anew. Steps say nothing of what differs between runs; seeds do.
+The steps of a single run already tell how reliable its rate is. The circular block bootstrap
+(Politis and Romano, 1992) draws whole blocks of steps, because neighbours are alike, and computes
+the rate from them. Steps do not show the difference between runs; seeds do.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 LEAST_STEPS = 10
-"""Fewer steps than these say nothing about a typical one."""
+"""With fewer steps there is no typical step."""
 
 LEAST_RATED = 5
-"""Of fewer steps there is no interval."""
+"""With fewer steps there is no interval."""
 
 MOST_WARM_UP = 0.25
-"""Most of a run that can be warm-up: what lasts longer belongs to the run."""
+"""Largest share of a run that can be warm-up: a longer slow start belongs to the run."""
 
 _BATCH, _LONG = 5, 50
 _CLIP, _SLOWER = 8.0, 1.02
@@ -45,15 +45,15 @@ _COLUMNS = ("step", "rank", "step_s", "samples", *PARTS, "bubble_s")
 
 @dataclass(frozen=True)
 class Rate:
-    """Samples per second of all workers after warm-up, with the interval that holds 95 %.
+    """Samples per second of all workers after warm-up, with its 95 % interval.
 
     Attributes:
-        low, high: Ends of the interval; NaN where there are too few steps for one.
+        low, high: Ends of the interval; NaN if there are too few steps.
         warm_up: Steps that were left out at the beginning.
         steps: Steps that were counted.
         step_s: Seconds of a worker's step.
-        parts_s: (5,) seconds of it in each of `record.PARTS`; unmeasured rows add nothing.
-        bubble: Share of the workers' time in which a pipeline left them idle; NaN elsewhere.
+        parts_s: (5,) seconds of that step in each of `record.PARTS`; unmeasured rows add nothing.
+        bubble: Share of worker time that a pipeline's bubble took; NaN for other strategies.
     """
 
     mean: float
@@ -70,14 +70,14 @@ class Rate:
 class Steady:
     """The mean step after warm-up.
 
-    Where workers take each step together, `work_s` is that of the worker that is busiest on the
-    whole: a worker that is slower at every step makes the others wait in proportion to its work.
-    Where they do not, it is the mean over workers.
+    If workers take each step together, `work_s` belongs to the worker that is busiest over all
+    steps: a worker that is always slower makes the others wait in proportion to its work.
+    If they do not, `work_s` is the mean over workers.
 
     Attributes:
         steps: Steps that were averaged.
         step_s: Seconds of a step.
-        work_s: Seconds of it in which a worker computes or waits for data.
+        work_s: Seconds of the step in which a worker computes or waits for data.
         error_s: Standard error of `work_s`.
         samples: Samples of all workers in a step.
     """
@@ -97,7 +97,7 @@ class Steady:
 def warm_up_of(step_s: Floats) -> int:
     """Return how many of the first steps are warm-up.
 
-    Steps that are no slower than what follows are none, whatever comes later.
+    First steps that are not slower than the steps after them are not warm-up.
 
     Args:
         step_s: (steps,) seconds of each step.
@@ -122,8 +122,8 @@ def interval(samples: Sequence[Floats], step_s: Sequence[Floats]) -> tuple[float
     """Return the ends of the 95 % interval of a rate, by a seeded circular block bootstrap.
 
     Args:
-        samples, step_s: Samples and seconds of each step: one array of each for workers that take
-            steps together, one for each worker that takes its own. Their rates add up.
+        samples, step_s: Samples and seconds of each step: one array each if workers take steps
+            together, one per worker if each worker steps alone. Their rates add up.
     """
     if min(map(len, step_s), default=0) < LEAST_RATED:
         return float("nan"), float("nan")
@@ -138,7 +138,7 @@ def interval(samples: Sequence[Floats], step_s: Sequence[Floats]) -> tuple[float
         rates += _blocks(drawn, block)[starts].sum(1) / _blocks(spent, block)[starts].sum(1)
     mean = float(sum(s.sum() / t.sum() for s, t in zip(samples, step_s, strict=True)))
     low, high = (float(end) for end in np.quantile(rates, (0.025, 0.975)))
-    # Few blocks vary less than they should: as Student's t is wider than the normal distribution.
+    # Intervals from few blocks are too narrow: widen them, as Student's t is wider than the normal.
     wide = _student(max(count / block - 1, 1.0)) / _Z
     return max(mean - wide * (mean - low), 0.0), mean + wide * (high - mean)
 
@@ -146,8 +146,8 @@ def interval(samples: Sequence[Floats], step_s: Sequence[Floats]) -> tuple[float
 def rate_of(history: RunHistory) -> Rate | None:
     """Return a run's rate after warm-up; None before its first step.
 
-    Of runs so long that not every step is stored, the rate is that of all steps, which is exact:
-    warm-up weighs nothing there.
+    In very long runs not every step is stored. The rate is then that of all steps, which is exact;
+    the warm-up has no weight there.
     """
     columns = history.together(*_COLUMNS)
     rank, step_s = columns["rank"], columns["step_s"]
@@ -175,7 +175,7 @@ def rate_of(history: RunHistory) -> Rate | None:
 
 
 def steady_of(history: RunHistory) -> Steady | None:
-    """Return a run's typical step; None with too few steps, or where compute was not measured."""
+    """Return a run's typical step; None if steps are too few or compute was not measured."""
     columns = history.together(*_COLUMNS)
     rank = columns["rank"]
     if not len(rank):
@@ -220,8 +220,8 @@ def _lanes(
 ) -> tuple[list[tuple[Floats, Floats]], NDArray[np.bool_]]:
     """Return samples and seconds of the steps after warm-up, and which rows belong to them.
 
-    One pair for workers that take steps together, whose time is that of the busiest; else one for
-    each worker.
+    One pair if workers take steps together; its time is that of the busiest worker. Otherwise one
+    pair for each worker.
     """
     step, rank, step_s = columns["step"], columns["rank"], columns["step_s"]
     samples = columns["samples"].astype(float)
@@ -246,7 +246,7 @@ def _lanes(
 
 
 def _blocks(values: Floats, size: int) -> Floats:
-    """Return the sum of the block that begins at each value; the last ones go on at the first."""
+    """Return the sum of the block that begins at each value; late blocks wrap to the start."""
     sums = np.concatenate([[0.0], np.concatenate([values, values[: size - 1]]).cumsum()])
     return np.asarray(sums[size:] - sums[:-size])
 

@@ -1,8 +1,8 @@
-"""What really happened in one step: a strategy's diagram with what was measured on it.
+"""One measured step: a strategy's diagram with the measured values of this step.
 
-A worker measures what it sends in all. Where the diagram's formulas say how that divides over its
-arrows, each is given its share; what a formula leaves open (how large activations are) and what
-nobody measures (what servers and TensorFlow send) stays NaN.
+A worker measures only the total of its sent bytes. If the diagram's formulas tell how this total
+divides over the worker's arrows, each arrow gets its share. Values that no formula gives (the size
+of activations) or that no process measures (bytes sent by servers and TensorFlow) stay NaN.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class WorkerStep:
     """One worker's row of the step.
 
     Attributes:
-        step: Its own number where workers go alone.
+        step: The worker's step number if each worker steps alone.
         start_s: Seconds after the first worker began.
         parts_s: Seconds in each of `record.PARTS`; NaN where not measured.
         sent_bytes: Its bytes sent in total; NaN where not measured.
-        staleness: Of asynchronous strategies; NaN elsewhere.
+        staleness: Staleness in asynchronous strategies; NaN in others.
         blamed: The worker it waited for; None if it waited for none.
     """
 
@@ -52,12 +52,12 @@ class WorkerStep:
 
 @dataclass(frozen=True)
 class StepPicture:
-    """A step as it was.
+    """A measured step.
 
     Attributes:
         run: The run's name.
         arrow_bytes: Bytes by (phase, arrow) of the diagram; NaN where not measured. Phases that
-            were not part of this step have none.
+            were not part of this step have no bytes.
     """
 
     run: str
@@ -67,7 +67,7 @@ class StepPicture:
     arrow_bytes: Mapping[tuple[int, int], float]
 
     def to_wire(self) -> dict[str, Any]:
-        """Return JSON-ready data that a browser can animate; None for what was not measured."""
+        """Return JSON-ready data that a browser can animate; None for values not measured."""
         wire = self.diagram.to_wire()
         for p, (phase, drawn) in enumerate(zip(self.diagram.phases, wire["phases"], strict=True)):
             drawn["happens"] = phase.happens(self.step)
@@ -91,9 +91,9 @@ def step_picture(
     """Return what happened in a step.
 
     Args:
-        diagram: Of the run's strategy, with its options and number of workers.
-        step: Its number; by default the latest that all workers have done (of workers who go on
-            their own: each one's latest).
+        diagram: The diagram of the run's strategy, with its options and number of workers.
+        step: Its number; by default the latest step that all workers have done. If each worker
+            steps alone, the latest step of each worker.
 
     Raises:
         RunError: No such step is stored.
@@ -155,7 +155,7 @@ def _worker(columns: Mapping[str, NDArray[Any]], at: int, begin: float) -> Worke
 def share_out(
     diagram: Diagram, step: int, sent: Mapping[int, float], units: Mapping[str, float]
 ) -> dict[tuple[int, int], float]:
-    """Return the bytes of each arrow of a step, NaN where they cannot be told.
+    """Return the bytes of each arrow of a step; NaN if they are not known.
 
     Args:
         sent: Measured bytes by rank.
@@ -178,7 +178,7 @@ def share_out(
 def _divide(
     arrows: Sequence[tuple[tuple[int, int], Arrow]], total: float, units: Mapping[str, float]
 ) -> dict[tuple[int, int], float]:
-    """Return how one worker's bytes divide over its arrows, as far as the formulas tell."""
+    """Return how one worker's bytes divide over its arrows, if the formulas tell it."""
     open_units = {arrow.size.unit for _, arrow in arrows if arrow.size.unit not in units}
     if len(open_units) > 1:
         return {}
@@ -195,7 +195,7 @@ def _divide(
 
 
 def handed_bytes(split: Split | None) -> dict[str, float]:
-    """Return what each stage of a pipeline hands on for a batch, as measured before the cut."""
+    """Return the bytes that each pipeline stage sends on for a batch, measured before the cut."""
     if split is None:
         return {}
     return {
@@ -206,7 +206,7 @@ def handed_bytes(split: Split | None) -> dict[str, float]:
 
 
 def part_bytes(servers: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
-    """Return how much of the parameters each of several servers holds, as they said."""
+    """Return the bytes of the parameters on each of several servers, as the servers reported."""
     return {
         f"M{number}": float(held["parameters_bytes"])
         for number, held in servers.items() if held["parameters_bytes"]
@@ -214,7 +214,7 @@ def part_bytes(servers: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def chosen_algorithm(story: Story) -> str | None:
-    """Return the all-reduce that `auto` took, as the run has said; None for the backend's."""
+    """Return the all-reduce that `auto` chose, as the run reported; None: the backend's."""
     name = story.facts.get(Topic.ALLREDUCE_CHOSEN)
     return name if isinstance(name, str) else None
 

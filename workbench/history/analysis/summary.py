@@ -44,40 +44,40 @@ class LossCurve:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run's key figures. Times in seconds; NaN marks what was not measured.
+    """One run's key figures. Times are in seconds; NaN means that a value was not measured.
 
     Attributes:
         state: `finished`, `stopped` or `failed`.
         recipe: Digest of the recipe; runs of one recipe can be compared.
-        samples_per_s: Of all workers, over the steps after warm-up (`steady`).
-        wall_s: From the first step's start to the last one's end, without pauses.
-        low_per_s, high_per_s: Ends of its 95 % interval; NaN with too few steps for one.
+        samples_per_s: Samples per second of all workers, over the steps after warm-up (`steady`).
+        wall_s: From the first step's start to the last step's end, without pauses.
+        low_per_s, high_per_s: Ends of the 95 % interval of that rate; NaN if steps are too few.
         warm_up: Steps left out at the beginning.
         all_per_s: Samples per second over all steps, the first ones included.
         step_s: Mean seconds of a worker's step after warm-up.
-        parts_s: (5,) seconds of it in each of `record.PARTS`.
-        share: (5,) fractions of it, which add up to 1.
-        unmeasured: Names of the parts that were not measured; they count 0 above.
+        parts_s: (5,) seconds of that step in each of `record.PARTS`.
+        share: (5,) fractions of that step, which add up to 1.
+        unmeasured: Names of the parts that were not measured; they count as 0 above.
         final_loss: Global loss of the last complete step.
         evals: Metrics of the last evaluation.
         sent_bytes: Bytes sent by all workers.
         trained_before: Whether the model had been trained by an earlier run.
-        diverged: Whether its loss became no number.
-        damaged: What was missing or changed in the folder it was loaded from.
+        diverged: Whether its loss became NaN or infinite.
+        damaged: Data that were missing or changed in the folder it was loaded from.
         options: The strategy's options.
         faults: Faults that were injected, as typed.
         workers_table: One row per worker, over the whole run.
-        split: How a pipeline's model was cut; None elsewhere.
-        servers: Per server the bytes it holds: parameters, optimizer, gradients.
-        bubble: Share of that step in which a pipeline left them idle; NaN elsewhere.
-        staleness: Of the pushes of asynchronous workers; None where there are none.
-        steady: The typical step after warm-up; None where the run was too short for one.
-        threads: CPU threads of a worker; None where not known.
+        split: The cut of a pipeline's model; None for other strategies.
+        servers: For each server its bytes: parameters, optimizer, gradients.
+        bubble: Share of that step in which a pipeline's workers were idle; NaN for others.
+        staleness: Staleness of the pushes of asynchronous workers; None if there are none.
+        steady: The typical step after warm-up; None if the run was too short.
+        threads: CPU threads of a worker; None if not known.
         shares_batch: Whether workers take shares of the batch.
         joined: Whether workers take each step together.
-        color: Number of the run's colour; None where nobody gave it one.
+        color: Number of the run's colour; None if it has no colour.
         epoch_samples: Samples of an epoch; None where not known.
-        changes: One mapping each time that workers went or came, as `run.events` has them.
+        changes: One mapping for each time that workers left or joined, as in `run.events`.
     """
 
     name: str
@@ -133,13 +133,13 @@ class RunSummary:
 
     @property
     def memory_bytes(self) -> tuple[float, ...]:
-        """What each worker holds of model, gradients and optimizer, where that was measured."""
+        """Bytes of model, gradients and optimizer state of each worker, if measured."""
         held = (worker.memory_bytes for worker in self.workers_table)
         return tuple(one for one in held if np.isfinite(one))
 
     @property
     def plan_name(self) -> str:
-        """The name without the seed that `Plan.with_seed` adds: runs over seeds share it."""
+        """The name without the seed that `Plan.with_seed` adds: runs over seeds share this name."""
         return self.name.removesuffix(f"-seed{self.seed}") or self.strategy
 
 
@@ -148,7 +148,7 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
 
     Args:
         history: Its history, complete.
-        meta: What the history does not know, as in `run.json`: `name`, `strategy`, `framework`,
+        meta: Facts that are not in the history, as in `run.json`: `name`, `strategy`, `framework`,
             `state`, `recipe`, `seed`, `batch_size`, `options`, `faults`, `trained_before`; all
             may be missing.
     """
@@ -224,7 +224,7 @@ def median_wait_s(history: RunHistory) -> list[float]:
 
 def _loss_curve(history: RunHistory) -> LossCurve:
     curve, totals = history.snapshot().loss_curve, history.totals
-    # The batch is the same in every step but an epoch's last, so samples grow evenly with steps.
+    # All steps have the same batch, except an epoch's last, so samples grow evenly with steps.
     per_step = totals.samples / totals.steps if totals.steps else 0.0
     first = curve.step[0] if len(curve) else 0.0
     return LossCurve(

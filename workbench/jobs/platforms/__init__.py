@@ -2,7 +2,7 @@
 
 In reading order:
 
-    client      what a platform is; how a client is asked; what a ticket is
+    client      the interface of a platform, the call of a client, and the ticket
     machines    this machine, Slurm, ssh
     clouds      Ray, Kubernetes, SkyPilot
 """
@@ -30,7 +30,7 @@ def platform(on: str, **options: str) -> Platform:
         options: `venv` of slurm and ssh, `address` of ray, `context` of kubernetes.
 
     Raises:
-        PlanError: There is none, or it has no such option.
+        PlanError: There is no such platform, or it has no such option.
     """
     if on not in PLATFORMS:
         raise unknown("platform", on, PLATFORMS)

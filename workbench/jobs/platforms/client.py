@@ -1,11 +1,11 @@
 """The interface of a job platform, and how its client is called.
 
-Nothing here talks to a platform's network interface: the client that the user has installed does
-(sbatch, kubectl, ray, sky, ssh), with the user's own configuration and credentials. A call is a
-list of words, never a shell's line, and none may take longer than `ASK_S`.
+Workbench does not use a platform's network interface. It calls the client that the user has
+installed (sbatch, kubectl, ray, sky, ssh), with the user's configuration and credentials. A call
+is a list of words, never a line for a shell, and no call may take longer than `ASK_S`.
 
-    check -> submit -> Ticket       a ticket is JSON, so that a notebook opened later finds the job
-    state, logs, cancel, place      of a ticket
+    check -> submit -> Ticket       a ticket is JSON: with it, a notebook opened later finds the job
+    state, logs, cancel, place      take a ticket
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 ASK_S = 20.0
 COPY_S = 120.0
-"""For a folder with Workbench's wheel over a slow line."""
+"""Limit for the copy of a folder with Workbench's wheel over a slow line."""
 END_S = 15.0
-"""How long a job on this machine may take to end as it was told, before it is killed."""
+"""How long a job on this machine may take to end after it was told to, before it is killed."""
 LOG_BYTES = 1 << 20
 OUTPUT_BYTES = 16 << 20
 
@@ -46,14 +46,14 @@ Word = Literal["pending", "running", "finished", "failed", "cancelled", "unknown
 
 @dataclass(frozen=True)
 class Ticket:
-    """A job that was submitted: all that it takes to find it again.
+    """A submitted job: the data with which to find it again.
 
     Attributes:
-        platform: As in `platforms.PLATFORMS`.
+        platform: A name of `platforms.PLATFORMS`.
         id: The platform's name or number of the job.
         folder: The job folder on this machine.
-        submitted_s: When, in seconds since 1970.
-        extra: What else the platform needs to know: a host, a namespace.
+        submitted_s: The time of the submission, in seconds since 1970.
+        extra: Further data that the platform needs: a host, a namespace.
     """
 
     platform: str
@@ -63,15 +63,15 @@ class Ticket:
     extra: Mapping[str, str] = field(default_factory=dict)
 
     def to_wire(self) -> dict[str, Any]:
-        """Return it as JSON-ready data."""
+        """Return the ticket as JSON-ready data."""
         return {**vars(self), "extra": dict(self.extra)}
 
     @staticmethod
     def from_wire(data: Mapping[str, Any]) -> Ticket:
-        """Rebuild what `to_wire` gave.
+        """Rebuild a ticket from the data that `to_wire` returned.
 
         Raises:
-            ValueError: It is not a ticket.
+            ValueError: The data are not a ticket.
         """
         try:
             extra = {str(key): str(value) for key, value in dict(data["extra"]).items()}
@@ -88,14 +88,14 @@ class Ticket:
 
 @dataclass(frozen=True)
 class JobState:
-    """How a job is.
+    """The state of a job.
 
     Attributes:
-        state: In our words.
-        reason: In the platform's own words: `PENDING (Resources)`.
+        state: The state as Workbench names it.
+        reason: The platform's words: `PENDING (Resources)`.
         began_s: When it began to run, in seconds since 1970; None: not yet, or not known.
-        gone: The platform knows nothing of the job any more.
-        stepped: Whether a job that failed had taken a step; None: it did not fail, or not known.
+        gone: Whether the platform does not know the job any more.
+        stepped: Whether a failed job had taken a step; None: it did not fail, or not known.
     """
 
     state: Word
@@ -106,7 +106,7 @@ class JobState:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing will change any more."""
+        """Whether the state is final."""
         return self.gone or self.state in ("finished", "failed", "cancelled")
 
 
@@ -114,8 +114,8 @@ class Platform(Protocol):
     """One way to run a job folder. After `submit` everything is read from the ticket.
 
     Attributes:
-        name: As in `wb.submit(on=...)`.
-        envelope: Of `export.envelopes`, whose files it needs in the folder; empty: none.
+        name: Its name in `wb.submit(on=...)`.
+        envelope: The part of `export.envelopes` that writes the platform's files; empty: none.
     """
 
     name: str
@@ -125,7 +125,7 @@ class Platform(Protocol):
         """Check before anything is submitted.
 
         Raises:
-            ClusterError: There is no client, or the platform has not what is asked for.
+            ClusterError: There is no client, or the platform lacks a requested resource.
             PlanError: The folder lacks the platform's file.
         """
 
@@ -133,7 +133,7 @@ class Platform(Protocol):
         """Submit the job; returns at once.
 
         Raises:
-            ClusterError: The platform refused it; says its words.
+            ClusterError: The platform refused the job; the error quotes the platform.
         """
 
     def state(self, ticket: Ticket) -> JobState:
@@ -144,13 +144,13 @@ class Platform(Protocol):
         """
 
     def logs(self, ticket: Ticket, last: int = 200) -> str:
-        """Return the last lines of what the job printed; empty where there is nothing yet."""
+        """Return the last lines that the job printed; empty if it has not printed yet."""
 
     def cancel(self, ticket: Ticket) -> None:
-        """Cancel the job; one that is over stays as it is."""
+        """Cancel the job; a job that is over does not change."""
 
     def place(self, ticket: Ticket) -> str | list[str]:
-        """Return what `wb.follow` takes: a folder, an address, or a command's words."""
+        """Return the argument for `wb.follow`: a folder, an address, or the words of a command."""
 
 
 # -- programs --------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class Said(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What it said of a failure: the end of it, without tracebacks' frames."""
+        """The end of the program's error text, without the frames of tracebacks."""
         lines = plain(self.err.strip() or self.out.strip()).splitlines()
         kept = [line for line in lines if not line.startswith((" ", "Traceback "))]
         return "\n".join((kept or lines)[-6:]) or f"exit code {self.code}"
@@ -193,7 +193,7 @@ def say(
     """Run a platform's client and return how it ended.
 
     Raises:
-        ClusterError: It is not installed, or does not answer.
+        ClusterError: The client is not installed, or does not answer.
     """
     program = command[0]
     if shutil.which(program) is None:
@@ -208,7 +208,7 @@ def say(
     if ALLOCATION in env:  # a job of its own, not a step of the kernel's
         keep = ("SLURM_CONF", "SLURM_CLUSTERS")
         env = {k: v for k, v in env.items() if not k.startswith("SLURM_") or k in keep}
-    # Files, not pipes: what a program leaves running may hold a pipe open.
+    # Files, not pipes: a process that the program leaves behind may hold a pipe open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             list(command), cwd=cwd, env=env, stdin=stdin or subprocess.DEVNULL, stdout=out,
@@ -240,10 +240,10 @@ def _end(file: IO[bytes], limit: int = OUTPUT_BYTES) -> str:
 
 
 def must(command: Sequence[str], what: str, next_step: str, **options: Any) -> str:
-    """Return what a client says.
+    """Return the output of a client.
 
     Raises:
-        ClusterError: It failed; says its words.
+        ClusterError: The client failed; the error quotes its words.
     """
     said = say(command, **options)
     if said.code:
@@ -252,7 +252,7 @@ def must(command: Sequence[str], what: str, next_step: str, **options: Any) -> s
 
 
 def plain(text: str) -> str:
-    """Return text without what a terminal would obey: a job's output is data."""
+    """Return text without control codes for a terminal: a job's output is only data."""
     text = _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
     return "".join(c for c in text if c.isprintable() or c in "\n\t")
 
@@ -264,21 +264,21 @@ def last_lines(text: str, lines: int) -> str:
 
 
 def read_end(path: Path) -> str:
-    """Return the end of a file; empty where it cannot be read."""
+    """Return the end of a file; empty if it cannot be read."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         return _end(file, LOG_BYTES)
     return ""
 
 
 def parsed(text: str) -> Any:
-    """Return a program's JSON; None where it is none."""
+    """Return a program's JSON; None if the text is not JSON."""
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text)
     return None
 
 
 def checked_id(job: str, said: str) -> str:
-    """Return a job's name as the platform gave it, where it is one."""
+    """Return the job's name from the platform's answer, if it has the form of a name."""
     if JOB_ID.fullmatch(job):
         return job
     raise ClusterError(
@@ -296,7 +296,7 @@ def needed(folder: Path, name: str, on: str) -> Path:
     """Return a file of a job folder.
 
     Raises:
-        PlanError: It is not there.
+        PlanError: The file does not exist.
     """
     if not (folder / name).is_file():
         raise PlanError(
@@ -315,24 +315,24 @@ def _runs(folder: Path) -> list[int]:
 
 
 def runs_before(folder: Path) -> dict[str, str]:
-    """Return how many runs a folder had, as a ticket keeps it: later ones are the job's."""
+    """Return how many runs a folder had, for the ticket: later runs belong to the job."""
     return {"runs_before": str(max(_runs(folder), default=0))}
 
 
 def own_run(ticket: Ticket) -> Path | None:
-    """Return the newest run folder that a job made on a file system that is here."""
+    """Return the newest run folder of a job, on a file system that this machine can read."""
     newest = max(_runs(Path(ticket.folder)), default=0)
     before = int(ticket.extra.get("runs_before", "0"))
     return Path(ticket.folder) / RUNS / str(newest) if newest > before else None
 
 
 def has_stepped(ticket: Ticket) -> bool:
-    """Whether a job that records here has taken a step."""
+    """Whether a job with a run folder on this machine has taken a step."""
     run = own_run(ticket)
     return run is not None and any(one.stat().st_size for one in run.glob("records-rank*.bin"))
 
 
 def stepped_in(log: str) -> bool | None:
-    """Whether records are among marked lines; None: there are none of these to tell by."""
+    """Whether the marked lines contain records; None: there are no marked lines."""
     marked = [line for line in log.splitlines() if MARK + "{" in line]
     return any('"records-rank' in line for line in marked) if marked else None

@@ -39,14 +39,14 @@ class Ray:
     """`ray job submit`; Ray sends the folder to its nodes.
 
     Attributes:
-        address: Of the cluster's dashboard; empty: as RAY_ADDRESS says.
+        address: Address of the cluster's dashboard; empty: the value of RAY_ADDRESS.
     """
 
     name = envelope = "ray"
     address: str = ""
 
     def check(self, folder: Path, resources: Resources) -> None:
-        """Whether a cluster answers."""
+        """Raise ClusterError if no cluster answers."""
         read_job(folder)
         needed(folder, "run_ray.py", self.name)
         needed(folder, "ray-env.yaml", self.name)
@@ -54,7 +54,7 @@ class Ray:
              "set address='http://HEAD:8265' or RAY_ADDRESS (`ray start --head`)")  # fmt: skip
 
     def submit(self, folder: Path, resources: Resources) -> Ticket:
-        """Submit it under a name of Workbench's."""
+        """Submit the job under a name that Workbench chooses."""
         folder = folder.resolve()
         job = f"wb-{legal_name(read_job(folder).name)}-{secrets.token_hex(3)}"
         options = ["--no-wait", "--submission-id", job, "--working-dir", str(folder),
@@ -92,24 +92,24 @@ class Ray:
         return _lost("Ray", said, gone="does not exist" in text)
 
     def logs(self, ticket: Ticket, last: int = 200) -> str:
-        """Return what the driver and, through it, the workers printed."""
+        """Return the output of the driver, which includes the workers' output."""
         log = self._ask(ticket, "logs").out
         return last_lines(re.sub(r"\AJob submission server address: .*\n", "", plain(log)), last)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Stop it."""
+        """Stop the job."""
         said = self._ask(ticket, "stop", "--no-wait")
         if said.code and "does not exist" not in said.err + said.out:
             _lost("Ray", said)
 
     def place(self, ticket: Ticket) -> list[str]:
-        """Its log, line by line."""
+        """Return the command that prints the job's log line by line."""
         words = self._words(ticket.extra.get("address", ""), "logs")
         return [*words, "--log-color", "false", "--follow", ticket.id]
 
 
 def _lost(platform: str, said: Said, *, gone: bool = False) -> JobState:
-    """Return that a job is gone, or raise ClusterError where the client failed."""
+    """Return that the platform does not know the job; ClusterError if the client failed."""
     if gone:
         return JobState("unknown", said.words.splitlines()[-1], gone=True)
     raise ClusterError(
@@ -125,10 +125,10 @@ def _lost(platform: str, said: Said, *, gone: bool = False) -> JobState:
 
 @dataclass(frozen=True)
 class Kubernetes:
-    """A TrainJob of Kubeflow's: `kubectl create -f trainjob.yaml`.
+    """A TrainJob of Kubeflow: `kubectl create -f trainjob.yaml`.
 
     Attributes:
-        context: Of kubectl's configuration; empty: the current one.
+        context: A context of kubectl's configuration; empty: the current context.
     """
 
     name, envelope = "kubernetes", "trainjob"
@@ -151,7 +151,7 @@ class Kubernetes:
         )  # fmt: skip
 
     def submit(self, folder: Path, resources: Resources) -> Ticket:
-        """Make its objects."""
+        """Create the job's objects."""
         folder = folder.resolve()
         needed(folder, "trainjob.yaml", self.name)
         said = self._create(folder, resources.namespace)
@@ -164,7 +164,7 @@ class Kubernetes:
         return say([*_kubectl(ticket.extra["context"], ticket.extra["namespace"]), *words])
 
     def state(self, ticket: Ticket) -> JobState:
-        """Read the conditions; of a job that waits, those of its pods."""
+        """Read the job's conditions; if the job waits, read the conditions of its pods."""
         said = self._ask(ticket, "get", "trainjob", ticket.id, "-o", "json")
         found = parsed(said.out)
         if said.code or not isinstance(found, dict):
@@ -196,7 +196,7 @@ class Kubernetes:
                          f"--tail={lines}").out  # fmt: skip
 
     def logs(self, ticket: Ticket, last: int = 200) -> str:
-        """Return what rank 0's pod printed."""
+        """Return the output of rank 0's pod."""
         return last_lines(self._log(ticket, max(2000, 10 * last)), last)
 
     def cancel(self, ticket: Ticket) -> None:
@@ -207,7 +207,7 @@ class Kubernetes:
             _lost("Kubernetes", said)
 
     def place(self, ticket: Ticket) -> list[str]:
-        """Rank 0's log; by the pod's name where it is there, since orders go to a pod."""
+        """Return the command for rank 0's log; it names the pod if the pod exists."""
         said = self._ask(ticket, "get", "pods", "-l", _pods_of(ticket, first=True), "-o", "name")
         pod = said.out.split()[:1] or ["-l", _pods_of(ticket, first=True)]
         words = _kubectl(ticket.extra["context"], ticket.extra["namespace"])
@@ -220,7 +220,7 @@ def _kubectl(context: str, namespace: str) -> list[str]:
 
 
 def _pods_of(ticket: Ticket, *, first: bool = False) -> str:
-    """Return the selector of a TrainJob's pods, or of rank 0's alone."""
+    """Return the selector of a TrainJob's pods, or of rank 0's pod alone."""
     own = f"jobset.sigs.k8s.io/jobset-name={ticket.id},jobset.sigs.k8s.io/replicatedjob-name=node"
     return own + (",batch.kubernetes.io/job-completion-index=0" if first else "")
 
@@ -248,12 +248,12 @@ _SKY: dict[str, Word] = {
 
 @dataclass(frozen=True)
 class SkyPilot:
-    """A cluster of its own that `sky launch` starts for the job; Cancel takes it down."""
+    """A new cluster that `sky launch` starts for the job; Cancel takes it down."""
 
     name = envelope = "skypilot"
 
     def check(self, folder: Path, resources: Resources) -> None:
-        """Whether its client is there; what a cloud has, it looks up itself."""
+        """Check that the client is there; SkyPilot itself checks what a cloud offers."""
         read_job(folder)
         needed(folder, "sky.yaml", self.name)
         must(
@@ -263,7 +263,7 @@ class SkyPilot:
         )
 
     def submit(self, folder: Path, resources: Resources) -> Ticket:
-        """Ask for it; machines come later."""
+        """Request the cluster; the machines start later."""
         folder = folder.resolve()
         job = f"wb-{legal_name(read_job(folder).name)[:20]}-{secrets.token_hex(3)}"
         secret = [word for name in resources.secrets for word in ("--secret", name)]
@@ -273,7 +273,7 @@ class SkyPilot:
         return Ticket(self.name, job, str(folder), time.time())
 
     def state(self, ticket: Ticket) -> JobState:
-        """Read the cluster's queue; before there is one, the cluster's state."""
+        """Read the cluster's queue; before the queue exists, read the cluster's state."""
         queue = _records(say(["sky", "queue", ticket.id, "-o", "json"]).out)
         jobs = queue.get(ticket.id) if isinstance(queue, dict) else None
         if jobs:
@@ -291,7 +291,7 @@ class SkyPilot:
         clusters = _records(said.out)
         if not isinstance(clusters, list):
             return _lost("SkyPilot", said)
-        if not clusters:  # its request may be under way
+        if not clusters:  # its request may still run
             fresh = time.time() - ticket.submitted_s < 300.0
             words = f"there is no cluster {ticket.id}"
             return JobState("pending" if fresh else "unknown", words, gone=not fresh)
@@ -301,20 +301,20 @@ class SkyPilot:
         return say(["sky", "logs", "--no-follow", "--tail", str(lines), ticket.id]).out
 
     def logs(self, ticket: Ticket, last: int = 200) -> str:
-        """Return what the job printed."""
+        """Return the output of the job."""
         return last_lines(self._log(ticket, max(2000, 10 * last)), last)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Stop its cluster, so that it costs no more."""
+        """Stop the job's cluster, so that it costs nothing more."""
         must(["sky", "down", "-y", "--async", ticket.id], "SkyPilot did not stop the cluster.",
              f"run `sky down {ticket.id}` in a terminal: it may cost money")  # fmt: skip
 
     def place(self, ticket: Ticket) -> list[str]:
-        """Its log, line by line."""
+        """Return the command that prints the job's log line by line."""
         return ["sky", "logs", "--tail", "0", ticket.id]
 
 
 def _records(text: str) -> Any:
-    """Return the JSON among what sky prints; None where there is none."""
+    """Return the JSON in sky's output; None if there is no JSON."""
     begin = re.search(r"^[\[{]", text, re.MULTILINE)
     return parsed(text[begin.start() :]) if begin else None

@@ -1,4 +1,4 @@
-"""Jobs on machines that one can log in to: this one, those of Slurm, and those that ssh reaches."""
+"""Jobs on machines with a login: this machine, machines of Slurm, and machines behind ssh."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ with open(end + ".new", "w") as file:
     json.dump({"pid": os.getpid(), "code": code, "told": bool(told)}, file)
 os.replace(end + ".new", end)
 """
-"""Outlives the kernel, so that the exit code of a job does too; heeds no SIGTERM but its job's."""
+"""This process outlives the notebook and keeps the job's exit code; SIGTERM does not end it."""
 
 
 class Local:
@@ -90,7 +90,7 @@ class Local:
     envelope = ""
 
     def check(self, folder: Path, resources: Resources) -> None:
-        """Whether one machine is enough."""
+        """Raise PlanError if one machine is not enough."""
         read_job(folder)
         if resources.nodes > 1:
             raise ClusterError(
@@ -109,7 +109,7 @@ class Local:
             )
 
     def submit(self, folder: Path, resources: Resources) -> Ticket:
-        """Start it, in a session of its own."""
+        """Start the job in a new session."""
         folder = folder.resolve()
         command = self._command(folder)
         (folder / "job.exit").unlink(missing_ok=True)
@@ -118,7 +118,7 @@ class Local:
         before = runs_before(folder)
         pid = must(keeper, "The job could not be started.", "check the folder", cwd=folder)
         began = time.time()
-        with contextlib.suppress(psutil.Error):  # it may be over
+        with contextlib.suppress(psutil.Error):  # the process may be over
             began = psutil.Process(int(pid)).create_time()
         return Ticket(
             self.name, pid.strip(), str(folder), time.time(),
@@ -139,10 +139,10 @@ class Local:
                 count,
                 "train.py",
             ]
-        return [sys.executable, "-m", "workbench", "run", str(folder)]  # makes each TF_CONFIG
+        return [sys.executable, "-m", "workbench", "run", str(folder)]  # it sets each TF_CONFIG
 
     def state(self, ticket: Ticket) -> JobState:
-        """Look for its process, then for what it left."""
+        """Look for the job's process, then for the files that it left."""
         began = float(ticket.extra["began"])
         if self._process(ticket) is not None:
             return JobState("running", f"pid {ticket.id}", began)
@@ -175,16 +175,16 @@ class Local:
         return None
 
     def logs(self, ticket: Ticket, last: int = 200) -> str:
-        """Read its file."""
+        """Read the job's output file."""
         return last_lines(read_end(Path(ticket.folder) / "job.log"), last)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ask its processes to end, then kill those that do not."""
+        """Ask the job's processes to end, then kill the processes that do not end."""
         keeper = self._process(ticket)
         if keeper is None:
             return
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            # torchrun's workers have sessions of their own.
+            # torchrun starts its workers in separate sessions.
             below = keeper.children(recursive=True)
             os.killpg(keeper.pid, signal.SIGTERM)
             _, alive = psutil.wait_procs([keeper, *below], timeout=END_S)
@@ -192,11 +192,11 @@ class Local:
                 if one.pid != keeper.pid:
                     with contextlib.suppress(psutil.Error):
                         one.kill()
-            if psutil.wait_procs([keeper], timeout=2.0)[1]:  # else it notes the end itself
+            if psutil.wait_procs([keeper], timeout=2.0)[1]:  # else the keeper notes the end itself
                 keeper.kill()
 
     def place(self, ticket: Ticket) -> str:
-        """Its run's folder, before there is one its own."""
+        """Return the run's folder; before this folder exists, return the job folder."""
         return str(own_run(ticket) or ticket.folder)
 
 
@@ -221,7 +221,7 @@ class _Nodes(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Say it."""
+        """Return the nodes in words."""
         gpus = f" and {self.gpus} GPUs" if self.gpus else ""
         return f"{self.nodes} nodes with {self.cpus} CPUs{gpus} each, at most {self.limit} a job"
 
@@ -231,14 +231,14 @@ class Slurm:
     """A batch job: `sbatch job.sbatch`.
 
     Attributes:
-        venv: An environment that all nodes see, in the place of one that is made for the job.
+        venv: An environment that all nodes see; it replaces the one that the job would make.
     """
 
     name = envelope = "slurm"
     venv: str = ""
 
     def check(self, folder: Path, resources: Resources) -> None:
-        """Whether the partition has what is asked for, and sbatch's own word."""
+        """Check that the partition has the requested resources, and let sbatch test the job."""
         job = read_job(folder)
         needed(folder, "job.sbatch", self.name)
         partitions, default = self._partitions()
@@ -276,7 +276,7 @@ class Slurm:
         )  # fmt: skip
 
     def _partitions(self) -> tuple[dict[str, list[_Nodes]], str]:
-        """Return what each partition has, and the name of the default one."""
+        """Return the nodes of each partition, and the name of the default partition."""
         found: dict[str, list[_Nodes]] = {}
         default = ""
         said = must(
@@ -292,7 +292,7 @@ class Slurm:
         return found, default
 
     def submit(self, folder: Path, resources: Resources) -> Ticket:
-        """Hand it in."""
+        """Submit the job to Slurm."""
         folder = folder.resolve()
         needed(folder, "job.sbatch", self.name)
         runs_before(folder)
@@ -307,7 +307,7 @@ class Slurm:
         )
 
     def state(self, ticket: Ticket) -> JobState:
-        """Ask the queue, then the accounts, then the run's own folder."""
+        """Read the queue, then the accounts, then the run's folder."""
         said = say(["squeue", "--noheader", f"--jobs={ticket.id}", "--states=all",
                      "--format=%T|%r|%S"])  # fmt: skip
         word, reason, began = [*said.out.strip().partition("\n")[0].split("|"), "", ""][:3]
@@ -323,7 +323,7 @@ class Slurm:
         return self._read(ticket, word, reason, began) if word else self._forgotten(ticket)
 
     def _accounts(self, ticket: Ticket) -> tuple[str, str]:
-        """Return the state and begin of a job that is no more in the queue."""
+        """Return the state and start time of a job that is not in the queue any more."""
         if shutil.which("sacct") is None:
             return "", ""
         said = say(["sacct", "-n", "-X", "-P", "-j", ticket.id, "--format=State,Start"])
@@ -345,7 +345,7 @@ class Slurm:
         return JobState(state, words, _slurm_time(began), stepped=stepped)
 
     def _forgotten(self, ticket: Ticket) -> JobState:
-        """Return what the run's own folder says: without accounts Slurm forgets within minutes."""
+        """Return the state in the run's folder: without accounts Slurm forgets jobs in minutes."""
         words = f"Slurm knows no job {ticket.id} any more"
         run = own_run(ticket)
         meta = parsed(read_end(run / "run.json")) if run is not None else None
@@ -357,14 +357,14 @@ class Slurm:
         return JobState("unknown", words, gone=True)
 
     def logs(self, ticket: Ticket, last: int = 200) -> str:
-        """Read the job's file."""
+        """Read the job's output file."""
         path = Path(ticket.folder) / f"slurm-{ticket.id}.out"
         if not path.exists():
             path = Path(job_facts(ticket.id).get("StdOut", path))
         return last_lines(read_end(path), last)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Cancel it."""
+        """Cancel the job."""
         said = say(["scancel", ticket.id])
         if said.code and "Invalid job id" not in said.err:
             raise ClusterError(
@@ -375,7 +375,7 @@ class Slurm:
             )
 
     def place(self, ticket: Ticket) -> str:
-        """Its run's folder, before there is one its own: on a file system that is here."""
+        """Return the run's folder, or the job folder before it exists, if readable from here."""
         return str(own_run(ticket) or ticket.folder)
 
 
@@ -385,7 +385,7 @@ def _digits(text: str) -> int:
 
 
 def _slurm_seconds(text: str) -> float | None:
-    """Return a limit such as `1-00:00:00` or `30:00`; None: there is none."""
+    """Return the seconds of a limit such as `1-00:00:00` or `30:00`; None: no limit."""
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdecimal() for part in [*parts, *([days] if dash else [])]):
@@ -404,8 +404,8 @@ def _slurm_time(text: str) -> float | None:
 # -- ssh -------------------------------------------------------------------------------------------
 
 _LEFT_OUT = frozenset(("runs", ".venv", ".venv.lock", "job.log", "job.exit"))
-# Words in capitals are filled in, quoted; each script is sh's and reaches it as base64, so that the
-# login shell over there may be any. Small images have no ps, macOS has no /proc.
+# Words in capitals are replaced by quoted values. A script is for sh and travels as base64, so that
+# the login shell of the host may be any shell. Small images have no ps, macOS has no /proc.
 _PROCESSES = r"""
 words_of() {
   if [ -d /proc/self ]; then tr '\0' ' ' < "/proc/$1/cmdline"
@@ -466,7 +466,7 @@ cd -- DIR && echo "TOKEN cancelled" > .job-NODE.exit
 
 
 def _script(text: str, **words: object) -> str:
-    """Return a script with its words, each quoted, or several of a list."""
+    """Return a script with its words filled in: each value is quoted, also each item of a list."""
     for name, value in words.items():
         told = shlex.join(value) if isinstance(value, list) else shlex.quote(str(value))
         text = re.sub(rf"\b{name}\b", lambda _, told=told: told, text)  # type: ignore[misc]
@@ -474,7 +474,7 @@ def _script(text: str, **words: object) -> str:
 
 
 def _far(host: str, script: str, **options: Any) -> Said:
-    """Run a script of sh's on a host.
+    """Run a script with sh on a host.
 
     Raises:
         ClusterError: There is no connection.
@@ -482,7 +482,7 @@ def _far(host: str, script: str, **options: Any) -> Said:
     packed = base64.b64encode(script.encode()).decode()
     command = f"exec sh -c 'eval \"$(printf %s {packed} | base64 -d)\"'"
     said = say(["ssh", *SSH_OPTIONS, "--", host, command], **options)
-    if said.code == 255:  # by which ssh says that it was itself what failed
+    if said.code == 255:  # ssh's own exit code if ssh itself failed
         raise ClusterError(
             f"There is no ssh connection to {host}.",
             seen=said.words,
@@ -506,17 +506,17 @@ def _far_must(host: str, script: str, **options: Any) -> str:
 
 @dataclass(frozen=True)
 class Ssh:
-    """`bash start.sh` on each host, in a copy of the folder; it outlives the connection.
+    """Runs `bash start.sh` on each host in a copy of the folder; it outlives the connection.
 
     Attributes:
-        venv: An environment over there, in the place of one that is made for the job.
+        venv: An environment on the hosts; it replaces the one that the job would make.
     """
 
     name = envelope = "ssh"
     venv: str = ""
 
     def check(self, folder: Path, resources: Resources) -> None:
-        """Whether each host is reached."""
+        """Check that each host can be reached."""
         read_job(folder)
         needed(folder, "start.sh", self.name)
         if not resources.hosts:
@@ -530,7 +530,7 @@ class Ssh:
             _far_must(host, "command -v bash > /dev/null || { echo no bash there >&2; exit 5; }")
 
     def submit(self, folder: Path, resources: Resources) -> Ticket:
-        """Copy the folder to each host, then start all."""
+        """Copy the folder to each host, then start the job on all hosts."""
         folder = folder.resolve()
         there = far_folder(resources, read_job(folder).name)
         token, key = f"wb-{secrets.token_hex(6)}", secrets.token_hex(16)
@@ -560,7 +560,7 @@ class Ssh:
         return Ticket(self.name, token, str(folder), time.time(), extra)
 
     def state(self, ticket: Ticket) -> JobState:
-        """Look for its process, then for what it left."""
+        """Look for the job's process, then for the files that it left."""
         host, pid = self._nodes(ticket)[0]
         script = _script(_LOOK, DIR=ticket.extra["dir"], PID=pid, TOKEN=ticket.id,
                          BEFORE=ticket.extra["runs_before"])  # fmt: skip
@@ -580,19 +580,19 @@ class Ssh:
         return JobState("unknown", f"{ticket.extra['dir']} is gone {where}", gone=word == "gone")
 
     def logs(self, ticket: Ticket, last: int = 200) -> str:
-        """Read what rank 0's host printed."""
+        """Read the output on rank 0's host."""
         script = _script("cd -- DIR && tail -c 1000000 job-0.log", DIR=ticket.extra["dir"])
         return last_lines(_far(self._nodes(ticket)[0][0], script).out, last)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ask its processes to end, then kill those that do not."""
+        """Ask the job's processes to end, then kill the processes that do not end."""
         for node, (host, pid) in enumerate(self._nodes(ticket)):
             folder = ticket.extra["there" if node else "dir"]
             _far(host, _script(_END, DIR=folder, PID=pid, TOKEN=ticket.id, NODE=node),
                  timeout_s=ASK_S + 5)  # fmt: skip
 
     def place(self, ticket: Ticket) -> str:
-        """Its folder on rank 0's host."""
+        """Return the job's folder on rank 0's host."""
         return f"ssh://{self._nodes(ticket)[0][0]}{ticket.extra['dir']}"
 
     def _nodes(self, ticket: Ticket) -> list[tuple[str, str]]:
@@ -601,7 +601,7 @@ class Ssh:
 
 
 def pack(folder: Path, into: IO[bytes]) -> None:
-    """Write a folder as tar, without its runs, and without the names of users."""
+    """Write a folder as a tar archive, without its runs and without user names."""
 
     def kept(one: tarfile.TarInfo) -> tarfile.TarInfo | None:
         if one.name.removeprefix("./") in _LEFT_OUT:

@@ -2,7 +2,7 @@
 
 In reading order:
 
-    panels   what does each panel of the picture show
-    picture  how is the picture put together
-    exports  how do they look for other tools
+    panels   the content of each panel of the picture
+    picture  puts the picture together
+    exports  text for other tools
 """

@@ -35,10 +35,10 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def csv_of(comparison: Comparison) -> str:
-    """Return a line per plan: plain numbers, units in the headings, nothing where not measured.
+    """Return a line per plan: plain numbers, units in the headings, empty where not measured.
 
-    The headings are the keys of `history.fields`: `step_s` are seconds, `sent_bytes` bytes, shares
-    are fractions of 1.
+    The headings are the keys of `history.fields`: `step_s` is in seconds, `sent_bytes` in bytes,
+    and shares are fractions of 1.
     """
     target = io.StringIO()
     keys = [field.key for field in fields(comparison.metrics)]
@@ -50,7 +50,7 @@ def csv_of(comparison: Comparison) -> str:
 
 
 def csv_cell(value: object) -> object:
-    """Return a cell; a spreadsheet would calculate a name that begins as a formula does.
+    """Return a cell that is safe for a spreadsheet: it would calculate a name that looks like code.
 
     https://owasp.org/www-community/attacks/CSV_Injection
     """
@@ -60,7 +60,7 @@ def csv_cell(value: object) -> object:
 
 
 def frame_of(comparison: Comparison) -> pd.DataFrame:
-    """Return what `csv_of` writes as a DataFrame; NaN where not measured."""
+    """Return the table of `csv_of` as a DataFrame; NaN where not measured."""
     import pandas as pd
 
     made = pd.DataFrame(records(comparison.rows, comparison.metrics))
@@ -83,7 +83,7 @@ def markdown_of(table: Table) -> str:
 
 
 def page_of(comparison: Comparison) -> str:
-    """Return a page of its own with the table and the picture, which needs nothing from the net."""
+    """Return a complete page with the table and the picture, which loads nothing from the net."""
     from .picture import comparison_svg
 
     table = comparison_table(comparison)
@@ -96,7 +96,7 @@ def page_of(comparison: Comparison) -> str:
 
 
 def kept_bundle(comparison: Comparison) -> dict[str, str]:
-    """Return table and picture, folded, for below a widget that a saved notebook cannot show."""
+    """Return table and picture, folded; a saved notebook shows them instead of the widget."""
     from .picture import comparison_png
 
     table, names = comparison_table(comparison), ", ".join(row.name for row in comparison.rows)
@@ -110,22 +110,22 @@ def kept_bundle(comparison: Comparison) -> dict[str, str]:
 
 
 def save(comparison: Comparison, path: str | Path) -> Path:
-    """Write a comparison to a file, in the form that its suffix names; return its path.
+    """Write a comparison to a file, in the form of its suffix; return its path.
 
     Raises:
-        PlanError: There is no form for that suffix.
+        PlanError: There is no form for this suffix.
         RunError: The file cannot be written.
     """
     target = Path(path).expanduser()
-    # Newlines are written as they are made, on every system.
+    # Newlines are written unchanged, on every system.
     return export(target, as_bytes(comparison, target.suffix.lower() or str(path)))
 
 
 def as_bytes(comparison: Comparison, suffix: str) -> bytes:
-    """Return what a file of that suffix (`.csv`) holds.
+    """Return the contents of a file with this suffix (`.csv`).
 
     Raises:
-        PlanError: There is no form for that suffix.
+        PlanError: There is no form for this suffix.
     """
     make = _FORMS.get(suffix)
     if make is None:
@@ -162,7 +162,7 @@ def _json(comparison: Comparison) -> str:
 _FORMS: dict[str, Callable[[Comparison], str | bytes]] = {
     ".csv": csv_of, ".md": _markdown, ".html": page_of, ".png": _png, ".svg": _svg, ".json": _json,
 }  # fmt: skip
-"""How a comparison is saved under each suffix."""
+"""The function that saves a comparison under each suffix."""
 
 
 def _line(cells: list[str]) -> str:
@@ -170,7 +170,7 @@ def _line(cells: list[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return text that Markdown shows as it is; it may hold names that came from outside."""
+    """Return text that Markdown shows unchanged; it may contain names from outside."""
     flat = html.escape(" ".join(text.split()), quote=False)
     flat = re.sub(r"([\\`*\[\]|~#])", r"\\\1", flat)
     return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", flat)

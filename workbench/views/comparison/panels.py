@@ -37,20 +37,20 @@ SHARE_STYLES = {
     part: (PHASE_COLORS[HATCHED if part == "bubble_s" else part], hatch)
     for part, hatch in zip(SHARES, ("", "", "//////", "xxxxx", "", ""), strict=True)
 }
-"""Colour and hatch of each of `rows.SHARES`: what is waiting is hatched."""
+"""Colour and hatch of each of `rows.SHARES`: waiting is hatched."""
 
 _LABELLED_IN, _WIDE_IN = 0.4, 3.2
 _GAP_IN = 6 / 72
-"""Between the end of a bar and its number."""
+"""Distance between the end of a bar and its number."""
 _APART = 0.05
-"""How far the rate of all steps is from that after warm-up before it is drawn."""
+"""Difference to the rate after warm-up from which on the rate of all steps is drawn."""
 _MOST_BINS = 33
 _LEAST_SPAN = 0.02
-"""Of final losses that are nearly equal, relative: ticks have four digits."""
+"""Relative difference below which final losses count as nearly equal: ticks have four digits."""
 
 
 def throughput(axes: Axes, comparison: Comparison) -> None:
-    """Draw samples per second with their 95 % interval; a ring is what all steps give."""
+    """Draw samples per second with their 95 % interval; a ring is the rate of all steps."""
     frame(axes, "Samples per second")
     rates = [row.samples_per_s for row in comparison.rows]
     words = [number(rate.mean) if rate.count else "not measured" for rate in rates]
@@ -68,7 +68,7 @@ def throughput(axes: Axes, comparison: Comparison) -> None:
 
 
 def relative(axes: Axes, comparison: Comparison) -> None:
-    """Draw throughput over the baseline's; the dashed line is the baseline."""
+    """Draw throughput divided by the baseline's; the dashed line is the baseline."""
     frame(axes, "Speed-up" if comparison.has_one_device else "Relative speed")
     values = [row.relative for row in comparison.rows]
     ends = [(row.relative_low, row.relative_high) for row in comparison.rows]
@@ -79,7 +79,7 @@ def relative(axes: Axes, comparison: Comparison) -> None:
         begin = np.nanmax([value, high, 0.0]) + _GAP_IN * per_in
         if (
             not begin < 1 < begin + words_in(text, LABEL_PT) * per_in
-        ):  # it would strike a number out
+        ):  # the line would cross a number
             axes.plot(
                 [1, 1], [at - 0.5, at + 0.5], color=INK["any"], lw=1, ls=(0, (3, 2)), zorder=2
             )
@@ -99,7 +99,7 @@ def efficiency(axes: Axes, comparison: Comparison) -> None:
 
 
 def shares(axes: Axes, comparison: Comparison) -> None:
-    """Draw what a step's time goes to, and how long it takes."""
+    """Draw the parts of a step's time, and how long the step takes."""
     frame(axes, "Where a step's time goes")
     row_axis(axes, comparison)
     axes.set_xlim(0, 1)
@@ -139,7 +139,7 @@ def sent(axes: Axes, comparison: Comparison) -> None:
 
 
 def memory(axes: Axes, comparison: Comparison) -> None:
-    """Draw what the fullest worker holds; dots are the single workers."""
+    """Draw the memory of the worker with the most; dots are the single workers."""
     wide = panel_in(axes) > _WIDE_IN
     frame(axes, "A worker holds (model, gradients, optimizer)" if wide else "A worker holds")
     values = [_nan(largest_memory(row)) for row in comparison.rows]
@@ -153,7 +153,7 @@ def memory(axes: Axes, comparison: Comparison) -> None:
 
 
 def late(axes: Axes, comparison: Comparison) -> None:
-    """Draw a histogram of staleness in each row that has any."""
+    """Draw a histogram of staleness in each row that has staleness."""
     frame(axes, "Staleness of pushes, in updates")
     row_axis(axes, comparison)
     known = [row.staleness.shares for row in comparison.rows if row.staleness is not None]
@@ -177,7 +177,7 @@ def late(axes: Axes, comparison: Comparison) -> None:
 
 
 def outcome(title: str, pick: Callable[[ComparisonRow], Spread]) -> Draw:
-    """Return what draws a final loss or metric: each seed a dot, mean and spread a bar."""
+    """Return a function that draws a loss or metric: seeds are dots, mean and spread a bar."""
 
     def draw(axes: Axes, comparison: Comparison) -> None:
         frame(axes, title)
@@ -207,7 +207,7 @@ def _outcome_axis(axes: Axes, spreads: Sequence[Spread], words: Sequence[str]) -
         axes.set_xticks([])
         return
     low, high = min(ends), max(ends)
-    # What four digits do not tell apart is not to look far apart.
+    # Values that are equal in four digits must not look far apart.
     least = _LEAST_SPAN * max(abs(low), abs(high)) or 1.0
     if high - low < least:
         middle = (low + high) / 2
@@ -229,11 +229,11 @@ def _bars(
     *,
     least: float = 0.0,
 ) -> None:
-    """Draw a bar per row with its words at its end, and leave the room that they take.
+    """Draw a bar per row with words at its end, and leave room for these words.
 
     Args:
-        ends: The least and the greatest value that each may have; NaN where not known.
-        least: What the axis reaches at least.
+        ends: The least and the greatest possible value of each row; NaN where not known.
+        least: The value that the axis reaches at least.
     """
     row_axis(axes, comparison)
     known = np.nan_to_num(np.array(values, float))
@@ -246,7 +246,7 @@ def _bars(
     has = np.flatnonzero(high > low)
     if len(has):
         errors = np.maximum([known[has] - low[has], high[has] - known[has]], 0.0)
-        for ink, wide in ((PAPER["light"], 3.0), (INK["light"], 1.2)):  # seen on bars and any page
+        for ink, wide in ((PAPER["light"], 3.0), (INK["light"], 1.2)):  # visible on any background
             axes.errorbar(known[has], has, xerr=errors, fmt="none", ecolor=ink, capsize=3,
                           zorder=5, lw=wide, capthick=wide)  # fmt: skip
     tracks = np.maximum(high, [least if math.isfinite(value) else 0.0 for value in values])

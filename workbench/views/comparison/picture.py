@@ -1,6 +1,6 @@
 """The picture of a comparison: loss curves on top, then a row per plan in bands of panels.
 
-Around them its page: the verdict, the keys, and where everything stands.
+The module also draws the page around them: the verdict, the keys, and all positions.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ def comparison_bundle(comparison: Comparison) -> dict[str, Any]:
 
 
 def comparison_png(comparison: Comparison, paper: str = PAPER["light"]) -> bytes:
-    """Return the picture as PNG bytes; `paper` is what it is drawn on."""
+    """Return the picture as PNG bytes; `paper` is its background colour."""
     return _written(comparison, "png", paper)
 
 
 def comparison_svg(comparison: Comparison) -> bytes:
-    """Return the picture as SVG; its words are text, which can be searched and copied."""
+    """Return the picture as SVG; its words are text, so a reader can search and copy them."""
     return _written(comparison, "svg", PAPER["light"])
 
 
 def draw(comparison: Comparison) -> Figure:
-    """Return the picture as a figure that no window or global state knows of."""
+    """Return the picture as a figure that is in no window and in no global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -128,7 +128,7 @@ def _losses(axes: Axes, comparison: Comparison, field: str) -> None:
         color, style = color_of(comparison, named.row), line_of(comparison, named.row)
         alone = len(row.names) == 1
         # Several seeds of one plan are thin lines of one colour. Plans that are equal by design
-        # lie on each other: the earlier ones are wider, so that they stay visible below.
+        # cover each other: the earlier lines are wider, so that they stay visible below.
         wide = 1.5 + 1.7 * (1 - (named.row + 1) / len(comparison.rows))
         marker = "o" if len(x) == 1 else None
         axes.plot(x, curve.loss, style, color=color, lw=wide if alone else 1.1, zorder=3,
@@ -149,7 +149,7 @@ def _losses(axes: Axes, comparison: Comparison, field: str) -> None:
 # -- bands of rows ----------------------------------------------------------------------------
 
 Band = Sequence[tuple[panels.Draw, float]]
-"""What draws each panel, and the share of the width it takes."""
+"""The function that draws each panel, and the panel's share of the width."""
 
 
 def _speed_band(comparison: Comparison) -> Band:
@@ -240,7 +240,7 @@ def _written(comparison: Comparison, form: str, paper: str) -> bytes:
     with own_style(_STYLE):
         metadata = {"Date": None} if form == "svg" else None
         figure = draw(comparison)
-        if form != "svg":  # a browser has more letters than matplotlib finds
+        if form != "svg":  # a browser finds more fonts than matplotlib
             spell(figure)
         figure.savefig(buffer, format=form, dpi=_DPI, metadata=metadata, facecolor=paper)
     return buffer.getvalue()
@@ -255,21 +255,21 @@ _MOST_KEY_IN = 3.2
 
 @dataclass
 class Page:
-    """Places things in inches from the left and down from the top, so that nothing overlaps."""
+    """Places items in inches from the left and down from the top, so that they do not overlap."""
 
     figure: Figure
     height_in: float
     down_in: float = 0.1
 
     def skip(self, inches: float) -> None:
-        """Go on further down."""
+        """Move the position down."""
         self.down_in += inches
 
     def text(
         self, left_in: float, up_in: float, words: str, *, size: float = LABEL_PT,
         weight: str = "normal", color: str = INK["any"], right: bool = False,
     ) -> None:  # fmt: skip
-        """Write a line that stands `up_in` above where the page is."""
+        """Write a line that is `up_in` above the page's position."""
         self.figure.text(
             left_in / WIDTH_IN, 1 - (self.down_in - up_in) / self.height_in, words,
             fontsize=size, fontweight=weight, color=color, ha="right" if right else "left",
@@ -277,7 +277,7 @@ class Page:
         )  # fmt: skip
 
     def axes(self, left_in: float, width_in: float, height_in: float) -> Axes:
-        """Return axes whose top is where the page is."""
+        """Return axes whose top is at the page's position."""
         bottom = 1 - (self.down_in + height_in) / self.height_in
         return self.figure.add_axes(
             (left_in / WIDTH_IN, bottom, width_in / WIDTH_IN, height_in / self.height_in)
@@ -296,7 +296,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of the legend: how far from the left, in which line."""
+    """One entry of the legend: its distance from the left, and its line."""
 
     left_in: float
     line: int
@@ -306,7 +306,7 @@ class Key:
 
 
 def head_of(comparison: Comparison) -> list[Line]:
-    """Return the verdict, and when distributing pays, in lines that fit."""
+    """Return the verdict, and when distributing is worth it, in lines that fit."""
     room_in = WIDTH_IN - 2 * EDGE_IN
     bold = wrapped(comparison.verdict, _VERDICT_PT, room_in, "bold")
     more = wrapped(comparison.outlook, _OUTLOOK_PT, room_in)
@@ -331,7 +331,7 @@ def keys_of(comparison: Comparison) -> list[Key]:
 
 
 def draw_keys(page: Page, keys: Sequence[Key]) -> None:
-    """Draw the keys and go on below them."""
+    """Draw the keys and move the position below them."""
     from matplotlib.lines import Line2D
 
     top_in = page.down_in

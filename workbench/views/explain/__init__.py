@@ -1,8 +1,8 @@
-"""What a run can tell a class.
+"""Explanations of a run for a class.
 
 In reading order:
 
-    diagram     who sends what to whom in a step, in general and as a run measured it
-    blame       who waited for whom, and what if one had been faster
-    prediction  what would other workers, links or options make of it
+    diagram     the messages of a step, in general and as a run measured them
+    blame       which worker waited for which, and the run without the slow worker
+    prediction  the run with other numbers of workers, links or options
 """

@@ -1,6 +1,6 @@
-"""Who waited for whom, as a matrix, and a run next to its ghost: tables, figures, and text.
+"""Which worker waited for which, as a matrix, and a run next to its ghost: tables, figures, text.
 
-The ghost is the same steps without the straggler. Workers' time is drawn as rows of boxes: one row
+The ghost has the same steps without the straggler. Workers' time is drawn as rows of boxes: one row
 per worker, one box per part of a step.
 """
 
@@ -24,10 +24,10 @@ MARGIN, GUTTER, LEAST_WIDTH, MOST_CELL, LEAST_CELL = 12.0, 64.0, 360.0, 74.0, 36
 
 
 class BlameMatrix(Picture, Blame):
-    """Waits of each worker for each other one; see `history.blame.Blame`."""
+    """Waits of each worker for each other worker; see `history.blame.Blame`."""
 
     def table(self) -> Table:
-        """Return the matrix as a table: means of a step, totals beside them."""
+        """Return the matrix as a table: means of a step, and totals next to them."""
         columns = [Column("waited", "left")]
         columns += [Column(f"for worker {rank}") for rank in range(self.ranks)]
         columns += [Column("in all"), Column("per step")]
@@ -35,7 +35,7 @@ class BlameMatrix(Picture, Blame):
         return Table(columns, rows, self.sentence(), self.notes())
 
     def html(self) -> str:
-        """Return the figure, and the table to unfold."""
+        """Return the figure, and a folded table."""
         return (
             f'<div style="max-width:100%">{self.canvas().svg()}<details style="font-size:12px">'
             f"<summary>The same as a table</summary>{self.table().html()}</details></div>"
@@ -46,7 +46,7 @@ class BlameMatrix(Picture, Blame):
         return self.table().text()
 
     def sentence(self) -> str:
-        """Return who is to blame, in one sentence."""
+        """Return which worker is to blame, in one sentence."""
         most = self.most
         if most is None:
             unknown = any(math.isnan(v) for v in self.total_s.ravel())
@@ -69,7 +69,7 @@ class BlameMatrix(Picture, Blame):
         return words
 
     def canvas(self) -> Canvas:
-        """Return the matrix as squares, the darker the longer the wait."""
+        """Return the matrix as squares: a longer wait is darker."""
         n = self.ranks
         cell = min(max((LEAST_WIDTH - 2 * MARGIN - GUTTER) / n, LEAST_CELL), MOST_CELL)
         width = max(LEAST_WIDTH, 2 * MARGIN + GUTTER + n * cell)
@@ -250,7 +250,7 @@ def step_boxes(x: float, y: float, parts_s: Sequence[float], scale: float) -> st
 
 
 def legend(x: float, y: float, right: float) -> tuple[list[str], float]:
-    """Return what the boxes mean, in as many lines as needed, and the y below."""
+    """Return the meanings of the boxes, in as many lines as needed, and the y below."""
     body, left = [], x
     for part, name in PHASE_NAMES.items():
         wide = 17 + width_of(name, 10)

@@ -1,10 +1,9 @@
-"""Who sends what to whom in a step, drawn: nodes stand side by side, time runs down.
+"""The messages of a step, drawn: nodes are side by side, time runs down.
 
-An arrow goes from its sender, when the message leaves, down to its receiver; work is a bar on its
-node's line. Every arrow carries `data-arrow="PHASE.ARROW"`, its place in `Diagram.to_wire()`.
-
-One step as it was is the same diagram with measured bytes, and each worker's time. What a run tells
-a class is asked for at the end: the step, who waited for whom, and what if.
+An arrow begins at its sender, when the message leaves, and ends lower at its receiver. Work is a
+bar on its node's line. Every arrow carries `data-arrow="PHASE.ARROW"`: its place in
+`Diagram.to_wire()`. A measured step is the same diagram with measured bytes and each worker's time.
+The functions at the end are called by runs: the step, the blame matrix, and the what-if.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class DiagramPicture(Picture):
     """A strategy's messages, shown as a figure.
 
     Attributes:
-        data: What is drawn.
+        data: The diagram.
     """
 
     def __init__(self, data: Diagram) -> None:
@@ -66,10 +65,10 @@ class DiagramPicture(Picture):
 
 
 class Drawing:
-    """A diagram under construction; `y` is where the next band begins.
+    """A diagram that is being drawn; `y` is where the next band begins.
 
     Args:
-        measured: Bytes that were measured, shown below the messages; None shows formulas alone.
+        measured: Measured bytes, shown below the messages; None: only formulas.
     """
 
     def __init__(self, diagram: Diagram, measured: Measured | None = None) -> None:
@@ -83,13 +82,13 @@ class Drawing:
         self.y = 20.0
 
     def head(self, below: str) -> None:
-        """Draw the title, what stands below it, and the nodes."""
+        """Draw the title, the text below it, and the nodes."""
         self.body.append(svg_text(MARGIN, self.y, title(self.diagram), size=14, bold=True))
         self._paragraph(below, self.y + 17)
         self._nodes()
 
     def foot(self) -> None:
-        """Draw the nodes again, the kinds of arrows, and what the formulas mean."""
+        """Draw the nodes again, the kinds of arrows, and the meaning of the formulas."""
         self._nodes()
         kinds = {a.kind: None for p in self.diagram.phases for a in p.arrows}
         x, self.y = MARGIN, self.y + 8
@@ -131,7 +130,7 @@ class Drawing:
         self.y += 14
 
     def canvas(self, text: Sequence[str]) -> Canvas:
-        """Return what was drawn."""
+        """Return the finished drawing."""
         return Canvas(self.width, self.y + 4, self.body, title(self.diagram), " ".join(text))
 
     def _paragraph(self, words: str, y: float, size: float = 10.5) -> None:
@@ -225,7 +224,7 @@ class Drawing:
 
 
 def title(diagram: Diagram) -> str:
-    """Return what the picture is of."""
+    """Return the title of the picture."""
     framework = {"torch": "PyTorch", "tensorflow": "TensorFlow"}[diagram.framework]
     several = "s" if diagram.workers != 1 else ""
     return f"{diagram.strategy} · {framework} · {diagram.workers} worker{several}"
@@ -237,18 +236,18 @@ def short(node: Node) -> str:
 
 
 def hint(node: Node) -> str:
-    """Return who it is and what it keeps."""
+    """Return the node's role and the state that it keeps."""
     return f"{node.label} holds {node.holds}" if node.holds else node.label
 
 
 def formula(phase: Phase) -> str:
-    """Return what each sends, and how often."""
+    """Return the size of each node's messages, and how often it sends them."""
     often = f"every {phase.every} steps" if phase.every > 1 else ""
     return ", ".join(part for part in (phase.formula, often) if part)
 
 
 def units(diagram: Diagram) -> list[str]:
-    """Return what the unknowns mean, those of all stages in one line."""
+    """Return the meaning of the unknowns; the unknowns of all stages share one line."""
     found, numbered = [], set()
     for name, meaning in diagram.units.items():
         letter, number = name[0], name[1:]
@@ -288,14 +287,14 @@ def _arrows(diagram: Diagram, phase: Phase, most: int = 12) -> list[str]:
 
 
 _LEAST_WAIT = 0.05
-"""Share of the step that a wait must take for its cause to stand in the headline."""
+"""Share of the step from which on a wait's cause is in the headline."""
 
 
 class StepDrawing(Picture):
     """A step, shown as a figure.
 
     Attributes:
-        data: What is drawn.
+        data: The step.
     """
 
     def __init__(self, data: StepPicture) -> None:
@@ -332,7 +331,7 @@ class StepDrawing(Picture):
 
 
 def headline(step: StepPicture) -> str:
-    """Return which step it is, how long it took, and who was waited for."""
+    """Return the step's number, its duration, and the worker that the others waited for."""
     longest = max(worker.step_s for worker in step.workers)
     words = [f"step {step.step}" + (f" of {step.run}" if step.run else "")]
     words.append(milliseconds(longest * 1e3))
@@ -402,7 +401,7 @@ def step_picture(run: RunData, step: int | None) -> StepDrawing:
 
 
 def blame(run: RunData, first: int | None, last: int | None) -> BlameMatrix:
-    """Return who waited for whom; see `Run.blame`."""
+    """Return which worker waited for which; see `Run.blame`."""
     return BlameMatrix(**vars(blames.blame(run.history, first, last)))
 
 

@@ -1,8 +1,8 @@
 """A prediction, what-ifs and the choice of a strategy as figure, table and words.
 
-The figure has one axis of workers and one of samples per second, both in doublings: predicted
-points are rings on dashes, their interval is a band, runs that were measured are dots, and what
-lies beyond what the runs can tell of is shaded.
+The figure has one axis of workers and one of samples per second, both in doublings. Rings on dashes
+are predicted points, with a band as their interval. Dots are measured runs. The shaded part is
+beyond the range that the runs can predict.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class PredictionPicture(Picture, Prediction):
         return Prediction.to_wire(self)
 
     def beside(self, *runs: RunData) -> PredictionPicture:
-        """Return the same with runs that were measured since, as dots beside the dashes.
+        """Return the same prediction with later measured runs, as dots next to the dashes.
 
         Raises:
-            PlanError: A run is of another strategy.
+            PlanError: A run has another strategy.
             RunError: A run has too few steps.
         """
         return PredictionPicture(**vars(predicting.beside(self, runs)))
@@ -80,7 +80,7 @@ class PredictionPicture(Picture, Prediction):
         return Table(columns, rows, self.sentence(), [*notes, *self.notes])
 
     def _held(self, measured: Measured) -> str:
-        """Return whether a run that was not predicted from lies in the interval, in words."""
+        """Return in words whether the interval contains a run that the prediction did not use."""
         at = [p for p in self.points if p.workers == measured.workers]
         if not _alike(self, measured):
             return ", with another batch"
@@ -95,7 +95,7 @@ class PredictionPicture(Picture, Prediction):
         return self.table().text()
 
     def html(self) -> str:
-        """Return the figure, and the table; what both say stands there once."""
+        """Return the figure and the table; text that both contain appears once."""
         table = replace(self.table(), title="").html()
         return f'<div style="max-width:100%">{self._drawn(notes=False).svg()}{table}</div>'
 
@@ -125,7 +125,7 @@ class PredictionPicture(Picture, Prediction):
 
 
 def _alike(shown: Prediction, measured: Measured) -> bool:
-    """Whether a run had the batch that was predicted for as many workers; else it is faint."""
+    """Whether a run had the predicted batch for its number of workers; otherwise it is faint."""
     first = shown.points[0]
     grows = shown.scaling == "weak" and catalog.lookup(shown.strategy, "torch").data_parallel
     per = measured.workers / first.workers if grows else 1.0
@@ -158,7 +158,7 @@ class _Plot:
         self.y0, self.y1 = self.y0 - gap, self.y1 + gap
 
     def at(self, workers: float, rate: float) -> tuple[float, float]:
-        """Return the place of a point."""
+        """Return the position of a point."""
         right = RIGHT - 14
         x = LEFT + (math.log2(workers) - self.x0) / (self.x1 - self.x0) * (right - LEFT)
         y = self.top + PLOT * (self.y1 - math.log2(rate)) / (self.y1 - self.y0)
@@ -187,7 +187,7 @@ class _Plot:
         return found
 
     def shade(self) -> list[str]:
-        """Return a shade where points lie beyond what the runs can tell of."""
+        """Return a shade where points are beyond the range that the runs can predict."""
         far = [p.workers for p in self.shown.points if p.far]
         near = [p.workers for p in self.shown.points if not p.far]
         near += [m.workers for m in self.shown.measured]
@@ -200,7 +200,7 @@ class _Plot:
                 f'width="{RIGHT - x:.1f}" height="{PLOT}"/>']  # fmt: skip
 
     def band(self) -> list[str]:
-        """Return the interval; of a single point a stroke."""
+        """Return the interval; for a single point a vertical stroke."""
         points = self.shown.points
         if len(points) == 1:
             (x, a), (_, b) = (
@@ -229,7 +229,7 @@ class _Plot:
         return found
 
     def dots(self) -> list[str]:
-        """Return the runs that were measured."""
+        """Return dots for the measured runs."""
         found = []
         for m in self.shown.measured:
             x, y = self.at(m.workers, m.samples_per_s)
@@ -243,7 +243,7 @@ class _Plot:
 
 
 def _between(one: tuple[float, float], other: tuple[float, float]) -> str:
-    """Return a line from ring to ring; empty where they touch."""
+    """Return a line from ring to ring; empty if the rings touch."""
     (x, y), (to_x, to_y) = one, other
     length = math.hypot(to_x - x, to_y - y)
     if length <= 2 * RING:
@@ -253,7 +253,7 @@ def _between(one: tuple[float, float], other: tuple[float, float]) -> str:
 
 
 def _round(low: float, high: float) -> list[float]:
-    """Return a few round numbers between two above 0; where there are none, evenly spread ones."""
+    """Return a few round numbers between two positive ones; evenly spread if none is round."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
         found = [step * 10.0**power for power in powers for step in steps]
@@ -306,12 +306,12 @@ class RankingPicture(Picture, Ranking):
         return self.table().text()
 
     def html(self) -> str:
-        """Return the figure, and the table; what both say stands there once."""
+        """Return the figure and the table; text that both contain appears once."""
         table = replace(self.table(), title="").html()
         return f'<div style="max-width:100%">{self.canvas().svg()}{table}</div>'
 
     def canvas(self) -> Canvas:
-        """Return each step as a bar of its causes, the best first."""
+        """Return each step as a bar of its causes, the best change first."""
         body = [svg_text(MARGIN, 20, "What if", size=14, bold=True)]
         more, y = paragraph(MARGIN, 38, self.sentence(), WIDTH - 2 * MARGIN)
         body += more
@@ -374,14 +374,14 @@ class ChoicePicture(Picture, Choice):
         return self.table().text()
 
     def html(self) -> str:
-        """Return the figure, and the table to unfold."""
+        """Return the figure, and a folded table."""
         return (
             f'<div style="max-width:100%">{self.canvas().svg()}<details style="font-size:12px">'
             f"<summary>All figures</summary>{self.table().html()}</details></div>"
         )
 
     def canvas(self) -> Canvas:
-        """Return a line per strategy: dots of what was measured, rings of what is predicted."""
+        """Return a line per strategy: dots for measured values, rings for predictions."""
         wide = WIDTH + 140
         body = [svg_text(MARGIN, 20, "Which strategy?", size=14, bold=True)]
         more, y = paragraph(MARGIN, 38, self.reason, wide - 2 * MARGIN)
@@ -430,7 +430,7 @@ def _interval(row: Row) -> str:
 
 
 def _mark(row: Row, middle: float, low: float, high: float, y: float) -> str:
-    """Return what stands for a rate on its line."""
+    """Return the mark of a rate on its line."""
     if row.known == "bounded":
         return (
             f'<path class="l" stroke-width="4" d="M{low:.1f} {y}H{high:.1f}"/>'
@@ -447,21 +447,21 @@ def _mark(row: Row, middle: float, low: float, high: float, y: float) -> str:
 def predict(
     runs: RunData | Sequence[RunData], workers: int | Sequence[int], **given: Any
 ) -> PredictionPicture:
-    """Return what other numbers of workers would do, predicted from one or more short runs.
+    """Return a prediction for other numbers of workers, from one or more short runs.
 
     Args:
         runs: The run to predict, or a list that begins with it. More runs make the prediction
-            better: one with another batch size shows how a worker's own work depends on its
-            samples, and one with other messages shows what a message costs besides its bytes.
+            better: a run with another batch size shows how a worker's computation depends on its
+            samples, and a run with other messages shows a message's cost that is not its bytes.
         workers: One number or several.
-        given: `link="100Gbit"` and `latency="20us"` in place of what was measured; `strategy=` and
-            `options={...}` other than the run's; `scaling="weak"` keeps the samples of a worker in
-            place of the batch (`"strong"`); `batch_size=`; `steps=` of the predicted run;
-            `per_host=` workers on a host; `gradient_bytes=` where no run has sent any.
+        given: `link="100Gbit"` and `latency="20us"` instead of measured values; `strategy=` and
+            `options={...}` instead of the run's; `scaling="weak"` keeps the samples of a worker
+            constant instead of the batch (`"strong"`); `batch_size=`; `steps=` of the predicted
+            run; `per_host=` workers on a host; `gradient_bytes=` if no run has sent gradients.
 
     Raises:
-        PlanError: What is asked for cannot be, or cannot be predicted.
-        RunError: The runs do not tell enough.
+        PlanError: The request is impossible, or cannot be predicted.
+        RunError: The runs do not contain enough measurements.
     """
     many = [runs] if hasattr(runs, "history") else list(runs)
     return PredictionPicture(**vars(predicting.predict(many, workers, **given)))  # type: ignore[arg-type]
@@ -470,7 +470,7 @@ def predict(
 def what_if(
     run: RunData, variants: Sequence[Mapping[str, Any]] | None, changes: Mapping[str, Any]
 ) -> RankingPicture:
-    """Return what changes would make of a run; see `Run.what_if`."""
+    """Return the effect of changes on a run; see `Run.what_if`."""
     asked = dict(changes)
     beside = asked.pop("beside", ())
     every = list(variants) if variants is not None else [asked]

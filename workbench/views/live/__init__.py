@@ -2,8 +2,8 @@
 
 In reading order:
 
-    live    how is it shown here: widget, SVG, a line of text, or not at all
-    frames  what is the browser sent, and the widget that gets it
+    live    how a run is shown here: widget, SVG, a line of text, or not at all
+    frames  the messages to the browser, and the widget that receives them
     svg     the dashboard as SVG
-    figure  the picture that stays
+    figure  the picture that stays in the notebook
 """

@@ -1,6 +1,6 @@
 """The picture that stays in the notebook when a run is over, drawn with matplotlib.
 
-Pipelines alone have two more bands: each worker's bubble, and the stages.
+Only pipelines have two more bands: each worker's bubble, and the stages.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 
 _WIDTH_IN, _DPI = 9.0, 110
 _CHART_IN, _ROW_IN, _PAD_IN, _SMALL_IN = 2.1, 0.27, 0.75, 1.35
-_PLOT_IN, _STRIP, _LABEL_PT = 3.85, 0.13, 7.5  # a curve's width; above it, for words of marks
+_PLOT_IN, _STRIP, _LABEL_PT = 3.85, 0.13, 7.5  # a curve's width; height of marks' words
 _EDGE_IN = 0.09  # left and right of the headline
 _NAME_LETTERS = 48
 _VISIBLE_STEPS = 12
 
 
 def run_bundle(snapshot: Snapshot) -> dict[str, Any]:
-    """Return what a finished run leaves in the notebook.
+    """Return the outputs of a finished run that stay in the notebook.
 
     Returns:
         A MIME bundle with `image/png` (bytes) and `text/plain` of the same content.
@@ -89,16 +89,16 @@ class RunPicture:
 
 
 def placeholder_bundle(title: str) -> dict[str, Any]:
-    """Return a bundle of the final one's types, to be shown until that one exists.
+    """Return a bundle of the same types as the final bundle, shown until the run is over.
 
-    Tools that compare the first output of a cell (nbval) then see the same keys as in the saved
+    Tools that compare the first output of a cell (nbval) then find the same keys as in the saved
     notebook.
     """
     return {"image/png": _blank_png(), "text/plain": title}
 
 
 def run_png(snapshot: Snapshot, paper: str = PAPER["light"]) -> bytes:
-    """Return the picture of a run as PNG; `paper` is what it is drawn on."""
+    """Return the picture of a run as PNG; `paper` is its background colour."""
     target = io.BytesIO()
     with own_style({"hatch.linewidth": 1.0}):
         figure = run_figure(snapshot)
@@ -108,7 +108,7 @@ def run_png(snapshot: Snapshot, paper: str = PAPER["light"]) -> bytes:
 
 
 def run_figure(snapshot: Snapshot) -> Figure:
-    """Return the picture of a run: curves on top, timeline, shares, then what was added."""
+    """Return the picture of a run: curves on top, timeline, shares, then additional curves."""
     from matplotlib.figure import Figure
 
     rows = max(1, len(snapshot.workers)) * _ROW_IN + _PAD_IN
@@ -142,17 +142,17 @@ def run_figure(snapshot: Snapshot) -> Figure:
 
 @dataclass(frozen=True)
 class _Head:
-    """What stands above the curves, in lines that fit the width.
+    """The text above the curves, in lines that fit the width.
 
     Attributes:
-        title, facts, blame: Which run, its figures, who is slow.
+        title, facts, blame: The run's name, its figures, and the slow worker.
     """
 
     title: list[str]
     facts: list[str]
     blame: list[str]
 
-    _TITLE_IN, _LINE_IN, _GAP_IN = 0.2, 0.165, 0.07  # of the title, of other lines, between parts
+    _TITLE_IN, _LINE_IN, _GAP_IN = 0.2, 0.165, 0.07  # of the title, other lines, gaps
 
     @property
     def height_in(self) -> float:
@@ -216,7 +216,7 @@ def _draw_curve(axes: Axes, curve: Curve, title: str, color: str) -> None:
 
 
 def _room(curve: Curve) -> float | None:
-    """Return where an axis from 0 ends, with room above the curve; None where it does not say."""
+    """Return the end of an axis from 0, with room above the curve; None for matplotlib's choice."""
     top = float(np.nanmax([*curve.high, *curve.mean, 0.0]))
     return 1.06 * top if np.isfinite(top) and top > 0 else None
 
@@ -233,7 +233,7 @@ def _mark_evals(axes: Axes, snapshot: Snapshot) -> None:
 
 
 def _mark_changes(axes: Axes, snapshot: Snapshot) -> None:
-    """Mark where workers went or came; the words stand in a strip above the curve."""
+    """Mark where workers left or joined; the words are in a strip above the curve."""
     curve = snapshot.loss_curve
     first, last = (float(curve.step[0]), float(curve.step[-1])) if len(curve) else (0.0, 0.0)
     changes = [one for one in text.change_labels(snapshot) if first <= one[0] <= last]
@@ -319,7 +319,7 @@ def _draw_shares(axes: Axes, snapshot: Snapshot) -> None:
 
 
 def _draw_more(bands: Any, curves: dict[str, Curve]) -> None:
-    """Draw the strategy's and the user's own curves, three in a row."""
+    """Draw the curves of the strategy and of the user, three in a row."""
     names = list(curves)
     for row, band in enumerate(bands):
         for column, axes in enumerate(band.subplots(1, 3)):
@@ -344,12 +344,12 @@ def _blank_png() -> bytes:
 
 _LINE_IN, _TITLE_IN = 0.2, 0.44
 _COLUMNS_AT = (0.012, 0.08, 0.2, 0.66, 0.81, 0.925)
-"""Where the columns of the stages' table are: the left edge of words, the right edge of numbers."""
+"""Positions of the columns in the stages' table: left edges of words, right edges of numbers."""
 _LABEL = 0.06
 
 
 def draw_bubbles(axes: Axes, snapshot: Snapshot, split: Split) -> None:
-    """Draw a bar per worker: the schedule's share hatched, the excess full, then its work."""
+    """Draw a bar per worker: the schedule's share hatched, the excess solid, then its work."""
     from matplotlib.patches import Patch
 
     style(axes, text.TITLE, "bubble · beyond ideal")

@@ -1,12 +1,12 @@
-"""What the dashboard in the browser is sent: a snapshot, or what changed since the last one.
+"""The messages to the dashboard in the browser: a snapshot, or the changes since the last one.
 
-A frame is a JSON head and one buffer of float32. The head holds words and small numbers, `arrays`
-says which part of the buffer is which table. Tables grow at their end: `keep` rows of what the
-browser has stay, the rest is replaced by the rows in the buffer; `skip` rows are first dropped
-from the front (the timeline slides). `base` names the frame that a delta builds on; a browser that
-has another one asks for everything with `hello`.
+A frame is a JSON head and one buffer of float32. The head holds words and small numbers. `arrays`
+in the head says which part of the buffer is which table. Tables grow at their end. The browser
+first drops `skip` rows from the front (the timeline slides). It then keeps `keep` rows, and the
+rows in the buffer replace the rest. `base` names the frame that a delta builds on; a browser that
+has another frame requests a full frame with `hello`.
 
-A frame is pure: two snapshots in, a frame out. `Dashboard` is the widget that is sent the frames
+`make_frame` is a pure function of two snapshots. `Dashboard` is the widget that receives the frames
 and sends commands back.
 """
 
@@ -56,9 +56,9 @@ class Table(TypedDict):
 
 
 class Frame(TypedDict):
-    """Kernel to browser. `head` holds only the keys that changed, all of them when `full`.
+    """Kernel to browser. `head` holds only the keys that changed; if `full`, it holds all keys.
 
-    `heard` says whether any browser's message has reached the kernel yet.
+    `heard` says whether a message of any browser has reached the kernel yet.
     """
 
     type: Literal["frame"]
@@ -71,7 +71,7 @@ class Frame(TypedDict):
 
 
 class Hello(TypedDict):
-    """Browser to kernel: a view was made, or a frame is missing; send a full one."""
+    """Browser to kernel: a view was made, or a frame is missing; send a full frame."""
 
     type: Literal["hello"]
 
@@ -93,7 +93,7 @@ def make_frame(
     """Return the frame that takes a browser from `previous` to `snapshot`.
 
     Args:
-        previous: What the browser has, by frame `base`; None for a full frame.
+        previous: The snapshot in the browser, of frame `base`; None for a full frame.
         seq: Number of this frame.
 
     Returns:
@@ -161,7 +161,7 @@ def make_head(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _split(snapshot: Snapshot) -> dict[str, Any] | None:
-    """Return a pipeline's stages in words; None elsewhere."""
+    """Return a pipeline's stages in words; None for other strategies."""
     split = snapshot.split
     if split is None:
         return None
@@ -177,21 +177,21 @@ def _split(snapshot: Snapshot) -> dict[str, Any] | None:
 
 
 def _bubbles(snapshot: Snapshot) -> list[list[str]]:
-    """Return for each worker of a pipeline how large its bubble is, and how much is excess."""
+    """Return the bubble of each worker of a pipeline, and which part of it is excess."""
     if snapshot.split is None:
         return []
     return [list(text.bubble(w, snapshot.split).words) for w in snapshot.workers]
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    # JSON has no NaN; what is unknown is left out.
+    # JSON has no NaN; unknown values are left out.
     return {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
 
 
 def _origin(timeline: Timeline) -> float:
     """Return a time near the timeline's steps, so that float32 holds them to a microsecond.
 
-    It moves every 64 s; rows sent before keep the origin they were sent with.
+    It moves every 64 s; rows that were sent before keep their origin.
     """
     if not len(timeline.step):
         return 0.0
@@ -296,7 +296,7 @@ class _Packer:
 OnCommand = Callable[[str, dict[str, Any]], None]
 COMMANDS = ("stop", "pause", "resume", "step", "scale")
 KEPT = 3
-"""Finished dashboards that can still be asked for their history."""
+"""How many finished dashboards can still answer a browser that requests their history."""
 _REPEAT_FULL_S = 1.0
 _HERE = Path(__file__).parent
 
@@ -306,8 +306,8 @@ class Dashboard(anywidget.AnyWidget):
 
     Args:
         title: Shown until the first frame arrives.
-        on_command: Called with one of COMMANDS and its fields, on whichever
-            thread the kernel handles widget messages on; must return soon.
+        on_command: Called with one of COMMANDS and its fields, on the
+            thread on which the kernel handles widget messages; must return soon.
     """
 
     _esm = (_HERE / "dashboard.js").read_text(encoding="utf-8")
@@ -327,10 +327,10 @@ class Dashboard(anywidget.AnyWidget):
         deliver_while_busy(self)
 
     def update(self, snapshot: Snapshot) -> None:
-        """Send what changed since the last call; may be called from any thread."""
+        """Send the changes since the last call; may be called from any thread."""
         with self._lock:
             previous, self._latest = self._latest, snapshot
-            # Until a browser has spoken it may have missed the first frames (its code loads while
+            # The first frames may be lost before a browser has sent a message (its code loads while
             # the cell runs), and kernels without subshells hold its `hello` back until the end.
             now_s = time.monotonic()
             if not self._heard and now_s - self._full_at_s >= _REPEAT_FULL_S:
@@ -338,12 +338,12 @@ class Dashboard(anywidget.AnyWidget):
             self._send_frame(snapshot, previous)
 
     def finish(self) -> None:
-        """Let go of the widget; call it once the output has been replaced.
+        """Release the widget; call it after the output has been replaced.
 
-        A page that was reloaded while the cell blocked is not told of the replacement and asks
-        for the widget when the kernel is idle again, so the latest few that a browser has seen
-        stay able to answer. Others (a notebook that is executed without a browser) are closed at
-        once, and their code is dropped from the state that is saved with the notebook.
+        A page that was reloaded during the cell does not receive the replacement. It requests the
+        widget when the kernel is idle again, so the latest few widgets that a browser has seen can
+        still answer. Other widgets (in a notebook that runs without a browser) are closed at
+        once, and their code is not saved with the notebook.
         """
         if self._heard:
             _finished.append(self)
@@ -383,12 +383,12 @@ _finished: deque[Dashboard] = deque()
 
 
 def deliver_while_busy(widget: Any) -> bool:
-    """Let the browser's messages reach `widget` while a cell blocks; return whether it was needed.
+    """Let the browser's messages reach `widget` during a cell; return whether this was needed.
 
     Since 7.4 ipykernel sends a comm's messages to the shell that last used the comm
-    (`BaseComm._reply_subshell_for`). For a widget that a running cell updates that is the busy
-    main shell, so a press of Stop would wait for the cell to end. Keeping the shell the browser
-    chose, its own subshell, restores what 7.1 to 7.3 did.
+    (`BaseComm._reply_subshell_for`). For a widget that a running cell updates, this is the busy
+    main shell: a press of Stop would wait until the cell ends. The browser chose a subshell. This
+    function keeps that subshell, which restores the behaviour of ipykernel 7.1 to 7.3.
     """
     comm: Any = getattr(widget, "comm", None)
     if not hasattr(comm, "_reply_subshell_for"):

@@ -27,14 +27,14 @@ class LiveView(Protocol):
         """Show the run for the first time, in the cell that is running now."""
 
     def update(self, snapshot: Snapshot) -> None:
-        """Show its present state."""
+        """Show the run's present state."""
 
     def end(self, snapshot: Snapshot) -> None:
-        """Show what stays in the notebook."""
+        """Show the output that stays in the notebook."""
 
 
 class WidgetView:
-    """The live dashboard; at the end a picture and text that need no kernel take its place."""
+    """The live dashboard; at the end a picture and text replace it, which need no kernel."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class WidgetView:
         self._dashboard.update(snapshot)
 
     def update(self, snapshot: Snapshot) -> None:
-        """Send the browser what changed."""
+        """Send the changes to the browser."""
         if self._dashboard is not None:
             self._dashboard.update(snapshot)
 
@@ -101,7 +101,7 @@ class SvgView:
 
 
 class TextView:
-    """One line that is written over, like tqdm's; in a notebook below the cell that began it."""
+    """One line that each update overwrites, as with tqdm; in a notebook below the run's cell."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._writer = text.LineWriter(stream)
@@ -114,7 +114,7 @@ class TextView:
         self._writer.write(snapshot)
 
     def update(self, snapshot: Snapshot) -> None:
-        """Write the line over."""
+        """Overwrite the line."""
         with output_of(self._stream or sys.stdout, self._cell):
             self._writer.write(snapshot)
 
@@ -141,11 +141,11 @@ def make_view(kind: str, on_command: OnCommand, title: str, *, brief: bool = Fal
     """Return the view for a `--plot` value.
 
     Args:
-        kind: One of KINDS; `auto` is the widget in a notebook and text elsewhere. Where a service
-            loads no widgets (`views.places`), `auto` is `svg`.
+        kind: One of KINDS; `auto` is the widget in a notebook and text elsewhere. If a service
+            cannot load widgets (`views.places`), `auto` is `svg`.
         on_command: See `Dashboard`.
         title: The run's name.
-        brief: Whether a line is what stays of it, in place of a picture: it is one of many.
+        brief: Whether a line stays instead of a picture, because the run is one of many.
 
     Raises:
         PlanError: The view does not exist, or it needs a notebook and there is none.
@@ -172,7 +172,7 @@ def make_view(kind: str, on_command: OnCommand, title: str, *, brief: bool = Fal
 
 
 def _final_bundle(snapshot: Snapshot, brief: bool = False) -> Bundle:
-    """Return what stays of a run; nothing where there is nothing to draw, but an error below."""
+    """Return the output that stays; empty if there is nothing to draw except an error below."""
     if text.nothing_done(snapshot):
         return {"text/plain": ""}
     return {"text/plain": text.progress_line(snapshot)} if brief else run_bundle(snapshot)

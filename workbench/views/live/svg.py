@@ -3,8 +3,8 @@
 The same layout as the widget, without scripts and without matplotlib: a frame costs a few
 milliseconds. It follows the page's dark mode through `prefers-color-scheme`.
 
-All bands share words, workers' labels and boxes. Of a pipeline it shows each worker's bubble, and
-the table of its stages.
+All bands share words, workers' labels and boxes. For a pipeline the drawing also shows each
+worker's bubble and the table of its stages.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _CHART_WIDTH, _CHART_HEIGHT = 405, 130
 _VISIBLE_STEPS = 12
 _CURVE_POINTS = 240
 _LABELS_HEIGHT = 14
-"""What the words of marks take above a curve."""
+"""Height of the words at marks above a curve."""
 _LABEL_LETTER = 5.9
-"""How wide a letter of theirs is."""
+"""Width of a letter of these words."""
 _POTENTIAL_RIGHT = 96  # the column's right edge, counted from the right margin
 
 
@@ -149,7 +149,7 @@ def _chart(
         for step, said in changes
         if first <= step <= first + steps
     ]
-    if shown_changes:  # their words stand above the curve
+    if shown_changes:  # the words of changes are above the curve
         top, height = top + _LABELS_HEIGHT, height - _LABELS_HEIGHT
 
     def y(values: Floats) -> Floats:
@@ -159,7 +159,7 @@ def _chart(
         at = float(y(np.asarray(tick)))
         body.append(f'<path class="g" d="M{plot_left} {at:.1f}h{width - 40:.1f}"/>')
         body.append(text_at(plot_left - 5, at + 4, text.number(tick), "m", anchor="end"))
-    # A band without its unknown points; a line that breaks at them.
+    # A band without its unknown points; a line that has a gap there.
     edge_x = np.concatenate([x[known], x[known][::-1]])
     edge_y = np.concatenate([y(shown.high)[known], y(shown.low)[known][::-1]])
     body.append(f'<path d="{_path(edge_x, edge_y)}z" fill="{color}" fill-opacity=".2"/>')
@@ -176,7 +176,7 @@ def _chart(
 def _marks(
     changes: Sequence[tuple[float, int, str]], left: float, right: float, top: float, height: float
 ) -> list[str]:
-    """Draw where workers went or came, with words where they have room."""
+    """Draw where workers left or joined, with words if they have room."""
     wide = [len(said) * _LABEL_LETTER for _, _, said in changes]
     marks = list(zip((at for at, _, _ in changes), wide, strict=True))
     places = text.change_places(marks, left, right) if len(changes) <= text.MOST_LABELS else []
@@ -279,7 +279,7 @@ def _legend(y: float) -> list[str]:
 
 
 def _more(snapshot: Snapshot, y: float) -> tuple[list[str], float]:
-    """Draw the strategy's and the user's own curves, three in a row."""
+    """Draw the curves of the strategy and of the user, three in a row."""
     body: list[str] = []
     curves = {**snapshot.extra, **snapshot.logged}
     width, height = 263, 64
@@ -293,7 +293,7 @@ WIDTH, MARGIN, GUTTER = 860, 14, 110
 ROW, GAP = 20, 4
 
 _LETTERS = 115
-"""Letters of 12 points that fit the width at least: the fonts of pages differ in theirs."""
+"""How many letters of 12 points fit the width at least; pages have different fonts."""
 _BOLD_LETTERS = 103
 
 
@@ -321,7 +321,7 @@ def lines(parts: Sequence[str], *, bold: bool = False) -> list[str]:
 
 
 def label(worker: Worker, y: float, slow_rank: int | None) -> str:
-    """Return what stands before a worker's row."""
+    """Return the label of a worker's row."""
     slow = worker.rank == slow_rank
     return text_at(MARGIN, y + ROW - 6, text.worker_label(worker), "w" if slow else "i", bold=slow)
 
@@ -333,7 +333,7 @@ def box(x: float, y: float, width: float, part: str) -> str:
 
 
 def say_percent(x: float, y: float, share: float, width: float) -> list[str]:
-    """Return a share on a plate in the middle of its box, where it is wide enough."""
+    """Return a share on a plate in the middle of its box, if the box is wide enough."""
     if width < 34:
         return []
     middle = x + width / 2
@@ -345,12 +345,12 @@ def say_percent(x: float, y: float, share: float, width: float) -> list[str]:
 _BAR = WIDTH - MARGIN - GUTTER - 180
 _BUBBLE_RIGHT = 96  # the column's right edge, counted from the right margin
 _COLUMNS_AT = (MARGIN, 70, 170, 570, 710, WIDTH - MARGIN)
-"""Where the columns of the stages' table are: the left edge of words, the right edge of numbers."""
+"""Positions of the columns in the stages' table: left edges of words, right edges of numbers."""
 _LINE = 17
 
 
 def pipeline(snapshot: Snapshot, split: Split, y: float) -> tuple[list[str], float]:
-    """Return a bar per worker and the stages, and where they end."""
+    """Return a bar per worker and the stages, and the y below them."""
     body, top = _bubbles(snapshot, split, y + 12)
     table, y = _stages(split, top)
     return [*body, *table], y

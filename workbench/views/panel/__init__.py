@@ -1,6 +1,6 @@
-"""The panel's widget: sends changed sections and frames, passes on what controls ask for.
+"""The panel's widget: sends changed sections and frames, and forwards the actions of controls.
 
-What the browser draws is a script per section, beside this file.
+The browser draws each section with one script, in the same folder as this file.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ...history.snapshot import Snapshot
 
 OnDo = Callable[[str, dict[str, Any], Callable[..., None]], None]
-"""`on_do(name, fields, reply)`: a control was used; `reply` answers the browser that asked, with a
-value, or with `failed=True`."""
+"""`on_do(name, fields, reply)`: a control was used; `reply` answers the browser that sent it, with
+a value, or with `failed=True`."""
 
 _HERE = Path(__file__).parent
 _FIRST, _LAST = ("kit.js",), ("shell.js",)
@@ -35,7 +35,7 @@ def script() -> str:
 
 
 def style() -> str:
-    """Return the panel's style sheet, the dashboard's first."""
+    """Return the panel's style sheet; the dashboard's style sheet comes first."""
     own = [path.read_text(encoding="utf-8") for path in sorted(_HERE.glob("*.css"))]
     return "\n".join([(_HERE.parent / "live" / "dashboard.css").read_text(encoding="utf-8"), *own])
 
@@ -44,9 +44,9 @@ class PanelWidget(anywidget.AnyWidget):
     """One display of the panel.
 
     Args:
-        on_do: See `OnDo`; called on whichever thread the kernel handles widget messages on.
-        on_hello: Called when a browser has opened the widget and wants to be told everything.
-        on_bye: Called when the last view in a browser is gone.
+        on_do: See `OnDo`; called on the thread on which the kernel handles widget messages.
+        on_hello: Called when a browser has opened the widget and needs the whole state.
+        on_bye: Called when the last view in a browser has closed.
     """
 
     _esm = script()
@@ -58,7 +58,7 @@ class PanelWidget(anywidget.AnyWidget):
         self, on_do: OnDo, on_hello: Callable[[], None], on_bye: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(palette=palette())
-        self.me = self.model_id or ""  # how the browser asks whether the kernel knows this widget
+        self.me = self.model_id or ""  # for the browser's question whether it exists
         self._on_do, self._on_hello, self._on_bye = on_do, on_hello, on_bye
         self._lock = threading.Lock()
         self._sent: dict[str, Any] = {}
@@ -70,7 +70,7 @@ class PanelWidget(anywidget.AnyWidget):
     _latest: Snapshot | None
 
     def show(self, parts: Mapping[str, Any]) -> None:
-        """Send the sections that differ from what was sent last."""
+        """Send the sections that changed since the last call."""
         with self._lock:
             changed = {k: v for k, v in parts.items() if self._sent.get(k) != v}
             self._sent.update(changed)
@@ -78,10 +78,10 @@ class PanelWidget(anywidget.AnyWidget):
                 self.send({"type": "parts", "parts": changed})
 
     def frame(self, run: str, snapshot: Snapshot) -> None:
-        """Send what changed in the run that is on show.
+        """Send the changes in the run that the panel shows.
 
         Args:
-            run: Tells runs apart: another one begins with a full frame.
+            run: The run's key: another run begins with a full frame.
         """
         with self._lock:
             previous = self._latest if run == self._run else None
@@ -93,7 +93,7 @@ class PanelWidget(anywidget.AnyWidget):
             self.send({**frame, "run": run}, [buffer])
 
     def forget(self) -> None:
-        """Send everything again at the next occasion."""
+        """Send all sections again in the next call."""
         with self._lock:
             self._sent.clear()
             self._run, self._latest = "", None

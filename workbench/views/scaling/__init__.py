@@ -2,10 +2,10 @@
 
 In reading order:
 
-    published  what others have published, with its sources
+    published  published curves of others, with their sources
     axes       the axis of workers; colours and lines
-    beside     one's own efficiency beside published curves
+    beside     the user's efficiency next to published curves
     table      a row per plan and number of workers
-    picture    speed-up, efficiency, where a step's time goes, what it costs
-    exports    how do they look for other tools
+    picture    speed-up, efficiency, the parts of a step's time, and the cost
+    exports    text for other tools
 """

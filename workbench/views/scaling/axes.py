@@ -1,4 +1,4 @@
-"""What the panels of scaling have in common: the axis of workers, a curve's colour and line."""
+"""The common code of the scaling panels: the axis of workers, a curve's colour and line."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from ...history.analysis.scaling.curves import Curve
 
 _LOG_FROM = 16
-"""Where the most workers are so many times the fewest, the axis is logarithmic."""
+"""The axis is logarithmic if the most workers are at least this many times the fewest."""
 _MOST_TICKS = 9
 _LABEL_IN = 0.175
-_LINES = ("-", "-.", (0, (7, 1, 1, 1, 1, 1)))  # dashes alone are for what was predicted
+_LINES = ("-", "-.", (0, (7, 1, 1, 1, 1, 1)))  # dashes alone mean a prediction
 
 
 def color_of(curve: Curve) -> str:
@@ -30,12 +30,12 @@ def color_of(curve: Curve) -> str:
 
 
 def line_of(curve: Curve) -> Any:
-    """Return the style of a curve's line: beyond the seventh colours come again."""
+    """Return the style of a curve's line: it changes when colours repeat, after seven."""
     return _LINES[(curve.color - 1) // 7 % len(_LINES)]
 
 
 def worker_axis(axes: Axes, counts: Sequence[int], *, doublings: bool = False) -> None:
-    """Make the horizontal axis that of the numbers of workers.
+    """Let the horizontal axis show the numbers of workers.
 
     Args:
         doublings: Whether it is logarithmic in any case.
@@ -58,7 +58,7 @@ def worker_axis(axes: Axes, counts: Sequence[int], *, doublings: bool = False) -
 
 @dataclass(frozen=True)
 class End:
-    """Where a curve ends, and what is written beside that."""
+    """The end of a curve, and the words next to it."""
 
     x: float
     y: float
@@ -68,10 +68,10 @@ class End:
 
 
 def label_ends(axes: Axes, ends: Sequence[End], most_in: float, *, leaders: bool = False) -> None:
-    """Write words beside the axes, each as near to its end as the others allow.
+    """Write words next to the axes, each as near to its end as the other words allow.
 
     Args:
-        most_in: Width of the place beside the axes, inches.
+        most_in: Width of the room next to the axes, inches.
         leaders: Whether a thin line leads from each end to its words.
     """
     height_in = axes.get_position().height * axes.figure.get_figheight()  # type: ignore[union-attr]
@@ -84,7 +84,7 @@ def label_ends(axes: Axes, ends: Sequence[End], most_in: float, *, leaders: bool
     places: list[float] = []
     for (_, up), _ in order:
         places.append(max(up, places[-1] + least if places else least / 3))
-    for at in range(len(places) - 1, -1, -1):  # from the top, none beyond it
+    for at in range(len(places) - 1, -1, -1):  # from the top, none above the axes
         most = 1.0 if at == len(places) - 1 else places[at + 1] - least
         places[at] = min(places[at], most)
     for ((x, up), end), place in zip(order, places, strict=True):
@@ -100,16 +100,16 @@ def label_ends(axes: Axes, ends: Sequence[End], most_in: float, *, leaders: bool
 
 
 _AROUND = ((-7, 7), (7, -7), (-7, -7), (7, 7), (-7, 17), (7, -17), (-7, -17), (7, 17))
-"""Where words may stand beside their point: points to the right of it and up."""
+"""Positions of words next to their point: points to the right of it and up."""
 _MISPLACED = 1000
-"""Words on the wrong side are worse than words over so many places of the curves."""
+"""Words on the wrong side are worse than words that cover this many places of the curves."""
 
 
 def label_points(axes: Axes, ends: Sequence[End]) -> None:
-    """Write words next to their points, where they cover no others and least of the curves.
+    """Write words next to their points, where they cover no other words and least of the curves.
 
-    Of several at one number of workers those of the higher point stand above, so that nobody takes
-    one for the other. Words that find no place are left out; the table has them.
+    If several points have one number of workers, the words of the higher point are above, so that
+    a reader does not confuse them. Words without room are left out; the table has them.
     """
     renderer = axes.figure.canvas.get_renderer()  # type: ignore[attr-defined]
     drawn = _drawn(axes)
@@ -141,7 +141,7 @@ def label_points(axes: Axes, ends: Sequence[End]) -> None:
 
 
 def _drawn(axes: Axes) -> Any:
-    """Return places on the curves of axes, close together, (places, 2) in pixels."""
+    """Return places on the curves of some axes, close together, (places, 2) in pixels."""
     found = [np.empty((0, 2))]
     at = np.linspace(0, 1, 24)[:, None]
     for line in axes.lines:

@@ -21,7 +21,7 @@ _MOST_LABEL_IN = 3.6
 
 
 def draw_beside(axes: Axes, scaling: Scaling, shown: Sequence[Published]) -> None:
-    """Draw efficiency over workers, one's own curves beside published ones, named at their ends."""
+    """Draw efficiency over workers: the user's curves next to published curves, with names."""
     frame(axes, "Efficiency beside published curves", "both")
     own = scaling.workers
     counts = {*own, *(workers for one in shown for workers, _ in one.points)}

@@ -39,7 +39,7 @@ def csv_of(scaling: Scaling) -> str:
 
 
 def frame_of(scaling: Scaling) -> pd.DataFrame:
-    """Return what `csv_of` writes as a DataFrame; NaN where not measured."""
+    """Return the table of `csv_of` as a DataFrame; NaN where not measured."""
     import pandas as pd
 
     made = pd.DataFrame(records(scaling))
@@ -47,7 +47,7 @@ def frame_of(scaling: Scaling) -> pd.DataFrame:
 
 
 def page_of(scaling: Scaling, published: Sequence[Published] = ()) -> str:
-    """Return a page of its own with the table and the picture, which needs nothing from the net."""
+    """Return a complete page with the table and the picture, which loads nothing from the net."""
     names = ", ".join(curve.name for curve in scaling.curves)
     return PAGE.format(
         title=html.escape(f"Scaling: {names}", quote=True),
@@ -57,10 +57,10 @@ def page_of(scaling: Scaling, published: Sequence[Published] = ()) -> str:
 
 
 def save(scaling: Scaling, path: str | Path, published: Sequence[Published] = ()) -> Path:
-    """Write it to a file, in the form that its suffix names; return its path.
+    """Write scaling to a file, in the form of its suffix; return its path.
 
     Raises:
-        PlanError: There is no form for that suffix.
+        PlanError: There is no form for this suffix.
         RunError: The file cannot be written.
     """
     target = Path(path).expanduser()
@@ -68,10 +68,10 @@ def save(scaling: Scaling, path: str | Path, published: Sequence[Published] = ()
 
 
 def as_bytes(scaling: Scaling, suffix: str, published: Sequence[Published] = ()) -> bytes:
-    """Return what a file of that suffix (`.csv`) holds.
+    """Return the contents of a file with this suffix (`.csv`).
 
     Raises:
-        PlanError: There is no form for that suffix.
+        PlanError: There is no form for this suffix.
     """
     make = _FORMS.get(suffix)
     if make is None:
@@ -93,4 +93,4 @@ _FORMS: dict[str, Callable[[Scaling, Sequence[Published]], str | bytes]] = {
     ".png": lambda scaling, published: scaling_png(scaling, published=published),
     ".svg": scaling_svg,
 }
-"""How scaling is saved under each suffix."""
+"""The function that saves scaling under each suffix."""

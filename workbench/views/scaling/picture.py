@@ -1,9 +1,9 @@
 """The picture of scaling: speed-up and efficiency over workers, a step's time, and its price.
 
-Dots are what was measured, with their intervals; the dashed grey line is ideal, a dotted one the
-law that was fitted, as far as was measured. Rings on dashes, in a band, are what a plan's run with
-the fewest workers let expect; where they go on alone, the paper is shaded. Nothing else is drawn
-where nothing was measured.
+Dots are measured values, with their intervals. The dashed grey line is ideal. A dotted line is the
+fitted law, up to the largest measured number of workers. Rings on dashes, in a band, are predicted
+from a plan's run with the fewest workers. Where only predictions exist, the background is shaded.
+Without a measurement nothing else is drawn.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _ENDS_IN = 0.58
 _MOST_ROWS = 14
 _BAND, _RING_PT, _PREDICTED_IN = 0.16, 10.0, 0.62
 _LOG_FROM = 8
-"""Where speed-ups are so many times the least one, their axis is logarithmic."""
+"""The axis is logarithmic if the largest speed-up is at least this many times the least."""
 
 
 def scaling_bundle(scaling: Scaling, published: Sequence[Published] = ()) -> dict[str, Any]:
@@ -74,12 +74,12 @@ def scaling_bundle(scaling: Scaling, published: Sequence[Published] = ()) -> dic
 def scaling_png(
     scaling: Scaling, paper: str = PAPER["light"], published: Sequence[Published] = ()
 ) -> bytes:
-    """Return the picture as PNG bytes; `paper` is what it is drawn on."""
+    """Return the picture as PNG bytes; `paper` is its background colour."""
     return _written(scaling, "png", paper, published)
 
 
 def scaling_svg(scaling: Scaling, published: Sequence[Published] = ()) -> bytes:
-    """Return the picture as SVG; its words are text, which can be searched and copied."""
+    """Return the picture as SVG; its words are text, so a reader can search and copy them."""
     return _written(scaling, "svg", PAPER["light"], published)
 
 
@@ -96,21 +96,21 @@ def _written(scaling: Scaling, form: str, paper: str, published: Sequence[Publis
 
 @dataclass
 class _Page:
-    """Places things in inches from the left and down from the top."""
+    """Places items in inches from the left and down from the top."""
 
     figure: Figure
     height_in: float
     down_in: float = 0.1
 
     def text(self, left_in: float, words: str, size: float, **how: Any) -> None:
-        """Write a line whose baseline is where the page is."""
+        """Write a line whose baseline is at the page's position."""
         self.figure.text(
             left_in / WIDTH_IN, 1 - self.down_in / self.height_in, words, fontsize=size,
             va="baseline", parse_math=False, **{"color": INK["any"], **how},
         )  # fmt: skip
 
     def axes(self, left_in: float, width: float, height_in: float) -> Axes:
-        """Return axes whose top is where the page is."""
+        """Return axes whose top is at the page's position."""
         bottom = 1 - (self.down_in + height_in) / self.height_in
         return self.figure.add_axes(
             (left_in / WIDTH_IN, bottom, width / WIDTH_IN, height_in / self.height_in)
@@ -118,7 +118,7 @@ class _Page:
 
 
 def draw(scaling: Scaling, published: Sequence[Published] = ()) -> Figure:
-    """Return the picture as a figure that no window or global state knows of."""
+    """Return the picture as a figure that is in no window and in no global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -189,7 +189,7 @@ def _draw_keys(page: _Page, keys: Sequence[tuple[Curve, str]]) -> None:
 
 
 def _predicted_words(scaling: Scaling) -> list[str]:
-    """Return what the dashes are, and why some curves have none, in lines."""
+    """Return lines on the meaning of the dashes, and on why some curves have no dashes."""
     made = [one for curve in scaling.curves if (one := curve.predicted) is not None and one.points]
     room_in = WIDTH_IN - 2 * EDGE_IN - _PREDICTED_IN
     found = []
@@ -241,7 +241,7 @@ def _draw_speedups(axes: Axes, scaling: Scaling) -> None:
         return
     lowest, reached = _reach(scaling, _speedup)
     top = max(counts) / least
-    # An ideal line that is far above everything would press what was measured flat.
+    # An ideal line far above all measured curves would press these curves flat.
     if reached >= _LOG_FROM * min(lowest, 1):
         shown = min(top, 2 * reached)
         axes.set_yscale("log", base=2)
@@ -299,10 +299,10 @@ def _has_ahead(scaling: Scaling) -> bool:
 
 
 def _reach(scaling: Scaling, value: Value) -> tuple[float, float]:
-    """Return the least and the greatest value that the axis has to have.
+    """Return the least and the greatest value that the axis must show.
 
-    Of what was predicted that is the medians: where little is known the interval is so wide that
-    it would press everything else flat, and is cut off instead.
+    For predictions these are the medians. A prediction from few data has a very wide interval,
+    which would press all else flat, so the axis cuts it off.
     """
     measured = np.array([value(curve, one) for curve in scaling.curves for one in curve.known])
     ahead = [value(curve, one)[0] for curve in scaling.curves for one in curve.ahead]
@@ -313,7 +313,7 @@ def _reach(scaling: Scaling, value: Value) -> tuple[float, float]:
 
 
 def _shade(axes: Axes, scaling: Scaling) -> None:
-    """Shade the axes where nothing was run."""
+    """Shade the part of the axes without runs."""
     most = max(scaling.workers)
     more = [count for count in scaling.axis if count > most]
     if more:
@@ -327,9 +327,9 @@ def _speedup(curve: Curve, point: Point | PredictedPoint) -> tuple[float, float,
 
 
 def _draw_predicted(axes: Axes, curve: Curve, value: Value) -> None:
-    """Draw what was predicted, from the point that it was predicted from on.
+    """Draw the prediction, from the point from which it was made.
 
-    Dashes end at the rings: nothing can be laid over them on paper whose colour is not known.
+    Dashes end at the rings: the background's colour is unknown, so nothing can cover a line.
     """
     start = next((one for one in curve.known if curve.predicted is not None
                   and one.workers == curve.predicted.workers), None)  # fmt: skip
@@ -353,7 +353,7 @@ def _draw_predicted(axes: Axes, curve: Curve, value: Value) -> None:
 
 
 def _draw_curve(axes: Axes, curve: Curve, value: Value) -> None:
-    """Draw what was measured, with its intervals; a gap where something is missing."""
+    """Draw the measured values with their intervals; a gap where a value is missing."""
     color = color_of(curve)
     values = [value(curve, point) for point in curve.points]
     x = [point.workers for point in curve.points]
@@ -369,9 +369,9 @@ def _draw_curve(axes: Axes, curve: Curve, value: Value) -> None:
 
 
 def _ends(axes: Axes, scaling: Scaling, value: Value, words: Callable[[float], str]) -> None:
-    """Write what each curve ends with: beside the axes what reaches their end, else at its point.
+    """Write the value at each curve's end: next to the axes if it ends there, else at its point.
 
-    What was measured is bold; what was predicted begins with a sign that it is about so much.
+    Measured values are bold; predicted values begin with a sign for "about".
     """
     last, beside, within = max(scaling.axis), [], []
     for curve in scaling.curves:
@@ -408,7 +408,7 @@ Row = tuple["Curve", "Point"]
 
 
 def _rows(scaling: Scaling) -> list[Row]:
-    """Return the points that have a step; of very many the first ones."""
+    """Return the points that have a step; only the first of very many points."""
     return [one for one in rows_of(scaling) if one[1].measured][:_MOST_ROWS]
 
 
@@ -417,7 +417,7 @@ def _row_name(curve: Curve, point: Point) -> str:
 
 
 def _draw_steps(page: _Page, scaling: Scaling, rows: Sequence[Row], bars_in: float) -> None:
-    """Draw what a step's time goes to for each number of workers, and what an epoch costs."""
+    """Draw the parts of a step's time for each number of workers, and the cost of an epoch."""
     costs = scaling.price is not None and any(point.cost for _, point in rows)
     names = [_row_name(*row) for row in rows]
     gutter_in = max((width_in(name, LABEL_PT) for name in names), default=0.5) + 0.15

@@ -1,8 +1,8 @@
-"""Published scaling curves, with their sources, and how they compare with your own.
+"""Published scaling curves with their sources, to compare with the user's curves.
 
-The curves are in `published.json`: each with the numbers as they were published (`from`), the
-efficiencies made of them, the hardware and the place. They say what other machines did with other
-models: a measure of what is usual, none of what is right here.
+The curves are in `published.json`. Each curve has the published numbers (`from`), the efficiencies
+computed from them, the hardware and the source. They describe other machines and other models: they
+show what is usual, not what is right for this run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Published:
     Attributes:
         points: Numbers of workers (GPUs) with their efficiency, 0..1.
         made_from: The numbers as they were published.
-        relative_to: The number of workers that has 1 by definition.
+        relative_to: The number of workers whose efficiency is 1 by definition.
     """
 
     key: str
@@ -56,10 +56,10 @@ def _read(data: dict[str, Any]) -> Published:
 
 
 def chosen(asked: bool | str | Sequence[str]) -> tuple[Published, ...]:
-    """Return the curves that were asked for: all (True), none (False), or by their keys.
+    """Return the requested curves: all (True), none (False), or by their keys.
 
     Raises:
-        PlanError: There is none of that key.
+        PlanError: No curve has this key.
     """
     if isinstance(asked, bool):
         return curves() if asked else ()

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 Cell = Callable[["Curve", "Point"], str]
 FOLDED = frozenset({"batch", "95 % interval", "90 % of runs", "data wait", "other", "bubble"})
-"""Columns that notebooks show folded below the others."""
+"""Columns that notebooks show folded below the other columns."""
 
 
 def scaling_table(scaling: Scaling) -> Table:
-    """Return a row per plan and number of workers, the verdict as title, what to know as notes.
+    """Return a row per plan and number of workers, with the verdict as title and with notes.
 
-    Columns that no row has anything to say in are left out.
+    Columns that are empty in every row are left out.
     """
     pairs = lines_of(scaling)
     columns = [one for one in _columns(scaling) if any(one[2](*p) != UNKNOWN for p in pairs)]
@@ -86,13 +86,13 @@ def _share(part: str) -> Cell:
 
 
 def costs_are_of_epochs(scaling: Scaling) -> bool:
-    """Whether all costs are of an epoch; else they are of a million samples."""
+    """Whether all costs are for an epoch; otherwise they are for a million samples."""
     costs = [point.cost for curve in scaling.curves for point in curve.points]
     return all(cost.is_epoch for cost in costs if cost is not None)
 
 
 def cost_words(cost: Cost | None) -> str:
-    """Return what something costs, in three digits."""
+    """Return a cost with three digits."""
     if cost is None or not math.isfinite(cost.price):
         return UNKNOWN
     return f"{cost.price:.3g}"

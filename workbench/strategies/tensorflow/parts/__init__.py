@@ -2,10 +2,10 @@
 
 In reading order:
 
-    replica      how is a global batch divided over the replicas
-    traced_step  what happens to a step while TensorFlow traces it
-    markers      when were each replica's gradients ready
-    steps        how do these marks become rows, and is this strategy the run's
-    stages       when did each stage work
-    models       how are a Keras model's weights named and moved
+    replica      divides a global batch over the replicas
+    traced_step  a step while TensorFlow traces it
+    markers      when each replica's gradients were ready
+    steps        turns these marks into rows, and checks that the strategy is the run's
+    stages       when each stage worked
+    models       names and moves the weights of a Keras model
 """

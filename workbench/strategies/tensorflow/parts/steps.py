@@ -161,7 +161,7 @@ class Steps:
             evaluation or a pause came between.
         batch: Samples of the latest step, on all replicas of this engine.
         synchronise: Waits for the devices; None if every call has ended when it returns.
-        announced: Whether the kernel was told that training has begun.
+        announced: Whether the notebook's process was told that training has begun.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Steps:
         self._behind = False  # whether the devices can still be computing an update
 
     def announce(self, parameters: int, **counts: Any) -> None:
-        """Tell the kernel that training begins, or continues with another `fit`."""
+        """Tell the notebook's process that training begins, or continues with another `fit`."""
         self.announced = True
         announce(self.context, parameters, **counts)
 

@@ -14,7 +14,7 @@ When: at the first steps, then at growing intervals, so that comparing takes no 
 of the time and `ALLOWANCE_S`. Costs and times are sent with the digest, so all workers compute the
 same next step. They compare once more at the end of `wb.fit`, and of an epoch of a user's own loop.
 At the end of such a loop's cell no message is sent, because a rank can leave its loop early:
-each worker reports its digest to the kernel, which reports differences.
+each worker reports its digest to the notebook's process, which reports differences.
 
 How equal: to the last bit in two cases. In the first, every worker computes the update from the
 same average on the same kind of device with the same number of threads (all algorithms of
@@ -243,9 +243,8 @@ CHUNK = 1 << 20
 _MASK = (1 << 62) - 1
 
 Equal = Literal["copies", "updates", "rounding"]
-"""How equal replicas are: copies of one replica; made by the same update.
-
-By the same computation.
+"""How equal replicas must be: copies of one replica; made by the same update; or made by the same
+computation.
 """
 
 clock = time.perf_counter

@@ -419,7 +419,7 @@ class Partitioned(Strategy):
         load_whole_state(self._trainer, state)
 
     def memory_bytes(self) -> float:
-        """Return what this worker holds of model, gradients and optimizer."""
+        """Return the bytes of model, gradients and optimizer state on this worker."""
         trainer = self._trainer
         return held_bytes(trainer.model, trainer.optimizer)
 

@@ -324,7 +324,7 @@ class ParameterAveraging(Strategy):
         self.step_done(self.loop.timer)
 
     def memory_bytes(self) -> float:
-        """Return what this worker holds of model, gradients and optimizer."""
+        """Return the bytes of model, gradients and optimizer state on this worker."""
         part = self.loop or self._trainer
         return held_bytes(part.model, part.optimizer)
 

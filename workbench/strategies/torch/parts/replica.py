@@ -491,7 +491,7 @@ def _tensors(model: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
 
 def _here(tensor: Any) -> Iterator[torch.Tensor]:
     part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if part.layout is torch.sparse_coo:  # has no memory of its own to point to
+    if part.layout is torch.sparse_coo:  # it has no data pointer
         yield from (part._indices(), part._values())
     elif not part.is_meta:
         yield part

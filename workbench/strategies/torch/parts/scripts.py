@@ -290,7 +290,7 @@ class ScriptLoop(OwnLoop):
             self._undo.append(entered(hook, prepend=True, with_kwargs=True).remove)
 
     def _time_loader(self, loader: Any) -> None:
-        """Leave it: loaders are heard of by way of `take`."""
+        """Do nothing: `take` handles the loaders of a script."""
 
     def _clear(self) -> None:
         super()._clear()

@@ -1,11 +1,11 @@
-"""Helpers of `model_split`: cutting a model into stages, running and timing them.
+"""Helpers of `model_split`: they cut a model into stages, and run and time the stages.
 
 In reading order:
 
-    trace     how does any module become a chain of pieces
-    measure   which layers has a model, and what does each cost
+    trace     any module as a chain of pieces
+    measure   the layers of a model, and the cost of each layer
     cut       which worker gets which layers
-    program   what do the stages compute together
-    stage     how does one stage compute and wait, and how is it timed
-    pipeline  how is a worker's share built, and run through the schedule
+    program   the computation of all stages together
+    stage     the computation, the waits and the timing of one stage
+    pipeline  builds a worker's share, and runs it through the schedule
 """
