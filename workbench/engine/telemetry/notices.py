@@ -1,8 +1,8 @@
-"""Notices that a host goes away soon, looked for from time to time (`wb.leave_when`).
+"""Looks from time to time for a notice that this host goes away soon (`wb.leave_when`).
 
-Clouds tell a spot machine two minutes or half a minute before they take it back, each in its own
-way. The user knows the way of their cloud: a file that appears, or a function that asks. Nothing
-is asked by default.
+Clouds tell a spot machine two minutes or half a minute before they take it back. Each cloud tells
+it in a different way. The user knows how their cloud tells it: a file appears, or a function asks
+the cloud. By default, Workbench looks for no notice.
 
     every few seconds   the file exists, or the function reports it ──> `Departure.hear`
 """
@@ -20,7 +20,7 @@ from .departure import Departure, Notice
 
 Source = str | os.PathLike[str] | Callable[[], object]
 VARIABLE = "WORKBENCH_LEAVE_WHEN"
-"""Names a file whose appearance is a notice, for all engines that find it in their environment."""
+"""Names a file whose appearance is a notice, for all engines that have this variable set."""
 EVERY_S = 5.0
 
 _departure: Departure | None = None
@@ -28,7 +28,7 @@ _watch: Watch | None = None
 
 
 def serve(departure: Departure) -> None:
-    """Tell this process of the notices that are looked for from now on."""
+    """Register the object that receives the notices of this process from now on."""
     global _departure
     _departure = departure
     if path := os.environ.get(VARIABLE):
@@ -38,14 +38,14 @@ def serve(departure: Departure) -> None:
 def leave_when(source: Source, every_s: float = EVERY_S) -> None:
     """Look for a notice that this host goes away soon; call it on every worker, before training.
 
-    When there is one, the workers of this host leave the run before the host goes, as after a
-    SIGTERM. Another call replaces the earlier one.
+    When there is a notice, the workers of this host leave the run before the host goes away. They
+    leave in the same way after a SIGTERM. A second call replaces the earlier call.
 
     Args:
-        source: A file or a function. A file is a notice when it exists; a number of seconds in it
-            is the time that is left. A function returns None as long as there is no notice, then
-            the seconds that are left, or True if that is not known. It is called on its own
-            thread.
+        source: A file or a function. A file is a notice when it exists. A number in the file is the
+            time that remains, in seconds. A function returns None while there is no notice. Then it
+            returns the seconds that remain, or True if that number is not known. It is called on a
+            separate thread.
         every_s: Seconds between two looks.
 
     Raises:
@@ -80,7 +80,7 @@ def leave_when(source: Source, every_s: float = EVERY_S) -> None:
 
 
 class Watch:
-    """Looks for a notice on its own thread until there is one; the first look is immediate."""
+    """Looks for a notice on its own thread until there is one; it looks first at its start."""
 
     def __init__(self, source: Source, every_s: float, hear: Callable[[Notice], object]) -> None:
         self._look = source if callable(source) else _file(Path(source))
@@ -99,7 +99,7 @@ class Watch:
         while not self._closed.is_set():
             try:
                 found = self._look()
-            except Exception as error:  # what asks a network may fail, and is asked again
+            except Exception as error:  # a request to a network may fail; the next look repeats it
                 found, text = None, f"{type(error).__name__}: {error}"
                 if text != told:
                     told = text
@@ -111,21 +111,21 @@ class Watch:
 
 
 def _seconds(found: object) -> float | None:
-    """Return how many seconds are left, where that was said."""
+    """Return how many seconds remain, if the notice says so."""
     if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
         return None
     return max(0.0, float(found))
 
 
 def _file(path: Path) -> Callable[[], object]:
-    """Return what looks for a file, and for the seconds that stand in it."""
+    """Return a function that looks for a file, and reads the seconds that the file contains."""
 
     def look() -> object:
         if not path.exists():
             return None
         try:
             return float(path.read_text(errors="replace").strip())
-        except (OSError, ValueError):  # nothing is in it, or something else
+        except (OSError, ValueError):  # the file is empty, or it does not contain a number
             return True
 
     return look

@@ -5,9 +5,9 @@
     ...
     gate.enter(15)    it stops; the Chrome trace is written into the run's folder
 
-Starting, stopping and writing are counted as a pause, not as part of a step. Outside the window a
-step costs two comparisons. If the run ends, fails or is stopped inside the window, the part that
-was profiled is written as well.
+The time to start, to stop and to write counts as a pause, not as part of a step. Outside the window
+a step costs two comparisons. A run can also end, fail or be stopped inside the window. Then the
+profiler writes the part that it has.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ class Profiler(Protocol):
         """Begin to collect."""
 
     def step(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Mark what happens within as a step."""
+        """Mark what happens within this context as a step."""
 
     def stop(self, path: Path | None) -> Path | None:
-        """End; write a Chrome trace to `path` and return where it is."""
+        """End; write a Chrome trace to `path` and return the path of the trace."""
 
 
 class Window:
-    """The profile of one engine's part of a run.
+    """The profile of one engine, for a part of a run.
 
     Args:
-        start, stop: First step, and the step before which it ends.
+        start, stop: The first step, and the step before which the window ends.
         make: Makes the framework's profiler.
-        path: Where the trace goes.
-        note: Tells the user something.
+        path: Where the trace is written.
+        note: Shows the user a message.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Window:
         self._make, self._note = make, note
         self._profiler: Profiler | None = None
         self._done = False
-        self._first = self._last = -1  # steps seen
+        self._first = self._last = -1  # the steps that the window saw
         self._marks: dict[int, contextlib.AbstractContextManager[Any]] = {}  # by thread
-        self._lock = threading.Lock()  # closures of TensorFlow ask from several threads
+        self._lock = threading.Lock()  # closures of TensorFlow call from several threads
 
     def entered(self, step: int) -> bool:
-        """Note that a step begins; return whether time was spent that is not the step's."""
+        """Note that a step begins; return whether the profiler spent time of its own."""
         self.recorded()
         if self._done or step < self.start:
             return False
@@ -98,7 +98,7 @@ class Window:
             mark.__exit__(None, None, None)
 
     def end(self) -> None:
-        """Write what was profiled: the run is over."""
+        """Write the profile, because the run is over."""
         self.recorded()
         with self._lock:
             if self._profiler is not None:
@@ -108,7 +108,7 @@ class Window:
                 self._note(f"No profile: the run ended before step {self.start}.")
 
     def _open(self, step: int) -> bool:
-        if step >= self.stop:  # several steps at a time (steps_per_execution) passed over it
+        if step >= self.stop:  # several steps at once (steps_per_execution) went past the window
             self._done = True
             self._note(f"No profile: no step from {self.start} to {self.stop} began separately.")
             return False
@@ -140,9 +140,9 @@ class Window:
         self._wrote(steps, where, clock() - began)
 
     def _wrote(self, steps: str, where: Path | None, seconds: float) -> None:
-        if self.path.stem.startswith(("rank0", "ranks0-")):  # one line stands for all ranks
+        if self.path.stem.startswith(("rank0", "ranks0-")):  # one message for all ranks
             folder, ours = (where or self.path).parent, cluster_env.folder()
-            brought = ours is not None and folder.is_relative_to(ours)  # its path is the host's
+            brought = ours is not None and folder.is_relative_to(ours)  # to the host's path
             self._note(
                 f"Profile of {steps}, one file per rank (run.profiles; ui.perfetto.dev opens "
                 f"them){'' if brought else f': {folder}'}"
@@ -157,7 +157,7 @@ class ProfiledGate(Gate):
         self._window = window
 
     def enter(self, step: int) -> bool:
-        """As `Gate.enter`; time that the profiler itself needs counts as a pause."""
+        """Do what `Gate.enter` does; time that the profiler needs counts as a pause."""
         if not super().enter(step):
             return False
         began = clock()
@@ -187,7 +187,7 @@ def _name(spec: RunSpec) -> str:
 
 
 def install(run: RunContext) -> None:
-    """End steps when they are recorded, and the profile at the latest with the run."""
+    """End each profiled step when it is recorded; end the profile at the latest with the run."""
     if not isinstance(run.gate, ProfiledGate):
         return
     window, add = run.gate._window, run.recorder.add_step

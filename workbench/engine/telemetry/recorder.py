@@ -1,12 +1,12 @@
 """The engine's recorder: one packed row per step, written by the training thread in about 1 µs.
 
-A ring of preallocated rows: the training thread writes, the control thread drains. Neither waits
-for the other; when the ring is full the row is counted as dropped. Rows are 88 bytes
-(`record.RECORD`).
+The rows are in a preallocated ring: the training thread writes, and the control thread drains.
+Neither thread waits for the other. When the ring is full, a new row is counted as dropped. Rows are
+88 bytes (`record.RECORD`).
 
-The ring has its own memory mapping: pages that no row reached take no memory, and all of it is
-returned to the system at once. On malloc's heap each run left a hole of 5.8 MB if a small object
-that lived longer was allocated behind the ring.
+The ring has its own memory mapping. Pages that no row reached take no memory, and the whole mapping
+is returned to the system at once. On malloc's heap, each run left a hole of 5.8 MB if a small
+object behind the ring lived longer than the ring.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _CODES = {"<u2": "H", "<u4": "I", "<i8": "q", "<f4": "f", "<f8": "d"}
 _ROW = struct.Struct("<" + "".join(_CODES[one.type] for one in MEASURED))
 _AFTER = [one.name for one in MEASURED].index("data_wait_s") + 1
 _rest = attrgetter(*(one.result or one.name for one in MEASURED[_AFTER:]))
-"""What a row holds beyond what the loop knows, of a `StepResult`."""
+"""The fields of a `StepResult` that a row holds in addition to the fields from the loop."""
 
 NAN = float("nan")
 
 FINAL_S = 5.0
-"""How long the last rows of a run are waited for: a device that hangs is done with none."""
+"""How long the end of a run waits for the last rows. A device that hangs completes no row."""
 
 POLL_S = 1e-3
 
 
 class Deferred(Protocol):
-    """Values that are known only later (a device's events, a loss that is still there)."""
+    """Values that are known only later: times from a device's events, a loss on the device."""
 
     def ready(self) -> bool:
         """Whether `values` would return without waiting; may raise the device's error."""
@@ -53,20 +53,22 @@ class Deferred(Protocol):
 
 @dataclass
 class StepResult:
-    """What one optimizer step measured on this worker; see `record.RECORD` for the meanings.
+    """The measurements of one optimizer step on this worker; `record.RECORD` explains them.
 
     Attributes:
-        loss: The worker's own mean loss, as a float; NaN if `deferred` will bring it.
-        has_loss: Whether it is the loss that the model returned; then NaN is a real NaN.
-        device_clock: Whether its times come from the clock of an accelerator.
-        deferred: Completes the record later, off the training thread (a device's events, losses
-            that are on the device).
-        replicas: One result per replica if this engine holds several; `samples` and `loss` are
-            then those of the engine, and each replica has its own row.
-        waited_for: The rank that `wait_s` was for, if the strategy knows it; otherwise -1.
-        set_up_s: Seconds that were spent once, before the step (tracing it as a graph): they
-            belong to no step.
-        aside_s: Seconds that were not spent on training (comparing replicas): they belong to no
+        loss: The mean loss of this worker, as a float; NaN if `deferred` gives it later.
+        has_loss: Whether `loss` is the loss that the model returned; then NaN is a real NaN.
+        device_clock: Whether the times come from the clock of an accelerator.
+        deferred: Completes the record later, off the training thread (from a device's events, and
+            from losses that are on the device).
+        replicas: One result per replica if this engine holds several. Then `samples` and `loss` are
+            those of the whole engine, and each replica has its own row.
+        waited_for: The rank for which the worker waited `wait_s`, if the strategy knows it;
+            otherwise -1.
+        set_up_s: Seconds spent once, before the step, for example to trace the step as a graph.
+            They belong to no step.
+        aside_s: Seconds that were not spent on training, for example to compare replicas. They
+            belong to no step, and not to the training time.
             step, and not to the time of training.
     """
 
@@ -94,16 +96,17 @@ class Recorder:
     Args:
         run: Sequence number of the run.
         rank: This worker.
-        capacity: Rows held before the control thread must have drained some; rounded up to a
-            power of two. At 1,000 steps/s and 10 drains/s 65,536 rows are 65 s of slack.
+        capacity: Number of rows that fit before the control thread must drain some. It is rounded
+            up to a power of two. At 1,000 steps/s and 10 drains/s, 65,536 rows are enough for 65 s.
         flags: Written into each row.
-        first: Rows of earlier steps are left out.
-        original_rank: Rank in the rows, if it is another (see `RunSpec.original_rank`).
+        first: The recorder leaves out rows of steps before this step.
+        original_rank: The rank in the rows, if it differs from `rank` (see
+            `RunSpec.original_rank`).
 
     Attributes:
-        dropped: Rows for which there was no room.
-        unmeasured: Rows that were drained without the device's measurements.
-        trouble: The reason; after the first such row no device is asked any more.
+        dropped: Number of rows for which there was no room.
+        unmeasured: Number of rows that were drained without the device's measurements.
+        trouble: The reason for the first such row; after that row no device is asked any more.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class Recorder:
         first: int = 0,
     ) -> None:
         size = 1 << (capacity - 1).bit_length()
-        # Private: loaders fork this process.
+        # A private mapping, because data loaders fork this process.
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._buffer = mmap.mmap(-1, size * RECORD.itemsize, flags=private)
         self._mask = size - 1
@@ -165,13 +168,14 @@ class Recorder:
     def drain(self, limit: int = 4096, *, final: bool = False, within_s: float = FINAL_S) -> bytes:
         """Return up to `limit` complete rows as packed bytes, oldest first.
 
-        A device that fails, or has not finished in time, costs no row: its row is sent as recorded,
-        with `FLAG_UNMEASURED`, and so are later ones.
+        A device that fails, or that has not finished in time, loses no row. Its row is sent as
+        recorded, with `FLAG_UNMEASURED`, and later rows are sent in the same way.
 
         Args:
             limit: Most rows to return.
-            final: Wait for deferred values instead of stopping at the first that is not ready.
-            within_s: The time limit for everything.
+            final: Wait for deferred values. Otherwise stop at the first row whose values are not
+                ready.
+            within_s: The time limit for the whole call.
         """
         tail, rows = self._tail, bytearray()
         size = RECORD.itemsize
@@ -193,7 +197,7 @@ class Recorder:
         return bytes(rows)
 
     def _values_of(self, late: Deferred, until_s: float) -> dict[str, float] | None:
-        """Return what was deferred; None: it is not there, and `trouble` says if it never will."""
+        """Return the deferred values, or None; `trouble` is set if they will never arrive."""
         if self.trouble:
             return None
         try:
@@ -204,7 +208,7 @@ class Recorder:
                     return None
                 time.sleep(POLL_S)
             return late.values()
-        except Exception as error:  # a device's error stays until the process ends
+        except Exception as error:  # after an error, a device gives errors until the process ends
             said = (str(error) or type(error).__name__).splitlines()[0]
             self.trouble = f"the device failed ({said})"
             return None

@@ -1,17 +1,19 @@
-"""Where the training thread asks, before each step, whether it may continue.
+"""The gate where the training thread asks, before each step, whether it may continue.
 
-If ranks of a synchronous run stop at different steps, they deadlock: the rank that continued waits
-for the other in an all-reduce. So Stop and Pause are agreed. Each rank answers with the step c it
-has begun, and starts no later step until the kernel names one common step. That is `max(c)`: no
-rank can have started a later one, and all ranks may continue up to it.
+If ranks of a synchronous run stop at different steps, they deadlock: a rank that continued waits in
+an all-reduce for a rank that stopped. So all ranks agree on the step of a Stop or a Pause. Each
+rank answers with the step c that it has begun. The rank starts no later step until the kernel names
+one common step, `max(c)`. No rank can have started a later step, and all ranks may continue up to
+this step.
 
 A change of the workers' shares is agreed in the same way (`ask_to_deal`, `deal`). If some workers
-took a step with the old shares and others with new ones, some samples would count twice and others
-would be left out. All workers wait while the kernel's question and its answer travel.
+took a step with the old shares and other workers with the new shares, some samples would count
+twice and other samples would be left out. All workers wait until the kernel has their answers and
+they have the kernel's decision.
 
-Injected delays are spent here too, in the phase for which they were asked. If the host is ahead of
-a device, the device's remaining work would hide a delay. So if there is a delay, and only then, the
-device finishes first.
+The gate also spends injected delays, in the phase for which they were asked. If the host is ahead
+of a device, the device's remaining computation would hide a delay. So the device finishes first,
+but only if there is a delay.
 """
 
 from __future__ import annotations
@@ -32,27 +34,27 @@ if TYPE_CHECKING:
 
 NO_LIMIT = 1 << 62
 CANNOT = -2
-"""In place of a step: this training's shares cannot be changed."""
+"""Returned in place of a step: the shares of this training cannot be changed."""
 LEAVES: tuple[Purpose, ...] = ("leave", "leave_alone")
-"""A worker must leave: all end their cell, or it alone. What else is in the cell is not run."""
+"""A worker must leave: all workers end their cell, or only this one. The rest is not run."""
 ENDS: tuple[Purpose, ...] = ("stop", *LEAVES)
-"""Who was told so does not go on."""
+"""A worker that receives one of these purposes does not continue."""
 
 
 class Gate:
     """Shared by the training thread (`enter`, `take_portions`) and the control thread (the rest).
 
     Attributes:
-        deals: Whether the shares of the training under way can be changed.
-        dealt: Whether the step that `enter` has just allowed is the first with new shares.
+        deals: Whether the shares of the running training can be changed.
+        dealt: Whether the step that `enter` has just allowed is the first step with new shares.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._limit = NO_LIMIT  # first step that may not start as if nothing had been asked for
+        self._limit = NO_LIMIT  # first step that needs a check: it may have to stop, pause or wait
         self._halt_at = NO_LIMIT  # first step that Stop or Pause holds back
         self._deal_at = NO_LIMIT  # first step that waits for new shares, or has them
-        self._portions: tuple[int, ...] = ()  # those; none while asking
+        self._portions: tuple[int, ...] = ()  # the new shares; empty while the workers are asked
         self.deals = self.dealt = False
         self._purpose: Purpose | None = None  # agreed purpose of the limit; None while asking
         self._at = -1
@@ -92,12 +94,12 @@ class Gate:
 
     @property
     def stopping(self) -> bool:
-        """Whether a stop was agreed, for whatever reason."""
+        """Whether a stop was agreed, for any reason."""
         return self._purpose in ENDS
 
     @property
     def leaving(self) -> bool:
-        """Whether the reason is that a worker must leave."""
+        """Whether the reason for the stop is that a worker must leave."""
         return self._purpose in LEAVES
 
     @property
@@ -106,7 +108,7 @@ class Gate:
         return self._purpose == "leave_alone"
 
     def halt(self) -> int:
-        """Hold the worker; return the step it has begun (-1: none yet)."""
+        """Hold the worker; return the step that it has begun (-1: no step yet)."""
         with self._changed:
             at = self._begun()
             if self._purpose is None:
@@ -115,7 +117,7 @@ class Gate:
             return at
 
     def _begun(self) -> int:
-        """Return the step that has begun; who is about to begin another one waits for the lock."""
+        """Return the step that has begun; a thread that begins the next step waits for the lock."""
         self._limit = -1
         return self._at
 
@@ -127,7 +129,8 @@ class Gate:
         """Allow steps up to and including `step`, then stop or pause."""
         with self._changed:
             if self._purpose not in ENDS:
-                # Workers that agree with nobody are told no step: the one under way is the last.
+                # Workers that do not agree on a step get no step number: the running step is the
+                # last.
                 self._halt_at, self._purpose = max(step, self._begun()) + 1, purpose
             self._set_limit()
 
@@ -146,10 +149,10 @@ class Gate:
             self._set_limit()
 
     def ask_to_deal(self) -> int:
-        """Hold the worker until it hears of new shares; return the step it has begun.
+        """Hold the worker until it receives new shares; return the step that it has begun.
 
         Returns:
-            -1: none yet; `CANNOT`: its shares cannot be changed, and it does not wait.
+            -1: no step yet; `CANNOT`: the worker's shares cannot be changed, and it does not wait.
         """
         with self._changed:
             if not self.deals:
@@ -160,20 +163,20 @@ class Gate:
             return at
 
     def deal(self, step: int, portions: Sequence[int]) -> None:
-        """Keep the old shares for steps before `step`; these are the shares from there on."""
+        """Keep the old shares before `step`; from `step` on, use the given shares."""
         with self._changed:
             if self.deals:
                 self._deal_at, self._portions = step, tuple(portions)
                 self._set_limit()
 
     def drop_deal(self) -> None:
-        """Let the worker continue with its shares: the set has changed, or all have answered."""
+        """Let the worker continue with its shares: the workers changed, or all have answered."""
         with self._changed:
             self._deal_at, self._portions = NO_LIMIT, ()
             self._set_limit()
 
     def take_portions(self) -> tuple[int, ...]:
-        """Return the shares from the current step on, by rank; none: unchanged."""
+        """Return the shares from the current step on, by rank; empty if they did not change."""
         with self._changed:
             portions, self.dealt = self._portions, False
             self._deal_at, self._portions = NO_LIMIT, ()
@@ -188,17 +191,17 @@ def _nothing(step: int) -> None:
 class FaultInjector:
     """This worker's faults; the control thread may replace them at any time.
 
-    A delay without a phase is spent in forward, so it counts as the worker's own compute and
-    appears as the others' sync wait.
+    A delay without a phase is spent in forward. So it counts as this worker's compute, and the
+    other workers show it as sync wait.
 
     Args:
-        rank: This worker; the first of them if the engine holds several replicas.
+        rank: This worker; its first replica if the engine holds several replicas.
         held: How many replicas the engine holds.
 
     Attributes:
         settle: Waits until the device has finished its work.
-        replicas: One injector per replica held here, if there are several; it spends the delays
-            of that replica's `forward` and `backward`.
+        replicas: One injector per replica in this engine, if there are several. Each injector
+            spends the delays of its replica's `forward` and `backward`.
     """
 
     def __init__(self, rank: int, faults: Iterable[Fault | str] = (), held: int = 1) -> None:
@@ -207,11 +210,11 @@ class FaultInjector:
         self._random = random.Random(rank)
         self.settle: Callable[[], object] = _at_once
         self._active: tuple[Fault, ...] = ()
-        self.compute_s = 0.0  # the latest step's own compute without faults, for `slow=1:3x`
+        self.compute_s = 0.0  # compute time of the latest step without faults, for `slow=1:3x`
         self.set(faults)
 
     def set(self, faults: Iterable[Fault | str]) -> None:
-        """Replace the faults by these, or by those that texts say."""
+        """Replace the faults with the given faults, which may be texts."""
         known = [parse_fault(one) if isinstance(one, str) else one for one in faults]
         self._active = tuple(
             f for f in known if f.kind != "clear" and (f.rank is None or f.rank in self._ranks)
@@ -247,7 +250,7 @@ class FaultInjector:
         return delay
 
     def travel(self, size_bytes: int) -> float:
-        """Sleep for as long as a message would take on the simulated link; return the seconds."""
+        """Sleep for the time that a message takes on the simulated link; return the seconds."""
         delay = 0.0
         for fault in self._active:
             if fault.kind == "latency":
@@ -268,7 +271,7 @@ class FaultInjector:
 
 
 def _at_once() -> None:
-    """Do nothing: a CPU is done with all that it was given."""
+    """Do nothing: a CPU has always finished the computations that it was given."""
 
 
 def _phase(fault: Fault) -> str:

@@ -1,14 +1,16 @@
-"""The device that an engine computes on: the only module that uses torch.cuda and its like.
+"""The device on which an engine computes: only this module uses torch.cuda and similar modules.
 
-All questions about a device go to an `Accelerator`, which `of(device)` returns; a CPU is one that
-has always finished. Torch has one module for each kind of device (`torch.cuda`, `torch.xpu`,
-`torch.mps`, or that of a package with its own kind). All use the same names, but some lack a few: a
-missing one gives `None` or does nothing, so a new kind needs no code here (https://docs.pytorch.org/docs/stable/accelerator.html).
+All questions about a device go to an `Accelerator`, which `of(device)` returns. A CPU is an
+`Accelerator` that has always finished. Torch has one module for each kind of device (`torch.cuda`,
+`torch.xpu`, `torch.mps`, or the module of a package with its own kind). All use the same names, but
+some modules lack a few. A missing name gives `None` or does nothing, so a new kind of device needs
+no code here.
+Source: https://docs.pytorch.org/docs/stable/accelerator.html
 
-Two rules hold for all of it. The current device belongs to a thread: a thread other than the cell's
-must name the device in its calls, otherwise CUDA makes a context of 0.5 GB on the first GPU. And a
-device that has failed fails in every later call (CUDA keeps its error until the process ends), so
-code that must not raise asks `is_lost` first.
+Two rules hold for the whole module. First, the current device belongs to a thread. A thread other
+than the cell's must name the device in its calls. Otherwise CUDA makes a context of 0.5 GB on the
+first GPU. Second, a device that has failed fails in every later call (CUDA keeps its error until
+the process ends). So code that must not raise asks `is_lost` first.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ import cloudpickle
 import torch
 
 POLL_S = 2e-4
-"""How often a device is asked whether it is done, where the wait must be able to end."""
+"""How often to ask a device whether it has finished, in a wait that has a time limit."""
 
 PROBE_S = 2.0
 """How long a healthy device may take to answer while nothing runs on it."""
 
 
 class Memory(NamedTuple):
-    """What a device's memory holds, in bytes."""
+    """The free and the total memory of a device, in bytes."""
 
     free_bytes: int
     total_bytes: int
@@ -45,7 +47,7 @@ class Accelerator:
     """One device of this process.
 
     Attributes:
-        device: With its number: `cuda:0`.
+        device: The device with its number: `cuda:0`.
         kind: Torch's name of such devices: `cpu`, `cuda`, `xpu`, `mps`.
     """
 
@@ -59,10 +61,10 @@ class Accelerator:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.device)!r})"
 
-    # -- where calls go ----------------------------------------------------------------------------
+    # -- the device and stream of a thread's calls -------------------------------------------------
 
     def make_current(self) -> None:
-        """Let this thread compute on the device if a cell only says `cuda`."""
+        """Make this the device on which the thread computes if a cell only says `cuda`."""
         if hasattr(self._room, "set_device"):
             self._room.set_device(self.device)
 
@@ -79,12 +81,12 @@ class Accelerator:
             return torch.Stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Issue work on a stream within."""
+        """Run computations on this stream inside the context."""
         context: AbstractContextManager[Any] = stream
         return context
 
     def current_stream(self) -> Any:
-        """Return the stream on which this thread's work on the device goes."""
+        """Return the stream on which this thread computes on the device."""
         return torch.accelerator.current_stream(self.device)
 
     # -- waiting -----------------------------------------------------------------------------------
@@ -94,23 +96,24 @@ class Accelerator:
         return Event(self, timed)
 
     def raw_event(self, *, timed: bool) -> Any:
-        """Return one of torch's events, not recorded yet; `Event` guards its calls."""
+        """Return an event of torch that is not recorded yet; `Event` guards its calls."""
         return torch.Event(self.device, enable_timing=timed)
 
     def synchronize(self) -> None:
-        """Wait until the device has finished all its work, on every stream."""
+        """Wait until the device has finished all its computations, on every stream."""
         with self.current():
             self._room.synchronize()
 
     def synchronize_stream(self) -> None:
-        """Wait until the device has finished the work of this thread's stream."""
+        """Wait until the device has finished the computations of this thread's stream."""
         self.current_stream().synchronize()
 
     def is_lost(self, within_s: float = PROBE_S) -> bool:
         """Whether the device has failed, or does not answer in time.
 
-        CUDA's errors stay: after a device-side assert or an illegal address every call raises until
-        the process ends. A separate thread asks a device that may hang, and is left behind then.
+        CUDA's errors stay: after a device-side assert or an illegal address, every call raises
+        until the process ends. The device may hang, so a separate thread asks it. If there is no
+        answer in time, this thread is abandoned.
         """
         answered: list[bool] = []
         probe = threading.Thread(target=self._probe, args=(answered,), daemon=True)
@@ -138,12 +141,12 @@ class Accelerator:
         return Memory(int(free), int(total))
 
     def peak_bytes(self) -> int | None:
-        """Return the most memory that this process's tensors used at once; None: not counted."""
+        """Return the peak memory of this process's tensors, in bytes; None: not counted."""
         ask = getattr(self._room, "max_memory_allocated", None)
         return None if ask is None else int(ask(self.device))
 
     def reset_peak(self) -> None:
-        """Count the peak from now on."""
+        """Count the peak again from now on."""
         if hasattr(self._room, "reset_peak_memory_stats"):
             self._room.reset_peak_memory_stats(self.device)
 
@@ -162,14 +165,14 @@ class Accelerator:
 
     @property
     def pins(self) -> bool:
-        """Whether copies from pinned memory run in parallel with the host's work."""
+        """Whether copies from pinned memory run in parallel with the host's computation."""
         return self.kind in ("cuda", "xpu")
 
-    # -- what it is --------------------------------------------------------------------------------
+    # -- name and random state ---------------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """The maker's name for it; its kind if there is no name."""
+        """The manufacturer's name of the device, or its kind if there is no name."""
         ask = getattr(self._room, "get_device_name", None)
         return self.kind if ask is None else str(ask(self.device))
 
@@ -179,14 +182,14 @@ class Accelerator:
         return f"{self.device} {self.name}"
 
     def is_in_use(self) -> bool:
-        """Whether this process has begun to use the kind of device at all."""
+        """Whether this process already uses this kind of device."""
         ask = getattr(self._room, "is_initialized", None)
         return True if ask is None else bool(ask())
 
     def random_state(self) -> torch.Tensor | None:
-        """Return the state of the device's own generator only; None: it has none.
+        """Return the state of the generator of this device only; None: there is no generator.
 
-        Asking for all of them (`get_rng_state_all`) would make a context on each GPU.
+        `get_rng_state_all` would make a context on each GPU.
         """
         ask = getattr(self._room, "get_rng_state", None)
         if ask is None or not self.is_in_use():
@@ -260,8 +263,9 @@ class Cpu(Accelerator):
     def free_at_once(self, on: bool) -> None:
         """Let large tensors use separate memory, which returns to the system when they are freed.
 
-        Otherwise malloc learns from them, keeps their memory and gives it to small ones: layers
-        that are gathered and freed in turn would then use the memory of the whole model.
+        Otherwise malloc raises its threshold, keeps the memory of large tensors and gives it to
+        small ones. Then layers that are gathered and freed in turn would use the memory of the
+        whole model.
         """
         option = getattr(_libc(), "mallopt", None)
         if option is not None:
@@ -297,14 +301,14 @@ CHUNK_BYTES = 64 << 20
 ALIGNED_BYTES = 512
 OWN_BYTES = 1 << 20
 _MMAP_THRESHOLD = -3  # glibc's M_MMAP_THRESHOLD
-_MOST_LEARNT_BYTES = 32 << 20  # what malloc raises it to by itself, as large blocks are freed
+_MOST_LEARNT_BYTES = 32 << 20  # malloc itself raises the threshold up to this value
 
 
 @functools.cache
 def _libc() -> Any:
     try:
         return ctypes.CDLL(None)
-    except (OSError, TypeError):  # not on a Unix
+    except (OSError, TypeError):  # not a Unix system
         return None
 
 
@@ -313,18 +317,18 @@ class Event:
 
     def __init__(self, accelerator: Accelerator, timed: bool) -> None:
         self._accelerator = accelerator
-        # On the device's own stream, also within `torch.cuda.device(other)`.
+        # On the stream of this device, even inside `torch.cuda.device(other)`.
         with accelerator.current():
             self._event = accelerator.raw_event(timed=timed)
             self._event.record(accelerator.current_stream())
 
     def query(self) -> bool:
-        """Whether the device has passed it; raises the device's error."""
+        """Whether the device has passed this event; raises the device's error."""
         with self._accelerator.current():
             return bool(self._event.query())
 
     def wait(self, within_s: float | None = None) -> bool:
-        """Wait for the device to pass it; return whether it did in time."""
+        """Wait until the device passes this event; return whether it did so in time."""
         if within_s is None:
             with self._accelerator.current():
                 self._event.synchronize()
@@ -337,7 +341,7 @@ class Event:
         return True
 
     def seconds_to(self, later: Event) -> float:
-        """Return how long the device took from here to a later event; both have passed."""
+        """Return the device's time from this event to a later event; both must have passed."""
         with self._accelerator.current():
             return float(self._event.elapsed_time(later._event)) * 1e-3
 
@@ -345,8 +349,9 @@ class Event:
 class Staged:
     """Copies between a device and the host's ordinary memory, through two pinned chunks.
 
-    A chunk crosses on its own stream while the host copies the other one. Pinned memory is reserved
-    in powers of two and never returned: for a whole model it would be up to twice the model.
+    A chunk is copied on its own stream while the host copies the other chunk. Pinned memory is
+    reserved in powers of two and never returned. For a whole model it would be up to twice the
+    model.
 
         device --- chunk 1 ---> host memory
                --- chunk 2 ---> host memory
@@ -359,7 +364,7 @@ class Staged:
             torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=accelerator.pins)
             for _ in range(2)
         ]
-        self._busy: list[Event | None] = [None, None]  # until the copy of a chunk has crossed
+        self._busy: list[Event | None] = [None, None]  # until the copy of a chunk is complete
         self._turn = 0
 
     def to_host(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -394,7 +399,7 @@ class Staged:
             self._accelerator.current_stream().wait_event(last._event)
 
     def _follow(self) -> None:
-        """Have the copies begin after what the device was given so far."""
+        """Let the copies begin after the computations that the device already has."""
         if self._stream is not None:
             now = self._accelerator.event(timed=False)
             self._stream.wait_event(now._event)
@@ -414,7 +419,7 @@ class Staged:
             target.copy_(chunk[at : at + len(source)])
 
     def _cut(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[list[_Piece]]:
-        """Yield what fits one chunk: parts of large tensors, several small ones."""
+        """Yield pieces that fit one chunk: parts of large tensors, several small tensors."""
         pieces: list[_Piece] = []
         at = 0
         for source, target in pairs:
@@ -434,7 +439,7 @@ class Staged:
 
 
 _Piece = tuple[torch.Tensor, torch.Tensor, int]
-"""Bytes of the source and of the target, and where in the chunk they are on their way."""
+"""Bytes of the source, bytes of the target, and their place in the chunk during the copy."""
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -445,7 +450,7 @@ def of(device: str | torch.device) -> Accelerator:
     """Return the accelerator of a device.
 
     Raises:
-        RuntimeError: Torch knows no such kind of device, or has no module for it.
+        RuntimeError: Torch does not know this kind of device, or has no module for it.
     """
     wanted = torch.device(device)
     if wanted.type == "cpu":
@@ -465,7 +470,7 @@ _own: Accelerator = CPU
 
 
 def take(device: str | torch.device) -> Accelerator:
-    """Make a device this engine's own, and this thread's current one."""
+    """Make a device the device of this engine, and the current device of this thread."""
     global _own
     _own = of(device)
     _own.make_current()
@@ -473,10 +478,10 @@ def take(device: str | torch.device) -> Accelerator:
 
 
 def own() -> Accelerator:
-    """Return the latest device of this engine; the CPU before it has one.
+    """Return the latest device of this engine, or the CPU if the engine has had no device yet.
 
-    Other threads begin on the first GPU, and code that asks there for "the current stream" would
-    make a context on it: use `with own().current()` around code that is not ours.
+    Other threads begin on the first GPU. Code that asks there for "the current stream" would make a
+    context on the first GPU. So use `with own().current()` around code that is not ours.
     """
     return _own
 
@@ -489,15 +494,15 @@ def in_use() -> Accelerator | None:
     kind = of(found)
     if not kind.is_in_use():
         return None
-    # That of number 0 may be another worker's: to make it current, even for a moment, begins it.
+    # Device 0 may be another worker's. To make it current, even briefly, makes a context on it.
     ask = getattr(kind._room, "current_device", None)
     return kind if ask is None else of(torch.device(found.type, int(ask())))
 
 
 def give_back() -> None:
-    """Return memory that torch keeps for later, so that others can use it; never raises.
+    """Return the memory that torch keeps for later, so that others can use it; never raises.
 
-    A device that has failed reports it in every call; then there is nothing to return.
+    A device that has failed raises in every call. Then there is nothing to return.
     """
     with contextlib.suppress(Exception):
         CPU.give_back()
@@ -505,20 +510,20 @@ def give_back() -> None:
             own.give_back()
 
 
-# -- what leaves the process -----------------------------------------------------------------------
+# -- values that leave the process -----------------------------------------------------------------
 
 
 class _Leaving(pickle.Pickler):
-    """Packs a value with every tensor of a device as one of the CPU.
+    """Packs a value; each tensor on a device becomes a tensor on the CPU.
 
     Attributes:
-        met: Whether there was such a tensor.
+        met: Whether the value has a tensor on a device.
     """
 
     met = False
 
     def reducer_override(self, value: Any) -> Any:
-        """Say how a tensor of a device is packed; all else is packed as ever."""
+        """Say how a tensor on a device is packed; all other values are packed as usual."""
         if not _is_away(value):
             return NotImplemented
         self.met = True
@@ -527,19 +532,20 @@ class _Leaving(pickle.Pickler):
 
 
 class _Lent(cloudpickle.Pickler):  # type: ignore[misc]
-    """Packs a value for another engine, which puts the tensors on a device of its own."""
+    """Packs a value for another engine, which puts the tensors on its own device."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Say how a tensor of a device is packed; all else is packed as ever."""
+        """Say how a tensor on a device is packed; all other values are packed as usual."""
         if not _is_away(value):
             return super().reducer_override(value)
         return _arrived, (_on_cpu(value),)
 
 
 def on_cpu(value: Any) -> Any:
-    """Return a value for a process that has no such device: a copy, its tensors on the CPU.
+    """Return a value for a process without this device: a copy with its tensors on the CPU.
 
-    A value without a tensor on a device, or that cannot be packed, is returned unchanged.
+    A value without a tensor on a device is returned unchanged, and so is a value that cannot be
+    packed.
     """
     if in_use() is None:
         return value
@@ -547,7 +553,7 @@ def on_cpu(value: Any) -> Any:
     leaving = _Leaving(packed, pickle.HIGHEST_PROTOCOL)
     try:
         leaving.dump(value)
-    except Exception:  # objects raise what they like; it is said where they are sent
+    except Exception:  # objects raise any error; the process that sends the value reports it
         return value
     return pickle.loads(packed.getvalue()) if leaving.met else value
 
@@ -568,7 +574,7 @@ def _arrived(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def settle(device: str | torch.device) -> None:
-    """Move tensors from a lender's device to this worker's; they stay the same objects.
+    """Move tensors from the lender's device to this worker's; they remain the same objects.
 
     Borrowed values arrive before the engine knows its device.
     """
@@ -583,7 +589,7 @@ def _bring(tensor: torch.Tensor, device: str | torch.device) -> None:
 
 
 def _is_away(value: Any) -> bool:
-    # Without `__reduce_ex__` of its own: DTensors and their like are packed as they say.
+    # Without `__reduce_ex__` of its own: DTensors and similar classes pack themselves.
     plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
     return plain and value.device.type not in ("cpu", "meta")
 
@@ -597,7 +603,7 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def own_random(device: str | torch.device) -> Iterator[None]:
-    """Keep the generators of the CPU and of one device, without touching any other device."""
+    """Keep the generators of the CPU and of one device, without a call to any other device."""
     with torch.random.fork_rng(devices=of(device).forked, device_type=_forked_kind(device)):
         yield
 

@@ -1,10 +1,10 @@
-"""Checkpoints of PyTorch runs: `torch.distributed.checkpoint`, without unpickling what is read.
+"""Checkpoints of PyTorch runs: `torch.distributed.checkpoint`, read without unpickling.
 
-The tensors of a state are written by DCP's own file writer, from one process (`no_dist`), after
-tensors spread over workers have been gathered. DCP keeps an index in `.metadata`, a pickle, which
-its reader loads without restriction. Here only the classes of such an index are allowed, so a
-folder from elsewhere cannot run code. Tensors are read with `weights_only`, as DCP does
-itself.
+One process (`no_dist`) writes the tensors of a state with DCP's own file writer. Before that,
+tensors that are spread over workers have been gathered. DCP keeps an index in `.metadata`, which is
+a pickle. DCP's reader loads this pickle without restriction. Here only the classes of such an index
+are allowed, so a folder from another place cannot run code. Tensors are read with `weights_only`,
+as in DCP itself.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -35,7 +35,7 @@ from . import accelerator
 from .data import map_batch
 
 SKELETON = "state.json"
-# That it is one process is meant. Set once: threads that write cannot each change the filters.
+# One process is intended: no warning. Set here, because writing threads cannot change filters.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -50,17 +50,17 @@ _ALLOWED = {
     "pathlib": {"PosixPath", "Path", "WindowsPath"},
     "pathlib._local": {"PosixPath", "Path", "WindowsPath"},
 }  # fmt: skip
-"""All that DCP's index of plain tensors refers to, by module."""
+"""All names in DCP's index of plain tensors, by module."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows the classes of DCP's index, and nothing else."""
+    """Knows the classes of DCP's index, and no other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class of the index.
 
         Raises:
-            RunError: The index names something else: it was not written by DCP.
+            RunError: The index names another class, so DCP did not write it.
         """
         if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 write enums so
             return _member
@@ -75,7 +75,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _member(of: Any, name: str) -> Any:
-    """Return a member of one of the index's enumerations; no other attribute of anything."""
+    """Return a member of one of the index's enumerations; no other attribute is allowed."""
     if isinstance(of, EnumMeta) and name in of.__members__:
         return of.__members__[name]
     raise RunError("The checkpoint's index is damaged.", seen=f"{of!r}.{name}", code="WB-RUN-031")
@@ -98,7 +98,7 @@ class _Reader(FileSystemReader):
 
 
 def write_state(folder: Path, state: Any) -> int:
-    """Write a state into a new folder, down to the disk; return its bytes."""
+    """Write a state into a new folder, and sync it to the disk; return its bytes."""
     skeleton, leaves = encode(state, lambda value: isinstance(value, torch.Tensor))
     tensors = {
         name: torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
@@ -107,7 +107,7 @@ def write_state(folder: Path, state: Any) -> int:
     folder.mkdir(parents=True)
     if tensors:
         writer = FileSystemWriter(folder, sync_files=True)
-        with _plain_errors(), accelerator.own().current():  # it is a thread that writes
+        with _plain_errors(), accelerator.own().current():  # a thread of its own writes
             save(tensors, storage_writer=writer, no_dist=True)
     write_text(folder / SKELETON, json.dumps(skeleton))
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -133,7 +133,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def packed(state: Any) -> tuple[dict[str, Any], list[Bytes]]:
-    """Return a state as JSON-ready data and the bytes of its tensors, in sequence.
+    """Return a state as JSON-ready data and the bytes of its tensors, in order.
 
     Raises:
         FitError: A value is neither a number, a text, a tensor nor a container of these.
@@ -148,7 +148,7 @@ def packed(state: Any) -> tuple[dict[str, Any], list[Bytes]]:
 
 
 def room_for(about: Mapping[str, Any]) -> tuple[list[Bytes], Callable[[], Any]]:
-    """Return the buffers for the bytes of a packed state, and what then builds the state."""
+    """Return buffers for the bytes of a packed state, and a function that builds the state."""
     tensors = {
         name: torch.empty(shape, dtype=getattr(torch, dtype))
         for name, (dtype, *shape) in about["tensors"].items()
@@ -162,14 +162,14 @@ def room_for(about: Mapping[str, Any]) -> tuple[list[Bytes], Callable[[], Any]]:
 
 
 def _bytes(tensor: torch.Tensor) -> Bytes:
-    """Return the bytes of a tensor on the CPU, where they lie if they lie in one piece."""
+    """Return the bytes of a tensor on the CPU; without a copy if the tensor is contiguous."""
     found: Bytes = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     return found
 
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raise what went wrong itself: DCP's own exception is none that `except Exception` catches."""
+    """Raise the original error: `except Exception` does not catch DCP's own exception."""
     try:
         yield
     except CheckpointException as collected:
@@ -178,15 +178,16 @@ def _plain_errors() -> Iterator[None]:
 
 
 def copied(state: Any) -> Any:
-    """Return a copy of a state on the CPU, which later steps do not change."""
+    """Return a copy of a state on the CPU; later steps do not change the copy."""
     return map_batch(lambda tensor: tensor.detach().to("cpu", copy=True), state)
 
 
 def random_state(device: str) -> dict[str, Any]:
     """Return the states of all generators that a step of this worker may draw from.
 
-    Of the devices' generators only the worker's own is kept, without its number, so the rank can
-    continue on another device. The other generators belong to other workers.
+    Among the devices' generators, only that of this worker's device is kept. It is kept without the
+    device's number, so the rank can continue on another device. The other generators belong to
+    other workers.
     """
     state = {**files.random_state(), "torch": torch.get_rng_state()}
     own = accelerator.of(device).random_state()

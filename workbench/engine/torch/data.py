@@ -1,15 +1,15 @@
-"""Data for PyTorch strategies: the user's data, as shares of global batches.
+"""Turns the user's data into shares of global batches, for PyTorch strategies.
 
-Three kinds of source, by what the data allows:
+There are three kinds of source:
 
-- tensors: a batch is one indexing of each tensor; nothing is collated sample by sample;
+- tensors: one indexing of each tensor gives a batch; samples are not collated one by one;
 - map-style datasets and loaders over them: samples are fetched by index, in the loader's own
   worker processes if it has some; each worker of the run fetches only its share;
-- streams (IterableDataset): there is no index, so every worker reads the whole stream and keeps
+- streams (IterableDataset): a stream has no index. So every worker reads the whole stream and keeps
   its slice of each global batch. The stream must give every worker the same samples.
 
-Collated batches of any nesting are counted, cut and mapped here; a source may be divided by class
-(`engine/training/shares.py`).
+This module also counts, cuts and maps collated batches of any nesting. A source may be divided by
+class (`engine/training/shares.py`).
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from ..training.shares import (
 from . import accelerator
 
 PART_OF_DEVICE = 0.1
-"""Of a device's free memory, what a data set may take to stay there."""
+"""The part of a device's free memory that a data set may use to stay on the device."""
 
 KINDS = "a torch Dataset, (x, y) arrays or tensors, or a DataLoader"
 
 
 class TensorSource(Source):
-    """Tensors of equal length, indexed at once.
+    """Tensors of equal length; one indexing gives a batch.
 
     Args:
-        tensors: Each of shape (samples, ...).
-        collated: Whether a batch is a list, also of one tensor, as a DataLoader's is.
+        tensors: Tensors of shape (samples, ...).
+        collated: Whether a batch is a list, as a DataLoader's batch is, even if it has one tensor.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class TensorSource(Source):
             total = min(size, len(indices) - begin)
             start, stop = share_bounds(total, rank, workers)
             samples = stop - start
-            # A worker without a sample holds one that does not count.
+            # A worker without a sample gets one sample, which does not count.
             chosen = places[begin + start : begin + stop] if samples else places[begin : begin + 1]
             yield Share(self._take(chosen), samples, total, step, epoch)
 
     def stay_on(self, device: str) -> None:
-        """Keep the samples on the device if they are small there: steps then copy nothing.
+        """Keep the samples on the device if they are small: then steps copy nothing.
 
-        They are indexed there, so batches need not be copied either.
+        The samples are indexed on the device, so batches are not copied either.
         """
         own = accelerator.of(device)
         room = own.memory()
@@ -107,7 +107,7 @@ class TensorSource(Source):
 
 
 class IndexedSource(Source):
-    """A map-style dataset; `loader` lends its collate function and worker processes."""
+    """A map-style dataset; its collate function and worker processes come from `loader`."""
 
     def __init__(self, dataset: Any, order: Order, loader: DataLoader[Any] | None = None) -> None:
         self.dataset, self.order, self.loader = dataset, order, loader
@@ -115,7 +115,7 @@ class IndexedSource(Source):
         self.steps_per_epoch = order.steps_per_epoch
         collate = default_collate if loader is None else loader.collate_fn
         self._fetch = _fetcher(dataset, collate)
-        self._chosen: list[list[int]] = []  # what the worker processes are to fetch
+        self._chosen: list[list[int]] = []  # indices that the worker processes must fetch
         self._fetching: Any = None
 
     def epoch(self, epoch: int, rank: int, workers: Workers, first: int = 0) -> Iterator[Share]:
@@ -127,7 +127,7 @@ class IndexedSource(Source):
             for step, batch in enumerate(batches, first):
                 chosen, samples = _share_of(batch, rank, workers)
                 data = self._fetch(chosen)
-                if pins:  # the user's loader would
+                if pins:  # the user's loader would pin it
                     data = pin_memory(data)  # type: ignore[no-untyped-call]
                 yield Share(data, samples, len(batch), step, epoch)
             return
@@ -137,7 +137,7 @@ class IndexedSource(Source):
             yield Share(data, samples_of[place], len(batches[place]), first + place, epoch)
 
     def _processes(self, loader: DataLoader[Any], chosen: list[list[int]]) -> Any:
-        """Return the batches of one epoch from worker processes like the user's loader's."""
+        """Return the batches of one epoch, from worker processes like the user's loader's."""
         self._chosen[:] = chosen
         if self._fetching is None:
             self._fetching = DataLoader(
@@ -157,7 +157,7 @@ class IndexedSource(Source):
     def peek(self) -> Any:
         state = random.getstate(), np.random.get_state()
         try:
-            with torch.random.fork_rng(devices=[]):  # else it asks, and so begins, every GPU
+            with torch.random.fork_rng(devices=[]):  # else torch asks every GPU for its state
                 return self._fetch([0])
         finally:
             random.setstate(state[0])
@@ -165,7 +165,7 @@ class IndexedSource(Source):
 
 
 class StreamSource(Source):
-    """An IterableDataset behind a loader of global batches."""
+    """An IterableDataset, read through a loader of global batches."""
 
     def __init__(self, loader: DataLoader[Any], batch_size: int) -> None:
         self.loader, self.batch_size = loader, batch_size
@@ -198,11 +198,11 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
 
     Args:
         data: A torch Dataset, a tuple of arrays or tensors of equal length, or a DataLoader.
-        batch_size: Global batch size; None means the loader's.
-        shuffle: Ignored for a DataLoader, whose own sampler decides.
+        batch_size: Global batch size; None: use the loader's.
+        shuffle: Ignored for a DataLoader, because its own sampler decides.
 
     Raises:
-        FitError: It is none of these, is empty, or has no batch size.
+        FitError: The data is of another kind, is empty, or has no batch size.
     """
     if isinstance(data, DataLoader):
         return _from_loader(undivided(data), batch_size, seed)
@@ -256,7 +256,7 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> 
     _not_empty(len(dataset), dataset)
     plain = type(sampler) is SequentialSampler
     usual = type(sampler) is RandomSampler and not sampler.replacement
-    if type(sampler) is DistributedSampler:  # a share of the data: shares are made here
+    if type(sampler) is DistributedSampler:  # gives a share; shares are made here
         order = make_order(
             len(dataset), size, seed=seed, shuffle=sampler.shuffle, drop_last=loader.drop_last
         )
@@ -285,7 +285,7 @@ def _indexed(dataset: Any, order: Order, loader: DataLoader[Any] | None) -> Sour
 
 
 def _sampled(sampler: Any, seed: int) -> Callable[[int], Any]:
-    """Draw a custom sampler's order with equal random states, so that all workers see the same."""
+    """Draw a custom sampler's order with equal random states, so that all workers have it."""
 
     def indices(epoch: int) -> Any:
         if hasattr(sampler, "set_epoch"):
@@ -306,7 +306,7 @@ def _sampled(sampler: Any, seed: int) -> Callable[[int], Any]:
 
 
 def _can_pin() -> bool:
-    """Whether a device is in use that copies from pinned memory beside the host's work."""
+    """Whether a device in use copies from pinned memory in parallel with the host."""
     own = accelerator.in_use()
     return own is not None and own.pins
 
@@ -359,7 +359,7 @@ def divisible(loader: Any, *, seed: int) -> Source:
     """Return the source behind a user's loader.
 
     Raises:
-        FitError: It is not a DataLoader, or cannot be divided.
+        FitError: The loader is not a DataLoader, or cannot be divided.
     """
     if not isinstance(loader, DataLoader):
         raise FitError(
@@ -374,22 +374,22 @@ def divisible(loader: Any, *, seed: int) -> Source:
 
 
 def undivided(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return the user's own loader, also from one that an earlier cell received."""
+    """Return the user's own loader, also if an earlier cell got a loader from `wb.prepare`."""
     own: DataLoader[Any] = vars(loader).get("undivided", loader)
     return own
 
 
 def global_batch(loader: Any, workers: int) -> int | None:
-    """Return the samples per step, on all workers, of a loop that divides its own data."""
+    """Return the samples per step on all workers, for a loop that divides its own data."""
     size = getattr(loader, "batch_size", None)
     return size * workers if isinstance(size, int) else None
 
 
 def batch_length(data: Any) -> int:
-    """Return how many samples a collated batch holds: the first tensor's first dimension.
+    """Return how many samples a collated batch has: the first tensor's first dimension.
 
     Raises:
-        FitError: There is no tensor in it.
+        FitError: The batch contains no tensor.
     """
     for tensor in tensors_of(data):
         if tensor.dim():
@@ -486,7 +486,7 @@ def labels(source: Source) -> NDArray[np.int64]:
 
 
 def _fetched(source: IndexedSource) -> torch.Tensor | None:
-    """Read the targets of all samples, once."""
+    """Read the targets of all samples, only once."""
     found = []
     count = len(source.dataset)
     for first in range(0, count, CHUNK):

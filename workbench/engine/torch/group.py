@@ -1,26 +1,26 @@
-"""A worker's process group: the environment, how it joins, how it leaves.
+"""A worker's process group: the environment, how a worker joins the group, how it leaves.
 
-Leaving never hangs, and neither does a collective that should end. A collective of gloo ends with
-an error as soon as its connections are shut. A collective of NCCL is a kernel that waits on the
-device for its peers. No signal and no closed socket reaches it, the host waits in C, and
-`destroy_process_group` waits for the same peers. Only aborting the communicators ends it, which any
-thread may do (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html).
-The kernel then leaves a part of the sum in its tensors, and nothing raises; work that is enqueued
-behind it continues with that. So an update waits, while it can still be ended, until its gradients
-are complete:
+Leaving never hangs, and neither does a collective that must end. A collective of gloo ends with an
+error when its connections are shut. A collective of NCCL is a CUDA kernel that waits on the device
+for its peers. No signal and no closed socket reaches this kernel. The host waits in C, and
+`destroy_process_group` waits for the same peers. Only aborting the communicators ends the kernel,
+which any thread may do
+(https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html). The kernel
+then leaves a part of the sum in its tensors, and nothing raises. Later computations in the queue
+would use this part. So before an update, a worker waits until the gradients are complete; this wait
+can be ended:
 
     gradients | all-reduce ....... | `verify` | optimizer.step
                         abort -> a mark; `verify` finds it and raises
 
-Updates are those of every `torch.optim.Optimizer`, also in users' own loops, and averages of
-parameters.
+All updates of `torch.optim.Optimizer` wait, also in users' own loops, and averages of parameters.
 
-Scripts written for torchrun make the group themselves, and leave it at their end. In a cell it
+Scripts for torchrun make the group themselves, and leave it at their end. In a cell the group
 exists already, so an engine replaces `init_process_group` and `destroy_process_group`:
 
-    init: the same world   the existing group is used; with another backend it is made again
-          another world    an error that says what to do
-    destroy                wrappers first, as everywhere; the next init uses new keys
+    init: the same world   the existing group is used; it is made again for another backend
+          another world    an error with the next step
+    destroy                first empties wrappers, as everywhere; the next init uses new keys
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ GROUP_TIMEOUT = timedelta(minutes=30)
 STORE_TIMEOUT = timedelta(seconds=60)
 PROBE_S = 5.0
 CONNECT_S = 12.0
-"""How long torch tries to reach the store. It waits in C++, where an interrupt only breaks the
-connection, and would try again until then. What listens is there at once, however busy it is; but
-torch asks DNS for the name of what it reached (pytorch#159007): 5 s where an answer is lost."""
+"""How long torch tries to reach the store. Torch waits in C++: an interrupt only breaks the
+connection, and torch tries again until this time. A store that listens answers at once. But torch
+asks DNS for the name of the reached host (pytorch#159007): 5 s if the DNS answer is lost."""
 
 RECORDER = (
     "TORCH_FR_BUFFER_SIZE"
@@ -69,27 +69,27 @@ RECORDER = (
     else "TORCH_NCCL_TRACE_BUFFER_SIZE"
 )
 DEVICE_COLLECTIVES = {
-    # Else a watchdog of torch's ends the whole process where a collective takes long or a peer is
-    # gone; who waits, and for whom, is seen and ended here.
+    # Else torch's watchdog ends the whole process if a collective takes long or a peer has
+    # ended. Here Workbench sees which worker waits for which, and ends the wait.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # The flight recorder: which rank has not entered which collective.
+    # The flight recorder shows which rank has not entered which collective.
     RECORDER: "2000",
 }
-"""What NCCL's groups are made under, where the user has not set it
+"""Settings for NCCL's groups, if the user has not set them
 (https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html)."""
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-"""Between hosts: gloo would take the address that the host's own name has, on Debian 127.0.1.1, and
-NCCL the first interface there is, which may be a container's bridge."""
+"""Needed between hosts. Gloo would use the address of the host's own name (on Debian 127.0.1.1),
+and NCCL the first interface, which may be a container's bridge."""
 
 _torch_init = dist.init_process_group
 _torch_destroy = dist.destroy_process_group
-_kept: frozenset[int] | None = None  # inodes of others' sockets; None: there was no group yet
+_kept: frozenset[int] | None = None  # inodes of other sockets; None: no group was made yet
 _store_port = 0
-_made: tuple[str, int, int] | None = None  # prefix, rank and size of the group that is there
-_peers: frozenset[str] = frozenset()  # addresses of its hosts, where they are several
+_made: tuple[str, int, int] | None = None  # prefix, rank and size of the existing group
+_peers: frozenset[str] = frozenset()  # addresses of the group's hosts, if there are several
 
 
 def environ(spec: RunSpec) -> dict[str, str]:
@@ -106,18 +106,18 @@ def environ(spec: RunSpec) -> dict[str, str]:
         "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": spec.run_id or spec.prefix or "workbench",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # Env-style groups of a cell meet in the same store; the attempt keeps them apart.
+        # Groups of a cell with env:// meet in the same store; this count separates the attempts.
         "TORCHELASTIC_RESTART_COUNT": zlib.crc32(spec.prefix.encode()) % 1_000_000,
-        # Connected when it is made: a rank that waits for a peer's first connection has no socket
-        # that could be shut, so nothing could end its wait.
+        # Connect when the group is made. A rank that waits for a peer's first connection has no
+        # socket that could be shut, so nothing could end its wait.
         "TORCH_GLOO_LAZY_INIT": 0,
     }
-    if "OMP_NUM_THREADS" not in os.environ:  # as torchrun, which sets it where the user did not
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun does the same
         values["OMP_NUM_THREADS"] = max(1, spec.threads)
     wanted = dict(DEVICE_COLLECTIVES) if spec.backend != "gloo" else {}
     if local_size == spec.world_size:
         values["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-        if spec.backend != "gloo":  # its bootstrap listens on the first interface else
+        if spec.backend != "gloo":  # else NCCL listens on the first interface
             wanted["NCCL_SOCKET_IFNAME"] = "lo"
     elif spec.store is not None and (ours := address.interface_of(address.address_in(spec))):
         wanted |= dict.fromkeys(INTERFACES, ours)
@@ -129,8 +129,8 @@ def environ(spec: RunSpec) -> dict[str, str]:
 def ensure_group(spec: RunSpec) -> None:
     """Join the run's process group, as a client of the keeper's store.
 
-    An existing group stays only if it belongs to this run. In another run's group, or in one that
-    could not be ended, a worker would train alone or wait for ranks that are elsewhere.
+    An existing group stays only if it belongs to this run. In another run's group, or in a group
+    that could not be ended, a worker would train alone or wait for ranks that are not in the group.
 
     Raises:
         ClusterError: The keeper's store cannot be reached.
@@ -152,9 +152,9 @@ def ensure_group(spec: RunSpec) -> None:
 @waits_in(GROUP)
 def _make_group(spec: RunSpec, prefix: str, backend: str, **settings: Any) -> None:
     global _made, _kept
-    stores: Any = dist  # the stores are there, but not declared as exported
+    stores: Any = dist  # torch has the stores, but does not declare them as exported
     store = _connect_store(spec)
-    # At once: another thread may be looking for the group's sockets to break a wait.
+    # First of all: another thread may be looking for the group's sockets to break a wait.
     _kept = frozenset(inode for _, inode in _sockets())
     store.set_timeout(GROUP_TIMEOUT)
     _learn_peers(spec, stores.PrefixStore(f"{prefix}addresses/", store))
@@ -168,26 +168,27 @@ def _make_group(spec: RunSpec, prefix: str, backend: str, **settings: Any) -> No
             **{"timeout": GROUP_TIMEOUT, **settings},
         )
     except BaseException:
-        # torch numbers groups and counts this one. The number is part of the keys under which
-        # ranks meet, so the next group would wait for ranks that count otherwise.
+        # torch numbers groups and has counted the failed group. The number is part of the keys
+        # under
+        # which ranks meet. So the next group would wait for ranks with another count.
         with contextlib.suppress(AttributeError):
             stores.distributed_c10d._world.group_count = 0
         raise
     finally:
-        # torch wraps the hook of before in one of its own with every group, and keeps them all.
+        # With every group, torch wraps the previous hook in a new hook, and keeps all of them.
         sys.excepthook = hook
     _made = spec.group_name, spec.rank, spec.world_size
     waits.group_was_made(leavable=spec.heals and backend == "gloo")
     device = torch.device(spec.device)
     if device.type != "cpu" and backend_of(None, device) != "gloo":
         _watch_updates(device)
-        # The communicator is made with the first collective: before a step's clock runs.
+        # Make the communicator now, with a first collective: not in the timed first step.
         dist.all_reduce(torch.zeros(1, device=device))
         verify()
 
 
 def _learn_peers(spec: RunSpec, store: Any) -> None:
-    """Learn the addresses of all workers' hosts; called by all workers together."""
+    """Store the addresses of all workers' hosts; all workers call this together."""
     global _peers
     _peers = frozenset()
     if len(spec.host_ranks) < spec.world_size:
@@ -197,9 +198,9 @@ def _learn_peers(spec: RunSpec, store: Any) -> None:
 
 
 def backend_of(group: Any, device: str | torch.device) -> str:
-    """Return the backend of a group's collectives for tensors on a device; empty: none.
+    """Return the backend of a group's collectives for tensors on a device; empty: no backend.
 
-    `get_backend` returns `cpu:gloo,cuda:nccl`, of which one half is meant.
+    `get_backend` returns `cpu:gloo,cuda:nccl`; this function returns the part for the device.
     """
     whole: Any = group if group is not None else dist.group.WORLD
     try:
@@ -209,9 +210,9 @@ def backend_of(group: Any, device: str | torch.device) -> str:
 
 
 def control_wire(group: Any, device: torch.device) -> torch.device:
-    """Return the device for a few numbers in a group's collectives: the CPU, if it is possible.
+    """Return the device for a few numbers in a group's collectives: if possible the CPU.
 
-    There they need neither the device's memory nor a wait for its work.
+    On the CPU they need no memory of the device and no wait for its computations.
     """
     cpu = torch.device("cpu")
     return cpu if backend_of(group, cpu) else device
@@ -220,7 +221,7 @@ def control_wire(group: Any, device: torch.device) -> torch.device:
 def data_wire(group: Any, device: torch.device) -> torch.device:
     """Return the device on which tensors must be when workers send them to each other.
 
-    Gloo sends no tensors that lie on a device
+    Gloo cannot send tensors that are on a device
     (https://docs.pytorch.org/docs/stable/distributed.html#backends).
     """
     return torch.device("cpu") if backend_of(group, device) in ("gloo", "") else device
@@ -244,10 +245,10 @@ def _connect_store(spec: RunSpec) -> Any:
             "The engine does not know where the store is.", seen=spec.run_id, code="WB-CLUSTER-030"
         )
     host, port = spec.store
-    _store_port = port  # an interrupt breaks the connection to it while it is being made, too
-    stores: Any = dist  # the stores are there, but not declared as exported
+    _store_port = port  # an interrupt breaks this connection too, even while it is being made
+    stores: Any = dist  # torch has the stores, but does not declare them as exported
     try:
-        # Where nobody listens torch would go on trying.
+        # Without this check, torch would keep trying if no store listens.
         socket.create_connection((host, port), PROBE_S).close()
         store = stores.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_S))
     except (OSError, RuntimeError, ValueError) as error:
@@ -275,8 +276,8 @@ def open_store(spec: RunSpec) -> Any:
 def destroy_group() -> None:
     """Leave the process group; never hangs, even when a peer died in a collective.
 
-    A DDP wrapper that still exists would deadlock here, so it is detached from the group; after
-    that it only forwards to the plain module.
+    A DDP wrapper that still exists would deadlock here. So the wrapper is detached from the group;
+    after that it only calls the plain module.
     """
     if not dist.is_initialized():
         return
@@ -295,9 +296,9 @@ def destroy_group() -> None:
 
 
 def _is_over(leaving: threading.Thread) -> bool:
-    """Wait for a group to be gone, not for long where it is broken; return whether it is.
+    """Wait until a group has ended, but only shortly for a broken group; return whether it has.
 
-    What is left of it then is a thread of gloo's, which waits for a message that is lost.
+    A broken group may leave a thread of gloo's, which waits for a lost message.
     """
     end_s = waits.clock() + GROUP_GONE_S
     while leaving.is_alive() and waits.clock() < end_s and not waits.are_shut_for(BROKEN_GONE_S):
@@ -306,9 +307,9 @@ def _is_over(leaving: threading.Thread) -> bool:
 
 
 def rest_group() -> bool:
-    """Leave the group ready for the next run; return False if it must be made again.
+    """Keep the group for the next run; return False if the group must be made again.
 
-    Groups that a strategy has made of some ranks are removed with it.
+    It must be made again if a strategy has made more groups, of some ranks.
     """
     c10d: Any = dist.distributed_c10d
     if not dist.is_initialized() or len(c10d._world.pg_map) > 1:
@@ -320,14 +321,14 @@ def rest_group() -> bool:
 def _is_done(updates: Updates, within_s: float) -> bool:
     try:
         return updates.event().wait(within_s)
-    except Exception:  # the device failed, and with it what was on it
+    except Exception:  # the device failed, and all its computations failed with it
         return False
 
 
 def _retire_wrappers() -> None:
-    """Empty every DDP wrapper of this process: their names may outlive the group they use."""
+    """Empty every DDP wrapper of this process: variables may hold it longer than the group."""
     kinds = set(_with_subclasses(torch.nn.parallel.DistributedDataParallel))
-    # Among 100,000 objects `isinstance` alone would take a third of a second.
+    # With 100,000 objects, `isinstance` alone would take a third of a second.
     for wrapper in [thing for thing in gc.get_objects() if type(thing) in kinds]:
         held = wrapper.__dict__
         if "reducer" in held:
@@ -344,7 +345,7 @@ def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def _destroy() -> None:
-    # A group whose peer died complains while it is taken down; it is gone all the same.
+    # A group whose peer died raises errors while it ends; it ends all the same.
     waits.keep_what_was_left()
     with contextlib.suppress(Exception):
         _torch_destroy()
@@ -353,11 +354,11 @@ def _destroy() -> None:
 def break_collectives(*, store: bool = False) -> None:
     """End a collective in which this process is blocked; callable from any thread.
 
-    If groups are aborted, that is enough the first time: what was blocked continues meanwhile, and
-    sockets that are shut after that could belong to the next group.
+    Aborting the groups, if it is possible, is enough in the first call: a blocked thread then
+    continues. Sockets that were shut after that could belong to the next group.
 
     Args:
-        store: End a wait in the store as well.
+        store: Also end a wait in the store.
     """
     if _updates is not None and dist.is_initialized():
         abort_groups()
@@ -369,16 +370,16 @@ def break_collectives(*, store: bool = False) -> None:
 def shutdown_group_sockets(*, store: bool = False) -> int:
     """Break the process group's connections, so that a blocked collective raises at once.
 
-    Callable from any thread. The group's sockets are those opened since it was made that are
-    connected, are not the store's, and lead to one of the workers' hosts. The user's other
-    connections stay. Listening sockets are not touched (shutting one ends the process).
+    Callable from any thread. The group's sockets are the connected sockets that were opened since
+    the group was made and lead to one of the workers' hosts, but not to the store. The user's other
+    connections stay. Listening sockets are not touched, because to shut them ends the process.
 
     Args:
-        store: Break the connection to the store as well: a worker whose peer has never joined
-            waits there, not in a collective.
+        store: Also break the connection to the store. A worker whose peer has never joined waits in
+            the store, not in a collective.
 
     Returns:
-        How many connections were shut.
+        Number of connections that were shut.
     """
     shut = 0
     for fd, inode in _sockets():
@@ -400,7 +401,7 @@ def shutdown_group_sockets(*, store: bool = False) -> int:
 def _is_groups(connection: socket.socket) -> bool:
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return False
-    peer = connection.getpeername()  # OSError for a listening socket: it has no peer
+    peer = connection.getpeername()  # OSError for a listening socket, which has no peer
     host = str(peer[0]).removeprefix("::ffff:").partition("%")[0]
     near = host.startswith("127.") or host == "::1"
     return (host in _peers if _peers else near) and bool(peer[1] != _store_port)
@@ -427,7 +428,7 @@ def _sockets() -> list[tuple[int, int]]:
 
 
 class Updates:
-    """Watches the updates of a process whose group has collectives on a device."""
+    """Checks the updates of a process whose group has collectives on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._accelerator = accelerator.of(device)
@@ -435,7 +436,7 @@ class Updates:
         self._hook = register_optimizer_step_pre_hook(self.verify)
 
     def close(self) -> None:
-        """Watch no longer: the group is gone."""
+        """Stop checking: the group has ended."""
         self._hook.remove()
 
     @property
@@ -444,14 +445,14 @@ class Updates:
         return self._aborted.is_set()
 
     def mark(self) -> None:
-        """Note, before communicators are aborted, that their results are not valid."""
+        """Before communicators are aborted, note that their results will not be valid."""
         self._aborted.set()
 
     def verify(self, *unused: Any) -> None:
-        """Wait until the device has finished its work: then all sums are complete.
+        """Wait until the device has finished its computations: then all sums are complete.
 
         Raises:
-            ClusterError: They are not: collectives were aborted meanwhile.
+            ClusterError: The sums are not complete: collectives were aborted meanwhile.
         """
         event = self.event()
         while not (event.query() or self._aborted.is_set()):
@@ -465,7 +466,7 @@ class Updates:
             )
 
     def event(self) -> accelerator.Event:
-        """Return the point at which the device will have finished its work."""
+        """Return the event at which the device will have finished its computations."""
         return self._accelerator.event(timed=False)
 
 
@@ -480,21 +481,21 @@ def _watch_updates(device: torch.device | None) -> None:
 
 
 def verify() -> None:
-    """Wait, before a sum or mean on a device is used, until it is complete.
+    """Wait until a sum or mean on a device is complete; call this before it is used.
 
     Raises:
-        ClusterError: It is not: collectives were aborted meanwhile.
+        ClusterError: The sum is not complete: collectives were aborted meanwhile.
     """
     if _updates is not None:
         _updates.verify()
 
 
 def abort_groups() -> None:
-    """End every collective of this process at once, and all its groups; callable from any thread.
+    """End all collectives and all groups of this process at once; callable from any thread.
 
-    `_abort_process_group` is torch's only way to abort all communicators together; otherwise their
-    aborts can wait for each other (pytorch#119797). It is experimental, so in versions without it
-    they are aborted one after the other.
+    Only torch's `_abort_process_group` aborts all communicators together. Separate aborts can wait
+    for each other (pytorch#119797). The function is experimental. In versions without it, the
+    communicators are aborted one after the other.
     """
     if _updates is not None:
         _updates.mark()
@@ -513,11 +514,11 @@ def abort_groups() -> None:
 
 @dataclass
 class _Cell:
-    """The cell that runs, as far as its own groups are concerned."""
+    """The running cell, with the facts that its own groups need."""
 
     spec: RunSpec
     pid: int = field(default_factory=os.getpid)
-    made: int = 0  # groups under the spec's prefix, beside the first
+    made: int = 0  # number of groups under the spec's prefix, without the first group
     told: bool = False
 
 
@@ -539,10 +540,10 @@ def init(*args: Any, **keywords: Any) -> None:
     """Replace `torch.distributed.init_process_group`.
 
     Raises:
-        ClusterError: The cell's ranks cannot make the group asked for.
+        ClusterError: The cell's ranks cannot make the group that the call asks for.
     """
     cell = _cell
-    if cell is None or cell.pid != os.getpid():  # a process that the cell started
+    if cell is None or cell.pid != os.getpid():  # the cell started this process itself
         return _torch_init(*args, **keywords)
     asked = inspect.signature(_torch_init).bind(*args, **keywords).arguments
     there = dist.is_initialized()
@@ -566,7 +567,7 @@ def init(*args: Any, **keywords: Any) -> None:
 
 @functools.wraps(_torch_destroy)
 def leave(group: Any = None) -> None:
-    """Replace `torch.distributed.destroy_process_group`, in which a living wrapper would hang."""
+    """Replace `torch.distributed.destroy_process_group`, which hangs if a wrapper still exists."""
     whole = group is None or group is dist.GroupMember.WORLD
     if whole and dist.is_initialized() and _cell is not None and _cell.pid == os.getpid():
         _retire_wrappers()
@@ -574,7 +575,7 @@ def leave(group: Any = None) -> None:
 
 
 def _number(asked: Mapping[str, Any], name: str) -> int:
-    """Return what was asked for, or what the environment says, as torch does."""
+    """Return the number that the call or the environment gives, as torch does."""
     given = int(asked.get(name, -1))
     if given >= 0:
         return given
@@ -597,10 +598,10 @@ def _check_world(spec: RunSpec, size: int, rank: int) -> None:
 
 
 def _serves(spec: RunSpec, backend: str | None) -> bool:
-    """Whether the group that is there has this backend.
+    """Whether the existing group has this backend.
 
     Raises:
-        ClusterError: No group of this cell can have it.
+        ClusterError: No group of this cell can have this backend.
     """
     if backend is None:
         return True

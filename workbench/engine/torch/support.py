@@ -1,16 +1,16 @@
-"""What an engine needs to know of PyTorch: seeds, threads, names, models; without the group.
+"""What an engine needs from PyTorch: seeds, threads, names, models; but not the process group.
 
-Loaded by name (`engine.runtime.support`), so nothing else in the engine names the framework.
+It is loaded by name (`engine.runtime.support`), so no other part of the engine names the framework.
 
-It explains the cause and the cure of well-known mistakes whose error says little. It finds what
-only some strategies can train, in a model and its optimizer. It holds PyTorch's profiler for a
-window of steps.
+It explains the cause and the repair of well-known mistakes whose error says little. In a model and
+its optimizer, it finds parts that only some strategies can train. It also has PyTorch's profiler
+for a window of steps.
 
-Some imports must not be interrupted: half a `torch._dynamo` cannot be imported again. The first
-step of an optimizer imports it, which takes seconds in an engine that was not forked from a warm
-parent. If another rank fails meanwhile, the import would be interrupted, and every later optimizer
-of that engine would fail. So a run imports it at its start, before the ranks meet, and holds
-interrupts back until it is done.
+Some imports must not be interrupted, because a half-imported `torch._dynamo` cannot be imported
+again. The first step of an optimizer imports it. This takes seconds in an engine that was not
+forked from a warm parent. If another rank failed meanwhile, the import would be interrupted, and
+every later optimizer of that engine would fail. So a run imports it at its start, before the ranks
+meet, and holds interrupts back until the import is complete.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 
 LOST_S = 5.0
-"""How long a device may be busy after a cell that failed; one that raises is lost at once."""
+"""How long a device may be busy after a failed cell. A device that raises is lost at once."""
 
 
 def setup(spec: RunSpec) -> None:
@@ -88,7 +88,7 @@ def setup(spec: RunSpec) -> None:
 
 
 SHARED = 0.9
-"""The part of a device's memory that workers who share it may take together."""
+"""The part of a device's memory that workers on the same device may use together."""
 
 
 def _take_device(spec: RunSpec) -> None:
@@ -98,7 +98,7 @@ def _take_device(spec: RunSpec) -> None:
         counted=not device.is_cpu and device.is_in_use(),
     )  # fmt: skip
     accelerators.take(spec.device)
-    if spec.sharers > 1 or _limited:  # or the first one takes all of it, and another one runs out
+    if spec.sharers > 1 or _limited:  # else the first worker takes all of it
         device.limit_memory(SHARED / spec.sharers if spec.sharers > 1 else 1.0)
         _limited.add(str(device.device))
     _asked.close()
@@ -113,15 +113,16 @@ _limited: set[str] = set()
 def collective_under_way(device: accelerators.Accelerator) -> DeviceWork | None:
     """Return the device's unfinished collective; None: there is none.
 
-    It is read from NCCL's flight recorder, which never waits. The control thread asks on the device
-    itself, because the recorder's look at its events would make a context on the first GPU.
+    NCCL's flight recorder knows it, and reading the recorder never waits. The control thread asks
+    inside the device's context. Otherwise the recorder, which looks at its events, would make a
+    context on the first GPU.
     """
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
     if dump is None or not dist.is_initialized():
         return None
     with device.current():
         entries = json.loads(dump(True, True)).get("entries", [])
-    # Without TORCH_NCCL_ENABLE_TIMING one that has begun is still called scheduled.
+    # Without TORCH_NCCL_ENABLE_TIMING, a collective that has begun is still called scheduled.
     open_ones = [one for one in entries if one.get("state") in ("started", "scheduled")]
     if not open_ones:
         return None
@@ -130,10 +131,10 @@ def collective_under_way(device: accelerators.Accelerator) -> DeviceWork | None:
 
 
 def on_updates(watch: Any) -> Callable[[], None]:
-    """Tell `watch` when an optimizer begins and ends an update; returns what ends that.
+    """Tell `watch` when an optimizer begins and ends an update; return a function that ends this.
 
-    An update begins with complete gradients. On a device it waits for them, because others may have
-    to continue from its result.
+    An update begins with complete gradients. On a device it waits for complete gradients, because
+    other workers may have to continue from its result.
     """
 
     def began(*unused: Any) -> None:
@@ -156,13 +157,13 @@ def device_is_lost(spec: RunSpec) -> bool:
 
 
 def names(spec: RunSpec) -> dict[str, Any]:
-    """Return the names that cells find besides rank, world_size and device."""
+    """Return the names that cells find in addition to rank, world_size and device."""
     return {"dist": dist}
 
 
 @contextlib.contextmanager
 def around(run: RunContext) -> Iterator[dict[str, Any]]:
-    """Surround the cell of a training run; yields additional names for the cell."""
+    """Wrap the cell of a training run; yields additional names for the cell."""
 
     def updated(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
         run.updates += 1
@@ -198,29 +199,30 @@ def save_weights(folder: Path, rank: int, arrays: dict[str, Any]) -> str:
 
 
 def explain(error: BaseException) -> str | None:
-    """Return the cause of a well-known mistake in a cell; None for all others."""
+    """Return the cause of a well-known mistake in a cell; None for all other errors."""
     return explain_mistake(error)
 
 
 class Stages(torch.nn.Sequential):
-    """Modules given as a list: a chain that the user has cut already."""
+    """Modules given as a list: a chain that the user has already cut into stages."""
 
 
 def _joined(model: Any) -> Any:
-    """Return a list of modules as one module; anything else as it is."""
+    """Return a list of modules as one module; return anything else unchanged."""
     if isinstance(model, (list, tuple)) and all(isinstance(m, torch.nn.Module) for m in model):
         return Stages(*model)
     return model
 
 
 def sketch_module(model: Any) -> tuple[torch.nn.Module, Callable[[], torch.nn.Module] | None]:
-    """Return a model or, if a function makes it, only the model's form, and its builder.
+    """Return a given model, or only the form of a model that a function makes; and its builder.
 
     The form is on the `meta` device: layers, names and shapes without memory. No random number is
-    used. A function that cannot run there (it computes with weights) builds the whole model.
+    used. Some functions cannot run there, because they compute with weights. They build the whole
+    model.
 
     Raises:
-        FitError: As `build_module`.
+        FitError: The same errors as in `build_module`.
     """
     if isinstance(model, (torch.nn.Module, type, list, tuple)) or not callable(model):
         return build_module(model), None
@@ -236,16 +238,16 @@ def sketch_module(model: Any) -> tuple[torch.nn.Module, Callable[[], torch.nn.Mo
         random.setstate(state[0])
         np.random.set_state(state[1])
     tensors = [*module.parameters(), *module.buffers()]
-    if any(not tensor.is_meta for tensor in tensors):  # it hands out a model that exists
+    if any(not tensor.is_meta for tensor in tensors):  # it returns a model that already exists
         return module, None
     return module, lambda: build_module(model)
 
 
 def build_module(model: Any) -> torch.nn.Module:
-    """Return the module that `wb.fit` or `wb.prepare` was given, calling a function that makes one.
+    """Return the module given to `wb.fit` or `wb.prepare`; if it is a function, call it.
 
     Raises:
-        FitError: It is neither, or has nothing to train.
+        FitError: It does not give a module, or the module has nothing to train.
     """
     built = _joined(model)
     if not isinstance(model, (torch.nn.Module, type)) and callable(model):
@@ -275,7 +277,7 @@ def build_module(model: Any) -> torch.nn.Module:
 
 
 def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
-    """Raise FitError unless `optimizer` is built on the model's parameters or is a function."""
+    """Raise FitError unless `optimizer` is a function or is built on the model's parameters."""
     refuse_averaged(model)
     if isinstance(optimizer, torch.optim.Optimizer):
         owned = {id(parameter) for parameter in model.parameters()}
@@ -419,7 +421,7 @@ def _search(root: Any, rows: int, samples: int) -> tuple[int, ...] | None:
 
 
 def _line(frames: list[FrameType]) -> str | None:
-    """Return the line of a model's forward that has the view, where only one can be meant."""
+    """Return the line of a model's forward that has the view, if only one line is possible."""
     lines: set[str] = set()
     models = {
         type(value)
@@ -444,7 +446,7 @@ OPTIMIZERS_NEED = "torch._dynamo"
 
 
 def import_for_optimizers() -> None:
-    """Import what the first optimizer step would."""
+    """Import the modules that the first optimizer step would import."""
     if OPTIMIZERS_NEED not in sys.modules:
         with interrupts_held_back():
             importlib.import_module(OPTIMIZERS_NEED)
@@ -452,7 +454,7 @@ def import_for_optimizers() -> None:
 
 @contextlib.contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """Let SIGINT take effect only at the end of the block; in other threads there is none."""
+    """Delay SIGINT to the end of the block; do nothing in threads that receive no SIGINT."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -470,12 +472,12 @@ _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 _ACTIVITIES = {"cuda": "CUDA", "xpu": "XPU", "mtia": "MTIA", "hpu": "HPU", "mps": "MPS"}
-"""What the profiler calls the work of a kind of device; of a package's own kind it is
-`PrivateUse1`."""
+"""The profiler's name for computations on a kind of device. For a kind that a package
+defines it is `PrivateUse1`."""
 
 
 class TorchProfiler:
-    """Collects operators on the CPU, and kernels where the worker has a GPU."""
+    """Collects operators on the CPU, and CUDA kernels if the worker has a GPU."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._device = accelerators.of(spec.device)
@@ -490,7 +492,7 @@ class TorchProfiler:
         """Begin to collect.
 
         Raises:
-            RunError: The cell's own profiler is running.
+            RunError: The cell's own profiler already runs.
         """
         if torch._C._autograd._profiler_enabled():
             raise RunError("the cell's own torch.profiler is running", code="WB-RUN-033")
@@ -499,7 +501,7 @@ class TorchProfiler:
             self._profile.start()
 
     def step(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Mark what happens within as a step."""
+        """Mark what happens within this context as a step."""
         return record_function(name)
 
     def stop(self, path: Path | None) -> Path | None:
@@ -512,12 +514,12 @@ class TorchProfiler:
         return path
 
     def _synchronise(self) -> None:
-        self._device.synchronize()  # kernels of the window, and no others
+        self._device.synchronize()  # the trace has the window's kernels only
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Kineto's own log lines out of the cell; it reads this when it is first used."""
+    """Keep Kineto's own log lines out of the cell; it reads this setting at its first use."""
     before = os.environ.get(_LOG_LEVEL)
     os.environ[_LOG_LEVEL] = before or "99"
     try:
@@ -534,7 +536,7 @@ def make(spec: RunSpec) -> TorchProfiler:
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Let a model evaluate meanwhile; layers that evaluated before (frozen BatchNorm) still do."""
+    """Let a model evaluate inside; then modules that trained before train again."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -548,7 +550,7 @@ def check_closure(optimizer: Any) -> None:
     """Raise FitError if an optimizer's step needs a closure.
 
     Args:
-        optimizer: An optimizer or its class; the result of a function is not known yet.
+        optimizer: An optimizer or its class; if it is a function, its result is not known yet.
     """
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if not issubclass(kind, torch.optim.Optimizer):
@@ -578,13 +580,14 @@ def sparse_layers(model: torch.nn.Module) -> list[str]:
 def make_real(
     model: torch.nn.Module, peek: Callable[[], Any], step_fn: Callable[..., Any] | None = None
 ) -> None:
-    """Give lazy layers their shapes, from a batch of one sample; other models are not changed.
+    """Give lazy layers their shapes, from a batch of one sample; other models stay unchanged.
 
-    The weights are drawn here, before the strategy begins, from the seed that all ranks share.
+    The weights are drawn here from the seed that all ranks share, before the strategy begins.
 
     Args:
-        peek: Returns such a batch; None if the data cannot be read without consuming it.
-        step_fn: How the model is called on a batch; without one, on the first of its parts.
+        peek: Returns a batch of one sample; None if the data cannot be read without consuming it.
+        step_fn: Calls the model on a batch. Without it, the model is called on the batch's first
+            part.
 
     Raises:
         FitError: The batch does not determine the shapes.
@@ -596,7 +599,7 @@ def make_real(
         here = next(iter([*model.parameters(), *model.buffers()])).device
         batch = map_batch(lambda t: t.to(here), batch)
         try:
-            # No dropout, no batch statistics of a single sample.
+            # Evaluate: no dropout, no batch statistics of a single sample.
             with evaluating(model), torch.no_grad():
                 if step_fn is not None:
                     step_fn(model, batch)

@@ -1,18 +1,19 @@
-"""Waits for collectives that can be left if gloo cannot end them.
+"""Waits for collectives: a thread can leave the wait if gloo cannot end it.
 
-If a connection closes just as a message is sent, gloo loses the end of that message. Gloo's own
-thread then waits for it in `UnboundBuffer::waitSend` for the group's whole timeout, and nothing
-ends this wait: neither closed sockets nor `abort`. But the thread that asked for the collective can
-leave. While training can continue with others, it waits in slices (`Work.wait` with a timeout,
-which ends with an error and does not change the work). If a collective still waits some time after
-the group's connections were shut, the thread leaves it. The group and its thread then stay until
-the process ends, because removing them would wait for the thread.
+If a connection closes at the moment when a message is sent, gloo loses the end of that message.
+Gloo's own thread then waits for the message in `UnboundBuffer::waitSend` for the group's whole
+timeout. Nothing ends this wait: neither closed sockets nor `abort`. But the thread that asked for
+the collective can leave. In training that can continue with others, this thread waits in slices:
+`Work.wait` with a timeout, which ends with an error and does not change the work. Some time after
+the group's connections were shut, the thread leaves a collective that still waits. The group and
+gloo's thread then stay until the process ends, because to remove them would mean to wait for gloo's
+thread.
 
-DistributedDataParallel's reducer waits in C++, for a future. It is given one of ours (`passed_on`),
-which is completed when gloo's is, or when the collective is left.
+DistributedDataParallel's reducer waits in C++, for a future. It gets a future of ours
+(`passed_on`). Our future completes when gloo's future completes, or when the collective is left.
 
-Waits for sends and receives are not changed: they are gloo's own, and one that times out breaks all
-of the group's connections.
+Waits for sends and receives are gloo's own and are not changed. If such a wait times out, it breaks
+all of the group's connections.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from ..transport.connection import LinkError
 clock = time.monotonic
 SLICE = timedelta(seconds=0.5)
 PATIENCE_S = 1.0
-"""How long after its connections were shut a collective may still end by itself."""
+"""How long a collective may still end by itself after its connections were shut."""
 LEFT = "gloo: a collective was left that waits though its connections are closed"
 _ONE_TO_ONE = (12, 13, 14)
-"""Send, receive, receive from anybody, as `Work._get_op_type` numbers them (c10d/Types.hpp)."""
+"""Send, receive, receive from any rank, as `Work._get_op_type` numbers them (c10d/Types.hpp)."""
 
 _plain_wait = dist.Work.wait
 _shut_since_s: float | None = None
@@ -46,7 +47,7 @@ _lock = threading.Lock()
 
 
 def connections_were_shut() -> None:
-    """Note that collectives of the present group end, or never do."""
+    """Note that collectives of the present group end now, or never end."""
     global _shut_since_s
     if _shut_since_s is None:
         _shut_since_s = clock()
@@ -57,7 +58,7 @@ def connections_were_shut() -> None:
 
 
 def are_shut_for(seconds: float) -> bool:
-    """Return whether the connections of the present group were shut that long ago."""
+    """Return whether the present group's connections were shut at least `seconds` ago."""
     since_s = _shut_since_s
     return since_s is not None and clock() - since_s > seconds
 
@@ -66,7 +67,7 @@ def group_was_made(*, leavable: bool) -> None:
     """Note that there is a group whose connections are intact.
 
     Args:
-        leavable: Whether its collectives may be left once they are broken.
+        leavable: Whether a thread may leave the group's collectives after they are broken.
     """
     global _shut_since_s, _left
     _shut_since_s, _left = None, False
@@ -74,17 +75,17 @@ def group_was_made(*, leavable: bool) -> None:
 
 
 def is_leavable() -> bool:
-    """Return whether collectives are left once they are broken."""
+    """Return whether a thread leaves collectives after they are broken."""
     return dist.Work.wait is _wait
 
 
 def passed_on(work: Any) -> torch.futures.Future[torch.Tensor]:
-    """Return a future of a collective's tensor; it completes at the latest when that is left."""
+    """Return a future of a collective's tensor; it also completes when the collective is left."""
     return _Passing(work).future
 
 
 class _Passing:
-    """Completes a future as a collective ends, or once it is left; the first counts."""
+    """Completes a future when a collective ends or is left; only the first event counts."""
 
     def __init__(self, work: Any) -> None:
         made: Any = torch.futures.Future()
@@ -106,7 +107,7 @@ class _Passing:
             return
         try:
             value = gloos.value()
-        except Exception as error:  # what the collective ended with
+        except Exception as error:  # the error with which the collective ended
             self._made.set_exception(error)
         else:
             self.future.set_result(value[0] if isinstance(value, list) else value)
@@ -131,7 +132,7 @@ def _wait(work: Any, *timeout: Any) -> Any:
             return _plain_wait(work, SLICE)
         except RuntimeError:  # noqa: PERF203 - one slice at a time
             if work.is_completed():
-                return _plain_wait(work)  # as it has ended: with its own error, or well
+                return _plain_wait(work)  # its result: its own error, or success
             if are_shut_for(PATIENCE_S):
                 _leave_behind(work)
                 raise RuntimeError(LEFT) from None
@@ -151,7 +152,7 @@ def keep_what_was_left() -> None:
 
 
 def _keep_for_good(thing: object) -> None:
-    """Let nothing take it down, not the interpreter's end either."""
+    """Keep an object until the process is gone, also at the end of the interpreter."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
@@ -161,9 +162,9 @@ _CUT = re.compile(
 
 
 def was_cut(error: BaseException) -> bool:
-    """Whether an error is a consequence of another worker's end: in a collective, in the store.
+    """Whether an error in a collective or in the store is a consequence of another worker's end.
 
-    Torch raises gloo's as plain RuntimeErrors, which only their text tells apart.
+    Torch raises gloo's errors as plain RuntimeErrors. Only their text identifies them.
     """
     if isinstance(error, LinkError):
         return bool(error.felt)

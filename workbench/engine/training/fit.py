@@ -39,33 +39,35 @@ def fit(
 ) -> FitResult:
     """Train `model` in place, under the strategy of the cell.
 
-    A step is one optimizer step; it uses `batch_size` samples over all workers, accumulation
-    included. `--epochs`, `--steps`, `--batch-size` and `--seed` on the line override the
-    arguments.
+    A step is one optimizer step. It uses `batch_size` samples over all workers, and these samples
+    include all microbatches of `accumulate`. `--epochs`, `--steps`, `--batch-size` and `--seed` in
+    the first line of the cell override the arguments.
 
     Args:
         model: A module, a list of modules that are applied one after the other, or a function
-            without arguments that returns one of them.
+            without arguments that returns a module or such a list.
         data: A Dataset, `(x, y)` arrays or tensors, or a DataLoader (its dataset, batch size,
             collate function, worker processes and order are used). Every worker reads an
-            IterableDataset completely; it needs `steps` if it has no length.
+            IterableDataset completely. An IterableDataset without a length needs `steps`.
         loss: `loss(output, y)`, a mean over the batch, for batches that are pairs.
         step_fn: Instead of `loss`: `step_fn(model, batch) -> loss`, a mean over the batch.
         optimizer: A function of the parameters, or a built optimizer.
         batch_size: Global batch size.
         epochs: Passes over the data.
         steps: Number of steps, instead of `epochs`; the data is repeated.
-        eval_data: As `data`; evaluated at each epoch's end and after the last step.
-        eval_every: Evaluate after this many steps instead.
-        metrics: Names to functions of (output, y), each a mean over the batch.
-        scheduler: A function of the optimizer, or a built scheduler; stepped after each
+        eval_data: Of the same kinds as `data`; evaluated at the end of each epoch and after the
+            last step.
+        eval_every: Evaluate after every `eval_every` steps instead of after each epoch.
+        metrics: A mapping from names to functions of (output, y); each function gives a mean over
+            the batch.
+        scheduler: A function of the optimizer, or a built scheduler. It makes a step after each
             optimizer step, not after each epoch.
-        clip_norm: Largest norm of the gradient of the whole batch.
+        clip_norm: Largest allowed norm of the gradient of the whole batch.
         accumulate: Number of microbatches into which each worker divides its share.
         precision: None, `"bf16"` or `"fp16"` (autocast; fp16 with loss scaling on CUDA).
         compile: Whether to compile the model.
         shuffle: Whether the order of samples is drawn again in each epoch, from `seed`.
-        seed: Seed of the order, which is the same for any number of workers.
+        seed: Seed of this order. The order is the same for any number of workers.
         callbacks: Functions `(step, logs)`, or objects with `on_step_end(step, logs)`,
             `on_epoch_end(epoch, logs)`, `on_train_end(logs)`. On a GPU a step waits for the
             device only if a callback reads `logs["loss"]`.
@@ -75,10 +77,11 @@ def fit(
 
     Raises:
         RunError: There is no run: the cell has no `%%distributed STRATEGY`.
-        FitError: Something cannot be trained; raised on every rank before any collective.
+        FitError: Something cannot be trained. The error is raised on every rank before any
+            collective.
     """
     context = require("wb.fit")
-    context.options_read = True  # the line's overrides are honoured here
+    context.options_read = True  # this function applies the overrides of the cell's first line
     needed = {"model": model, "data": data, "optimizer": optimizer}
     if missing := [name for name, value in needed.items() if value is None]:
         raise FitError(
@@ -115,13 +118,13 @@ def fit(
 
 @dataclass(frozen=True)
 class _Sample:
-    """A batch of one sample, and how the model is called on it."""
+    """A batch of one sample, and a function that calls the model on the batch."""
 
     source: Any
     step_fn: Any
 
     def make_real(self, support: Any, module: Any) -> Any:
-        """Give layers that wait for their first batch (`LazyLinear`) their shapes."""
+        """Give their shapes to layers that wait for their first batch (`LazyLinear`)."""
         make = getattr(support, "make_real", None)  # Keras builds its layers by itself
         if make is not None:
             make(module, self.source.peek, self.step_fn)
@@ -131,7 +134,7 @@ class _Sample:
 def _model(
     context: RunContext, model: Any, optimizer: Any, scheduler: Any, sample: _Sample
 ) -> tuple[Any, Callable[[], Any] | None]:
-    """Return the checked model, and what builds it where it has no memory yet."""
+    """Return the checked model, and a function that builds its parts without memory."""
     support = fit_arguments.support(context.spec.framework)
     if context.entry.whole and not context.entry.fills:
         module, build = support.build_module(model), None
@@ -165,7 +168,7 @@ def _sources(
     shuffle: bool,
     paired: bool,
 ) -> tuple[Any, Any]:
-    """Return the sources of training and evaluation data (None without), checked."""
+    """Return the checked sources of training and evaluation data; None if there is no data."""
     make = fit_arguments.data_module(context.spec.framework).make_source
     source = make(data, counts.batch_size, seed=counts.seed, shuffle=shuffle)
     fit_arguments.check_batch(source.batch_size, context)

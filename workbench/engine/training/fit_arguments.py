@@ -1,4 +1,4 @@
-"""What `wb.fit` is passed, checked on every rank before any collective."""
+"""Checks the arguments of `wb.fit` on every rank, before any collective."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _trained_in: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def support(framework: str) -> Any:
-    """Return the framework's own engine module, loaded by name."""
+    """Return the engine module of the framework, loaded by name."""
     return importlib.import_module(f"workbench.engine.{framework}.support")
 
 
 def data_module(framework: str) -> Any:
-    """Return the framework's data module, loaded by name."""
+    """Return the data module of the framework, loaded by name."""
     return importlib.import_module(f"workbench.engine.{framework}.data")
 
 
 def load_strategy(context: RunContext) -> Any:
-    """Return the cell's strategy object, or a new one that replaces an earlier one."""
+    """Return the cell's strategy object, or a new strategy object that replaces an earlier one."""
     if context.strategy is not None:
         if context.strategy.per_cell:
             return context.strategy
@@ -44,7 +44,7 @@ def load_strategy(context: RunContext) -> Any:
 
 @dataclass(frozen=True)
 class Counts:
-    """The numbers that say how long to train, with the line's overrides applied."""
+    """The numbers that say how long to train, after the overrides of the cell's first line."""
 
     batch_size: int | None
     epochs: int
@@ -55,13 +55,13 @@ class Counts:
 def check_counts(
     context: RunContext, batch_size: Any, epochs: Any, steps: Any, seed: Any
 ) -> Counts:
-    """Apply the line's overrides and check what comes out.
+    """Apply the overrides of the cell's first line, and check the resulting numbers.
 
     Raises:
         FitError: A count is not a whole number of at least 1, or a seed is negative.
     """
     given = context.spec.overrides
-    # Epochs on the line are meant, even where the cell counts in steps.
+    # `--epochs` takes effect, even if the cell counts in steps.
     if "epochs" in given and "steps" not in given:
         steps = None
     counts = {
@@ -100,10 +100,10 @@ def check_batch(batch_size: int, context: RunContext) -> None:
 
 
 def check_objective(loss: Any, step_fn: Any, metrics: Any) -> dict[str, Callable[..., Any]]:
-    """Check that exactly one of `loss` and `step_fn` is given; return the metrics.
+    """Check that either `loss` or `step_fn` is given, but not both; return the metrics.
 
     Raises:
-        FitError: Both or neither are given, or something is not callable.
+        FitError: Both or neither are given, or an argument is not callable.
     """
     if (loss is None) == (step_fn is None):
         raise FitError(
@@ -145,10 +145,10 @@ def check_objective(loss: Any, step_fn: Any, metrics: Any) -> dict[str, Callable
 def check_extras(
     clip_norm: Any, accumulate: Any, precision: Any, eval_every: Any, eval_data: Any
 ) -> None:
-    """Check the rest of what `wb.fit` is passed.
+    """Check the other arguments of `wb.fit`.
 
     Raises:
-        FitError: Naming the value seen and what is allowed.
+        FitError: An argument is not valid; the error names the value seen and the allowed values.
     """
     if clip_norm is not None and (not isinstance(clip_norm, (int, float)) or clip_norm <= 0):
         raise FitError(
@@ -190,7 +190,7 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
     """Raise FitError if the strategy cannot be used this way, or does not support a feature.
 
     Args:
-        used: Names of `catalog.FIT_FEATURES` that were asked for.
+        used: Names of the `catalog.FIT_FEATURES` that the call uses.
     """
     if way not in entry.ways:
         words = {
@@ -220,7 +220,7 @@ def check_sparse(entry: catalog.Strategy, model: Any) -> None:
     """Raise FitError if layers give sparse gradients and the strategy cannot use them."""
     if "sparse_gradients" in entry.supports:
         return
-    find = getattr(support(entry.framework), "sparse_layers", None)  # not every framework has any
+    find = getattr(support(entry.framework), "sparse_layers", None)  # only some have them
     if find is not None and (sparse := find(model)):
         able = [e.name for e in catalog.strategies(entry.framework)
                 if "sparse_gradients" in e.supports]  # fmt: skip
@@ -234,12 +234,12 @@ def check_sparse(entry: catalog.Strategy, model: Any) -> None:
 
 
 def lacks_memory(entry: catalog.Strategy, model: Any) -> bool:
-    """Whether a part of a built model has no memory yet, which the strategy will allocate.
+    """Return whether a part of a built model has no memory yet; the strategy will allocate it.
 
     Raises:
-        FitError: The strategy cannot.
+        FitError: The strategy cannot allocate memory for the model.
     """
-    find = getattr(support(entry.framework), "forms", None)  # not every framework has any
+    find = getattr(support(entry.framework), "forms", None)  # only some have such layers
     lacking = [] if find is None else find(model)
     if lacking and not entry.fills:
         able = [e.name for e in catalog.strategies(entry.framework) if e.fills]
@@ -257,7 +257,7 @@ def lacks_memory(entry: catalog.Strategy, model: Any) -> bool:
 
 
 def check_closure(entry: catalog.Strategy, optimizer: Any) -> None:
-    """Raise FitError if the optimizer needs a closure, in frameworks that have closures."""
+    """Raise FitError if the optimizer needs a closure (only some frameworks have closures)."""
     check = getattr(support(entry.framework), "check_closure", None)
     if check is not None:
         check(optimizer)
@@ -268,8 +268,8 @@ class Callbacks:
     """The user's callbacks: objects or functions.
 
     An object may have `on_step_end(step, logs)`, `on_epoch_end(epoch, logs)` and
-    `on_train_end(logs)`; a function is called as `on_step_end`. `logs` maps names to numbers: the
-    worker's own `loss`, and after an evaluation its values.
+    `on_train_end(logs)`. A function is called as `on_step_end`. `logs` maps names to numbers: the
+    worker's own `loss`, and after an evaluation also the values of the evaluation.
     """
 
     step_end: list[Callable[[int, dict[str, float]], object]] = field(default_factory=list)
@@ -278,10 +278,10 @@ class Callbacks:
 
     @staticmethod
     def of(given: Any) -> Callbacks:
-        """Sort what was passed.
+        """Sort the given callbacks by the moment at which they are called.
 
         Raises:
-            FitError: One of them has none of the methods and cannot be called.
+            FitError: A callback has none of these methods and cannot be called.
         """
         found = Callbacks()
         hooks = {"on_step_end": found.step_end, "on_epoch_end": found.epoch_end}

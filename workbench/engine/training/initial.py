@@ -1,4 +1,4 @@
-"""The weights a run starts from: those another run ended with (`--init-from RUN`)."""
+"""The weights from which a run starts: the final weights of another run (`--init-from RUN`)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 def initialise(context: RunContext, model: Any) -> None:
-    """Give the first model of the cell the weights that the line names, if it names any.
+    """Give the first model of the cell the weights that `--init-from` names, if it is given.
 
-    A model that does not know its shapes yet is left unchanged; its strategy asks again.
+    A model that does not know its shapes yet stays unchanged. Its strategy calls this function
+    again later.
 
     Raises:
         PlanError: The weights are of a different model.
@@ -36,10 +37,10 @@ def initialise(context: RunContext, model: Any) -> None:
 
 
 def read(folder: Path) -> tuple[dict[str, Any], str]:
-    """Return a run's final weights by name, those of all ranks, and its framework.
+    """Return the final weights of a run by name, from all its ranks, and the run's framework.
 
     Raises:
-        RunError: There are none, or they cannot be read.
+        RunError: The run has no final weights, or they cannot be read.
     """
     arrays: dict[str, Any] = {}
     try:

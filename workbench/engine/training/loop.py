@@ -31,10 +31,10 @@ class FitResult:
 
     Attributes:
         model: The plain module with the final weights.
-        steps: Optimizer steps done.
+        steps: Number of optimizer steps done.
         loss: This worker's mean loss in the last step.
         evals: One mapping per evaluation: step, epoch, loss, metrics.
-        stopped: Whether Stop ended it.
+        stopped: Whether Stop ended the training.
     """
 
     model: Any
@@ -51,13 +51,13 @@ class FitResult:
         return f"<fit: {', '.join(words)}{', stopped' if self.stopped else ''}>"
 
     def _ipython_display_(self) -> None:
-        """Show nothing as the last value of a training cell: the dashboard has said it all."""
+        """Show nothing if this is the last value of a training cell: the dashboard shows it all."""
         if current() is None:
-            print(repr(self))  # noqa: T201 - what a cell shows is printed
+            print(repr(self))  # the text that a cell shows is printed
 
 
 class Training:
-    """The step loop of one `wb.fit`; what runs in each step is kept short."""
+    """The step loop of one `wb.fit`; each step runs as little Python as possible."""
 
     arrives_later = False
 
@@ -78,11 +78,11 @@ class Training:
         self._evaluation_s = 0.0
         self.weighing_s = self.saving_s = self.aside_s = 0.0
         self.checkpoints = checkpoints_of(context)
-        self.first = self.base  # the step to begin with
+        self.first = self.base  # the first step of this fit
         self.regrouping = Regrouping(self)
         self._dealt: Iterator[Share] = iter(())
         self._deal: Callable[[int], Iterator[Share]] = lambda first: iter(())
-        self._portions: tuple[int, ...] = ()  # samples of each worker's share; none: equal ones
+        self._portions: tuple[int, ...] = ()  # samples of each worker's share; empty: equal shares
 
     def run(self, epochs: int | None) -> FitResult:
         """Train to the end, or until Stop."""
@@ -92,14 +92,15 @@ class Training:
         strategy.seed = self.job.seed
         source = strategy.shard_source(self.source)
         strategy.prepare(self.job)
-        if context.entry.data_parallel:  # what is left beside the model
+        if context.entry.data_parallel:  # the memory that the model does not need
             for each in (source, self.eval_source):
                 if hasattr(each, "stay_on"):
                     each.stay_on(spec.device)
         self._deal = lambda first: self._shares(strategy, source, first)
         self._dealt = self._begin(strategy)
         context.gate.deals = context.entry.sheds and context.sync and source.samples is not None
-        # Replicas are equal: rank 0's stand for all. Who is yet to be let in has nothing to leave.
+        # Replicas are equal: rank 0 leaves the weights for all. A worker that has not joined has
+        # none.
         leaves = spec.rank == 0 or not context.entry.whole
         if leaves and not context.membership.waits:
             context.weights = strategy.weights
@@ -117,12 +118,12 @@ class Training:
             last = strategy.run_loop(self)
         else:
             last = self._steps(strategy)
-            context.settle()  # what the device has yet to do is training too
+            context.settle()  # the device's remaining computation is training too
             idle_s = context.gate.paused_s - paused_s + context.eval_s - eval_s
             idle_s += self.weighing_s + self.saving_s + self.aside_s
             context.train_s += clock() - began - idle_s
         if context.gate.leaves_alone:
-            raise RunStopped  # what follows would wait for the others
+            raise RunStopped  # the rest of the cell would wait for the others
         result = self.result
         result.steps = context.trained - self.base
         result.loss = _loss(last)
@@ -131,26 +132,26 @@ class Training:
         if context.sync:
             self.regrouping.save(self.checkpoints.save)
         context.gate.deals = False
-        self.regrouping.finish(strategy)  # workers that meet nowhere have pushed only now
+        self.regrouping.finish(strategy)  # asynchronous workers push their last updates here
         if not strategy.owns_loop:
             self.checkpoints.save()
         if context.gate.leaving:
-            raise RunStopped  # what else the cell does is for those who go on
+            raise RunStopped  # only workers that continue run the rest of the cell
         for hook in self.hooks.train_end:
             hook({**self.logs, "loss": result.loss})
         return result
 
     def deal(self, portions: tuple[int, ...] = ()) -> None:
-        """Continue in the data at the current step, with these shares; by default equal ones."""
+        """Continue in the data at the current step, with these shares (by default equal shares)."""
         self._portions = portions
         self._dealt = self._deal(self.context.trained - self.base)
 
     def why_not(self) -> str:
-        """Return why it cannot continue with other workers: it always can."""
+        """Return why it cannot continue with other workers; empty, because it always can."""
         return ""
 
     def place(self) -> dict[str, Any]:
-        """Return how far this training is, for a worker that takes over its state."""
+        """Return the progress of this training, for a worker that takes over its state."""
         logs = {name: value for name, value in self.logs.items() if name.startswith("eval_")}
         return {
             "trained": self.context.trained,
@@ -160,14 +161,14 @@ class Training:
         }
 
     def take_place(self, place: Mapping[str, Any]) -> None:
-        """Set the progress to that of another worker."""
+        """Set the progress to the progress of another worker."""
         self.context.trained, self.evaluated = place["trained"], place["evaluated"]
         self.context.step = self.context.trained - 1
         self.result.evals[:] = place["evals"]
         self.logs.update(place["logs"])
 
     def catch_up(self) -> None:
-        """Evaluate with the others if they are about to, after the latest step."""
+        """Evaluate with the others if they will evaluate now, after the latest step."""
         done = self.context.trained - self.base
         every = self.eval_every or self.job.steps_per_epoch
         pending = self.evaluated != self.context.trained - 1
@@ -180,7 +181,7 @@ class Training:
         per_epoch = self.job.steps_per_epoch
         after = self.hooks.step_end or self.eval_source is not None or self.hooks.epoch_end
         left = self.base + self.job.total_steps - self.first
-        remembered = self.first + min(2, left)  # when optimizers have their state
+        remembered = self.first + min(2, left)  # optimizers have allocated their state by then
         result: StepResult | None = None
         start, paused_s = clock(), gate.paused_s
         end_step = self.base + self.job.total_steps
@@ -216,7 +217,7 @@ class Training:
                 came = self.regrouping.go_on(recorded)
                 if came:
                     self.catch_up()
-                if came or context.trained == step:  # nobody has completed it: all take it anew
+                if came or context.trained == step:  # no worker has completed it: all repeat it
                     start, paused_s = clock(), gate.paused_s
                     continue
             else:
@@ -248,12 +249,12 @@ class Training:
             add(step, one, start_s, end_s, data_wait_s=data_wait_s, rank=rank)
 
     def _begin(self, strategy: Strategy) -> Iterator[Share]:
-        """Go on from the checkpoint, where there is one of this training; return the shares."""
+        """Continue from a checkpoint of this training, if there is one; return the shares."""
         job = self.job
         batches = {
             "base": self.base,
             "batch_size": job.batch_size,
-            "per_epoch": self.source.steps_per_epoch,  # None: a stream does not say
+            "per_epoch": self.source.steps_per_epoch,  # None: a stream does not know it
         }
         about = self.checkpoints.enter(strategy, lambda: batches)
         if about is None:
@@ -277,12 +278,12 @@ class Training:
         return shares
 
     def part(self, shard: tuple[int, int]) -> tuple[int, Workers]:
-        """Return this worker's share, and the number of shares or the weight of each."""
+        """Return this worker's share, and the number of shares or the weight of each share."""
         rank, workers = shard
         return (rank, self._portions) if len(self._portions) == workers else shard
 
     def _shares(self, strategy: Strategy, source: Any, first: int) -> Iterator[Share]:
-        if strategy.owns_loop:  # it deals the data itself
+        if strategy.owns_loop:  # such a strategy divides the data itself
             return iter(())
         dealt: list[Iterator[Share]] = []
         for shard, steps in strategy.shares(first):
@@ -312,7 +313,7 @@ class Training:
         return end
 
     def _weigh(self, strategy: Strategy) -> float:
-        """Log what this worker holds between steps; return when the next step begins."""
+        """Log the memory that this worker uses between steps; return when the next step begins."""
         began = clock()
         self.context.log_memory(strategy.memory_bytes())
         end = clock()
@@ -327,12 +328,12 @@ class Training:
             hook(epoch, self.logs)
 
     def evaluate(self, strategy: Strategy, epoch: int) -> None:
-        """Evaluate, if there is data for it; the time is not part of a step."""
+        """Evaluate if there is evaluation data; the time is not part of a step."""
         context = self.context
-        context.settle()  # steps that the device has yet to do are no part of it
+        context.settle()  # steps that the device has not finished are not part of it
         began = clock()
         found = self.regrouping.evaluate(strategy, self.eval_source)
-        if found is None:  # another worker had the values, and this one has them from it
+        if found is None:  # another worker evaluated; this worker took over its values
             return
         values = found
         context.settle()
@@ -348,7 +349,7 @@ class Training:
             self.tell_evaluation()
 
     def tell_evaluation(self) -> None:
-        """Tell the kernel of the latest evaluation; it counts once if several workers do."""
+        """Tell the kernel the latest evaluation. It counts once, even if several workers tell it."""
         if self.result.evals:
             values = dict(self.result.evals[-1])
             step, epoch = int(values.pop("step")), int(values.pop("epoch"))
@@ -361,8 +362,8 @@ class Training:
 class Logs(dict[str, Any]):
     """The dictionary of numbers that callbacks receive.
 
-    The loss may still be on the device. It is fetched only when a callback reads it. Otherwise
-    nothing waits, and the host stays ahead of the device.
+    The loss may still be on the device. It is fetched only when a callback reads it. If no callback
+    reads it, nothing waits, and the host stays ahead of the device.
     """
 
     def __init__(self) -> None:
@@ -370,7 +371,7 @@ class Logs(dict[str, Any]):
         self._result: StepResult | None = None
 
     def take(self, result: StepResult) -> None:
-        """Hold a step's loss."""
+        """Keep the loss of a step."""
         self["loss"] = result.loss
         self._result = result if result.deferred is not None else None
 
@@ -390,7 +391,8 @@ class Logs(dict[str, Any]):
         super().__setitem__(name, value)
 
     def __iter__(self) -> Iterator[str]:
-        # As it is, and here all the same: without it `dict(logs)` and `{**logs}` copy the memory.
+        # Same as the inherited method, but needed: else `dict(logs)` and `{**logs}` copy the
+        # memory.
         return super().__iter__()
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -414,7 +416,7 @@ class Logs(dict[str, Any]):
         return dict(self.items())
 
     def pop(self, *given: Any) -> Any:
-        """Take a number out."""
+        """Remove a number and return it."""
         self._fetch()
         return super().pop(*given)
 
@@ -438,7 +440,7 @@ class Logs(dict[str, Any]):
 
 
 def _loss(result: StepResult | None) -> float:
-    """Return the worker's loss of a step, waiting for the device where it is still there."""
+    """Return the worker's loss of a step; wait for the device if the loss is still there."""
     if result is None:
         return float("nan")
     if result.deferred is None:

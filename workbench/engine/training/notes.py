@@ -1,6 +1,7 @@
-"""`wb.log` and `wb.options`: what a cell may log and read during a run.
+"""`wb.log` and `wb.options`: the values that a cell can log and read during a run.
 
-It also reports to the kernel that training begins: once per replica that this engine holds.
+This module also reports to the kernel that training begins, once per replica that this engine
+holds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ def log(**values: Any) -> None:
     """Add columns to the run's history and dashboard, at the current step.
 
     Args:
-        values: Numbers by name; a tensor of one element is read (on CUDA this waits for it).
+        values: Numbers by name. A tensor of one element is read; on CUDA the call waits for the
+            tensor.
 
     Raises:
         RunError: There is no run.
@@ -44,10 +46,11 @@ def _number(name: str, value: Any) -> float:
 
 
 class Options:
-    """The line's settings: overrides (`epochs`, `steps`, `batch_size`, `seed`), `-o`, `--set`.
+    """The settings in the cell's first line: `--epochs` and other overrides, `-o`, `--set`.
 
-    `wb.options.epochs` reads one. `wb.options.get("epochs", 5)` has a default, for settings that
-    the line does not have, and for cells outside a run.
+    The overrides are `epochs`, `steps`, `batch_size` and `seed`. `wb.options.epochs` reads one
+    setting. `wb.options.get("epochs", 5)` has a default, for settings that the first line does not
+    contain, and for cells outside a run.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -62,7 +65,7 @@ class Options:
         raise AttributeError(f"the line does not set {name!r}; {hint}")
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the line's setting, or `default`."""
+        """Return the setting of the cell's first line, or `default`."""
         values = self._values()
         _read(name)
         return values.get(name, default)
@@ -82,7 +85,7 @@ class Options:
 
 
 def _read(name: str) -> None:
-    """Take note that the cell has read a value of that name."""
+    """Remember that the cell has read a setting with this name."""
     context = current()
     if context is not None:
         context.unread.discard(name)
@@ -104,8 +107,8 @@ def announce(
 
     Args:
         parameters: How many numbers the model trains.
-        batch_size: Global batch size; None where it is not known.
-        epoch_samples: How many samples an epoch has; None where it is not known.
+        batch_size: Global batch size; None if it is not known.
+        epoch_samples: How many samples an epoch has; None if that is not known.
     """
     spec = context.spec
     label = fit_arguments.support(spec.framework).device_label

@@ -1,53 +1,54 @@
-"""A training continues with other workers when one dies, joins or leaves.
+"""Lets a training continue with other workers when a worker dies, joins or leaves.
 
-The kernel announces a generation (`telemetry/membership.py`). All its members come here, either
-from between two steps or out of a collective that failed:
+The kernel announces a generation (`telemetry/membership.py`). All members of the generation come
+here, either between two steps or after a collective that failed:
 
-    leave    wrappers, links and the old process group
-    meet     in a group of the new members, under the generation's name
-    compare  how far is each: (steps completed, step evaluated last, meetings); the furthest are
-             right
-    catch up workers that are behind take over, from one of the furthest, model, optimizer,
-             scheduler, evaluations and place in the data (`transport/handover.py`); new workers
-             also take over random states
-    continue each with its share of the same global batches in the same order
+    leave    the wrappers, the links and the old process group
+    meet     in a group of the new members, with the generation's name
+    compare  how far each worker is: (steps completed, step evaluated last, meetings); the
+             furthest workers are right
+    catch up workers that are behind take over, from one of the furthest workers, the model, the
+             optimizer, the scheduler, the evaluations and the place in the data
+             (`transport/handover.py`); new workers also take over random states
+    continue each worker with its share of the same global batches in the same order
 
-If replicas are copies, either all workers complete a step or none does. No worker can be ahead by
-more than one step, because the next step needs everybody. If some worker has completed the step in
-which others failed, the sum contained the gradients of all. So its result is that of an undisturbed
-run, and the others take it over. If no worker has completed it, all repeat the step, with the
-shares of the present members. A failed step has changed only gradients, and buffers, which the
-strategy restores.
+If replicas are copies, either all workers complete a step or no worker does. No worker can be ahead
+by more than one step, because the next step needs all workers. Assume that one worker has completed
+a step that failed on other workers. Then the sum contained the gradients of all workers. So the
+result is equal to that of an undisturbed run, and the other workers take it over. If no worker has
+completed the step, all repeat it, with the shares of the present members. A failed step has changed
+only gradients, and buffers, which the strategy restores.
 
-If replicas differ between meetings (`contract.Strategy.copies`), each worker keeps its own. Workers
-take steps alone between meetings, so they are at different steps when a change comes:
+If replicas differ between meetings (`contract.Strategy.copies`), each worker keeps its own replica.
+Between meetings each worker takes its steps alone. So the workers are at different steps when a
+change comes:
 
-    meeting           F: where the furthest is                next meeting
+    meeting           F: the furthest worker                  next meeting
        |--- worker 0: ======| ------------------------------------->|
        |--- worker 1: ==|...| ------------------------------------->|
-       |--- (dead):   =x    | ------------------------------------->|   comes: begins at F
-            shares as before|  the same batches, divided anew
+       |--- (dead):   =x    | ------------------------------------->|   new worker: begins at F
+            shares as before|  the same batches, divided again
 
-A worker that is behind takes its steps up to F on its old shares, because the others have taken
-theirs. From F on all have new shares. A meeting's result contains what all gave. So a worker that
-was broken out of a meeting takes over the result from a worker that completed it. If no worker
-completed the meeting, it is repeated; the strategy decides whether the step before it is repeated
-too.
+A worker that is behind takes its steps up to F on its old shares, because the others have already
+done so. From F on, all workers have new shares. The result of a meeting contains the data of all
+workers. So a worker whose meeting was interrupted takes over the result from a worker that
+completed the meeting. If no worker completed the meeting, it is repeated. The strategy decides
+whether the step before the meeting is repeated too.
 
-If several workers hold a replica together, each takes over from a holder of its own part. Parts
-meet in separate groups, so one part may have the sum of its gradients while another has not. No
-worker takes its step before it knows that all have everything they need for it (`Strategy.ready`).
-So if one worker has taken the step, the others learn of it here and take theirs with what they
-already hold. A worker that has lost the others of its replica waits, and then joins again like a
-new worker.
+If several workers hold a replica together, each worker takes over from a worker that holds the same
+part. Parts meet in separate groups. So one part may have the sum of its gradients before another
+part does. A worker takes its step only after it knows that all workers have everything they need
+for it (`Strategy.ready`). So if one worker has taken the step, the others are told here. They take
+the step with the data that they already have. A worker that has lost the other workers of its
+replica waits. Then it joins again like a new worker.
 
-If servers hold the parameters, they know which step counts (`Strategy.settle_steps`): each worker
-asks them before it compares. Workers that never meet (`Strategy.apart`) do not wait for each other
-here either. Before a step each notes the present members, and one of them hands over to a new
-worker.
+If servers hold the parameters, the servers know which step counts (`Strategy.settle_steps`). Each
+worker asks the servers before it compares. Workers that never meet (`Strategy.apart`) do not wait
+for each other here either. Before a step, each of these workers reads the list of present members,
+and one of them hands over its state to a new worker.
 
-Two things differ from an undisturbed run: random numbers that a failed step drew (dropout) are
-drawn again, and the fastest all-reduce is not measured again.
+Two things differ from an undisturbed run. Random numbers that a failed step drew (dropout) are
+drawn again. The search for the fastest all-reduce is not repeated.
 """
 
 from __future__ import annotations
@@ -73,18 +74,18 @@ if TYPE_CHECKING:
 
 clock = time.perf_counter
 NOWHERE = (-1, -1, -1)
-"""Where a worker stands that has just come."""
+"""The progress of a worker that has just joined."""
 
 
 class Training(Protocol):
-    """What is needed of a training (`loop.Training`).
+    """The methods and attributes that a training must have (`loop.Training`).
 
     Attributes:
-        base: Steps of earlier trainings of its cell.
-        source: Its data.
-        evaluated: The step that was evaluated last.
-        arrives_later: Whether a new worker must still go to the others' place; it then reports
-            itself when it is there (`Regrouping.arrived`).
+        ~base: Steps of earlier trainings of its cell.
+        ~source: The training's data.
+        ~evaluated: The step that was evaluated last.
+        ~arrives_later: Whether a new worker still has to read its data up to the place of the
+        others. It then reports when it is there (`Regrouping.arrived`).
     """
 
     context: RunContext
@@ -95,32 +96,32 @@ class Training(Protocol):
     checkpoints: Checkpoints
 
     def why_not(self) -> str:
-        """Return why it cannot continue with others; empty if it can."""
+        """Return why the training cannot continue with other workers; empty if it can."""
 
     def place(self) -> dict[str, Any]:
-        """Return how far it is, for a worker that takes over its state."""
+        """Return the progress of this training, for a worker that takes over its state."""
 
     def take_place(self, place: Mapping[str, Any]) -> None:
-        """Set the progress to that of another worker."""
+        """Set the progress to the progress of another worker."""
 
     def deal(self) -> None:
         """Continue in the data at the current step, with equal shares."""
 
     def part(self, shard: tuple[int, int]) -> tuple[int, Any]:
-        """Return this worker's share, and the number of shares or the weight of each."""
+        """Return this worker's share, and the number of shares or the weight of each share."""
 
     def catch_up(self) -> None:
-        """Evaluate with the others if they are about to, after the latest step."""
+        """Evaluate with the others if they will evaluate now, after the latest step."""
 
     def tell_evaluation(self) -> None:
-        """Tell the kernel of the latest evaluation; it counts once if several workers do."""
+        """Tell the kernel the latest evaluation. It counts once, even if several workers tell it."""
 
 
 class Regrouping:
     """Lets one `wb.fit` continue when the set of workers changes.
 
     Attributes:
-        lags: Whether this worker has not yet reached the furthest of the others.
+        lags: Whether this worker has not yet reached the furthest of the other workers.
     """
 
     lags = False
@@ -129,17 +130,17 @@ class Regrouping:
         self._training, self.context = training, training.context
         self._membership = self.context.membership
         self._framework: Any = fit_arguments.support(self.context.spec.framework)
-        self._together = 0  # the step that the furthest had come to
+        self._together = 0  # the step that the furthest worker had reached
         self._owed: events.Regrouped | None = None
-        self._passed_over = 0  # the step whose checkpoint broke off; some may be further by now
+        self._passed_over = 0  # step whose checkpoint was interrupted; others may be further
 
-    # -- from where to where it can be done --------------------------------------------------------
+    # -- where a training can continue with others -------------------------------------------------
 
     def begin(self, strategy: Strategy) -> None:
-        """Accept changes of the set from now on, if this training can continue with others.
+        """From now on, accept changes of the workers, if this training can continue with others.
 
         Raises:
-            RunError: This worker should join, but cannot.
+            RunError: This worker was started to join the training, but it cannot join.
         """
         context, membership = self.context, self._membership
         if not context.spec.heals:
@@ -165,7 +166,7 @@ class Regrouping:
             self.context.emit(events.Noted(rank=0, text=text))
 
     def withdraw(self, why_not: str) -> None:
-        """Accept changes no more; called on all workers at the same step."""
+        """Stop accepting changes; called on all workers at the same step."""
         if self._membership.trains:
             self._membership.withdraw()
             self._tell_why_not(why_not)
@@ -199,16 +200,16 @@ class Regrouping:
             self._framework.destroy_group()
 
     def can_follow(self, error: Exception) -> bool:
-        """Whether an error is only a consequence of another worker's end."""
+        """Return whether an error is only a consequence of another worker's end."""
         felt = self._membership.trains and bool(self._framework.was_cut(error))
         if felt:
-            error.__traceback__ = None  # its frames hold the wrappers that are to go
+            error.__traceback__ = None  # its frames hold the wrappers that must be freed
         return felt
 
-    # -- what may have to be done anew -------------------------------------------------------------
+    # -- operations that may have to be repeated ---------------------------------------------------
 
     def evaluate(self, strategy: Strategy, source: Any) -> dict[str, float] | None:
-        """Evaluate, and again if the set changes meanwhile; None if another one had done it."""
+        """Evaluate; repeat if the workers change meanwhile. None: another worker has evaluated."""
         while True:
             try:
                 return strategy.evaluate(source.epoch(0, *self._training.part(strategy.eval_shard)))
@@ -222,7 +223,7 @@ class Regrouping:
                     return None
 
     def save(self, save: Callable[[], object]) -> bool:
-        """Save, and return the result; skipped if a worker is lost meanwhile."""
+        """Save, and return the result; give up this save if a worker is lost meanwhile."""
         try:
             return bool(save())
         except Exception as error:
@@ -234,7 +235,7 @@ class Regrouping:
             return True
 
     def finish(self, strategy: Strategy) -> None:
-        """Do what is left after the last step; from then on nobody waits for this worker."""
+        """Do the work after the last step; from then on no worker waits for this worker."""
         while True:
             try:
                 strategy.finish()
@@ -250,14 +251,15 @@ class Regrouping:
     def go_on(self, completed: Callable[[], object] = lambda: None) -> bool:
         """Wait for the next set of workers, and join it.
 
-        If another worker ends meanwhile, its error here leads to the next generation.
+        If another worker ends meanwhile, the resulting error here leads to the next generation.
 
         Args:
-            completed: Called if others completed the step that had failed here, before the kernel
-                hears that this worker is behind all of them.
+            ~completed: Called if other workers completed the step that failed here. The call comes
+            before the kernel is told that this worker is behind all of them.
 
         Returns:
-            Whether it has joined the others, as a new worker or after they had continued alone.
+            ~Whether this worker has joined the others, as a new worker or after they had continued
+            alone.
         """
         membership, began, before = self._membership, clock(), self.context.trained
         strategy: Strategy = self.context.strategy
@@ -290,14 +292,14 @@ class Regrouping:
         return came
 
     def arrived(self) -> None:
-        """Join; report it once this worker has reached the others."""
+        """Join; report this to the kernel when this worker has reached the others."""
         self._membership.waits = self._membership.away = False
         self.tell_if_together()
 
     def tell_if_together(self) -> None:
-        """Tell the kernel that this worker continues with the others, once it has reached them.
+        """Tell the kernel that this worker continues with the others, when it has reached them.
 
-        From then on the kernel counts rows of earlier steps as complete.
+        From then on, the kernel counts rows of earlier steps as complete.
         """
         self.lags = self.context.trained < self._together
         if self._owed is not None and not self.lags:
@@ -305,7 +307,7 @@ class Regrouping:
             self._owed = None
 
     def _leave(self) -> None:
-        """Leave nothing behind: the others keep what was trained."""
+        """Leave no weights and no checkpoint: the other workers keep the trained state."""
         self.context.weights = self.context.copies = None
         self._training.checkpoints.give_up()
 
@@ -335,7 +337,7 @@ class Regrouping:
             donor = donors[spec.rank]
             lacks_all = about[donor]["part"] == strategy.part
             if not lacks_all and at[spec.rank][0] != best[0]:
-                self._membership.quit()  # as if it had died: nobody has its part as it is now
+                self._membership.quit()  # as if it had died: no worker has its part in this state
             random = self._take_over(
                 store, strategy, f"{handover.WHERE}/{donor}", comes=comes, only_place=not lacks_all
             )
@@ -350,12 +352,12 @@ class Regrouping:
             format_of(context).set_random_state(random, spec.device)
 
     def _comes(self, message: Regroup) -> bool:
-        """Whether this worker has nothing of its own that counts in a generation."""
+        """Return whether this worker has no state of its own that counts in a generation."""
         membership = self._membership
         return membership.waits or (membership.away and membership.place in message.fresh)
 
     def _complete(self, strategy: Strategy, about: list[dict[str, Any]], rank: int) -> None:
-        """Have a step count for those too who lacked nothing for it, where it does for another."""
+        """Count a step for workers that had everything for it, if another worker completed it."""
         furthest = max(about, key=lambda one: one["at"])
         for each, one in enumerate(about):
             if one["ready"] and one["at"][0] == furthest["at"][0] - 1:
@@ -365,7 +367,7 @@ class Regrouping:
                     self._advance(1)
 
     def _lead(self, strategy: Strategy, message: Regroup) -> None:
-        """Have one worker leave the weights; each its part, where they are parts."""
+        """Have one worker leave the weights. If workers hold parts, each leaves its part."""
         if self.context.entry.whole:
             lead = min((*message.places, *message.past)) == self._membership.place
             self.context.weights = strategy.weights if lead else None
@@ -373,13 +375,13 @@ class Regrouping:
             self.context.weights = strategy.weights
 
     def _advance(self, steps: int) -> None:
-        """Count steps that stand, though this worker did not know."""
+        """Count steps that are complete, although this worker did not know it."""
         if not self._membership.waits or self._membership.apart:
             self.context.trained += steps
             self.context.step = self.context.trained - 1 if steps else self.context.step
 
     def _pass(self, strategy: Strategy, message: Regroup) -> None:
-        """Take note of who takes part now, at this worker's own pace; hand over to who has come."""
+        """Read the list of members, without a meeting; hand over the state to new workers."""
         context, training, membership = self.context, self._training, self._membership
         before = context.spec.rank
         context.spec = spec = spec_of(context.spec, message, membership.place)
@@ -396,7 +398,7 @@ class Regrouping:
             self._hand_over(self._framework.open_store(spec), strategy, fresh)
         strategy.enter_group({})
         self._lead(strategy, message)
-        if spec.rank != before or membership.waits:  # who saves may be another one
+        if spec.rank != before or membership.waits:  # another worker may save now
             training.checkpoints.regrouped(max(training.checkpoints.saved, context.trained))
         if membership.waits:
             training.deal()
@@ -406,7 +408,7 @@ class Regrouping:
     def _compare(
         self, store: Any, spec: RunSpec, strategy: Strategy, *, comes: bool
     ) -> list[dict[str, Any]]:
-        """Return where each member stands, and what it knows of what was agreed on."""
+        """Return the progress of each member, and what it knows of the agreed values."""
         training = self._training
         at = self.context.trained, training.evaluated, strategy.met
         at = NOWHERE if comes else at
@@ -447,12 +449,13 @@ class Regrouping:
         keep: bool = True,
         only_place: bool = False,
     ) -> Any:
-        """Be where the donor is; return its random states.
+        """Take the donor's state and progress; return its random states.
 
         Args:
-            comes: Whether this worker has nothing of its own.
-            keep: Whether anything of it is to be kept.
-            only_place: Whether only its place in the training is: the rest is of another part.
+            ~comes: Whether this worker has no state of its own.
+            ~keep: Whether to keep anything of the donor's state.
+            ~only_place: Whether to keep only the progress of the training, because the rest belongs
+            to another part.
         """
         spec = self.context.spec
         made: list[Any] = []
@@ -475,23 +478,24 @@ class Regrouping:
 
 
 Standing = tuple[int, ...]
-"""Where a worker is: steps completed, step evaluated last, meetings."""
+"""The progress of a worker: steps completed, step evaluated last, meetings."""
 
 
 def _lacks(strategy: Strategy, one: Standing, best: Standing) -> bool:
-    """Whether a worker has to take something over; steps of its own it takes itself."""
+    """Return whether a worker must take over state; it can take steps of its own by itself."""
     return one != best if strategy.copies else one[1:] != best[1:]
 
 
 def donors_of(
     at: Sequence[Standing], parts: Sequence[int], behind: Sequence[int]
 ) -> dict[int, int]:
-    """Return, for each worker that is behind, its donor: one of the furthest, of its own part.
+    """Return, for each worker that is behind, its donor: a furthest worker with the same part.
 
-    If none of those has its part, the donor is one of another part: the progress is the same.
+    If no furthest worker has the same part, the donor is a worker with another part: the progress
+    is the same.
 
     Args:
-        at: Where each rank stands.
+        at: The progress of each rank.
         parts: The part of each rank.
     """
     best, found = max(at), dict[int, int]()
@@ -505,7 +509,7 @@ def donors_of(
 
 
 def _nearest(ranks: list[int], behind: list[int], workers: int) -> int:
-    """Return which of these ranks is the nearest, on a ring, to the first that is behind."""
+    """Return which of these ranks is the nearest, on a ring, to the first rank that is behind."""
     if not behind:
         return ranks[0]
     apart = {rank: abs(rank - behind[0]) for rank in ranks}
@@ -513,7 +517,7 @@ def _nearest(ranks: list[int], behind: list[int], workers: int) -> int:
 
 
 def spec_of(spec: RunSpec, message: Regroup, place: int) -> RunSpec:
-    """Return a worker's part of the run among the members of a generation."""
+    """Return a worker's `RunSpec` among the members of a generation."""
     return replace(
         spec,
         rank=message.places.index(place),

@@ -1,20 +1,20 @@
-"""Which samples form which global batch, and which worker takes which of them.
+"""Which samples form which global batch, and which worker takes which of these samples.
 
-The order is made for the global batch and only then divided. So one seed gives one order for any
-number of workers: runs can be compared with each other and with one device.
+The order is made for the global batch. After that, each batch is divided. So one seed gives one
+order for any number of workers: runs can be compared with each other and with one device.
 
-What a strategy trains on, in any framework, is data in shares of global batches:
+Strategies of any framework train on shares of global batches:
 
     epoch 0:  | batch 0: share of rank 0, share of rank 1, ... | batch 1 | ...
     epoch 1:  ...
 
 A framework's own kinds of data are in `engine/torch/data.py` and `engine/tensorflow/data.py`.
 
-Shards may differ from worker to worker, as data collected in different places does. Source: Hsu, Qi
-and Brown, Measuring the Effects of Non-Identical Data Distribution for Federated Visual
-Classification, 2019: for each class, the shares of the workers are drawn from a symmetric Dirichlet
-distribution. A large alpha gives each worker the same mixture of classes; with a small one each
-worker sees few of them.
+Shards may differ from worker to worker, like data that were collected in different places. Source:
+Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+Classification, 2019. For each class, the shares of the workers are drawn from a symmetric Dirichlet
+distribution. A large alpha gives each worker the same mixture of classes. With a small alpha each
+worker sees few classes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Indices = NDArray[np.int64]
 Workers = int | Sequence[int]
-"""How many workers take equal shares of a batch, or what the share of each of them weighs."""
+"""How many workers take equal shares of a batch, or the weight of each worker's share."""
 
 
 def permutation(samples: int, seed: int, epoch: int) -> Indices:
@@ -46,9 +46,10 @@ def permutation(samples: int, seed: int, epoch: int) -> Indices:
 def share_bounds(samples: int, rank: int, workers: Workers) -> tuple[int, int]:
     """Return the half-open range of a global batch that `rank` takes.
 
-    Shares are contiguous and cover the batch once. Equal shares differ by at most one sample; if a
-    batch has fewer samples than workers, some are empty. Weights give the samples that each worker
-    takes of a batch of their sum; other batches are divided in proportion.
+    Shares are contiguous and cover the batch once. Equal shares differ by at most one sample. If a
+    batch has fewer samples than there are workers, some shares are empty. Weights are the numbers
+    of samples that the workers take from a batch as large as the sum of the weights. Other batches
+    are divided in proportion.
     """
     if not isinstance(workers, int):
         before, whole = sum(workers[:rank]), sum(workers)
@@ -63,7 +64,7 @@ class Order:
     Attributes:
         samples: Samples in one epoch.
         batch_size: Global batch size.
-        indices: Gives the order of an epoch, shape (samples,).
+        indices: A function that returns the order of an epoch, shape (samples,).
         drop_last: Whether a smaller last batch of an epoch is left out.
     """
 
@@ -91,7 +92,7 @@ class Order:
 def make_order(
     samples: int, batch_size: int, *, seed: int, shuffle: bool, drop_last: bool = False
 ) -> Order:
-    """Return the usual order: a permutation per epoch made from (seed, epoch), or 0..n-1."""
+    """Return the usual order: for each epoch a permutation from (seed, epoch), or 0..n-1."""
     if shuffle:
         return Order(
             samples, batch_size, lambda epoch: permutation(samples, seed, epoch), drop_last
@@ -101,13 +102,13 @@ def make_order(
 
 
 class Source(ABC):
-    """Data in shares.
+    """Data that is divided into shares.
 
     Attributes:
         batch_size: Global batch size.
-        samples: Samples in one epoch; None where the data does not say.
-        steps_per_epoch: Global batches in one epoch; None where the data does not say.
-        given: The loader that the user's own loop had, where there is one.
+        samples: Samples in one epoch; None if the data has no known length.
+        steps_per_epoch: Global batches in one epoch; None if the data has no known length.
+        given: The loader that the user's own loop had, if there is one.
     """
 
     given: Any = None
@@ -127,14 +128,14 @@ class Source(ABC):
         """Yield `rank`'s share of each global batch, epoch after epoch, forever.
 
         Args:
-            first: Step to begin with; what comes before it is passed over now, not when the first
-                share is asked for, so that random states can be set in between.
+            first: Step to begin with. Earlier steps are skipped during this call, not when the
+                first share is asked for. So random states can be set after the call.
         """
         per_epoch = self.steps_per_epoch
         if per_epoch:
             return self._endless(rank, workers, first, *divmod(first, per_epoch))
         shares = self._endless(rank, workers, 0, 0, 0)
-        for _ in range(first):  # a stream of unknown length: only reading tells
+        for _ in range(first):  # unknown length: only reading shows where an epoch ends
             next(shares)
         return shares
 
@@ -148,11 +149,11 @@ class Source(ABC):
                 yield share
             first = 0
 
-    def stay_on(self, device: str) -> None:  # noqa: B027 - most read their samples as they go
+    def stay_on(self, device: str) -> None:  # most sources read their samples during training
         """Keep the samples on the worker's device, if the source supports it."""
 
     def peek(self) -> Any:
-        """Return a batch of one sample without moving any random state; None for streams."""
+        """Return a batch of one sample without a change to any random state; None for streams."""
         return None
 
 
@@ -160,7 +161,7 @@ ATTEMPTS = 100
 
 
 def dirichlet_shards(labels: NDArray[Any], workers: int, alpha: float, seed: int) -> list[Indices]:
-    """Return each worker's samples; together they are all samples, each once.
+    """Return each worker's samples; together these are all samples, each sample once.
 
     Args:
         labels: Class of each sample, shape (samples,).
@@ -192,8 +193,8 @@ def dirichlet_shards(labels: NDArray[Any], workers: int, alpha: float, seed: int
 def skewed_order(order: Order, shards: list[Indices], seed: int) -> Order:
     """Return an order in which each worker's share of every batch comes from its own shard.
 
-    A worker goes through its shard in a new order each time. If shards are of unequal size, small
-    ones are repeated within an epoch, and large ones are not used completely.
+    A worker uses its shard in a new order each time. If shards have different sizes, small shards
+    are repeated within an epoch, and large shards are not used completely.
     """
     workers = len(shards)
 

@@ -1,4 +1,4 @@
-"""A user's own loop: `wb.prepare` distributes it by one line, `wb.watch` only records it.
+"""A user's own loop: one line with `wb.prepare` distributes it, `wb.watch` only records it.
 
 `wb.watch` gives a dashboard to loops that use their own DDP or FSDP.
 """
@@ -23,31 +23,33 @@ from .regrouping import Regrouping
 def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[Any] = ()) -> Any:
     """Distribute a loop's model, optimizer and loader; use the returned ones in the loop.
 
-    The model is the same module, moved to the device. It trains in parallel from now on, and is a
-    plain module again when the cell ends. The loader's batch is the global batch. Each worker
-    receives its share, on its device, in the same order for any number of workers. A step ends
-    with `optimizer.step()`. Stop ends the loop by `RunStopped`.
+    The model is the same module, moved to the device. From now on it trains in parallel. When the
+    cell ends, it is a plain module again. The loader's batch is the global batch. Each worker
+    receives its share on its device, in the same order for any number of workers. A step ends with
+    `optimizer.step()`. Stop ends the loop with `RunStopped`.
 
-    A loop over several models (a GAN) passes each pair in a separate call, the loader with the
-    first one. The gradients of all are averaged; the first pair's optimizer ends the steps.
+    A loop over several models (a GAN) passes each pair of model and optimizer in a separate call,
+    and the loader in the first call. The gradients of all models are averaged. The first pair's
+    optimizer ends the steps.
 
     The returned loader is a DataLoader with the user's `dataset`, `num_workers` and other
-    attributes. Its `batch_size` and `len` count global batches, independent of a worker's share.
-    A `DistributedSampler` is not needed; its `set_epoch` only names the epoch's order.
+    attributes. Its `batch_size` and `len` count global batches, independent of a worker's share. A
+    `DistributedSampler` is not needed; only the epoch number from its `set_epoch` is used for the
+    order.
 
     Args:
         model: A module.
         optimizer: A built optimizer of its parameters.
         loader: A DataLoader; without one, the loop divides its data itself.
-        keep: What else a checkpoint must hold for the loop to continue from it: schedulers, loss
-            scalers, any object with `state_dict` and `load_state_dict`.
+        keep: Other objects that a checkpoint must hold so that the loop can continue from it:
+            schedulers, loss scalers, any object with `state_dict` and `load_state_dict`.
 
     Returns:
         `(model, optimizer, loader)`, or `(model, optimizer)` without a loader.
 
     Raises:
         RunError: The cell has no `%%distributed STRATEGY`.
-        FitError: Something cannot be distributed; raised before any collective.
+        FitError: Something cannot be distributed. The error is raised before any collective.
     """
     context = require("wb.prepare")
     spec = context.spec
@@ -76,7 +78,7 @@ def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[An
 def _prepare_another(
     context: RunContext, model: Any, optimizer: Any, loader: Any, keep: Sequence[Any]
 ) -> Any:
-    """Take over a further pair of a loop."""
+    """Prepare a further pair of model and optimizer of a loop."""
     if context.taken_over != "wb.prepare" or loader is not None or keep:
         raise FitError(
             "This cell is training already.",
@@ -104,7 +106,7 @@ def _prepare_another(
 
 
 def go_on(context: RunContext, strategy: Any, kept: tuple[Any, ...]) -> None:
-    """Let the loop be saved; load the checkpoint that the run continues from, if any."""
+    """Allow checkpoints of the loop; load the checkpoint that the run continues from, if any."""
     checkpoints, loop = checkpoints_of(context), strategy.loop
     loop.checkpoints = checkpoints
     base = {"base": context.trained}
@@ -120,10 +122,10 @@ def go_on(context: RunContext, strategy: Any, kept: tuple[Any, ...]) -> None:
 
 
 def check_kept(keep: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what a checkpoint must hold besides model and optimizer.
+    """Return the objects that a checkpoint must hold in addition to model and optimizer.
 
     Raises:
-        FitError: Some object cannot be saved and loaded.
+        FitError: An object cannot be saved and loaded.
     """
     for thing in keep:
         if not all(callable(getattr(thing, n, None)) for n in ("state_dict", "load_state_dict")):
@@ -141,7 +143,7 @@ def check_pair(context: RunContext, model: Any, optimizer: Any, source: Any = No
     """Check a model and its built optimizer; return the model.
 
     Raises:
-        FitError: One of them cannot be used for training.
+        FitError: The model or the optimizer cannot be used for training.
     """
     support = fit_arguments.support(context.spec.framework)
     module = support.build_module(model)
@@ -178,21 +180,21 @@ def announce(context: RunContext, model: Any, batch_size: int | None) -> None:
 
 
 def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
-    """Record the steps of a loop that distributes itself; nothing is wrapped or divided.
+    """Record the steps of a loop that distributes itself; Workbench wraps and divides nothing.
 
-    A step begins when the loop asks `loader` for a batch, and ends with `optimizer.step()`.
-    Without a loader it begins with the first forward, and data waits are not measured. Time
-    blocked at the end of backward counts as communication; gathers inside forward (FSDP) count as
-    compute.
+    A step begins when the loop asks `loader` for a batch, and ends with `optimizer.step()`. Without
+    a loader, a step begins with its first forward, and data waits are not measured. The time for
+    which the end of backward is blocked counts as communication. Gathers inside forward (FSDP)
+    count as compute.
 
     Args:
         model: The module, plain or wrapped.
-        optimizer: Its optimizer.
-        loader: The loader over which the loop iterates; timed in place.
+        optimizer: The model's optimizer.
+        loader: The loader over which the loop iterates. It is timed in place.
 
     Raises:
         RunError: The cell has no `%%distributed STRATEGY`.
-        FitError: Another loop of this cell is watched already.
+        FitError: Workbench already watches another loop of this cell.
     """
     context = require("wb.watch")
     framework = context.spec.framework
