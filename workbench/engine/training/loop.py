@@ -53,7 +53,7 @@ class FitResult:
     def _ipython_display_(self) -> None:
         """Show nothing if this is the last value of a training cell: the dashboard shows it all."""
         if current() is None:
-            print(repr(self))  # the text that a cell shows is printed
+            print(repr(self))  # noqa: T201 - the text that a cell shows is printed
 
 
 class Training:
@@ -349,7 +349,7 @@ class Training:
             self.tell_evaluation()
 
     def tell_evaluation(self) -> None:
-        """Tell the kernel the latest evaluation. It counts once, even if several workers tell it."""
+        """Tell the kernel the latest evaluation; it counts once, even if several workers do."""
         if self.result.evals:
             values = dict(self.result.evals[-1])
             step, epoch = int(values.pop("step")), int(values.pop("epoch"))

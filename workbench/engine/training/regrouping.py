@@ -114,7 +114,7 @@ class Training(Protocol):
         """Evaluate with the others if they will evaluate now, after the latest step."""
 
     def tell_evaluation(self) -> None:
-        """Tell the kernel the latest evaluation. It counts once, even if several workers tell it."""
+        """Tell the kernel the latest evaluation; it counts once, even if several workers do."""
 
 
 class Regrouping:

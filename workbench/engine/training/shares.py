@@ -149,7 +149,7 @@ class Source(ABC):
                 yield share
             first = 0
 
-    def stay_on(self, device: str) -> None:  # most sources read their samples during training
+    def stay_on(self, device: str) -> None:  # noqa: B027 - most sources read their samples while training
         """Keep the samples on the worker's device, if the source supports it."""
 
     def peek(self) -> Any:
