@@ -1,12 +1,12 @@
-"""The part of an engine that knows PyTorch; the strategies are in `strategies/torch`.
+"""What an engine knows of PyTorch; the strategies are in `strategies/torch`.
 
 In reading order:
 
-        accelerator  how an engine uses the device on which it computes (no other module does this)
-        support      which seeds, threads and names PyTorch gets, and what its errors mean
-        group        how a worker joins a process group, and leaves it
-        waits        how a thread leaves a collective that gloo cannot end
-        data         how the user's data become shares of global batches
-        checkpoints  how a checkpoint is written, and how it is read without unpickling
-        horovod/     what code written for Horovod finds instead of Horovod
+    accelerator  how is the device used on which an engine computes, asked in one place
+    support      which seeds, threads and names does PyTorch get, and what do its errors mean
+    group        how does a worker join a process group, and leave it
+    waits        how is a collective left that gloo cannot end
+    data         how does the user's data become shares of global batches
+    checkpoints  how is a checkpoint written, and read without unpickling
+    horovod/     what does code written for Horovod find instead
 """

@@ -2,12 +2,12 @@
 
 In reading order:
 
-        fit            what `wb.fit` does, from its arguments to its result
-        fit_arguments  what arguments `wb.fit` accepts, and what can be wrong with them
-        shares         which samples form which batch, and which worker takes which samples
-        initial        with which weights a run starts
-        loop           what happens in each step of `wb.fit`
-        user_loops     how a user's own loop is distributed: `wb.prepare`, `wb.watch`
-        notes          what a cell may log and read: `wb.log`, `wb.options`
-        regrouping     how workers meet again after a worker has left or joined
+    fit            what does `wb.fit` do, from its arguments to its result
+    fit_arguments  what may it be passed, and what is wrong with it
+    shares         which samples form which batch, and who takes which of them
+    initial        with which weights does a run start
+    loop           what happens in each step of `wb.fit`
+    user_loops     how is a user's own loop distributed: `wb.prepare`, `wb.watch`
+    notes          what may a cell say and ask: `wb.log`, `wb.options`
+    regrouping     how do workers meet again when one has left or joined
 """
