@@ -237,7 +237,7 @@ def test_a_strategy_of_another_kind_than_the_line_names_is_refused_with_the_word
     for word in (
         "tf.distribute.MirroredStrategy",
         "under one_device",
-        "leave this line",
+        "WB-FIT-097",
         "mirrored",
     ):
         assert word in report.error
