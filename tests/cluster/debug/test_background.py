@@ -85,6 +85,6 @@ def test_killed_while_paused(book):
     psutil.Process(session.cluster.engines[1].pid).kill()
     assert idle()
     assert not paused()
-    book.refused("%cluster debug 1", "gone", "%cluster logs 1")
+    book.refused("%cluster debug 1", "WB-CLUSTER-037", "%cluster logs 1")
     book.ok("%cluster restart 1")
     book.ok("%%distributed\ndist.barrier()")
