@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -90,11 +91,19 @@ def test_a_lab_says_its_goal_where_exercises_run_and_how_to_take_it_home(path):
     assert "**Goal.**" in texts[0]
     assert "**Time.**" in texts[0]
     exercises = code(made, "exercise")
-    assert 3 <= len(exercises) <= 8
+    assert 3 <= len(exercises) <= 9
     number = path.stem[4:]
     for place in range(1, len(exercises) + 1):
         titles = [t for t in texts if f"Exercise {number}.{place} (runs " in t]
         assert titles, f"the text of exercise {number}.{place} does not say where it runs"
+    told = {
+        m[1]: float(m[2])
+        for m in re.finditer(r"Exercise (\S+) \([^)]*; (\d+) point", "\n".join(texts))
+    }
+    checks = [cell.metadata for cell in made.cells if "check" in cell.metadata.get("workbench", {})]
+    for metadata in checks:
+        exercise = metadata["workbench"]["check"]
+        assert metadata["nbgrader"]["points"] == told.get(exercise, 1.0)
     together = "\n".join(texts)
     for words in ("## Summary", "Sources", "## Take it home"):
         assert words in together

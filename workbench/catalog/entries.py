@@ -232,7 +232,7 @@ TORCH: tuple[Strategy, ...] = (
         takes_turns=True,
         rules="workbench.catalog.schedules:check_schedule",
         ways=("fit",),
-        supports=FIT_FEATURES - {"accumulate", "compile"},
+        supports=FIT_FEATURES - {"accumulate", "compile", "own_data"},
         options=_PIPELINE_OPTIONS,
     ),
     Strategy(
@@ -253,7 +253,7 @@ TORCH: tuple[Strategy, ...] = (
         takes_turns=True,
         rules="workbench.catalog.schedules:check_schedule",
         ways=("fit",),
-        supports=FIT_FEATURES - {"accumulate", "compile", "sparse_gradients"},
+        supports=FIT_FEATURES - {"accumulate", "compile", "sparse_gradients", "own_data"},
         options=(
             Option(
                 "stages", "int", None, minimum=1, maximum=4096, optional=True,
@@ -278,7 +278,7 @@ TORCH: tuple[Strategy, ...] = (
         links=True,
         data_parallel=False,
         ways=("fit",),
-        supports=FIT_FEATURES - {"compile", "sparse_gradients"},
+        supports=FIT_FEATURES - {"compile", "sparse_gradients", "own_data"},
         options=(
             Option(
                 "plan", "str", "auto",
@@ -381,7 +381,8 @@ TORCH: tuple[Strategy, ...] = (
 
 
 _TENSORFLOW_WAYS: tuple[Way, ...] = ("keras", "loop", "fit")
-_TENSORFLOW_FEATURES = FIT_FEATURES - {"compile"}
+_COMPILED_FEATURES = FIT_FEATURES - {"own_data"}
+_TENSORFLOW_FEATURES = _COMPILED_FEATURES - {"compile"}
 _COORDINATED_FEATURES = _TENSORFLOW_FEATURES - {"scheduler"}  # its steps have no order
 
 TENSORFLOW: tuple[Strategy, ...] = (
@@ -397,7 +398,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         shares_gpu=True,
         source="tf.distribute.OneDeviceStrategy; Robbins and Monro, 1951",
         ways=_TENSORFLOW_WAYS,
-        supports=FIT_FEATURES,
+        supports=_COMPILED_FEATURES,
         max_workers=1,
         one_engine=True,
     ),
@@ -413,7 +414,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         source="tf.distribute.MirroredStrategy; Abadi et al., TensorFlow, OSDI 2016, section 4.4",
         aliases=("data_parallel", "dp", "horovod"),
         ways=_TENSORFLOW_WAYS,
-        supports=FIT_FEATURES,
+        supports=_COMPILED_FEATURES,
         one_engine=True,
         # In a ring of CPUs, a process can build only one strategy. The keys of its collectives stay
         # in use, so a second strategy fails because its shapes differ.
@@ -439,7 +440,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         source="tf.distribute.MultiWorkerMirroredStrategy; Patarasuk and Yuan, JPDC 2009",
         aliases=("multi_worker",),
         ways=_TENSORFLOW_WAYS,
-        supports=FIT_FEATURES,
+        supports=_COMPILED_FEATURES,
         options=(
             Option(
                 "communication", "choice", "auto", choices=("auto", "ring", "nccl"),

@@ -23,7 +23,7 @@ FIT_FEATURES = frozenset(
     {
         "step_fn", "eval_data", "metrics", "scheduler", "clip_norm", "accumulate",
         "precision", "compile", "callbacks", "uneven_batches", "built_optimizer",
-        "sparse_gradients",
+        "sparse_gradients", "own_data",
     }
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ import math
 import string
 import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,38 @@ def encode(text: str) -> NDArray[np.int64]:
 
 
 __all__ = [
-    "VOCABULARY", "corpus", "digits", "fraud_chance", "payments", "ratings", "synthetic", "tissue",
+    "VOCABULARY", "OwnData", "corpus", "digits", "fraud_chance", "own", "payments", "ratings",
+    "synthetic", "tissue",
 ]  # fmt: skip
 
 SPLITS = ("train", "test")
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """Data that only this worker has; `own` makes it."""
+
+    data: Any
+
+
+def own(data: Any) -> OwnData:
+    """Mark data as this worker's own: the other workers have other samples.
+
+    `wb.fit` then trains each worker on its own samples only, and no sample is sent. Each worker
+    takes the same number of samples per step. In an epoch the workers together take as many
+    samples as all of them have. A worker with few samples uses them several times, and a worker
+    with many samples does not use all of them. So each worker has the same weight in the result.
+
+    Args:
+        data: A PyTorch data set, a pair of arrays, or a DataLoader, which `wb.fit` accepts. Read
+            it by the worker's number, for example from `f"client_{rank}.npy"`.
+
+    Returns:
+        The data, to be passed to `wb.fit` as `data`.
+        Source: McMahan et al., Communication-Efficient Learning of Deep Networks from
+        Decentralized Data, AISTATS 2017 (federated learning).
+    """
+    return OwnData(data)
 
 
 def digits(split: str = "train", *, arrays: bool = False, as_mnist: bool = False) -> Any:

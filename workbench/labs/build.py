@@ -85,7 +85,7 @@ def _nbgrader(piece: Piece, cell: NotebookNode) -> dict[str, Any]:
     graded, answer = piece.kind == "check", piece.kind == "exercise"
     number = piece.exercise.replace(".", "-")
     name = f"check-{number}" if graded else f"answer-{number}" if answer else cell["id"]
-    points = {"points": 1.0} if graded else {}
+    points = {"points": piece.points} if graded else {}
     return {
         "grade": graded, "solution": answer, "locked": not answer, "task": False,
         "grade_id": name, "schema_version": 3, "cell_type": cell.cell_type, **points,
@@ -251,6 +251,7 @@ Kind = Literal["text", "step", "exercise", "check"]
 
 _BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 _NAME = re.compile(r"lab_(\d+)\.md")
+_POINTS = re.compile(r"points=(\d+)")
 WRONG = 2
 """How many wrong answers each exercise must have, besides the empty one."""
 
@@ -261,6 +262,7 @@ class Piece:
 
     Attributes:
         exercise: Number of the exercise it belongs to; empty for text and steps.
+        points: What a right answer is worth, for an exercise and its check.
         unseen: Whether students get a step without its output, which would show an answer.
         solution: The cell that replaces an exercise in the solved notebook.
         right: Other answers that its check must pass.
@@ -271,6 +273,7 @@ class Piece:
     kind: Kind
     source: str
     exercise: str = ""
+    points: float = 1.0
     unseen: bool = False
     solution: str = ""
     right: list[str] = field(default_factory=list)
@@ -333,6 +336,9 @@ def _in_order(text: str) -> Iterator[Piece | list[str]]:
             yield Piece("text", prose)
         at = block.end()
         words, source = block[1].split(), block[2].rstrip("\n")
+        worth = _POINTS.fullmatch(words[-1]) if words[:1] == ["exercise"] else None
+        if worth:
+            words.pop()
         kind, number = words if len(words) == 2 else (" ".join(words), "")
         if not words:
             yield Piece("step", source)
@@ -341,7 +347,7 @@ def _in_order(text: str) -> Iterator[Piece | list[str]]:
         elif words == ["unseen"]:
             yield Piece("step", source, unseen=True)
         elif kind == "exercise" and number:
-            yield (piece := Piece("exercise", source, number))
+            yield (piece := Piece("exercise", source, number, float(worth[1]) if worth else 1.0))
             open_[number] = piece
         elif kind == "solution" and number in open_:
             open_[number].solution = source
@@ -350,13 +356,15 @@ def _in_order(text: str) -> Iterator[Piece | list[str]]:
         elif kind == "wrong" and number in open_:
             open_[number].wrong.append(source)
         elif kind == "check" and number in open_:
-            yield Piece("check", source or f'labs.check("{number}")', number)
+            asked = source or f'labs.check("{number}")'
+            yield Piece("check", asked, number, open_[number].points)
         else:
             raise PlanError(
                 "A block of a lab is not valid.",
                 seen=f"```python{block[1]}",
                 allowed="unseen or lesson without a number; or exercise, solution, right, wrong or "
-                "check with the exercise's number. The exercise block comes first",
+                "check with the exercise's number. The exercise block comes first and may end with "
+                "points=N",
                 code="WB-PLAN-053",
             )
     if prose := text[at:].strip():

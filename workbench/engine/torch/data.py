@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import (
     BatchSampler,
@@ -35,6 +36,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from ...data import OwnData
 from ...errors import FitError
 from ..contract import Share
 from ..training.shares import (
@@ -43,6 +45,7 @@ from ..training.shares import (
     Workers,
     dirichlet_shards,
     make_order,
+    own_order,
     share_bounds,
     skewed_order,
 )
@@ -197,13 +200,16 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
     """Turn the user's data into a source.
 
     Args:
-        data: A torch Dataset, a tuple of arrays or tensors of equal length, or a DataLoader.
+        data: A torch Dataset, a tuple of arrays or tensors of equal length, or a DataLoader; or one
+            of these as the worker's own data, in a collective call.
         batch_size: Global batch size; None: use the loader's.
         shuffle: Ignored for a DataLoader, because its own sampler decides.
 
     Raises:
         FitError: The data is of another kind, is empty, or has no batch size.
     """
+    if isinstance(data, OwnData):
+        return _own(make_source(data.data, batch_size, seed=seed, shuffle=shuffle))
     if isinstance(data, DataLoader):
         return _from_loader(undivided(data), batch_size, seed)
     if batch_size is None:
@@ -229,6 +235,31 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
         order = make_order(len(data), batch_size, seed=seed, shuffle=shuffle)
         return _indexed(data, order, None)
     raise _unknown(data)
+
+
+def _own(source: Source) -> Source:
+    """Return the source of a worker that has only its own samples; a collective call.
+
+    Raises:
+        FitError: The data is a stream, whose samples have no index.
+    """
+    if not isinstance(source, (TensorSource, IndexedSource)):
+        raise FitError(
+            "wb.data.own needs data with an index and a length.",
+            seen="a stream (IterableDataset)",
+            next_step="pass a Dataset with __len__ and __getitem__, or a pair of tensors",
+            code="WB-FIT-186",
+        )
+    together = dist.is_initialized() and dist.get_world_size() > 1
+    counts = [source.order.samples]
+    if together:
+        counts = counts * dist.get_world_size()
+        dist.all_gather_object(counts, source.order.samples)
+    mine = copy.copy(source)
+    mine.order = own_order(source.order, counts, dist.get_rank() if together else 0)
+    mine.samples, mine.steps_per_epoch = mine.order.samples, mine.order.steps_per_epoch
+    mine.own = True
+    return mine
 
 
 def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> Source:

@@ -170,6 +170,7 @@ def _sources(
 ) -> tuple[Any, Any]:
     """Return the checked sources of training and evaluation data; None if there is no data."""
     make = fit_arguments.data_module(context.spec.framework).make_source
+    fit_arguments.check_own(context.entry, data, eval_data)
     source = make(data, counts.batch_size, seed=counts.seed, shuffle=shuffle)
     fit_arguments.check_batch(source.batch_size, context)
     if source.steps_per_epoch is None and counts.steps is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ... import catalog
+from ...data import OwnData
 from ...errors import FitError
 from ...shared import events
 from ...shared.events import Topic
@@ -214,6 +215,19 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
             next_step="leave it out, or choose another strategy: wb.strategies()",
             code="WB-FIT-027",
         )
+
+
+def check_own(entry: catalog.Strategy, data: Any, eval_data: Any) -> None:
+    """Raise FitError if workers have their own data and the strategy or the call cannot use it."""
+    if isinstance(eval_data, OwnData):
+        raise FitError(
+            "eval_data must be the same on all workers.",
+            seen="wb.data.own(...)",
+            next_step="pass data that every worker has, or evaluate after wb.fit in the cell",
+            code="WB-FIT-187",
+        )
+    if isinstance(data, OwnData):
+        check_supported(entry, "fit", ["own_data"])
 
 
 def check_sparse(entry: catalog.Strategy, model: Any) -> None:

@@ -98,7 +98,8 @@ class Training:
                     each.stay_on(spec.device)
         self._deal = lambda first: self._shares(strategy, source, first)
         self._dealt = self._begin(strategy)
-        context.gate.deals = context.entry.sheds and context.sync and source.samples is not None
+        divisible = source.samples is not None and not source.own
+        context.gate.deals = context.entry.sheds and context.sync and divisible
         # Replicas are equal: rank 0 leaves the weights for all. A worker that has not joined has
         # none.
         leaves = spec.rank == 0 or not context.entry.whole

@@ -181,6 +181,8 @@ class Regrouping:
             return "it is not the first training of its cell"
         if why_not := training.why_not():
             return why_not
+        if training.source.own:
+            return "each worker trains on its own data"
         if training.source.samples is None:
             return "its data is a stream, which cannot go back"
         try:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, cycle, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,9 +109,11 @@ class Source(ABC):
         samples: Samples in one epoch; None if the data has no known length.
         steps_per_epoch: Global batches in one epoch; None if the data has no known length.
         given: The loader that the user's own loop had, if there is one.
+        own: Whether it has only this worker's samples, so that no other worker can take them.
     """
 
     given: Any = None
+    own = False
     batch_size: int
     samples: int | None
     steps_per_epoch: int | None
@@ -210,6 +212,30 @@ def skewed_order(order: Order, shards: list[Indices], seed: int) -> Order:
         return dealt
 
     return replace(order, indices=indices)
+
+
+def own_order(order: Order, counts: Sequence[int], rank: int) -> Order:
+    """Return an order of global batches for a worker that has only its own samples.
+
+    The worker's share of each batch holds indices of its own samples, in the order of its epochs;
+    it begins again when they are used up. The other shares are zeros, and nobody reads them.
+
+    Args:
+        order: The order of this worker's samples.
+        counts: The number of samples that each worker has.
+    """
+    samples = sum(counts)
+
+    def indices(epoch: int) -> Indices:
+        dealt = np.zeros(samples, np.int64)
+        mine = cycle(order.epoch(epoch))
+        for first in range(0, samples, order.batch_size):
+            total = min(order.batch_size, samples - first)
+            start, stop = share_bounds(total, rank, len(counts))
+            dealt[first + start : first + stop] = list(islice(mine, stop - start))
+        return dealt
+
+    return replace(order, samples=samples, indices=indices)
 
 
 def _stream(shard: Indices, seed: list[int]) -> Any:

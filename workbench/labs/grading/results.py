@@ -250,14 +250,14 @@ def _ends(file: str) -> list[str]:
 
 
 def table(graded: Sequence[Graded], names: Mapping[str, str]) -> Table:
-    """Return a row for each notebook of a lab, a column for each exercise, points, and reasons.
+    """Return a row for each notebook of a lab, the exercises, how many are right, and reasons.
 
     Args:
         names: The name of each file.
     """
     numbers = sorted({o.exercise for one in graded for o in one.outcomes}, key=_order)
     columns = [Column("notebook", "left"), *(Column(number, "left") for number in numbers)]
-    columns += [Column("points"), Column("s"), Column("what is not right", "left", _WRAP)]
+    columns += [Column("right"), Column("s"), Column("what is not right", "left", _WRAP)]
     rows = [row for one in graded for row in _rows(one, numbers, names[one.file])]
     if not numbers:
         return Table(columns, rows, "Not graded")
@@ -272,8 +272,8 @@ def _order(number: str) -> tuple[int, ...]:
 def _rows(one: Graded, numbers: Sequence[str], name: str) -> list[list[str]]:
     mine = {outcome.exercise: outcome for outcome in one.outcomes}
     marks = [MARKS[mine[number].state] if number in mine else "" for number in numbers]
-    points = f"{one.points}/{len(one.outcomes)}" if one.outcomes else "-"
-    first = [name, *marks, points, f"{one.seconds:.0f}"]
+    right = f"{one.points}/{len(one.outcomes)}" if one.outcomes else "-"
+    first = [name, *marks, right, f"{one.seconds:.0f}"]
     reasons = [_reason(outcome) for outcome in one.outcomes if not outcome.passed]
     reasons += [_line(problem) for problem in one.problems]
     blank = [""] * len(first)

@@ -224,14 +224,15 @@ _SECURE = """
 def _labs_look():
     v = torch.tensor({vectors!r}[rank]).double()
     plain = encode(v)
+    back = None if plain is None else decode(plain)
+    if back is None or masked(plain, 1) is None:
+        return [plain, *[None] * 5, back]
     first, second = masked(plain, 1), masked(plain, 2)
     zeros = masked(torch.zeros(2000, dtype=torch.int64), 3)
-    same = bool((plain == encode(v)).all())
     office = Office()
     total = secure_sum(v, 4, office)
     seen = office.seen[0] if office.seen else None
-    back = decode(plain)
-    return [plain, first, second, zeros, total, seen, back, same]
+    return [plain, first, second, zeros, total, seen, back]
 _labs_answer = _labs_look()
 del _labs_look
 """

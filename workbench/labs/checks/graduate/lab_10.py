@@ -401,7 +401,7 @@ def accumulating(c: Check) -> None:
 @exercise("10.8", "The product's exposed time")
 def exposed(c: Check) -> None:
     """Call `exposed_of` with the run of `mirrored`, and compare it with the run's own columns."""
-    run = c.run("product")
+    run = c.run("ddp")
     found = c.number_from("exposed_of", run)
     history = run.history
     both = np.asarray(history["sync_wait_s"]) + np.asarray(history["transfer_s"])

@@ -87,6 +87,61 @@ def _labs_look():
     return [off, -1 if held is None else float(held), whole, names, type(held).__name__]
 """
 
+_STATE = """
+class _LabsLink:
+    def all_reduce(self, x):
+        dist.all_reduce(x)
+    def reduce_scatter(self, x):
+        whole = x.clone()
+        dist.all_reduce(whole)
+        return whole.view(world_size, -1)[rank].clone()
+    def all_gather(self, part):
+        parts = [torch.empty_like(part) for _ in range(world_size)]
+        dist.all_gather(parts, part.contiguous())
+        return torch.cat(parts)
+
+def _labs_look():
+    def net():
+        torch.manual_seed(4)
+        return torch.nn.Sequential(
+            torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
+    def data(step, of):
+        generator = torch.Generator().manual_seed(100 * step + of)
+        return torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    make = lambda p: torch.optim.AdamW(p, 0.05, weight_decay=0.1)
+    mine, true = net(), net()
+    zero, adam = SavedZero1(mine, _LabsLink(), make), make(true.parameters())
+    def train(steps):
+        for step in steps:
+            mine.zero_grad(), true.zero_grad()
+            mine(data(step, rank)).square().mean().backward()
+            for of in range(world_size):
+                (true(data(step, of)).square().mean() / world_size).backward()
+            zero.step(), adam.step()
+    train(range(3))
+    whole = zero.whole_state()
+    if not isinstance(whole, dict):
+        return None
+    kept = [torch.as_tensor(whole[name]).clone() for name in sorted(whole)]
+    flat = {name: torch.cat([adam.state[p][name].reshape(-1) for p in true.parameters()])
+            for name in ("exp_avg", "exp_avg_sq")}
+    sizes, off = [], 0.0
+    for name, wanted in flat.items():
+        found = torch.as_tensor(whole.get(name, torch.zeros(0))).reshape(-1)
+        sizes.append([len(found), len(wanted)])
+        if len(found) == len(wanted):
+            off = max(off, float((found - wanted).abs().max()))
+    if any(a != b for a, b in sizes):
+        return [sizes, 0.0, "step" in whole, 0.0, 1]
+    zero = SavedZero1(mine, _LabsLink(), make)
+    zero.load(whole)
+    train(range(3, 5))
+    again = max(float((a - b).abs().max()) for a, b in zip(mine.parameters(), true.parameters()))
+    after = [torch.as_tensor(whole[name]) for name in sorted(whole)]
+    same = all(bool((a == b).all()) for a, b in zip(kept, after))
+    return [sizes, off, "step" in whole, again, int(same)]
+"""
+
 _CONJUGATE = """
 def _labs_look():
     found = []
@@ -270,7 +325,46 @@ def zero(c: Check) -> None:
     )
 
 
-@exercise("11.4", "What the stages send")
+@exercise("11.4", "A checkpoint for any number of workers", where="the engines")
+def saved_state(c: Check) -> None:
+    """Save after three steps, load into a new object, and train on. Compare with one AdamW."""
+    have(c, "SavedZero1", "Zero1", "flatten")
+    found = c.ask(_STATE + _LOOK)
+    c.need(
+        all(one is not None for one in found),
+        "`whole_state()` did not return a dictionary.",
+        "fill in both methods; whole_state returns a dictionary of tensors",
+    )
+    for sizes, *_ in found:
+        for length, wanted in sizes:
+            c.need(
+                length == wanted,
+                f"A moment has {length} numbers, but the model has {wanted} parameters.",
+                "collect the parts of all workers, and cut off the padding at the end",
+            )
+    off = max(float(one[1]) for one in found)
+    c.need(
+        off < 1e-10 and all(one[2] for one in found),
+        f"The saved state differs from that of an undivided AdamW by {off:.2g}, or has no `step`.",
+        "keep every entry of the state, under its name, and the parts in the order of the ranks",
+    )
+    c.expect(True, "the saved state is that of an undivided optimizer", "")
+    again = max(float(one[3]) for one in found)
+    c.need(
+        again < 1e-10,
+        f"Two steps after `load` the weights differ from those of an uninterrupted run by "
+        f"{again:.2g}.",
+        "load writes this worker's part into self.optimizer.state: moments and step",
+    )
+    c.need(
+        all(one[4] for one in found),
+        "The dictionary changed when the training went on after `load`.",
+        "copy with .clone(): the optimizer changes its tensors in place",
+    )
+    c.expect(True, "training goes on from the saved state as if nothing had happened", "")
+
+
+@exercise("11.5", "What the stages send")
 def sent(c: Check) -> None:
     """Call `sent_bytes` for several models and stages."""
     for parameters, workers in ((1_000_000, 2), (28_810, 3), (7_000_000_000, 64)):
@@ -288,7 +382,7 @@ def sent(c: Check) -> None:
     )
 
 
-@exercise("11.5", "Two conjugate operators", where="the engines")
+@exercise("11.6", "Two conjugate operators", where="the engines")
 def conjugate(c: Check) -> None:
     """Apply both operators. Compare results and gradients with sums over the workers."""
     workers = have(c, "F", "G")
@@ -334,7 +428,7 @@ def conjugate(c: Check) -> None:
     c.expect(True, "F is the identity forward, G backward; in the other direction each adds up", "")
 
 
-@exercise("11.6", "The divided MLP", where="the engines")
+@exercise("11.7", "The divided MLP", where="the engines")
 def mlp(c: Check) -> None:
     """Call `ParallelMLP` forward and backward. Compare with the undivided layers."""
     have(c, "ParallelMLP", "F", "G")
@@ -369,7 +463,7 @@ def mlp(c: Check) -> None:
     c.expect(True, "result, input gradient and all parts equal the undivided MLP", "")
 
 
-@exercise("11.7", "Divided heads", where="the engines")
+@exercise("11.8", "Divided heads", where="the engines")
 def attention(c: Check) -> None:
     """Call `ParallelAttention` forward and backward. Compare with all heads on one worker."""
     have(c, "ParallelAttention", "F", "G")
@@ -399,7 +493,7 @@ def attention(c: Check) -> None:
     c.expect(True, "result and gradients equal those of all heads on one worker", "")
 
 
-@exercise("11.8", "What autograd saves", where="the engines")
+@exercise("11.9", "What autograd saves", where="the engines")
 def saved(c: Check) -> None:
     """Call `saved_bytes` with a model and with functions whose saved tensors are known."""
     have(c, "saved_bytes")

@@ -300,13 +300,67 @@ def prediction(c: Check) -> None:
         f"`own_error` is {found:.3g}, which does not agree with the two runs",
         "c comes from the mean step of `two` without step 0; divide measured by predicted, minus 1",
     )
-    found = c.number_of("product_error")
+    found = c.number_of("workbench_error")
     c.expect(
         abs(found) < 1.0 and found < truth and found != c.number_of("own_error"),
-        "`product_error` compares the run with the product's prediction",
-        f"`product_error` is {found:.3g}; the product predicts a longer step than your formula",
+        "`workbench_error` compares the run with Workbench's prediction",
+        f"`workbench_error` is {found:.3g}; Workbench predicts a longer step than your formula",
         "take the point with 16 workers of many_predicted.points, and step_s[0] of it",
     )
+
+
+@exercise("13.7", "The slowest worker")
+def slowest(c: Check) -> None:
+    """The largest of n draws, an interval by bootstrap, and the better prediction."""
+    times = [0.4, 0.1, 0.3, 0.2]
+    for n in (1, 2, 16):
+        weights = [((i + 1) / 4) ** n - (i / 4) ** n for i in range(4)]
+        truth = sum(weight * value for weight, value in zip(weights, sorted(times), strict=True))
+        found = c.number_from("expected_slowest", times, n)
+        c.need(
+            math.isclose(found, truth, rel_tol=1e-6),
+            f"expected_slowest({times}, {n}) returned {found:.4g}.",
+            "sort the times; the weight of each is a difference of two powers of n",
+        )
+    c.expect(True, "`expected_slowest` is right for 1, 2 and 16 workers", "")
+    values = np.random.default_rng(1).normal(10.0, 2.0, 50)
+    spread = 1.645 * float(values.std()) / math.sqrt(len(values))
+    pair = floats(c, c.call("interval", [float(v) for v in values], 2000, 3), "interval", (2,))
+    ends = (float(values.mean()) - spread, float(values.mean()) + spread)
+    c.need(
+        all(abs(float(found) - end) < 0.25 * spread for found, end in zip(pair, ends, strict=True)),
+        f"For 50 values, interval returned {pair[0]:.2f} to {pair[1]:.2f}, but the mean is between "
+        f"{ends[0]:.2f} and {ends[1]:.2f} in 90 % of the cases.",
+        "draw as many values as there are, with replacement; the interval is that of their means",
+    )
+    c.expect(True, "`interval` is an interval of the mean", "")
+    two, many = c.run("two"), c.run("many")
+    times_s = two.history["compute_s"][two.history["step"] >= 1]
+    message_s = LINK[0] + LINK[1] / LINK[2]
+    own_s = _mean_step_s(two) + (math.log2(many.plan.workers) - 1) * message_s
+    longer_s = _largest_s(times_s, many.plan.workers) - _largest_s(times_s, 2)
+    truth = _mean_step_s(many) / (own_s + longer_s) - 1
+    found = c.number_of("slowest_error")
+    c.expect(
+        abs(found - truth) < 0.005,
+        "`slowest_error` takes the slowest worker into account",
+        f"`slowest_error` is {found:.3g}, which does not agree with the two runs",
+        "own prediction + expected_slowest(times, workers) - expected_slowest(times, 2)",
+    )
+    rows = (many.history["rank"] == 0) & (many.history["step"] >= 1)
+    middle_s = float(many.history["step_s"][rows].mean())
+    low, high = floats(c, c.value("many_interval"), "many_interval", (2,))
+    c.expect(
+        low < middle_s < high < 1.5 * middle_s,
+        "`many_interval` contains the mean step of `many`",
+        f"`many_interval` is {low:.3g} to {high:.3g}, but the mean step is {middle_s:.3g} s",
+        "interval(step_s of worker 0 without step 0, 1000, seed), in seconds",
+    )
+
+
+def _largest_s(times_s: NDArray[Any], n: int) -> float:
+    below = np.arange(len(times_s) + 1) / len(times_s)
+    return float(np.sum(np.sort(times_s) * np.diff(below**n)))
 
 
 def _mean_step_s(run: RunFacts) -> float:
@@ -314,7 +368,7 @@ def _mean_step_s(run: RunFacts) -> float:
     return float(run.history["step_s"][steps >= 1].mean())
 
 
-@exercise("13.7", "Cost, and a job")
+@exercise("13.8", "Cost, and a job")
 def cost(c: Check) -> None:
     """The price of an epoch, the cheapest number of workers, and the job folder."""
     for rows, batch, step_s, workers, price in ((1000, 100, 3.6, 4, 2.0), (1001, 100, 0.5, 1, 9.0)):
