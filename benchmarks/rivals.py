@@ -116,7 +116,12 @@ TOOLS = {
                 base="Cells(Actor)", arguments="", number="current_rank().rank",
                 endpoint="@endpoint",
             ),
-            f"workers = this_host().spawn_procs({{'gpus': {WORKERS}}}).spawn('cells', Cells)",
+            # A first import of torch inside a cell fails: the stack that torch formats then asks
+            # Monarch for the cell's source, and Monarch asks the half-imported torch.
+            "import functools, importlib\n"
+            "ready = functools.partial(importlib.import_module, 'torch')\n"
+            f"procs = this_host().spawn_procs({{'gpus': {WORKERS}}}, bootstrap=ready)\n"
+            "workers = procs.spawn('cells', Cells)",
         ),
         "for _, said in workers.run.call(QUOTED).get().items(): print(said)",
         number="number",

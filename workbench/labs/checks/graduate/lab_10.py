@@ -398,7 +398,7 @@ def accumulating(c: Check) -> None:
     c.expect(True, "without no_sync() it still averages every backward pass", "")
 
 
-@exercise("10.8", "The product's exposed time")
+@exercise("10.8", "Exposed time in Workbench")
 def exposed(c: Check) -> None:
     """Call `exposed_of` with the run of `mirrored`, and compare it with the run's own columns."""
     run = c.run("ddp")
