@@ -428,6 +428,7 @@ class WarmEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             "env": {**os.environ, **self.get_env()},
             "cwd": os.getcwd(),
             "sys_path": [str(entry) for entry in sys.path],
+            "together": n,
         }
         await asyncio.get_running_loop().run_in_executor(None, partial(self._fork_all, job))
         self.notify_start(list(self.pids.values()))

@@ -236,6 +236,7 @@ class WarmParent:
         sys_path: Sequence[str],
         log_path: str,
         name: str = "ipengine",
+        together: int = 1,
     ) -> int:
         """Fork an ipyparallel engine and return its process id.
 
@@ -246,13 +247,15 @@ class WarmParent:
             sys_path: The whole module search path.
             log_path: File that stdout and stderr are appended to.
             name: Shown by `ps` and `top` (15 characters).
+            together: The number of engines that are forked one after the other. If they are many,
+                the parent first imports what each of them would import later.
 
         Raises:
             ClusterError: The warm parent has ended or could not fork.
         """
         answer = self.ask(
             "fork_engine", argv=list(argv), env=dict(env), cwd=cwd, sys_path=list(sys_path),
-            log_path=log_path, name=name,
+            log_path=log_path, name=name, together=together,
         )  # fmt: skip
         return int(answer["pid"])
 

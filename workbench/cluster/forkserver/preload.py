@@ -61,6 +61,9 @@ FRAMEWORK_MODULES: dict[str, tuple[str, ...]] = {
         "workbench.engine.tensorflow.support",
     ),
 }
+MANY_PER_CORE = 4
+"""Engines per core from which they do not each import what the first optimizer needs."""
+
 SECOND_STAGE: dict[str, tuple[str, ...]] = {
     # The first optimizer step imports torch._dynamo; without this every engine would.
     "torch": (
@@ -130,6 +133,11 @@ class SecondStage:
     def due_s(self) -> float:
         """Seconds until the next import; infinite if no module waits."""
         return max(0.0, self._quiet_until - time.monotonic()) if self.waiting else math.inf
+
+    def before(self, engines: int) -> None:
+        """Import the first module now, if it takes less time here than in so many engines."""
+        if self.waiting and engines >= MANY_PER_CORE * len(os.sched_getaffinity(0)):
+            import_if_safe(self.waiting.pop(0))
 
     def go_on(self) -> bool:
         """Import the next module if it is time; return whether it was the last one."""

@@ -264,6 +264,8 @@ class WarmServer:
 
     def _on_fork_engine(self, message: Message) -> Message:
         warm = os.getpid()
+        if self._imported:
+            self._later.before(message["together"])
         return {"pid": self._fork(lambda: run_engine(message, warm), "engine")}
 
     def _on_fork_keeper(self, message: Message) -> Message:
