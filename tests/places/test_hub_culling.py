@@ -53,6 +53,7 @@ c.JupyterHub.authenticator_class = "dummy"
 c.Authenticator.allow_all = True
 c.JupyterHub.spawner_class = "simple"
 c.SimpleLocalProcessSpawner.home_dir_template = {root!r} + "/{{username}}"
+c.Spawner.cmd = [sys.executable, "-m", "jupyterhub.singleuser"]
 c.Spawner.args = ["--allow-root", "--KernelManager.shutdown_wait_time=2"]
 c.Spawner.environment = dict({environment!r})
 c.Spawner.http_timeout = c.Spawner.start_timeout = 120

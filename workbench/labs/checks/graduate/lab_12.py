@@ -357,7 +357,12 @@ def gossip(c: Check) -> None:
             f"second_eigenvalue of {matrix.tolist()} returned {found:.4g}.",
             "sort the magnitudes: a negative eigenvalue of -0.8 counts as 0.8",
         )
-    for matrix, factor, rounds in ((swap, 0.1, 11), (ring, 0.1, 4), (ring, 0.5, 1)):
+    for matrix, factor, rounds in (
+        (swap, 0.1, 11),
+        (ring, 0.1, 4),
+        (ring, 0.45, 2),
+        (ring, 0.6, 1),
+    ):
         found = c.number_from("rounds_to", matrix, factor)
         c.need(
             found == rounds,
