@@ -204,7 +204,7 @@ SECTIONS.push({
         field("batch_size", "str", "Batch size", "of all workers; several: 64,128", as),
         field("seed", "int", "Seed", "", { min: 0, ...as }),
         field("inject", "str", "Faults from the start", "for example slow=1:50ms, jitter=20ms, kill=1@100", { placeholder: "none" }),
-        field("name", "str", "Name", "name of the run, to find it again", { placeholder: "strategy and number" }),
+        field("name", "str", "Name", "name of the run, to find it again", { placeholder: "strategy name" }),
         field("checkpoint", "str", "Checkpoint folder", "folder for checkpoints, to continue later", { placeholder: "none" }),
         field("checkpoint_every", "int", "Checkpoint every", "steps", { min: 1, placeholder: "100" }),
         field("on_failure", "str", "When an engine dies", "stop, continue, replace or heal", { placeholder: "stop" }),
