@@ -192,6 +192,7 @@ class WorkbenchMagics(Magics):
         pull_values(session.need_cluster(), line, self.shell.user_ns)
 
     def _cell(self, asked: RunRequest, recipe: Recipe, cell: str) -> None:
+        refuse_launchers(recipe.source)
         if asked.recipe and recipe.source == cell and asked.strategies:
             named = session.recipe_named
             recipe = named(asked.recipe, asked.framework) if not cell.strip() else recipe
@@ -282,6 +283,44 @@ class WorkbenchMagics(Magics):
                 next_step=f"%{first}",
                 code="WB-PLAN-062",
             )
+
+
+def refuse_launchers(source: str) -> None:
+    """Raise an error if a cell for the engines starts training processes itself.
+
+    Each worker would start workers of its own, which wait for each other forever.
+
+    Raises:
+        PlanError: It calls Accelerate's `notebook_launcher`, or has one of Lightning's strategies
+            for notebooks.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            called = node.func.id if isinstance(node.func, ast.Name) else called
+            words = [w.value.value for w in node.keywords
+                     if w.arg == "strategy" and isinstance(w.value, ast.Constant)]  # fmt: skip
+            if called in _LAUNCHERS or _FOR_NOTEBOOKS.intersection(map(str, words)):
+                one = f"{called}(...)" if called in _LAUNCHERS else f"strategy={words[0]!r}"
+                raise PlanError(
+                    "The cell starts training processes itself, but engines are such processes "
+                    "already.",
+                    seen=one,
+                    allowed="a loop that uses the processes that exist (torchrun's variables)",
+                    next_step="call the function itself: train(), not notebook_launcher(train)"
+                    if called in _LAUNCHERS
+                    else 'write strategy="ddp"',
+                    code="WB-PLAN-341",
+                )
+
+
+_LAUNCHERS = frozenset({"notebook_launcher", "debug_launcher"})
+_FOR_NOTEBOOKS = frozenset({"ddp_notebook", "ddp_notebook_find_unused_parameters_true", "ddp_fork",
+                            "ddp_spawn"})  # fmt: skip
 
 
 def meant_for_engines(body: str, namespace: dict[str, Any]) -> bool:

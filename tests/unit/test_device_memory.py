@@ -203,7 +203,7 @@ def test_looking_at_a_sample_touches_no_gpu(monkeypatch: pytest.MonkeyPatch) -> 
         ("DistBackendError: ncclUnhandledCudaError: Call to CUDA function failed.", "NCCL_DEBUG"),
         ("RuntimeError: CUDA error: resource already mapped", "CUDA IPC"),
         ("CUDA_ERROR_ALREADY_MAPPED", "CUDA IPC"),
-        ("RuntimeError: CUDA error: invalid device ordinal", "use the name device"),
+        ("RuntimeError: CUDA error: invalid device ordinal", "x.to(device)"),
         ("DataLoader worker (pid 7) is killed by signal: Bus error.", "--shm-size"),
         ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "until the next cell"),
         ("OutOfMemoryError: XPU out of memory. Tried", "until the next cell"),

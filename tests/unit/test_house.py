@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+from pathlib import Path
 
 import house
 import pytest
@@ -40,3 +42,16 @@ def test_no_module_imports_itself_when_it_is_loaded(trees):
 def test_a_circle_is_found_and_a_chain_is_counted():
     assert house.circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
     assert house.longest({"a": {"b"}, "b": {"c"}, "c": set(), "d": {"c"}}) == 3
+
+
+def test_no_file_holds_the_marks_of_a_merge():
+    listed = subprocess.run(
+        ["git", "grep", "-lE", "^(<{7}|>{7}) "],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode > 1:
+        pytest.skip("no git repository")
+    assert listed.stdout == ""

@@ -321,7 +321,7 @@ class ClusterServices:
             return None
         who, code = f"its {lost['name']} (pid {lost['pid']})", lost["code"]
         if code is None:
-            return processes.Ending(what=f"{who} was halted by SIGSTOP")
+            return processes.Ending(what=f"{who} was suspended by SIGSTOP")
         end = Exit(lost["pid"], code if code >= 0 else None, -code if code < 0 else None)
         return processes.Ending(what=f"{who} ended: {self._ending(end)}")
 
@@ -335,7 +335,7 @@ class ClusterServices:
             self.hosted.look()
         running = self.hub.controller
         if not self.broken and running is not None and is_halted(running.pid):
-            self.broken = f"ipyparallel's controller (pid {running.pid}) was halted by SIGSTOP"
+            self.broken = f"ipyparallel's controller (pid {running.pid}) was suspended by SIGSTOP"
         for pid in self._helpers():
             if pid and is_halted(pid):
                 with contextlib.suppress(OSError):

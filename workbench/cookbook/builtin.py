@@ -29,11 +29,13 @@ class _Written(NamedTuple):
 
 _RECIPES = {
     "digits_mlp": _Written(
-        "Handwritten digits (8 x 8) by three fully connected layers; a second or two.",
+        "Classifies handwritten digits (8 x 8) with three fully connected layers; takes a "
+        "second or two.",
         {"torch": digits.MLP_TORCH, "tensorflow": digits.MLP_TENSORFLOW},
     ),
     "digits_cnn": _Written(
-        "Handwritten digits (8 x 8) by two convolutions and two fully connected layers; seconds.",
+        "Classifies handwritten digits (8 x 8) with two convolutions and two fully connected "
+        "layers; takes seconds.",
         {"torch": digits.CNN_TORCH, "tensorflow": digits.CNN_TENSORFLOW},
     ),
     "char_transformer": _Written(

@@ -142,7 +142,7 @@ class Script:
         except SystemExit as left:
             if left.code in (None, 0):
                 return None
-            return RunError(f"The script ended by sys.exit({left.code!r}).", code="WB-RUN-101")
+            return RunError(f"The script ended with sys.exit({left.code!r}).", code="WB-RUN-101")
         except BaseException as error:
             if type(error).__name__ != "RunStopped":
                 self._print(error)

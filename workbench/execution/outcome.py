@@ -272,7 +272,8 @@ class CellEnd:
         if not missed or all(one.status != "ok" for one in self.outcomes.values()):
             return None
         return (
-            "another rank may have the name, as after a run whose replicas share an engine: "
+            "another rank may define the name, for example after a run whose replicas share an "
+            "engine: "
             "run the cell there with %%rank 0, or define the name in a %%distributed cell"
         )
 
@@ -403,7 +404,8 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
     if ignored and not any(o.options_read for o in outcomes.values()):
         name = ignored[0]
         return RunError(
-            "The magic's line sets an option that the cell's own loop does not read, so it was "
+            "The cell's first line sets an option that the cell's own loop does not read, so it "
+            "was "
             "ignored.",
             seen=", ".join(f"--{one.replace('_', '-')}" for one in ignored),
             allowed="wb.fit, or a loop that reads wb.options",
@@ -414,7 +416,8 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
     if unread:
         name = sorted(unread)[0]
         return RunError(
-            "The magic's line sets a value that the cell did not read, so the value had no effect.",
+            "The cell's first line sets a value that the cell did not read, so the value had no "
+            "effect.",
             seen=", ".join(f"--set {one}" for one in sorted(unread)),
             allowed="names that the cell reads from wb.options",
             next_step=f"wb.options.get({name!r}, default) where the cell needs it, or remove it",

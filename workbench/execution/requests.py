@@ -313,7 +313,7 @@ def _why(unread: Unread, name: str) -> dict[str, Any]:
     if parcel.remade:
         return {
             "seen": f"{parcel.kind} was defined again after {name} was made",
-            "allowed": "objects of the class as it is now",
+            "allowed": "objects of the current class",
             "next_step": f"make {name} again, or {parts}",
         }
     return {

@@ -82,7 +82,9 @@ def add_job_commands(commands: Any) -> None:
     control = _command(commands, "control", "stop, pause or slow down a run on another machine")
     control.add_argument("--stdin", action="store_true",
         help='read orders from standard input, one per line: {"do": "stop"}')  # fmt: skip
-    control.add_argument("place", metavar="PLACE", help="the place, as for workbench follow")
+    control.add_argument(
+        "place", metavar="PLACE", help="the run's folder or address, as for workbench follow"
+    )
     control.add_argument("order", nargs="*", metavar="ORDER",
         help="stop | pause | resume | step [N] | inject [FAULT ...]")  # fmt: skip
 

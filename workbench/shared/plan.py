@@ -320,7 +320,7 @@ def plans_of(request: RunRequest, recipe: Recipe, *, framework: str, workers: in
     if request.seeds and any(axis.field == "seed" for axis in request.several):
         raise PlanError(
             "The seeds are given twice.",
-            seen=f"--seeds {request.seeds}, and several of --seed",
+            seen=f"--seeds {request.seeds}, together with several values of --seed",
             next_step="--seeds K for seeds 0 to K-1, or --seed 3,5,8 for these",
             code="WB-PLAN-276",
         )

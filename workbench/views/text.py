@@ -551,7 +551,7 @@ def sentences(split: Split) -> list[str]:
         if math.isfinite(stage.microbatch_s):
             text += f", {milliseconds(stage.microbatch_s * 1e3)} a microbatch"
         found.append(
-            text + (f", hands on {size(stage.handed_bytes)}." if stage.handed_bytes else ".")
+            text + (f", sends on {size(stage.handed_bytes)}." if stage.handed_bytes else ".")
         )
     more = len(split.stages) - len(found)
     return [*found, f"And {more} more stages."] if more else found

@@ -283,7 +283,7 @@ def stop_here(*args: Any, header: str | None = None, **keywords: Any) -> None:
     if stdin_bridge.stop(frame):
         return
     if asks.busy.locked():
-        tell("breakpoint() while this rank is paused at another one: ignored")
+        tell("breakpoint() while this rank is paused at another breakpoint: ignored")
         return
     if _live is None or _live._attention is not asks:
         _live = LiveDebugger(asks)

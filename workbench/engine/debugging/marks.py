@@ -148,7 +148,7 @@ def _is_of(frame: FrameType, modules: tuple[str, ...]) -> bool:
 def _code(function: Callable[..., Any]) -> CodeType:
     """Return a function's own code; a wrapper's code would match everything that it wraps."""
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
-        raise TypeError(f"{function!r} is no plain function: the mark belongs below its wrappers")
+        raise TypeError(f"{function!r} is not a plain function: put the mark below its decorators")
     return function.__code__
 
 

@@ -312,7 +312,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"expected (?:min_)?ndim=(\d+), found ndim=(\d+)\. Full shape received: (\([\d, ]+\))",
-        "the layer takes data of {0} axes, the batch is the first, and got {1}: {2}; x[..., None] "
+        "the layer needs data with {0} axes, the batch axis included, but got {1}: {2}; x[..., "
+        "None] "
         "adds the channels of grey images, keras.layers.Flatten() removes axes",
     ),
     (
@@ -341,7 +342,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Data cardinality is ambiguous[\s\S]*'x' sizes: ([\d, ]+)\s+'y' sizes: ([\d, ]+)",
-        "there are {0} samples and {1} labels: cut both at the same place",
+        "there are {0} samples and {1} labels: make both equally long",
     ),
     (
         r"Could not interpret metric identifier",
@@ -400,7 +401,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|invalid device ordinal",
-        "use the name device, which is this worker's: x.to(device); an engine sees only the GPUs "
+        "use the variable device of this worker: x.to(device); an engine sees only the GPUs "
         "assigned to it, numbered from 0",
     ),
     (
@@ -411,12 +412,13 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Unknown attribute '(?:cuda|xpu|mps)' is encountered while parsing the device spec",
-        "TensorFlow calls the first GPU GPU:0; the name device is this worker's: tf.device(device)",
+        "TensorFlow calls the first GPU GPU:0; use the variable device of this worker: "
+        "tf.device(device)",
     ),
     (
         r"being mapped to multiple devices|Visible devices cannot be modified after",
-        "the GPUs that TensorFlow sees are fixed at its first operation: leave set_visible_devices "
-        "out, since a worker sees its own GPUs only, and %cluster restart",
+        "the GPUs that TensorFlow sees are fixed at its first operation: remove "
+        "set_visible_devices, because a worker sees only its own GPUs, then %cluster restart",
     ),
     (
         r"no CUDA-capable device is detected|CUDA_ERROR_NO_DEVICE",
@@ -446,8 +448,9 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"device-side assert",
         "a kernel was given a value out of range: most often a class label or the index of an "
-        "embedding; print y.min(), y.max() and the number of classes. The GPU's part of this "
-        "engine is lost with it. To see the line, run it once under --devices cpu, or start the "
+        "embedding; print y.min(), y.max() and the number of classes. After this error the "
+        "engine cannot use its GPU any more. To see the line, run it once under --devices cpu, "
+        "or start the "
         "cluster with CUDA_LAUNCH_BLOCKING=1 set",
     ),
     (
@@ -472,9 +475,9 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"ncclUnhandledCudaError|unhandled cuda error",
-        "NCCL met an error of CUDA: most often the GPU was out of memory, or the shared memory "
-        "was (docker run --shm-size=2g); start the cluster with NCCL_DEBUG=WARN set, and the "
-        "engine's log says which",
+        "NCCL met a CUDA error: most often the memory of the GPU or the shared memory was full "
+        "(docker run --shm-size=2g); start the cluster with NCCL_DEBUG=WARN set, then the "
+        "engine's log names the cause",
     ),
     (
         r"(?:CUDA|HIP|XPU|MPS)(?: backend)? out of memory|\bOutOfMemoryError"

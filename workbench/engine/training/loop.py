@@ -263,8 +263,8 @@ class Training:
         for name in ("batch_size", "per_epoch"):
             if about[name] != batches[name]:
                 raise FitError(
-                    "The checkpoint was saved with other batches, so its place in the data does "
-                    "not exist in these.",
+                    "The checkpoint was saved with other batches, so its position does not "
+                    "exist in this data.",
                     seen=f"{name} {batches[name]}",
                     allowed=f"{name} {about[name]}",
                     next_step="continue with the same data and batch size",

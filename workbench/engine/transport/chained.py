@@ -175,8 +175,8 @@ class ChainedLink(Link):
             raise error
         if copy is None:
             raise LinkError(
-                f"{error.felt}: both servers with a part of the parameters have died, "
-                f"{gone.name} last.",
+                f"{error.felt}: both servers that held the same part of the parameters have "
+                f"died, {gone.name} last.",
                 felt=error.felt,
                 next_step="%cluster restart, and run the cell again; with --checkpoint the run "
                 "continues from its last checkpoint automatically",

@@ -374,8 +374,8 @@ class ModelSplit(Replicated):
         self.context.emit(
             events.Noted(
                 rank=0,
-                text=f"{len(rows)} stages, one after the other: each is idle {ideal:.0%} of "
-                f"the time if they are equal. This saves memory, not time.\n{table_text(rows)}",
+                text=f"{len(rows)} stages, one after the other: each is idle {ideal:.0%} of the "
+                f"time if they take equally long. This saves memory, not time.\n{table_text(rows)}",
             )
         )
         return chain

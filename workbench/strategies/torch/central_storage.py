@@ -183,7 +183,7 @@ class Rounds(Policy):
         missing = set(self._ranks) - self.holder.training - set(self._arrived)
         if self._arrived and missing:
             left = f"worker {min(missing)} has left"
-            self.holder.fail(f"{left}, so the others' step cannot become complete", left)
+            self.holder.fail(f"{left}, so the step of the other workers cannot be completed", left)
 
 
 class CentralStorage(Served):

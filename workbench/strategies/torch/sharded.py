@@ -230,7 +230,7 @@ def _draw_layers(module: torch.nn.Module, path: str) -> None:
 def _undrawn(what: str) -> FitError:
     return FitError(
         "The model has no memory (device meta), and a part of it cannot draw its own weights.",
-        seen=f"{what} has no reset_parameters() that sets all it holds",
+        seen=f"{what} has no reset_parameters() that sets all its parameters",
         allowed="layers of torch.nn and of Hugging Face, and layers with reset_parameters()",
         next_step="pass the function that builds the model: wb.fit(lambda: make_model(), ...)",
         code="WB-FIT-160",

@@ -361,8 +361,10 @@ class TensorParallel(Partitioned):
             return safe
         if not self._everywhere(self._has_room(job.model)):
             if self.rank == 0:
-                text = "The model does not fit one device, so the layers that pair by their names "
-                text += "could not be tested; they are gathered. To pair: -o plan=NAME=col,.."
+                text = "The model does not fit one device, so layers whose names look like a pair "
+                text += (
+                    "could not be tested. Their outputs are gathered. To pair: -o plan=NAME=col,.."
+                )
                 self.context.emit(events.Noted(rank=0, text=text))
             return safe
         model = job.model.to(self.device)

@@ -175,7 +175,7 @@ def words_of_predictions(curves: Sequence[Curve]) -> Iterable[str]:
         runs = ", ".join(dict.fromkeys(one.run for one in made.values()))
         yield (
             f"Predicted from {runs}; runs with one worker only tell how work changes with its "
-            "samples. The interval holds 90 % of such runs, over the baseline as it was measured."
+            "samples. The interval holds 90 % of such runs, relative to the measured baseline."
         )
     said: dict[str, list[str]] = {}
     for name, one in made.items():

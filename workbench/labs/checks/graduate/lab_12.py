@@ -80,7 +80,7 @@ def _one_message(
     c.need(
         shape[0] == size_bytes,
         f"For {len(v)} numbers, the message of pack_{name} has {shape[0]} bytes.",
-        "count the bytes in the table: a place or a float32 number takes 4, an int8 takes 1",
+        "count the bytes in the table: a position or a float32 number takes 4, an int8 takes 1",
     )
     read = floats(c, back, f"unpack_{name}", v.shape)
     if truth is None:  # 8 bits: no number is off by more than half a step

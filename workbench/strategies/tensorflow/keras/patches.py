@@ -231,8 +231,8 @@ def _step_by_step(note: Callable[[str], None]) -> Callable[[Any], Any]:
             if self.steps_per_execution > 1:
                 self.steps_per_execution = 1
                 note(
-                    "Steps are taken one by one: over several workers TensorFlow cannot take "
-                    "several in one call (steps_per_execution)."
+                    "Steps are taken one by one, because TensorFlow cannot take several steps "
+                    "in one call (steps_per_execution) on several workers."
                 )
             return result
 

@@ -174,10 +174,11 @@ class Remote:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._known:
                     raise FitError(
-                        "A parameter is trained that the servers do not have: it was frozen or not "
-                        "in the optimizer, when they received the model.",
+                        "The servers do not have this trained parameter: it was frozen or not "
+                        "in the optimizer when they received the model.",
                         seen=f"a parameter of shape {tuple(parameter.shape)}",
-                        allowed="requires_grad and param_groups as they were; freezing is possible",
+                        allowed="the parameters that were trained at the beginning, or some of "
+                        "them",
                         next_step="call wb.prepare with all layers unfrozen and freeze some "
                         "afterwards, or use strategy mirrored",
                         code="WB-FIT-124",
