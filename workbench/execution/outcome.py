@@ -272,8 +272,7 @@ class CellEnd:
         if not missed or all(one.status != "ok" for one in self.outcomes.values()):
             return None
         return (
-            "another rank may define the name, for example after a run whose replicas share an "
-            "engine: "
+            "another rank may define the name, as after a run whose replicas share an engine: "
             "run the cell there with %%rank 0, or define the name in a %%distributed cell"
         )
 
@@ -405,8 +404,7 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
         name = ignored[0]
         return RunError(
             "The cell's first line sets an option that the cell's own loop does not read, so it "
-            "was "
-            "ignored.",
+            "was ignored.",
             seen=", ".join(f"--{one.replace('_', '-')}" for one in ignored),
             allowed="wb.fit, or a loop that reads wb.options",
             next_step=f"use wb.options.get({name!r}, default) in the loop, or remove the flag",

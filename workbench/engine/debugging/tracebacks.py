@@ -312,8 +312,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"expected (?:min_)?ndim=(\d+), found ndim=(\d+)\. Full shape received: (\([\d, ]+\))",
-        "the layer needs data with {0} axes, the batch axis included, but got {1}: {2}; x[..., "
-        "None] "
+        "the layer needs data with {0} axes, with the batch axis, but got {1}: {2}; x[..., None] "
         "adds the channels of grey images, keras.layers.Flatten() removes axes",
     ),
     (
@@ -450,8 +449,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "a kernel was given a value out of range: most often a class label or the index of an "
         "embedding; print y.min(), y.max() and the number of classes. After this error the "
         "engine cannot use its GPU any more. To see the line, run it once under --devices cpu, "
-        "or start the "
-        "cluster with CUDA_LAUNCH_BLOCKING=1 set",
+        "or start the cluster with CUDA_LAUNCH_BLOCKING=1 set",
     ),
     (
         r"Duplicate GPU detected",

@@ -560,8 +560,7 @@ class Healer:
         self._tries[engine] = self._tries.get(engine, 0) + 1
         if self._tries[engine] > TRIES:
             self._run.note(
-                f"{TRIES} new engines died one after another at the same rank; the other "
-                "workers continue."
+                f"{TRIES} new engines died one after another at one rank; the others continue."
             )
             return
         self._awaited.add(engine)
