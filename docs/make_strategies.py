@@ -52,7 +52,7 @@ The gradients of all these models are averaged, and their copies are
 [compared](metrics.md#equal-copies). A step ends when the optimizer of the first pair steps. The
 time after that counts as `other` of the next step. If this time matters, pass first the pair whose
 optimizer steps last in an iteration. `one_device` and `mirrored` accept several pairs. The run's
-final weights are those of the first model. For checkpoints, name the other models in `keep=`.
+final weights are the weights of the first model. For checkpoints, name the other models in `keep=`.
 
 A warning names each optimizer with parameters whose gradients are not averaged.
 """

@@ -98,8 +98,8 @@ class Training:
                     each.stay_on(spec.device)
         self._deal = lambda first: self._shares(strategy, source, first)
         self._dealt = self._begin(strategy)
-        divisible = source.samples is not None and not source.own
-        context.gate.deals = context.entry.sheds and context.sync and divisible
+        sheds = context.entry.sheds and context.sync
+        context.gate.deals = sheds and source.samples is not None and not source.own
         # Replicas are equal: rank 0 leaves the weights for all. A worker that has not joined has
         # none.
         leaves = spec.rank == 0 or not context.entry.whole

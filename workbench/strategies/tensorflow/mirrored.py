@@ -1,7 +1,7 @@
 """Mirrored: one engine holds a replica on each of its devices.
 
 Every replica holds all parameters and computes a share of each batch. Its gradients are added to
-those of the others, then each replica updates its own copy, so the copies stay equal:
+the gradients of the others, then each replica updates its own copy, so the copies stay equal:
 
     device 0:  forward, backward --+                     +-> update
     device 1:  forward, backward --+-- all-reduce (sum) -+-> update

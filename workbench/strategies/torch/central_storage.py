@@ -9,11 +9,11 @@ Source: Abadi et al., TensorFlow: A System for Large-Scale Machine Learning, OSD
                                                            |                         |
     server:                             g = g0 + g1 + g2 <-+  clip, optimizer: w' ---+
 
-The loss of worker r is weighted by samples_r / samples. So the sum of the gradients is that of the
-whole batch, even if shares are unequal. The server adds the gradients in the order of the ranks,
-each as soon as possible: two runs with the same seed agree to the last bit. Clipping needs the sum,
-so the server clips and then takes the optimizer's step; the optimizer's state exists once. Learning
-rate, momentum and the other values follow the user's optimizer and scheduler on worker 0.
+The loss of worker r is weighted by samples_r / samples. So the sum of the gradients is the gradient
+of the whole batch, even if shares are unequal. The server adds the gradients in the order of the
+ranks, each as soon as possible: two runs with the same seed agree to the last bit. Clipping needs
+the sum, so the server clips and then takes the optimizer's step; the optimizer's state exists once.
+Learning rate, momentum and the other values follow the user's optimizer and scheduler on worker 0.
 
 Per step each worker sends the gradient's size and receives the parameters' size (for tables with
 sparse gradients only rows, `servers/rows.py`). All of this passes through one host, which limits

@@ -14,7 +14,8 @@ Megatron-LM, SC 2021, section 3.
 
 Within a row microbatches flow as under `model_split`. When its pipeline has drained, each worker
 adds up gradients with the other workers that hold the same stage, in one message. The gradient of
-pipeline d is that of the mean loss over its share, so it is weighted by the share's samples:
+pipeline d is the gradient of the mean loss over its share, so it is weighted by the share's
+samples:
 
     g = sum over pipelines of (samples of share d / samples of the batch) x g_d
 

@@ -11,7 +11,7 @@ al., Streaming DiLoCo with overlapping communication, 2025 (arXiv:2501.18512).
     worker 1: w1 = w1 - lr g1(w1)  ...   w1 --+-- w = mean(w_r) ----+--> w
     worker 2: (sits out this round)           +                     +--> w
 
-Communication falls to 1/H of that of `mirrored`. Between averages the replicas drift apart, and
+Workers send 1/H of the bytes of `mirrored`. Between averages the replicas drift apart, and
 they drift more if their data differs more. With H = 1 and an optimizer that is linear in the
 gradient (SGD, with or without momentum), averaging parameters is the same as averaging gradients:
 the result equals one device's. Optimizer state is not averaged; each worker keeps its own.

@@ -1,8 +1,8 @@
 """Model parallelism as a pipeline: the model is cut into stages, one or more per worker.
 
 Sources: Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline
-Parallelism, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019; the schedules are those of
-torch.distributed.pipelining.
+Parallelism, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019; the schedules are the same
+as in torch.distributed.pipelining.
 
     worker 0:  x -> stage 0 --activations--> . . . <--gradients-- stage 0   -> optimizer
     worker 1:       . . . -> stage 1 --activations--> <--gradients-- stage 1 -> optimizer
@@ -16,9 +16,9 @@ zero-bubble schedules.
 
 All workers are given the same batch: the first stage needs x, the last needs y. Gradients of the
 microbatches add up before the one optimizer step, each weighted by its samples, so the result is
-that of one device. BatchNorm is the exception: it normalises over a microbatch. If two stages share
-a parameter (an embedding tied to the output layer), both hold it, and they add up its gradients
-before the step.
+the same as on one device. BatchNorm is the exception: it normalises over a microbatch. If two
+stages share a parameter (an embedding tied to the output layer), both hold it, and they add up its
+gradients before the step.
 
 The last stage's worker computes the loss from the output (`pipeline/program.py`). If the model
 computes the loss itself, the targets travel with the activations, and all microbatches must be

@@ -32,8 +32,8 @@ n workers take n steps where one device takes one. Clipping uses the gradient of
                           storage with several servers, equal to one device
 
 Sync wait: none if staleness is unbounded; with a bound, the time for which the answer was delayed;
-with sync=true, that of central storage. The wait is attributed to the worker whose push released
-the answer: the last worker that was too far behind. Only the server knows this worker.
+with sync=true, the wait of central storage. The wait is attributed to the worker whose push
+released the answer: the last worker that was too far behind. Only the server knows this worker.
 
 If a table's gradient is sparse (`nn.Embedding(..., sparse=True)`), only the gradient's rows are
 pushed, and only the rows that have changed are sent back (`servers/rows.py`).
