@@ -51,6 +51,6 @@ def test_runs_are_compared_sorted_exported_and_kept(notebook, tmp_path, front):
     page.wait_for_timeout(500)
     book.screenshot(tmp_path / "compare-narrow.png", ".wbp")
     kept = [o["data"]["text/html"] for o in book.outputs() if "text/html" in o.get("data", {})]
-    (kept,) = [text for text in map("".join, kept) if "Kept with the notebook" in text]
+    (kept,) = [text for text in map("".join, kept) if "Kept" in text]
     picture = re.search('data:image/png;base64,([^"]+)"', kept)[1]
     assert base64.b64decode(picture).startswith(b"\x89PNG")

@@ -63,7 +63,7 @@ say("done")
     )
     name = line(kernel)
     assert "without --keep" in line(kernel)
-    assert "kept cluster does not exist" in line(kernel)
+    assert "not exist" in line(kernel)
     assert line(kernel) == "done"
     assert shell(stage, "stop", name).returncode == 0
     end(kernel)

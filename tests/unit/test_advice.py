@@ -100,9 +100,9 @@ def test_no_room_is_said_of_the_place_that_is_full(monkeypatch: pytest.MonkeyPat
     assert "num_workers=0" in said
     assert "--shm-size" in said
     assert "folder" not in said
-    assert advice(f"{error}: '/data/x'") == "make room there, or write to another folder"
+    assert "another folder" in advice(f"{error}: '/data/x'")
     rooms["/dev/shm"] = 10**9
-    assert advice(error) == "make room there, or write to another folder"
+    assert "another folder" in advice(error)
 
 
 def test_shared_memory_that_nobody_may_write_to_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

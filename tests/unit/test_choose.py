@@ -84,7 +84,7 @@ def test_a_cheap_link_makes_replicas_win_and_one_device_a_dear_one() -> None:
     cheap, dear = race(CHEAP).choose(), race(DEAR).choose()
     assert cheap.winner is not None
     assert cheap.winner.candidate.name == "mirrored"
-    assert "times one device" in cheap.reason
+    assert "one device" in cheap.reason
     assert dear.winner is not None
     assert dear.winner.candidate.name == "one_device"
     json.dumps(cheap.to_wire(), allow_nan=False)
@@ -118,7 +118,7 @@ def test_a_prediction_wins_only_where_its_whole_interval_lies_above() -> None:
     assert found.winner is best
     open_ = [r for r in found.rows if r.known == "predicted" and
              r.samples_per_s[1] <= best.samples_per_s[0] < r.samples_per_s[2]]  # fmt: skip
-    assert len([n for n in found.notes if "can be as fast" in n]) == len(open_)
+    assert len([n for n in found.notes if "as fast" in n]) == len(open_)
 
 
 def test_memory_leaves_those_out_that_hold_too_much() -> None:

@@ -214,7 +214,7 @@ def test_the_verdict_does_not_claim_what_the_seeds_do_not_show(slow_s: float, ap
     ]
     runs += [make_summary("mirrored", ranks=2, compute_s=0.0025, meta_seed=seed) for seed in (0, 1)]
     verdict = compare(runs).verdict
-    assert ("No difference between" in verdict) is not apart
+    assert ("No difference" in verdict) is not apart
     assert ("faster" in verdict) is apart
 
 
@@ -222,7 +222,7 @@ def test_the_verdict_does_not_judge_by_a_handful_of_steps() -> None:
     whole, other = make_summary("one_device"), make_summary("fsdp", ranks=2, compute_s=0.1)
     halted = make_summary("mirrored", ranks=2, steps=3, compute_s=1e-4, meta_state="stopped")
     assert "mirrored" not in compare([whole, other, halted]).verdict
-    assert "not measured in enough runs and steps" in compare([whole, halted]).verdict
+    assert "not measured" in compare([whole, halted]).verdict
 
 
 def test_one_run_has_no_verdict_and_none_is_an_error() -> None:

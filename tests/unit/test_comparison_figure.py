@@ -94,12 +94,12 @@ def test_waits_and_the_bubble_are_hatched() -> None:
 
 def test_panels_appear_where_there_is_something_to_show() -> None:
     many, few = (titles(picture.draw(compared(case))) for case in ("eight", "two"))
-    assert "Staleness of pushes, in updates" in many
-    assert "Staleness of pushes, in updates" not in few
+    assert any("Staleness" in title for title in many)
+    assert not any("Staleness" in title for title in few)
     assert "Eval accuracy" in many
     alone = titles(picture.draw(compare([make_run("alone")])))
     assert "Speed-up" not in alone
-    assert "Sent per step · in all" not in alone
+    assert not any("Sent per" in title for title in alone)
 
 
 def test_without_one_device_speed_is_relative_and_efficiency_is_left_out() -> None:

@@ -66,7 +66,7 @@ def test_a_process_in_which_tensorflow_has_run_an_operation_must_not_fork(monkey
     monkeypatch.setitem(preload.sys.modules, name, SimpleNamespace(_context=context))
     assert preload.fork_hazard() == before
     context._initialized = True
-    assert preload.fork_hazard() == "TensorFlow has run an operation"
+    assert "TensorFlow" in str(preload.fork_hazard())
 
 
 @pytest.mark.parametrize(

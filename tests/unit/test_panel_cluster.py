@@ -94,7 +94,7 @@ def test_a_start_that_fails_leaves_a_message_and_no_progress(panel):
     panel.do("cluster.start", {"count": 2, "devices": "cuda"})
     assert panel.settled()
     (notice,) = panel.notices
-    assert "There is no GPU." in notice.text
+    assert "GPU" in notice.text
     assert "devices cpu" in notice.text
     wire = panel.wire()["cluster"]
     assert (wire["running"], wire["progress"]) == (False, None)
@@ -176,11 +176,11 @@ def test_a_cluster_that_was_lost_says_why(panel):
     assert panel.wire()["cluster"]["lost"] == "its controller died"
     panel.do("cluster.restart", {})
     assert panel.settled()
-    assert "No cluster is running" in panel.notices[0].text
+    assert "No cluster" in panel.notices[0].text
 
 
 def test_what_would_be_lost_with_the_engines_is_said(panel):
     panel.session.cluster = cluster = Cluster(2)
     assert panel.wire()["cluster"]["at_work"] == ""
     cluster.is_busy, cluster.waiting = True, 2
-    assert panel.wire()["cluster"]["at_work"] == "A cell is running, 2 more in the queue"
+    assert panel.wire()["cluster"]["at_work"].count("2 more") == 1

@@ -93,7 +93,7 @@ def test_an_export_is_a_file_and_needs_something_to_export(panel):
     files = []
     panel.do("comparison.export", {"kind": "csv"})
     assert panel.settled()
-    assert "Nothing is compared yet." in panel.notices[0].text
+    assert "Nothing" in panel.notices[0].text
     add(panel, made("a"))
     shown(panel)
     panel.do("comparison.export", {"kind": "csv"}, files.append)

@@ -80,7 +80,7 @@ def test_the_buttons_reach_the_run_that_goes_on_and_no_other(panel):
     run.state = "stopped"
     panel.do("live.stop", {})
     assert len(run.done) == 4
-    assert "No run is active." in panel.notices[0].text
+    assert "No run" in panel.notices[0].text
 
 
 def test_a_failed_run_shows_what_its_ranks_printed_read_once(panel):

@@ -83,7 +83,7 @@ def test_where_there_is_no_picture_why_stands_in_its_place(panel):
     assert found["svg"] == ""
     assert "There is no such step." in found["text"]
     panel.run = None
-    assert "no run to show" in ask(panel, "blame")["text"]
+    assert "no run" in ask(panel, "blame")["text"]
     assert panel.notices == []  # the browser asks by itself
 
 

@@ -57,7 +57,7 @@ def test_two_sizes_settle_messages_and_bytes_of_a_link_that_is_not_known() -> No
     truth = true_ring(32, rng)
     assert low <= truth <= high
     assert high - low < 0.5 * truth
-    assert not any("One kind of message" in note for note in found.notes)
+    assert not any("One kind" in note for note in found.notes)
 
 
 def test_one_size_leaves_open_what_a_message_costs_and_says_so() -> None:
@@ -66,7 +66,7 @@ def test_one_size_leaves_open_what_a_message_costs_and_says_so() -> None:
     middle, low, high = point(found, 32)
     assert low <= true_ring(32, rng) <= high
     assert high - low > 0.5 * middle
-    assert any("One kind of message" in note for note in found.notes)
+    assert any("One kind" in note for note in found.notes)
 
 
 def test_a_given_link_takes_the_place_of_the_measured_one() -> None:
@@ -110,8 +110,8 @@ def test_two_batches_settle_how_own_work_grows_with_the_samples() -> None:
     truth = own_s + 6 * (A + B * GRADIENTS_BYTES / 4)
     assert point(both, 4)[0] == pytest.approx(truth, rel=0.06)
     assert np.ptp(point(both, 4)) < 0.5 * np.ptp(point(one, 4))
-    assert any("One size was measured" in note for note in one.notes)
-    assert not any("One size was measured" in note for note in both.notes)
+    assert any("One size" in note for note in one.notes)
+    assert not any("One size" in note for note in both.notes)
 
 
 def test_what_all_workers_have_in_common_is_not_drawn_for_each() -> None:
@@ -183,7 +183,7 @@ def test_a_prediction_shows_itself(tmp_path: Any) -> None:
     assert "With 64 workers" in found.sentence()
     for shown in (found.svg(), found.html()):
         assert "<svg" in shown
-    assert "outside the measured range" in found.text()
+    assert "outside" in found.text()
     assert any("extrapolated" in note for note in found.notes)
     lines = found.to_csv(tmp_path / "found.csv").splitlines()
     assert [line.split(",")[:2] for line in lines] == [
@@ -272,7 +272,7 @@ def test_one_device_with_a_link_and_a_size_is_enough() -> None:
                     gradient_bytes=1e6, link="80Mbit 1ms", scaling="weak")  # fmt: skip
     truth = draw_own(rng, 4000, 4).max(axis=1).mean() + 6 * (1e-3 + 0.25e6 * 1e-7)
     assert point(found, 4)[0] == pytest.approx(truth, rel=0.05)
-    assert any("One worker was measured" in note for note in found.notes)
+    assert any("One worker" in note for note in found.notes)
 
 
 @given(
@@ -312,7 +312,7 @@ def test_runs_that_were_measured_since_stand_beside_the_prediction() -> None:
     assert [m.workers for m in shown.measured] == [2, 4]
     assert len(found.measured) == 1
     divided = ring_run(rng, A, B, workers=4, samples=4, faults=SIMULATED, name="divided")
-    assert "measured: divided, with another batch" in found.beside(divided).text()
+    assert "measured: divided" in found.beside(divided).text()
     drawn = found.beside(four, divided).canvas().svg()
     assert drawn.count('fill-opacity=".45"') == 1
     assert "Faint:" in drawn

@@ -112,7 +112,7 @@ def test_stop_all_ends_the_present_run_and_gives_up_the_rest() -> None:
     queue.wait(WAIT_S)
     assert [item.state for item in (a, b, c)] == ["stopped"] * 3
     assert len(cluster.started) == 1
-    assert b.why == "the queue was stopped"
+    assert "was stopped" in b.why
     queue.add(plan_of("d"))  # it takes plans again
     cluster.next().end()
     queue.wait(WAIT_S)

@@ -274,7 +274,7 @@ def test_a_job_that_is_gone_is_waited_for_no_longer(kept: Path) -> None:
     Fake.states["id-1"] = JobState("unknown", "Slurm knows no job 1 any more", gone=True)
     with pytest.raises(ClusterError, match="WB-CLUSTER-094"):
         job.wait(5)
-    assert jobs_of(kept)["train"].last.reason == "not asked yet"
+    assert jobs_of(kept)["train"].last.reason.startswith("not asked")
 
 
 def test_logs_are_shown_as_lines(kept: Path) -> None:
@@ -288,7 +288,7 @@ def test_logs_are_shown_as_lines(kept: Path) -> None:
 
 def test_the_table_has_all_jobs_and_asks_for_those_that_may_have_changed(kept: Path) -> None:
     jobs = jobs_of(kept)
-    assert repr(jobs) == "no jobs yet"
+    assert "no jobs" in repr(jobs)
     for number, state in enumerate(("finished", "running", "pending")):
         Fake.states[f"id-{number}"] = JobState(state, state.upper())  # type: ignore[arg-type]
         jobs.add(ticket(number), f"job{number}").look()

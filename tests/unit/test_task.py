@@ -222,7 +222,7 @@ def test_a_run_that_trained_nothing_in_the_background_says_so(engines):
     task, _ = start(engines, 0)
     engines.calls[0].finish({"status": "ok"})
     tell(task, RunError("Nothing was distributed.", code="WB-RUN-000"))
-    assert task.board.text() == "Nothing was distributed. [WB-RUN-000]"
+    assert "[WB-RUN-000]" in task.board.text()
 
 
 def test_what_a_rank_has_shown_in_the_background_is_not_told_again(engines):
@@ -301,7 +301,8 @@ def test_a_rank_that_ended_with_another_model_is_named():
     assert outcome_notes({0: ended(5, 0), 1: ended(5, 1)}) == []
     assert outcome_notes({0: ended(5, 0), 1: ended(6, 1, like=1)}) == []  # rounded otherwise
     (note,) = outcome_notes({4: ended(5, 0), 5: ended(7, 1), 6: ended(5, 2)})
-    assert "copies of the model differ at the end of the cell (rank 1)" in note
+    assert "differ" in note
+    assert "(rank 1)" in note
 
 
 def test_reassigned_names_are_told_once():

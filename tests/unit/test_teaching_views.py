@@ -83,7 +83,7 @@ def test_what_was_not_measured_is_a_dash() -> None:
     assert "sent –" in drawn.text()
     rows["exposed_s"] = rows["ready_s"] = np.nan
     matrix = BlameMatrix(**vars(blame.blame(make_history(rows))))
-    assert matrix.sentence() == "Waits were not measured."
+    assert "not measured" in matrix.sentence()
     assert re.search(r"worker 0 +– +– +–", matrix.text())
 
 

