@@ -456,8 +456,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="central_storage",
         framework="tensorflow",
         term="synchronous data parallelism, parameters on one device",
-        summary="Parameters and optimizer are on one device of the engine; all its devices compute "
-        "gradients, which are added up and applied there once.",
+        summary="Parameters and optimizer are on one device of the engine. All devices compute "
+        "gradients; that one device adds them up and applies the sum once.",
         module="workbench.strategies.tensorflow.central_storage:CentralStorage",
         keeps="weights",
         messages="workbench.catalog.step_messages:tensorflow_central_storage",

@@ -519,7 +519,7 @@ class LinesPlace(_Streamed):
             fresh.replace(path)
 
     def _ended(self, words: str, code: int) -> None:
-        words += "" if self._tells else "; it has printed no marked line"
+        words += "" if self._tells else "; the command printed none of Workbench's marked lines"
         if code == 0 and self._tries >= FRUITLESS:
             return self._give_up(f"{self.where} ended without new data: {words}")
         self._wait_to_start(words)

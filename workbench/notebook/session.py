@@ -250,7 +250,7 @@ class Session:
         )
         if line.price is not None and len({plan.workers for plan in found}) < 2:
             raise PlanError(
-                "price needs runs with several numbers of workers.",
+                "--price needs runs with different numbers of workers.",
                 seen=f"--price {line.price:g}, and {found[0].workers} workers",
                 next_step="-n 1,2,4, or wb.compare(...).scaling(price=...) for earlier runs",
                 code="WB-PLAN-284",

@@ -437,7 +437,8 @@ def _notes(rows: Sequence[Row], best: Row | None) -> tuple[str, ...]:
                 )
     if any(row.known == "bounded" for row in rows):
         found.append(
-            "For some strategies only an upper bound is known, with all workers busy all the time."
+            "For some strategies only an upper bound of the speed is known. It assumes that all "
+            "workers are always busy."
         )
     return tuple(found)
 

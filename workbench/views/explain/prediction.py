@@ -76,7 +76,10 @@ class PredictionPicture(Picture, Prediction):
                  *(percent(share) for share in p.share),
                  "predicted, outside the measured range" if p.far else "predicted"]
             )  # fmt: skip
-        notes = [f"Link: {self.link}. {_SCALING[self.scaling]} Runs of {self.steps} steps."]
+        notes = [
+            f"Link: {self.link}. {_SCALING[self.scaling]} The predicted runs have "
+            f"{self.steps} steps."
+        ]
         return Table(columns, rows, self.sentence(), [*notes, *self.notes])
 
     def _held(self, measured: Measured) -> str:
@@ -406,7 +409,7 @@ class ChoicePicture(Picture, Choice):
                                  size=10))  # fmt: skip
         y += 26
         legend = "Samples per second. Dots: measured; rings: predicted, with the interval; bars: "
-        more, y = paragraph(MARGIN, y, f"{legend}at best.", wide - 2 * MARGIN, size=9.5)
+        more, y = paragraph(MARGIN, y, f"{legend}upper bound.", wide - 2 * MARGIN, size=9.5)
         body += more
         if out:
             said = "; ".join(f"{row.candidate.name}: {row.why}" for row in out)

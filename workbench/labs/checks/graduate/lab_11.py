@@ -447,7 +447,7 @@ def mlp(c: Check) -> None:
         c.need(
             int(count) == int(wanted),
             f"Worker {rank} holds {int(count)} parameters, but its parts have {int(wanted)}.",
-            "keep only this worker's rows of first, and its columns of second",
+            "keep only this worker's rows of first.weight, and its columns of second.weight",
         )
         c.need(
             float(off_input) < 1e-10,

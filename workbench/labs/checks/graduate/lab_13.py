@@ -305,7 +305,7 @@ def prediction(c: Check) -> None:
         abs(found) < 1.0 and found < truth and found != c.number_of("own_error"),
         "`workbench_error` compares the run with Workbench's prediction",
         f"`workbench_error` is {found:.3g}; Workbench predicts a longer step than your formula",
-        "take the point with 16 workers of many_predicted.points, and step_s[0] of it",
+        "in many_predicted.points take the point with as many workers, and use its step_s[0]",
     )
 
 

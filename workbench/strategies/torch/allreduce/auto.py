@@ -75,7 +75,7 @@ class Choice:
         times = ", ".join(f"{name} {1e3 * took_s:.2f}" for name, took_s in self.seconds.items())
         return (
             f"Gradients ({size}) are averaged by {self.name}, the fastest here "
-            f"(ms measured: {times})."
+            f"(measured, in ms: {times})."
         )
 
 
