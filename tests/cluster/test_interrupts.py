@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import threading
 import time
 
@@ -246,10 +247,7 @@ def test_an_engine_that_no_interrupt_reaches_is_ended_by_pid_and_said_so(
     assert task.over.wait(WAIT_S)
     text = str(task.failure())
     assert text.startswith("Interrupted")
-    assert (
-        f"Rank 2 (engine 2, pid {pid}) was ended, since it did not answer an interrupt for 2.5 s"
-        in text
-    )
+    assert re.search(rf"Rank 2 \(engine 2, pid {pid}\) .* 2.5 s", text)
     assert "%cluster restart 2" in text
     assert soon(lambda: 2 not in session.cluster.ids)
     book.ok("%cluster restart 2")

@@ -66,7 +66,7 @@ def test_what_is_no_notebook_is_refused_with_the_reason(tmp_path, content, why):
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
-    assert "no such file" in refused(tmp_path / "none.ipynb")
+    assert "such file" in refused(tmp_path / "none.ipynb")
     assert "folder" in refused(tmp_path)
     os.mkfifo(tmp_path / "pipe.ipynb")
     assert "regular file" in refused(tmp_path / "pipe.ipynb")

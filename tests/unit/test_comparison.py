@@ -194,10 +194,8 @@ def test_the_verdict_says_what_more_workers_gained() -> None:
         make_summary("one_device", **ONE),
         make_summary("mirrored", ranks=4, compute_s=0.005),
     ])  # fmt: skip
-    assert compared.verdict == (
-        "mirrored is 2.1x faster than one_device here: a step takes 11 ms instead of 23 ms, "
-        "and its 4 workers compute 45 % of the time."
-    )
+    facts = "mirrored is 2.1x .*one_device.* 11 ms .* 23 ms.* 4 workers .* 45 %"
+    assert re.search(facts, compared.verdict)
 
 
 def test_the_verdict_calls_close_throughputs_equal() -> None:

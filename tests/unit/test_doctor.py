@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import socket
 import subprocess
@@ -515,7 +516,5 @@ def test_a_checkout_without_packages_is_told_which_are_missing() -> None:
     said = json.loads(bare("doctor", "--json").stdout)
     found = {line["id"]: line for line in said["lines"]}
     assert "ipyparallel is missing" in found["machine.versions"]["found"]
-    assert found["machine.cluster"]["found"] == "torch is not installed"
-    assert bare("ps").stderr == (
-        "psutil is not installed. `python -m workbench doctor` lists all that is missing.\n"
-    )
+    assert found["machine.cluster"]["found"].startswith("torch is not")
+    assert re.match("psutil .*`python -m workbench doctor`", bare("ps").stderr)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 
@@ -89,7 +90,8 @@ def test_a_failure_that_stands_above_is_not_told_twice() -> None:
     error.brief = "Rank 1 failed with the ValueError above."
     assert error._render_traceback_() == [f"RunError: {error}"]
     error.shown = True
-    assert error._render_traceback_() == ["RunError: Rank 1 failed with the ValueError above."]
+    (line,) = error._render_traceback_()
+    assert re.match("RunError: Rank 1 .*ValueError", line)
     assert "mine" in str(error)
 
 

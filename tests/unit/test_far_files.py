@@ -331,9 +331,8 @@ def test_a_host_without_the_notebooks_folder_is_named(tmp_path, monkeypatch, the
     assert (says in text) if says else not text
     assert host.has_cwd == (there == "same")
     if not there:
-        assert (
-            text == f"the notebook's folder {tmp_path} does not exist there; engines start in /root"
-        )
+        assert str(tmp_path) in text
+        assert text.endswith("/root")
 
 
 def test_a_module_beside_the_notebook_that_a_host_lacks_is_said(tmp_path, monkeypatch):

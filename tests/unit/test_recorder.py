@@ -115,7 +115,7 @@ def test_a_deferred_value_that_raises_costs_no_row_and_no_later_one_is_asked() -
     assert rows["step"].tolist() == [0, 1, 2]
     assert (rows["flags"] == FLAG_UNMEASURED).all()
     assert (recorder.unmeasured, Failed.asked) == (3, 1)
-    assert recorder.trouble == "the device failed (CUDA error: device-side assert triggered)"
+    assert "(CUDA error: device-side assert triggered)" in recorder.trouble
 
 
 def test_drain_returns_no_more_rows_than_asked_for() -> None:

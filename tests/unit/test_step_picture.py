@@ -95,7 +95,7 @@ def test_the_latest_step_that_all_have_done_is_shown() -> None:
 def test_the_headline_names_whom_it_was_worth_waiting_for(slow_s: float, named: bool) -> None:
     history = make_history(make_rows(10, 3, slow_rank=2, slow_s=slow_s))
     picture = step_picture(history, messages("mirrored", 3))
-    assert ("waited for worker 2" in headline(picture)) is named
+    assert ("for worker 2" in headline(picture)) is named
 
 
 def test_workers_on_their_own_show_each_their_latest() -> None:

@@ -1,5 +1,7 @@
 """Breakpoints and questions where nobody is at the keyboard: cells go on, or fail at once."""
 
+import re
+
 import pytest
 from debugging import TRAINS
 from needs import need
@@ -22,7 +24,7 @@ need("torch")
 def test_breakpoint_goes_on_where_nobody_can_answer(book, stop):
     cell = book.ok(f"%%distributed\nfor i in range(50):\n    {stop}\nprint('done', i)")
     assert cell.text.count("breakpoint() at cell line 3") == 2, "said once on each rank"
-    assert "%cluster debug 0 opens the paused frame" in cell.text
+    assert "%cluster debug 0 opens" in cell.text
     assert cell.text.count("done 49") == 2
 
 
@@ -33,7 +35,7 @@ def test_a_breakpoint_before_the_cell_is_waited_for_reads_the_same(book, monkeyp
     )
     cell = book.ok("%%distributed\nbreakpoint()\nprint('done')")
     assert cell.text.count("breakpoint() at cell line 2") == 2
-    assert "paused" not in cell.text.replace("opens the paused frame", "")
+    assert "paused" not in re.sub("%cluster debug 0 .*", "", cell.text)
     assert cell.text.count("done") == 2
 
 
