@@ -129,7 +129,7 @@ def test_variables_of_earlier_cells_are_there_in_the_fresh_engine(cluster, tmp_p
     )  # fmt: skip
     with pytest.raises(RunError, match=r"NameError.*lock"):  # what cannot be copied is named
         run.wait(WAIT_S)
-    assert any("but not lock" in note for note in run.history.story.notes)
+    assert any("lock" in note for note in run.history.story.notes)
     run = cluster.run(
         cell(model="torch.manual_seed(0); model = Net(); kept, nn\n"),
         strategy="mirrored", checkpoint=str(tmp_path / "b"), checkpoint_every=25,
