@@ -63,3 +63,17 @@ def test_modules_are_imported_one_by_one_when_nobody_wants_anything(monkeypatch)
     assert rest.go_on()  # that was the last one
     assert rest.due_s == math.inf
     assert not rest.go_on()
+
+
+def test_many_engines_wait_for_the_import_that_each_would_repeat(monkeypatch):
+    seen: list[str] = []
+    monkeypatch.setattr(preload, "import_if_safe", seen.append)
+    monkeypatch.setattr(preload.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setitem(preload.SECOND_STAGE, "torch", ("a", "b"))
+    stage = preload.SecondStage("torch")
+    few = 2 * preload.MANY_PER_CORE - 1
+    stage.before(few)
+    assert seen == []
+    stage.before(few + 1)
+    assert seen == ["a"]
+    assert stage.waiting == ["b"]
