@@ -25,7 +25,7 @@ CLUSTER: dict[str, tuple[str, str]] = {
     "--devices": ("`auto`", "%cluster start 2 --devices cpu"),
     "--launcher": ("`local`", "%cluster start 2 --launcher local"),
     "--on": ("ssh needs it", "%cluster start 6 --launcher ssh --on node1:4,user@node2:2"),
-    "--nodes": ("as many as Slurm finds best", "%cluster start 8 --launcher slurm --nodes 2"),
+    "--nodes": ("Slurm chooses the number", "%cluster start 8 --launcher slurm --nodes 2"),
     "--gpus-per-node": ("none", "%cluster start 8 --launcher slurm --nodes 2 --gpus-per-node 4"),
     "--time": ("the partition's", "%cluster start 8 --launcher slurm --time 1:30:00"),
     "--partition": ("the site's default", "%cluster start 8 --launcher slurm --partition gpu"),

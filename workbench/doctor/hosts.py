@@ -482,7 +482,7 @@ def _user(here: Host, host: Host) -> tuple[Any, ...]:
     mine, theirs = here.facts["uid"], host.facts["uid"]
     if mine != theirs:
         return "warn", f"uid {theirs} there, {mine} here", (
-            "use the same uid; else files in a shared folder belong to another user"
+            "use the same uid, otherwise files in a shared folder belong to another user"
         )  # fmt: skip
     return "ok", f"uid {mine}"
 

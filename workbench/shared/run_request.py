@@ -100,7 +100,7 @@ class RunRequest(RunSettings):
         metavar="NAME",
         argument="framework",
         help="torch or tensorflow",
-        without="the recipe's, else the cluster's",
+        without="the framework of the recipe, otherwise of the cluster",
         example="%%distributed --framework tensorflow",
     )
     options: dict[str, Any] = _said(  # noqa: RUF009
@@ -112,7 +112,7 @@ class RunRequest(RunSettings):
         argument="options",
         read=several.pairs("An option", "-o bucket_mb=10"),
         help="option of the strategy",
-        without="each option's own",
+        without="the default of each option",
         example="%%distributed parameter_server -o max_staleness=4",
     )
     epochs: int | None = _said(
@@ -124,7 +124,7 @@ class RunRequest(RunSettings):
         read=number("--epochs"),
         several=True,
         help="overrides the cell's epochs",
-        without="the argument of `wb.fit`, else 1",
+        without="the argument of `wb.fit`, otherwise 1",
         example="%%distributed mirrored --epochs 2",
     )
     steps: int | None = _said(
@@ -171,7 +171,7 @@ class RunRequest(RunSettings):
         read=number("--seed", least=0),
         several=True,
         help="overrides the cell's seed",
-        without="the argument of `wb.fit`, else 0",
+        without="the argument of `wb.fit`, otherwise 0",
         example="%%distributed mirrored --seed 7",
     )
     seeds: int | None = _said(
@@ -199,7 +199,7 @@ class RunRequest(RunSettings):
         argument="parameters",
         read=several.pairs("A parameter", "-p layers=4"),
         help="parameter of the recipe: an argument of its function",
-        without="each parameter's own",
+        without="the default of each parameter",
         example="%distributed mirrored --recipe char_transformer -p layers=4 -p width=256",
     )
     local: bool = _said(

@@ -170,7 +170,7 @@ class RunSettings:
         is_text=True,
         read=parse_targets,
         help="also write the run to tensorboard:DIR, mlflow:URI, wandb:PROJECT, trackio:PROJECT",
-        without="nowhere else",
+        without="the run is not sent anywhere",
         example="%%distributed mirrored --log tensorboard:runs",
     )
     name: str = _said(

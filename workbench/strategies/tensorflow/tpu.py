@@ -174,7 +174,7 @@ def missing(signs: Signs, more: str = "") -> PlanError:
     return PlanError(
         "No TPU was found.",
         seen="; ".join([*looked, *([more] if more else [])]),
-        allowed="a machine with a TPU, or TPU_NAME set to the name or grpc:// address of one",
+        allowed="a machine with a TPU, or TPU_NAME set to the name or the grpc:// address of a TPU",
         next_step="use mirrored, or set os.environ['TPU_NAME'] before %cluster start",
         code="WB-PLAN-148",
     )
