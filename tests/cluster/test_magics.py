@@ -99,6 +99,7 @@ def test_output_of_ranks_is_one_display_and_figures_are_pictures(kernel):
 
 @pytest.mark.parametrize("plot", ["svg", "text", "off", "widget", "auto"])
 def test_every_plot_works_and_leaves_nothing_that_needs_a_kernel(kernel, plot):
+    kernel.run("%cluster start 2")  # of these tests some are run without the first one
     outputs = kernel.run(f"%%distributed mirrored --plot {plot}\n" + FIT.replace("STEPS", "20"))
     assert not [o for o in outputs if o.output_type == "error"], texts(outputs)
     assert "application/vnd.jupyter.widget-view+json" not in str(kinds(outputs))
