@@ -40,7 +40,7 @@ def _labs_look():
     return found
 """
 
-_ZERO = """
+_LINK = """
 class _LabsLink:
     def __init__(self):
         self.said = []
@@ -57,7 +57,9 @@ class _LabsLink:
         parts = [torch.empty_like(part) for _ in range(world_size)]
         dist.all_gather(parts, part.contiguous())
         return torch.cat(parts)
+"""
 
+_ZERO = """
 def _labs_look():
     def net():
         torch.manual_seed(3)
@@ -88,18 +90,6 @@ def _labs_look():
 """
 
 _STATE = """
-class _LabsLink:
-    def all_reduce(self, x):
-        dist.all_reduce(x)
-    def reduce_scatter(self, x):
-        whole = x.clone()
-        dist.all_reduce(whole)
-        return whole.view(world_size, -1)[rank].clone()
-    def all_gather(self, part):
-        parts = [torch.empty_like(part) for _ in range(world_size)]
-        dist.all_gather(parts, part.contiguous())
-        return torch.cat(parts)
-
 def _labs_look():
     def net():
         torch.manual_seed(4)
@@ -235,9 +225,9 @@ def _bytes(workers: int, stage: int) -> float:
     )
 
 
-@exercise("11.1", "What a worker holds")
+@exercise("11.1", "What a worker holds and sends")
 def held(c: Check) -> None:
-    """Call both functions for all stages, and compare the bytes and the largest models."""
+    """Call the three functions for all stages, and compare bytes and the largest models."""
     for parameters, workers in ((1_000_000, 4), (7_000_000_000, 64), (10, 1), (999, 7)):
         for stage in range(4):
             found = c.number_from("held_bytes", parameters, workers, stage)
@@ -257,6 +247,19 @@ def held(c: Check) -> None:
                 "divide the memory by the bytes per parameter, and round down",
             )
     c.expect(True, "one parameter more would not fit", "")
+    for parameters, workers in ((1_000_000, 2), (28_810, 3), (7_000_000_000, 64)):
+        for stage, times in ((0, 2), (1, 2), (3, 3)):
+            found = c.number_from("sent_bytes", parameters, workers, stage)
+            true = times * 4 * parameters * (workers - 1) / workers
+            c.need(
+                math.isclose(found, true, rel_tol=1e-9),
+                f"sent_bytes({parameters:,}, {workers}, {stage}) returned {found:.5g}.",
+                "count the reduce-scatters and all-gathers of a step; each sends (N-1)/N of all "
+                "bytes",
+            )
+    c.expect(
+        True, "stage 1 sends what an all-reduce sends, and stage 3 sends 1.5 times as much", ""
+    )
 
 
 @exercise("11.2", "One long vector", where="the engines")
@@ -295,7 +298,7 @@ def flat(c: Check) -> None:
 def zero(c: Check) -> None:
     """Train four steps with weight decay. Compare weights, state and collectives with Adam's."""
     workers = have(c, "Zero1", "flatten", "unflatten")
-    found = c.ask(_ZERO + _LOOK)
+    found = c.ask(_LINK + _ZERO + _LOOK)
     c.need(
         all(one is not None for one in found) and all(one[4] != "NoneType" for one in found),
         "`Zero1` has empty methods.",
@@ -311,10 +314,10 @@ def zero(c: Check) -> None:
     c.expect(True, "the weights equal those of an undivided optimizer", "")
     share = max(float(one[1]) / float(one[2]) for one in found)
     c.expect(
-        share <= 1.15 / workers,
+        0.9 / workers <= share <= 1.15 / workers,
         f"each worker holds about 1/{workers} of the optimizer's state",
         f"a worker holds {share:.0%} of the state of an undivided optimizer",
-        "give only this worker's part to make_optimizer",
+        "give only this worker's part to make_optimizer, and count all tensors of its state",
     )
     names = [[str(name) for name in one[3]] for one in found]
     c.expect(
@@ -329,7 +332,7 @@ def zero(c: Check) -> None:
 def saved_state(c: Check) -> None:
     """Save after three steps, load into a new object, and train on. Compare with one AdamW."""
     have(c, "SavedZero1", "Zero1", "flatten")
-    found = c.ask(_STATE + _LOOK)
+    found = c.ask(_LINK + _STATE + _LOOK)
     c.need(
         all(one is not None for one in found),
         "`whole_state()` did not return a dictionary.",
@@ -364,25 +367,7 @@ def saved_state(c: Check) -> None:
     c.expect(True, "training goes on from the saved state as if nothing had happened", "")
 
 
-@exercise("11.5", "What the stages send")
-def sent(c: Check) -> None:
-    """Call `sent_bytes` for several models and stages."""
-    for parameters, workers in ((1_000_000, 2), (28_810, 3), (7_000_000_000, 64)):
-        for stage, times in ((0, 2), (1, 2), (3, 3)):
-            found = c.number_from("sent_bytes", parameters, workers, stage)
-            true = times * 4 * parameters * (workers - 1) / workers
-            c.need(
-                math.isclose(found, true, rel_tol=1e-9),
-                f"sent_bytes({parameters:,}, {workers}, {stage}) returned {found:.5g}.",
-                "count the reduce-scatters and all-gathers of a step; each sends (N-1)/N of all "
-                "bytes",
-            )
-    c.expect(
-        True, "stage 1 sends what an all-reduce sends, and stage 3 sends 1.5 times as much", ""
-    )
-
-
-@exercise("11.6", "Two conjugate operators", where="the engines")
+@exercise("11.5", "Two conjugate operators", where="the engines")
 def conjugate(c: Check) -> None:
     """Apply both operators. Compare results and gradients with sums over the workers."""
     workers = have(c, "F", "G")
@@ -428,7 +413,7 @@ def conjugate(c: Check) -> None:
     c.expect(True, "F is the identity forward, G backward; in the other direction each adds up", "")
 
 
-@exercise("11.7", "The divided MLP", where="the engines")
+@exercise("11.6", "The divided MLP", where="the engines")
 def mlp(c: Check) -> None:
     """Call `ParallelMLP` forward and backward. Compare with the undivided layers."""
     have(c, "ParallelMLP", "F", "G")
@@ -463,7 +448,7 @@ def mlp(c: Check) -> None:
     c.expect(True, "result, input gradient and all parts equal the undivided MLP", "")
 
 
-@exercise("11.8", "Divided heads", where="the engines")
+@exercise("11.7", "Divided heads", where="the engines")
 def attention(c: Check) -> None:
     """Call `ParallelAttention` forward and backward. Compare with all heads on one worker."""
     have(c, "ParallelAttention", "F", "G")
@@ -493,7 +478,7 @@ def attention(c: Check) -> None:
     c.expect(True, "result and gradients equal those of all heads on one worker", "")
 
 
-@exercise("11.9", "What autograd saves", where="the engines")
+@exercise("11.8", "What autograd saves", where="the engines")
 def saved(c: Check) -> None:
     """Call `saved_bytes` with a model and with functions whose saved tensors are known."""
     have(c, "saved_bytes")
