@@ -136,12 +136,13 @@ def died(engine: int, how: Ending = KILLED, log: str = "") -> CellOutcome:
 def test_several_deaths_are_named_one_by_one():
     outcomes = {0: CellOutcome(status="error"), 1: died(1, log="no more memory"), 2: died(2)}
     text = outcome.death_words(1, outcomes, Member.of_ranks)
-    assert text.splitlines() == [
-        "Rank 1 is gone: Engine 1 (pid 101) died: killed by SIGKILL.",
-        text.splitlines()[1],
-        "    no more memory",
-        "  also gone: Rank 2 (engine 2)",
-    ]
+    first, above_log, log, second = text.splitlines()
+    assert all(word in first for word in ("Rank 1", "pid 101", "SIGKILL"))
+    assert above_log.startswith("  ")
+    assert above_log.endswith(":")
+    assert log == "    no more memory"
+    assert "Rank 2 (engine 2)" in second
+    assert "SIGKILL" not in second
     assert outcome.next_step(outcomes) == "%cluster restart 1 2"
     assert outcome.next_step({1: died(1), 2: died(2)}) == "%cluster restart"
     assert outcome.next_step({0: CellOutcome(status="ok")}) is None

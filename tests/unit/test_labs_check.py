@@ -18,6 +18,7 @@ from workbench.errors import PlanError
 from workbench.labs import answers, asking, build, shows
 from workbench.labs.answers import Check, Stuck
 from workbench.labs.checks import lab_2
+from workbench.labs.grading.processes import MARK
 from workbench.labs.shows import Namespaces, beside, take_home
 
 SOLUTIONS = Path(__file__).parents[2] / "notebooks" / "solutions"
@@ -294,3 +295,18 @@ def test_the_picture_of_names_says_who_holds_what():
     assert "engine 0:\n  no " in picture.text()
     assert "and 4 more" in picture.svg()
     assert "<b>" not in picture.svg()
+
+
+# -- how many engines a lab may start
+
+
+def test_many_engines_start_only_where_memory_and_limits_allow_it(monkeypatch):
+    monkeypatch.delenv("WORKBENCH_MAX_ENGINES", raising=False)
+    monkeypatch.setattr(asking.turns, "memory", lambda: (10**10, 10**11))
+    assert asking.can_run(64, memory_bytes=1e10)
+    assert not asking.can_run(64, memory_bytes=1.1e10)
+    monkeypatch.setenv("WORKBENCH_MAX_ENGINES", "63")
+    assert not asking.can_run(64, memory_bytes=1e10)
+    assert asking.can_run(63, memory_bytes=1e10)
+    monkeypatch.setenv(MARK, "of a grader")
+    assert not asking.can_run(63, memory_bytes=1e10)

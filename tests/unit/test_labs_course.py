@@ -77,6 +77,15 @@ def test_a_lab_is_released_with_its_notebook_and_how_to_begin(tmp_path: Path) ->
     assert release([1], NOTEBOOKS, tmp_path) == [made]  # again: nothing changes
 
 
+def test_the_page_of_a_released_lab_says_its_points(tmp_path: Path) -> None:
+    (made,) = release([13], NOTEBOOKS, tmp_path)
+    page = (made.parent / "README.md").read_text()
+    worth = gradebook.points_of(made)
+    assert len(set(worth.values())) > 1
+    assert f" {sum(worth.values()):g} points" in page
+    assert all(f"{name} has {points:g}" in page for name, points in worth.items())
+
+
 def test_another_version_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     (made,) = release([1], NOTEBOOKS, tmp_path)
     made.write_text("mine")

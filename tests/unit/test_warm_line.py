@@ -69,11 +69,20 @@ def test_many_engines_wait_for_the_import_that_each_would_repeat(monkeypatch):
     seen: list[str] = []
     monkeypatch.setattr(preload, "import_if_safe", seen.append)
     monkeypatch.setattr(preload.os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setitem(preload.SECOND_STAGE, "torch", ("a", "b"))
+    monkeypatch.setitem(preload.SECOND_STAGE, "torch", (preload.FIRST_STEP, "b"))
     stage = preload.SecondStage("torch")
     few = 2 * preload.MANY_PER_CORE - 1
     stage.before(few)
     assert seen == []
-    stage.before(few + 1)
-    assert seen == ["a"]
+    for _ in range(2):  # the second fork imports nothing more: the rest waits for a quiet time
+        stage.before(few + 1)
+        assert seen == [preload.FIRST_STEP]
     assert stage.waiting == ["b"]
+    assert stage.go_on()
+
+
+def test_many_engines_of_tensorflow_wait_for_nothing(monkeypatch):
+    monkeypatch.setattr(preload, "import_if_safe", lambda name: pytest.fail(name))
+    stage = preload.SecondStage("tensorflow")
+    stage.before(1000)
+    assert stage.waiting == [*preload.SECOND_STAGE["tensorflow"]]

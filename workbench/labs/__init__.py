@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 _LAZY = {
     "begin": "workbench.labs.asking",
     "beside": "workbench.labs.shows",
+    "can_run": "workbench.labs.asking",
     "check": "workbench.labs.asking",
     "namespaces": "workbench.labs.shows",
     "progress": "workbench.labs.asking",
@@ -47,6 +48,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from .asking import begin as begin
+    from .asking import can_run as can_run
     from .asking import check as check
     from .asking import progress as progress
     from .shows import beside as beside

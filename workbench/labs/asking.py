@@ -1,7 +1,7 @@
 """`labs.begin(3)` and `labs.check("3.2")`: what a lab's cells ask for.
 
 The first starts the lab's engines, and sets a limit for exercises that never end. The second looks
-at an answer, and remembers the result.
+at an answer, and remembers the result. `labs.can_run` says whether many engines may be started.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cluster import folders
+from ..cluster.forkserver import turns
+from ..devices import limits
 from ..errors import PlanError, WorkbenchError
 from ..notebook.session import session
 from ..views.blocks import ProgressLine
@@ -71,6 +73,24 @@ def progress(lab: int | None = None) -> Table:
     done = sum(row[2] == "right" for row in rows)
     columns = [Column("exercise", "left"), Column("about", "left"), Column("", "left")]
     return Table(columns, rows, f"{done} of {len(rows)} right")
+
+
+def can_run(engines: int, memory_bytes: float) -> bool:
+    """Return whether a lab may start so many engines here.
+
+    Args:
+        memory_bytes: What must be free, of the machine's or of the container's memory.
+
+    Returns:
+        False also if an administrator's limit is lower, and while a lab is graded: several
+        notebooks may be graded at once.
+    """
+    from .grading.processes import MARK
+
+    if MARK in os.environ:
+        return False
+    most = limits.load().max_engines
+    return (most is None or engines <= most) and turns.memory()[0] >= memory_bytes
 
 
 def forget(lab: int) -> None:

@@ -43,7 +43,6 @@ WORKBENCH_MODULES = (
     "workbench.engine.telemetry.control_link",
     "workbench.engine.training.fit",
     "workbench.engine.training.user_loops",
-    "workbench.engine.training.user_loops",
     "workbench.history.disk",
 )
 FRAMEWORK_MODULES: dict[str, tuple[str, ...]] = {
@@ -62,12 +61,13 @@ FRAMEWORK_MODULES: dict[str, tuple[str, ...]] = {
     ),
 }
 MANY_PER_CORE = 4
-"""Engines per core from which they do not each import what the first optimizer needs."""
+"""Engines per core from which they do not each import what the first optimizer step needs."""
+FIRST_STEP = "torch._dynamo"
+"""What torch imports at the first step of an optimizer; without this every engine would."""
 
 SECOND_STAGE: dict[str, tuple[str, ...]] = {
-    # The first optimizer step imports torch._dynamo; without this every engine would.
     "torch": (
-        "torch._dynamo",
+        FIRST_STEP,
         "torch.distributed.tensor",
         "torch.distributed.pipelining",
         "torch.distributed.fsdp",
@@ -135,9 +135,11 @@ class SecondStage:
         return max(0.0, self._quiet_until - time.monotonic()) if self.waiting else math.inf
 
     def before(self, engines: int) -> None:
-        """Import the first module now, if it takes less time here than in so many engines."""
-        if self.waiting and engines >= MANY_PER_CORE * len(os.sched_getaffinity(0)):
-            import_if_safe(self.waiting.pop(0))
+        """Import `FIRST_STEP` now, if it takes less time here than in so many engines."""
+        many = engines >= MANY_PER_CORE * len(os.sched_getaffinity(0))
+        if many and FIRST_STEP in self.waiting:
+            self.waiting.remove(FIRST_STEP)
+            import_if_safe(FIRST_STEP)
 
     def go_on(self) -> bool:
         """Import the next module if it is time; return whether it was the last one."""

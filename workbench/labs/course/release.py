@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import PlanError
-from ..answers import exercises, labs
+from ..answers import labs
+from .gradebook import points_of
 
 _README = """\
 # Lab {lab}
@@ -19,8 +20,8 @@ Open `lab_{lab}.ipynb` in JupyterLab and run its cells from top to bottom.
 - Run the check below each exercise. It says what is right and what is wrong, and gives a hint.
 - Save the notebook and hand in the file `lab_{lab}.ipynb`. Do not rename it.
 
-The lab has {count} exercises, worth one point each unless your teacher says otherwise. It needs
-`distributed-workbench[torch,lab]`{more}, and no network.
+The lab has {count} exercises with {points:g} points together: {each}. An exercise gives all of its
+points, or none. The lab needs `distributed-workbench[torch,lab]`{more}, and no network.
 """
 
 
@@ -58,7 +59,11 @@ def release(numbers: Sequence[int], notebooks: Path, to: Path) -> list[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
         more = " and `[tensorflow]`" if "tensorflow" in source.read_text("utf-8") else ""
-        page = _README.format(lab=number, count=len(exercises(number)), more=more)
+        points = points_of(source)
+        each = ", ".join(f"{name} has {worth:g}" for name, worth in points.items())
+        page = _README.format(
+            lab=number, count=len(points), points=sum(points.values()), each=each, more=more
+        )
         (target.parent / "README.md").write_text(page, encoding="utf-8")
         made.append(target)
     return made

@@ -19,8 +19,7 @@ Per step each worker sends the gradient's size and receives the parameters' size
 sparse gradients only rows, `servers/rows.py`). All of this passes through one host, which limits
 the speed of this strategy.
 
-Sync wait of worker r: the time from when its gradient is ready until all gradients are ready.
-The
+Sync wait of worker r: the time from when its gradient is ready until all gradients are ready. The
 server's work (sum, clip, step) and the way there and back count as transfer. Between hosts, whose
 clocks differ, the server measures the wait: how much later the last push arrived than worker r's.
 
@@ -28,8 +27,9 @@ With `replicas=2` a second server holds a copy of all this state. The first serv
 the gradients to the second before it answers a worker; if the first server dies, the second takes
 over (`servers/copies.py`).
 
-MXNet's KVStore `dist_sync` is this strategy: every worker calls `push(key, gradient)`, then
-`pull(key)`, and the optimizer is set on the store.
+In MXNet's KVStore every worker calls `push(key, gradient)`, then `pull(key)`, and the optimizer is
+set on the store. On one machine, with one server, this strategy does the same. With several
+servers, MXNet's `dist_sync` is `parameter_server` with `sync=true`.
 """
 
 from __future__ import annotations

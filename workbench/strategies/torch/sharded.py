@@ -14,15 +14,18 @@ implementation.
 Every worker takes a share of the batch, as under `mirrored`, and the mathematics is the same: the
 mean over workers becomes a mean over samples because worker r's loss is weighted by
 n x samples_r / samples. Memory for parameters, gradients and Adam's two moments falls from 16 to
-16/n bytes per float32 parameter, plus one gathered layer; bytes sent rise by half. With
-`reshard=false` gathered layers are kept from forward to backward: fewer bytes, more memory.
+16/n bytes per float32 parameter, plus one gathered unit. Every worker sends 3 (n-1)/n times the
+parameters' size in a step, instead of 2 (n-1)/n. With `reshard=false` gathered units are kept from
+forward to backward: 2 (n-1)/n, and more memory.
 
 If the model is given as a function, only rank 0 builds it; the other workers know only its form
 (device `meta`). Rank 0 sends the values row by row into the parts (`Filling` below). So the host
 holds the model once, and no worker's device ever holds all of it.
 
 A unit is gathered together: an element of a Sequential or ModuleList, or a plain layer, of at least
-`unit_mb`. Smaller parts are gathered together with the rest of the model.
+`unit_mb`. Smaller parts are gathered together with the rest of the model. This rest is always kept
+from forward to backward, so it sends 2 (n-1)/n of its size. A model smaller than `unit_mb` is all
+rest: `unit_mb=0` divides it too.
 
 Bytes sent are counted per call: in a ring all-gather or reduce-scatter of a unit of S bytes every
 worker sends (n-1)/n S. Workers wait for each other in forward, too, so the wait is computed from

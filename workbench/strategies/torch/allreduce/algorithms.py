@@ -161,8 +161,8 @@ def hierarchical(flat: torch.Tensor, links: Links) -> None:
                                 ├── ring ──┤
         worker 3 ──▶ worker 2 ──┘          └── worker 2 ──▶ worker 3
 
-    Sent by each of m leaders: 2 (m-1)/m of the tensor between groups, and the tensor to each
-        member. Sent by every other worker: the tensor. Rounds: 2 + 2 (m-1).
+    Each of m leaders sends 2 (m-1)/m of the tensor to other leaders, and the tensor to each member
+    of its group. Every other worker sends the tensor once. Rounds: 2 + 2 (m-1).
 
     Args:
         flat: Shape (numbers,); becomes the sum over the workers.
