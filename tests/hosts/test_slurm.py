@@ -144,12 +144,12 @@ def test_a_full_queue_is_shown_and_an_interrupt_leaves_no_job(
 
     def report(progress: Progress) -> None:
         said.append(str(progress))
-        if "number 2 in line" in said[-1]:
+        if "number 2 " in said[-1]:
             interrupt_main_thread()
 
     with pytest.raises(KeyboardInterrupt):
         wb.Cluster(4, launcher="slurm", nodes=2, start_timeout="30s", progress=report)
-    assert re.search(r"job in the queue: pending \(\w+\), number 2 in line", "\n".join(said))
+    assert re.search(r": pending \(\w+\), number 2 ", "\n".join(said))
     assert soon(lambda: sorted(queues.jobs()) == [full, before], 5)
 
 

@@ -149,7 +149,8 @@ def test_loops_on_the_engines_and_in_a_check_and_bad_syntax_do_not_lose_the_rest
     assert one.restarts == 0
     assert outcome(one, "1.1").error.count("6 s") == 1
     assert "SyntaxError" in outcome(one, "1.2").error
-    assert outcome(one, "1.5").reason.startswith("in its check, it took longer than 6 s")
+    assert "check" in outcome(one, "1.5").reason
+    assert "6 s" in outcome(one, "1.5").reason
     assert "time limit" in outcome(one, "1.5").findings[0]["words"]
 
 

@@ -177,7 +177,7 @@ def test_answers_that_fill_the_graders_own_memory_are_too_much(tmp_path, monkeyp
     until(lambda: ended)
     watch.stop()
     assert len(answers) > 0
-    assert watch.broken.startswith("its answers filled 0.")
+    assert re.search(r" 0\.\d GB", watch.broken)
 
 
 def test_files_are_measured_as_the_disk_holds_them_and_links_are_not_followed(tmp_path):

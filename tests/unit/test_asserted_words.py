@@ -1,4 +1,7 @@
-"""Tests ask for the code of an error and for the values it names, never for its sentences."""
+"""Tests ask for the code of an error and for the values it names, never for its sentences.
+
+The same holds for notes, verdicts, labels and other texts: their names, numbers and flags.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,33 @@ OTHERS: dict[tuple[str, str], str] = {
     ("unit/test_task.py", "he is gone"): "the outcome that the test makes says it",
 }
 """Sentences that are not ours to word, by file, and whose they are."""
+
+
+NAMED: dict[tuple[str, str], str] = {
+    ("cluster/test_cells.py", "most recent call last"): "Python says it",
+    ("cluster/test_fail_fast.py", "Connection closed by peer"): "gloo says it",
+    ("docs/test_never_run.py", "up to rounding"): "a page says it",
+    ("contract/test_layouts.py", "in the optimizer"): "a key of the cell",
+    ("labs/test_grading.py", "The square of the rank"): "an exercise's title",
+    ("labs/test_grading_exploits.py", "a case's hidden numbers"): "the column of a table",
+    ("labs/test_grading_exploits.py", "the grader's names"): "the column of a table",
+    ("unit/test_labs_check.py", "The crossing point"): "an exercise's title",
+    ("unit/test_debug_parts.py", "No space left on device"): "the system says it",
+    ("unit/test_doctor.py", "no such file"): "the fake machine says it",
+    ("unit/test_export_script.py", "import workbench as wb"): "code",
+    ("unit/test_far_files.py", "No module named"): "Python says it",
+    ("unit/test_full_disk.py", "No space left on device"): "the system says it",
+    ("unit/test_full_disk.py", "No space left"): "the system says it",
+    ("unit/test_full_places.py", "No space left on device"): "the system says it",
+    ("unit/test_labs_source.py", "for one in"): "code",
+    ("unit/test_peers.py", "Connection closed by peer"): "said as gloo says it",
+    ("unit/test_platforms.py", "ray job list"): "a command",
+    ("unit/test_platforms.py", "ray job submit"): "a command",
+    ("unit/test_recipes.py", "what it is"): "the recipe's own summary",
+    ("unit/test_torch_imports.py", "to the end"): "the test's own mark",
+    ("unit/test_tracebacks.py", "most recent call last"): "Python says it",
+}
+"""Words of other texts that are not ours to word, or that are a name."""
 
 
 @functools.cache
@@ -154,6 +184,55 @@ def test_no_test_asks_for_a_sentence_of_ours(sentences: list[tuple[str, int, str
 
 def test_no_exception_is_kept_that_nobody_needs(sentences: list[tuple[str, int, str]]) -> None:
     assert not OTHERS.keys() - {(path, words) for path, _, words in sentences}
+
+
+@functools.cache
+def said() -> str:
+    """Return all texts of the package: its strings, without docstrings."""
+    found = []
+    for tree in map(ast.parse, generator("make_error_codes").package().values()):
+        alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        found += [pieces(node) for node in ast.walk(tree) if id(node) not in alone
+                  if isinstance(node, (ast.Constant, ast.JoinedStr))]  # fmt: skip
+    return "\n".join(found)
+
+
+def asserted(source: str, texts: str) -> list[tuple[int, str]]:
+    """Return words in a row that a test's assertions share with these texts: line, words."""
+    checks = [node.test for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
+    return sorted({
+        (node.lineno, words)
+        for check in checks for node in ast.walk(check)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for words in PROSE.findall(node.value) if words in texts
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def asserted_words() -> list[tuple[str, int, str]]:
+    return [
+        (str(path.relative_to(TESTS)), line, words)
+        for path in sorted(TESTS.rglob("*.py")) if path.name != Path(__file__).name
+        for line, words in asserted(path.read_text(encoding="utf-8"), said())
+    ]  # fmt: skip
+
+
+def test_no_assertion_asks_for_words_of_ours(asserted_words: list[tuple[str, int, str]]) -> None:
+    known = OTHERS.keys() | NAMED.keys()
+    wrong = [f"{path}:{line}: {words}" for path, line, words in asserted_words
+             if (path, words) not in known]  # fmt: skip
+    assert not wrong, "ask for names, numbers and flags: " + "\n".join(["", *wrong])
+
+
+def test_no_name_is_kept_that_nobody_asks_for(asserted_words: list[tuple[str, int, str]]) -> None:
+    left = NAMED.keys() - {(path, words) for path, _, words in asserted_words}
+    assert sorted(left) == []
+
+
+def test_what_an_assertion_shares_with_our_texts() -> None:
+    source = 'def test():\n    assert "2 of them wait for each other" in text'
+    assert asserted(source, "they wait for each other; a b") == []
+    assert asserted(source, "of them wait for each other") == [(2, "of them wait for each other")]
 
 
 SOURCE = """

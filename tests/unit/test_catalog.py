@@ -67,7 +67,7 @@ def test_ddp_is_another_word_for_mirrored() -> None:
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(PlanError) as caught:
         catalog.lookup("mirored")
-    assert caught.value.next_step == "did you mean 'mirrored'?"
+    assert "'mirrored'" in str(caught.value.next_step)
     assert "one_device" in str(caught.value.allowed)
 
 

@@ -61,7 +61,8 @@ def test_the_verdict_blames_a_pipelines_bubble() -> None:
     one = make_run("one_device", compute_s=0.005, transfer_s=0.0, data_s=0.0)
     split = make_run("model_split", 2, bubble_s=0.007, transfer_s=0.007, compute_s=0.003)
     verdict = compare([one, split]).verdict
-    assert "7.0 ms (the pipeline's bubble)" in verdict
+    assert "7.0 ms" in verdict
+    assert "bubble" in verdict
 
 
 def test_what_only_some_seeds_measured_is_their_mean() -> None:

@@ -228,7 +228,7 @@ class KernelStream(io.StringIO):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parent_header = {"msg_id": "its own cell"}
+        self.parent_header = {"msg_id": "cell 1"}
         self.written: dict[str, str] = {}
 
     def set_thread_parent(self, parent: dict[str, str]) -> dict[str, str]:
@@ -252,8 +252,8 @@ def test_the_text_view_of_a_background_run_stays_below_its_own_cell(monkeypatch)
     stream.parent_header = {"msg_id": "a later cell"}
     view.update(fake_snapshot(step=2))
     view.end(fake_snapshot(step=3, state="finished"))
-    assert list(stream.written) == ["its own cell"]
-    assert "median wait" in stream.written["its own cell"]
+    assert list(stream.written) == ["cell 1"]
+    assert "median wait" in stream.written["cell 1"]
     assert stream.parent_header == {"msg_id": "a later cell"}
 
 

@@ -42,9 +42,9 @@ def test_an_end_in_words(end, memory, said):
 
 
 def test_what_we_ended_ourselves_is_nobody_elses_doing():
-    assert str(
-        processes.ending(Exit(1, None, 9, GB), Memory(GB), "by Workbench: it did not answer")
-    ) == ("killed by SIGKILL (by Workbench: it did not answer)")
+    assert str(processes.ending(Exit(1, None, 9, GB), Memory(GB), "by Workbench: late")) == (
+        "killed by SIGKILL (by Workbench: late)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,8 @@ def test_several_deaths_are_named_one_by_one():
 def test_who_died_otherwise_than_the_first_is_said_how():
     outcomes = {1: died(1), 2: died(2, Ending(code=3))}
     text = outcome.death_words(1, outcomes, Member.of_ranks)
-    assert text.endswith("also gone: Rank 2 (engine 2): exited with code 3")
+    assert text.endswith(f"Rank 2 (engine 2): {outcomes[2].how}")
+    assert outcomes[2].how != outcomes[1].how
 
 
 def test_an_engine_of_another_machine_is_named_with_its_host():

@@ -66,9 +66,7 @@ def test_describe_never_raises():
         def __repr__(self):
             raise ValueError
 
-    assert describe(Bad()) == "<Bad, its repr raised ValueError>" or "Bad instance" in describe(
-        Bad()
-    )
+    assert "Bad" in describe(Bad())
     assert len(describe("x" * 10_000)) < 300
 
 

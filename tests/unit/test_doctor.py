@@ -516,5 +516,5 @@ def test_a_checkout_without_packages_is_told_which_are_missing() -> None:
     said = json.loads(bare("doctor", "--json").stdout)
     found = {line["id"]: line for line in said["lines"]}
     assert "ipyparallel is missing" in found["machine.versions"]["found"]
-    assert found["machine.cluster"]["found"].startswith("torch is not")
+    assert "torch" in found["machine.cluster"]["found"]
     assert re.match("psutil .*`python -m workbench doctor`", bare("ps").stderr)

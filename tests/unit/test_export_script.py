@@ -243,7 +243,7 @@ def test_what_to_write_depends_on_what_the_notebook_has(tmp_path):
         assert said in error.next_step
     assert "token = ..." in error.next_step
     assert "local_function" in error.next_step
-    assert "did you mean learning_rate?" in error.next_step
+    assert " learning_rate?" in error.next_step
     assert "very secret" not in str(error)
 
 

@@ -67,7 +67,7 @@ def test_values_that_do_not_end_or_raise_are_described_too():
     assert isinstance(through(Odd()), Other)
     assert isinstance(through(without_end()), Items)
     through(loop)
-    assert through(1 << 10**6).words == "a number without end"
+    assert isinstance(through(1 << 10**6), Other)
 
 
 @pytest.mark.parametrize(

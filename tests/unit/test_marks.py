@@ -87,7 +87,7 @@ def test_a_pause_of_the_run_is_the_users():
     with blocked(gate.enter, 3) as seen:
         found = seen()
         gate.resume()
-    assert found == stacks.Wait("in a pause", by_user=True)
+    assert found == stacks.Wait(marks.PAUSE.label, by_user=True)
 
 
 def test_a_meeting_at_the_board_is_a_wait():
@@ -95,7 +95,7 @@ def test_a_meeting_at_the_board_is_a_wait():
     with blocked(board.wait, "address", [0]) as seen:
         found = seen()
         board.hear("address", 0, "here")
-    assert found == stacks.Wait("to meet the other engines")
+    assert found == stacks.Wait(marks.BOARD.label)
 
 
 @pytest.mark.parametrize("what", ["receive", "exchange"])
@@ -106,7 +106,7 @@ def test_a_message_of_another_worker_is_waited_for(pair, what):
     with blocked(*call) as seen:
         found = seen()
         pair[1].close()
-    assert found == stacks.Wait("for a message of another worker")
+    assert found == stacks.Wait(marks.MESSAGE.label)
 
 
 def test_a_message_that_nobody_reads_is_waited_for(pair):
@@ -114,7 +114,7 @@ def test_a_message_that_nobody_reads_is_waited_for(pair):
     with blocked(own.send, 1, memoryview(bytearray(1 << 24))) as seen:
         found = seen()
         pair[1].close()
-    assert found == stacks.Wait("for a message of another worker")
+    assert found == stacks.Wait(marks.MESSAGE.label)
 
 
 def test_a_worker_that_does_not_come_to_the_doorway_is_waited_for(monkeypatch):
@@ -125,7 +125,7 @@ def test_a_worker_that_does_not_come_to_the_doorway_is_waited_for(monkeypatch):
             found = seen()
     finally:
         doorway.close()
-    assert found == stacks.Wait("for a message of another worker")
+    assert found == stacks.Wait(marks.MESSAGE.label)
 
 
 @pytest.mark.parametrize("what", ["receive", "read", "send", "prove", "take over"])
@@ -143,7 +143,7 @@ def test_an_answer_of_a_server_is_waited_for(pair, what):
     with blocked(*call) as seen:
         found = seen()
         pair[1].close()
-    assert found == stacks.Wait("for an answer of a server")
+    assert found == stacks.Wait(marks.ANSWER.label)
 
 
 def test_a_server_that_has_nothing_to_do_waits(pair):
@@ -154,7 +154,7 @@ def test_a_server_that_has_nothing_to_do_waits(pair):
         found = seen()
         pair[1].close()
     served.close()
-    assert found == stacks.Wait("for an answer of a server")
+    assert found == stacks.Wait(marks.ANSWER.label)
 
 
 @pytest.mark.torch

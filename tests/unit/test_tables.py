@@ -104,7 +104,7 @@ def test_engines_show_units_and_dashes() -> None:
 
 
 def test_no_engine_gives_an_empty_table() -> None:
-    assert cluster_table([], notes=["no engine runs"]).text().endswith("no engine runs")
+    assert cluster_table([], notes=["none here"]).text().endswith("none here")
 
 
 def test_the_fastest_run_stands_out_and_the_verdict_is_on_top() -> None:

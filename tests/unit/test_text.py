@@ -42,7 +42,7 @@ def test_durations_are_written_for_people(seconds, shown):
 def test_the_report_holds_the_headline_a_row_per_worker_and_the_loss():
     shot = fake_snapshot(4, 120, extra=True, notes=("global batch 64 = 4 x 16",))
     report = text.report(shot)
-    assert report.startswith("base · mirrored · synchronous data parallelism (all-reduce)")
+    assert report.startswith("base · mirrored · ")
     assert "step 120 of 400" in report
     assert "48 ms a" in report
     assert [line.split("  ")[0] for line in report.split("\n") if line.startswith("rank ")][1:] == [
@@ -200,10 +200,10 @@ def test_events_without_ranks_and_replaced_workers_have_words_of_their_own():
         {"event": "replaced", "step": 40, "ranks": [1]},
     )
     snapshot = replace(fake_snapshot(), changes=changes)
-    assert text.change_labels(snapshot) == [
-        (10, "a server left"), (20, "less work for rank 1"), (30, "equal shares"),
-        (40, "rank 1 replaced"),
-    ]  # fmt: skip
+    found = text.change_labels(snapshot)
+    assert [step for step, _ in found] == [10, 20, 30, 40]
+    assert ["rank 1" in label for _, label in found] == [False, True, False, True]
+    assert "server" in found[0][1]
 
 
 def test_every_event_of_workers_has_words():

@@ -89,7 +89,9 @@ def test_a_collective_that_the_device_is_in_is_named(
     begun = {"profiling_name": "nccl:all_reduce", "state": state}
     done = {"profiling_name": "nccl:broadcast", "state": "completed"}
     asked = recorded(monkeypatch, done, begun)
-    assert support.collective_under_way(device) == (True, "in all_reduce, on the device")
+    waits, where = support.collective_under_way(device)
+    assert waits
+    assert "all_reduce" in where
     assert asked == [(True, True)]
     recorded(monkeypatch, done)
     assert support.collective_under_way(device) is None
@@ -103,7 +105,8 @@ def test_a_main_thread_that_spins_for_the_device_waits_in_its_collective(
     support._take_device(spec)
     monkeypatch.setattr(stacks, "_main_thread", lambda: [stacks.Place(__file__, 3, "step")])
     found = stacks.where()
-    assert (found.state, found.waits_in) == ("waits", "in all_gather, on the device")
+    assert found.state == "waits"
+    assert "all_gather" in found.waits_in
     support._take_device(replace(spec, device="cpu"))
     assert stacks.where().state == "busy"
 
