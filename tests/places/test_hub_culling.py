@@ -6,23 +6,18 @@ It needs `pip install jupyterhub jupyterhub-idle-culler` and the proxy of Debian
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jupyter_client.blocking import BlockingKernelClient
+from culled import STOPPED, Service, execute, free_ports
 from needs import need
+from notebook_shell import soon
 
 need("jupyterhub", "jupyterhub_idle_culler", "jupyter_server", "torch")
 pytestmark = [
@@ -36,13 +31,6 @@ pytestmark = [
 REPOSITORY = Path(__file__).resolve().parents[2]
 IDLE_S = 20
 """Longer than the 5 s between two messages of a background run, and between two reports."""
-START = "%load_ext workbench\nimport workbench as wb\n%cluster start 2 --devices cpu"
-BACKGROUND = """%%distributed mirrored --steps 1000000 --background --plot off
-import torch
-from torch import nn
-wb.fit(nn.Linear(64, 10), wb.data.synthetic(2048, shape=(64,), classes=10), batch_size=32,
-       loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, 0.01))"""
-STOPPED = "wb.runs.latest.stop(); wb.runs.latest.wait()"
 CONFIG = """
 import sys
 c = get_config()
@@ -71,107 +59,61 @@ class Hub:
     """A JupyterHub with its idle culler, for the one user `ada`."""
 
     def __init__(self, root: Path) -> None:
-        self.ports = _free_ports(3)
-        self.root, self._token = root, secrets.token_hex(16)
-        self.runtime = root / "runtime"
+        ports, token, runtime = free_ports(3), secrets.token_hex(16), root / "runtime"
+        self._url = f"http://127.0.0.1:{ports[0]}"
         path = os.pathsep.join([str(REPOSITORY), *sys.path[1:]])
         environment = {
             "PYTHONPATH": path, "JUPYTERHUB_ACTIVITY_INTERVAL": "4",
-            "JUPYTER_RUNTIME_DIR": str(self.runtime), "JUPYTER_CONFIG_DIR": str(root / "config"),
+            "JUPYTER_RUNTIME_DIR": str(runtime), "JUPYTER_CONFIG_DIR": str(root / "config"),
         }  # fmt: skip
         config = root / "hub.py"
         config.write_text(
             CONFIG.format(
-                ports=self.ports, root=str(root), environment=environment, idle_s=IDLE_S,
-                token=self._token,
+                ports=ports, root=str(root), environment=environment, idle_s=IDLE_S, token=token
             )
-        )  # fmt: skip
-        node = os.environ.get("NODE_PATH", "/usr/share/nodejs")
-        self._log = (root / "hub.log").open("wb")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "jupyterhub", "-f", str(config)], cwd=root,
-            env=os.environ | {"NODE_PATH": node, "PYTHONPATH": path},
-            stdout=self._log, stderr=self._log,
-        )  # fmt: skip
-
-    def ask(self, path: str, method: str = "GET", server: bool = False) -> Any:
-        base = f"http://127.0.0.1:{self.ports[0]}" + ("/user/ada/" if server else "/hub/")
-        request = urllib.request.Request(
-            f"{base}api/{path}", method=method, headers={"Authorization": f"token {self._token}"}
         )
-        with urllib.request.urlopen(request, timeout=30) as reply:
-            body = reply.read()
-        return json.loads(body) if body else None
+        node = os.environ.get("NODE_PATH", "/usr/share/nodejs")
+        command = [sys.executable, "-m", "jupyterhub", "-f", str(config)]
+        env = os.environ | {"NODE_PATH": node, "PYTHONPATH": path}
+        self.service = Service("hub", root, runtime, token, command, env)
+
+    def ask(self, path: str, method: str = "GET") -> Any:
+        return self.service.ask(f"{self._url}/hub/api/{path}", method)
 
     def ready(self) -> bool:
-        try:
-            self.ask("")
-        except (urllib.error.URLError, ConnectionError):
-            return False
-        return True
+        return self.service.answers(f"{self._url}/hub/api/")
 
     def running(self) -> bool:
         return bool((self.ask("users/ada").get("servers") or {}).get("", {}).get("ready"))
 
-    def client(self, kernel: str) -> BlockingKernelClient:
-        client = BlockingKernelClient(connection_file=str(self.runtime / f"kernel-{kernel}.json"))
-        client.load_connection_file()
-        client.start_channels(hb=False)  # on a busy machine its beat is late, which is no death
-        client.wait_for_ready(timeout=60)
-        return client
+    def start(self) -> str:
+        """Start the user's server and a kernel in it; return the kernel's id."""
+        self.ask("users/ada", "POST")
+        self.ask("users/ada/server", "POST")
+        assert soon(self.running, 120), self.service.log.read_text()[-3000:]
+        return str(self.service.ask(f"{self._url}/user/ada/api/kernels", "POST")["id"])
 
     def close(self) -> None:
-        if self._process.poll() is None and self.ready() and self.running():
+        if self.service.runs and self.ready() and self.running():
             self.ask("users/ada/server", "DELETE")
-            _soon(lambda: not self.running(), 30)
-        self._process.terminate()
-        self._process.wait(30)
-        self._log.close()
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+            soon(lambda: not self.running(), 30)
+        self.service.end()
 
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
     hub = Hub(tmp_path)
     try:
-        assert _soon(hub.ready, 60), (tmp_path / "hub.log").read_text()[-3000:]
+        assert soon(hub.ready, 60), hub.service.log.read_text()[-3000:]
         yield hub
     finally:
         hub.close()
 
 
-def _soon(condition: Any, limit_s: float) -> bool:
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.3)
-    return True
-
-
 @pytest.mark.timeout(300)
 def test_the_hubs_culler_ends_a_server_after_its_run_and_not_before(hub: Hub) -> None:
-    hub.ask("users/ada", "POST")
-    hub.ask("users/ada/server", "POST")
-    assert _soon(hub.running, 120), (hub.root / "hub.log").read_text()[-3000:]
-    kernel = hub.ask("kernels", "POST", server=True)["id"]
-    client = hub.client(kernel)
-    try:
-        for cell in (START, BACKGROUND):
-            answer = client.execute_interactive(cell, timeout=120, output_hook=lambda _: None)
-            assert answer["content"]["status"] == "ok", answer["content"].get("evalue")
-        assert not _soon(lambda: not hub.running(), 2.5 * IDLE_S)
-        answer = client.execute_interactive(STOPPED, timeout=60, output_hook=lambda _: None)
-        assert answer["content"]["status"] == "ok"
-        assert _soon(lambda: not hub.running(), 5 * IDLE_S)
-    finally:
-        client.stop_channels()
+    kernel = hub.start()
+    with hub.service.training(kernel) as client:
+        assert not soon(lambda: not hub.running(), 2.5 * IDLE_S)
+        execute(client, STOPPED)
+        assert soon(lambda: not hub.running(), 5 * IDLE_S)
