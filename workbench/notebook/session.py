@@ -142,7 +142,7 @@ class Session:
             raise PlanError(
                 "The notebook's cluster was started with other settings.",
                 seen=wanted,
-                allowed=now or "the settings it was started with: none of these",
+                allowed=now or "the settings that it was started with, or none",
                 next_step="%cluster stop, then start again",
                 code="WB-PLAN-127",
             )
