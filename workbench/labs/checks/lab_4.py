@@ -24,6 +24,30 @@ ASIDE = 1.06
 
 STEPS, NUMBERS = 3, 7
 
+_STORE = """
+def _labs_look(gradients):
+    calls = []
+    def updater(key, total, value):
+        calls.append(key)
+        value -= 0.5 * total
+    start = {"a": torch.ones(3, dtype=torch.float64), "b": torch.zeros(2, dtype=torch.float64)}
+    store = KVStore(start, updater)
+    seen, kept = [], True
+    for key, numbers in gradients:
+        gradient = torch.tensor(numbers, dtype=torch.float64)
+        before = gradient.clone()
+        store.push(key, gradient)
+        kept = kept and bool(torch.equal(gradient, before))
+        into = {name: torch.full_like(value, 7.0) for name, value in start.items()}
+        for name in into:
+            store.pull(name, into[name])
+        seen.append([into["a"], into["b"]])
+    return [seen, calls, kept]
+import torch
+_labs_answer = _labs_look({gradients!r}[rank])
+del _labs_look
+"""
+
 _TRAIN = """
 def _labs_look(parts):
     w = torch.ones({numbers}, dtype=torch.float64)
@@ -35,7 +59,7 @@ import torch
 _labs_answer = _labs_look({parts!r}[rank])
 del _labs_look
 """
-"""The right result is computed here: the process of an answer only gets its own part."""
+"""The right result of both is computed here: the process of an answer only gets its own part."""
 
 
 @exercise("4.1", "The server's step", where="the engines")
@@ -222,3 +246,56 @@ def _three(c: Check, n: int, slots: int) -> list[float]:
         "fill in the three variables in the cell: each is a multiple of M",
     )
     return values
+
+
+_KEYS = ("a", "b", "a", "a")
+
+
+@exercise("4.5", "Push and pull", where="the engines")
+def store(c: Check) -> None:
+    """Push four gradients under two keys. Compare what each worker pulls after each push."""
+    have = c.ask("_labs_answer = callable(globals().get('KVStore'))")
+    c.need(
+        all(have),
+        "The engines have no class `KVStore`.",
+        "run the cell of exercise 4.5: it begins with %%distributed",
+    )
+    draw = np.random.default_rng(5)
+    gradients = [
+        [(key, [round(float(x), 6) for x in draw.normal(size=3 if key == "a" else 2)])
+         for key in _KEYS]
+        for _ in have
+    ]  # fmt: skip
+    found = c.ask(
+        # `format` would read the braces of the code's dictionaries.
+        _STORE.replace("{gradients!r}", repr(gradients)),
+        limit_s=LIMIT_S,
+        hint="all workers call push and pull in the same order; `values` exist on worker 0 only",
+    )
+    truth = [np.ones(3), np.zeros(2)]
+    pulled = [[[np.asarray(one, dtype=float) for one in pair] for pair in w[0]] for w in found]
+    for push, key in enumerate(_KEYS):
+        place = "ab".index(key)
+        truth[place] = truth[place] - 0.5 * sum(np.array(mine[push][1]) for mine in gradients)
+        for worker, seen in enumerate(pulled):
+            off = max(float(np.abs(a - b).max()) for a, b in zip(seen[push], truth, strict=True))
+            c.need(
+                off <= EXACT,
+                f"After push {push + 1} worker {worker} pulled numbers that are {off:.2g} off.",
+                "the updater gets the sum of all workers' gradients, not their mean; pull copies "
+                "the server's value into `into` on every worker",
+            )
+    c.expect(True, "after each push, all workers pull the server's values of both keys", "")
+    calls = [list(w[1]) for w in found]
+    c.expect(
+        calls[0] == [*_KEYS] and not any(calls[1:]),
+        "the updater runs once for each push, on worker 0 only",
+        f"the updater ran {', '.join(str(len(one)) for one in calls)} times on the workers",
+        "only worker 0 keeps the values and calls the updater",
+    )
+    c.expect(
+        all(w[2] for w in found),
+        "push leaves the gradient as it was",
+        "push changed the gradient of its caller",
+        "dist.reduce changes its tensor: give it a copy",
+    )
