@@ -3,8 +3,8 @@
     python docs/make_strategies.py
 
 No framework is imported: docstrings are read from the source. Indented blocks in them are the
-diagrams. If a docstring names a file or folder next to it in backquotes (`compression.py`), the
-docstring of that file is added, if it gives a source.
+diagrams. If a docstring names a file or folder of the same folder in backquotes (`compression.py`),
+the docstring of that file is added, if it gives a source.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ netG, optG = wb.prepare(netG, optG)
 
 The gradients of all these models are averaged, and their copies are
 [compared](metrics.md#equal-copies). A step ends when the optimizer of the first pair steps. The
-time after that counts as `other` of the next step. If this time matters, pass first the pair whose
-optimizer steps last in an iteration. `one_device` and `mirrored` accept several pairs. The run's
-final weights are the weights of the first model. For checkpoints, name the other models in `keep=`.
+time after that counts as `other` of the next step. If this time matters, the first pair must be the
+pair with the optimizer that steps last in an iteration. `one_device` and `mirrored` accept several
+pairs. The run's final weights are the weights of the first model. For checkpoints, name the other
+models in `keep=`.
 
 A warning names each optimizer with parameters whose gradients are not averaged.
 """
@@ -169,7 +170,7 @@ def facts(entry) -> str:
         lines.append(
             "- `--inject bandwidth=...` and `latency=...` are simulated on the strategy's links"
         )
-    lines.append(f"- largest loss if a run continues from its last checkpoint: {entry.loses}")
+    lines.append(f"- if a run continues from its last checkpoint, it loses at most {entry.loses}")
     if entry.max_workers == 1:
         return "\n".join(lines)
     if not entry.anywhere:

@@ -1,15 +1,15 @@
 """Central storage: parameters are on one device; replicas on all devices compute.
 
 The parameters and the optimizer exist only once. In every step each replica reads the parameters
-again and sends its gradients to the device that holds them. There the gradients are added up, and
-the optimizer runs once:
+again and sends its gradients to the device that holds the parameters. There the gradients are added
+up, and the optimizer runs once:
 
     device 0:  forward, backward --+                             +--> read by device 0
     device 1:  forward, backward --+--> sum --> update --> v ----+--> read by device 1
     device 2:  forward, backward --+       (on one device)       +--> read by device 2
 
 The step waits for the slowest device, as in `mirrored`. Parameters and optimizer need less memory,
-but one device carries all the traffic.
+but all the traffic passes through one device.
 
 If replicas write to a variable in the step (BatchNorm's statistics), Keras keeps the mean. All
 replicas use the Dropout seeds of replica 0: see `keras/patches.py`.
@@ -36,8 +36,8 @@ def naive_step(
 ) -> float:
     """Take one step on a batch x (B, ...); each device takes B/n samples. Return the mean loss.
 
-    The devices compute one after the other here, each with the same model, whose variables and
-    optimizer are on one of them. TensorFlow's strategy has a thread for each device.
+    Here the devices compute one after the other, with the same model. Its variables and optimizer
+    are on one of the devices. TensorFlow's strategy has a thread for each device.
     """
     losses, gradients = [], []
     shares = zip(tf.split(x, len(devices)), tf.split(y, len(devices)), strict=True)

@@ -13,9 +13,9 @@ share of the batch.
 
 Embeddings behave as in plain TensorFlow: Adam, RMSprop and Adagrad square each listed row of the
 gradient separately. The rows of a batch are listed in the same way for any number of replicas. But
-a
-row that every replica looks up itself (a position: `Embedding(arange)`) is listed once per replica.
-For such rows the steps of these optimizers differ from one device. With SGD they are equal.
+a row that every replica looks up itself (a position: `Embedding(arange)`) is listed once per
+replica. For such rows the steps of these optimizers differ from one device. With SGD they are
+equal.
 
 The step waits for the slowest device. The sum is a mean over the batch because each replica's loss
 is divided by the number of replicas (Keras does so automatically).

@@ -1,6 +1,6 @@
 """Model parallelism without a pipeline: the layers of one model are on several devices.
 
-Each device holds only the parameters and the optimizer state of its own layers, so the model may be
+Each device holds only the parameters and the optimizer state of its own layers, so the model can be
 larger than the memory of one device. The whole batch goes through the chain at once, so the stages
 are sequential: while one computes, all others are idle. This saves memory, never time.
 
@@ -9,12 +9,13 @@ are sequential: while one computes, all others are idle. This saves memory, neve
     device 2:       . . . . . . . . . stage 2 -> loss -> stage 2 . . . . . .  . . . . . -> update
 
 With p equal stages each is busy 1/p of the time; the rest is its bubble. A pipeline (PyTorch's
-`model_split`) fills it with microbatches.
+`model_split`) fills the bubble with microbatches.
 
 Sums are computed in the same order as on one device, so the result is the same.
 
-Where to cut: `split_at` names the layers that begin a stage; without it, parameters are balanced
-(`Chain` below). `parts/stages.py` moves layers to their device and measures when they are busy.
+Where to cut: `split_at` names the layers that begin a stage. Without this option, the parameters
+are balanced (`Chain` below). `parts/stages.py` moves layers to their device and measures when they
+are busy.
 
 Sources: Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, section 3 (model
 parallelism); tf.device, https://www.tensorflow.org/guide/gpu#manual_device_placement.
@@ -168,7 +169,7 @@ def given_bounds(layers: Sequence[Any], stages: int, split_at: str) -> list[int]
 
 
 def balance(costs: Sequence[int], stages: int) -> list[int]:
-    """Return the bounds of `stages` non-empty groups of layers, whose largest sum is minimal.
+    """Return the bounds of `stages` non-empty groups of layers; the largest sum is minimal.
 
     If several solutions are equal, the one with the smallest sum of squares is taken, so that
     layers without parameters do not decide.

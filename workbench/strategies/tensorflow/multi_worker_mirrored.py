@@ -15,18 +15,18 @@ Workers find each other by the addresses in TF_CONFIG, which is set for the dura
 
 Keras layers also keep values that are not learnt from gradients (BatchNorm's moving statistics).
 These are averaged over the workers at the end of each step, so saved models are equal too. Each
-worker normalises over its own share of the batch. Under Keras all workers may use the same file
+worker normalises over its own share of the batch. Under Keras all workers can use the same file
 name: each worker writes models and weights completely; CSVLogger, TensorBoard and BackupAndRestore
-write on rank 0 only. For other files that a cell writes, use a path for each rank, or
-`if rank == 0:`.
+write on rank 0 only. For other files that a cell writes, use a path for each rank, or write them
+only `if rank == 0:`.
 
 All workers must be ready before TensorFlow gets their addresses. Otherwise TensorFlow would wait
-forever for a missing worker, with every thread of its process. A collective that hangs later ends
-after `timeout_s`.
+forever for a missing worker, and block every thread of its process. A collective that hangs later
+ends after `timeout_s`.
 
 Every worker opens a gRPC server for the run. It listens on every interface, even if it was given
-127.0.0.1; after the run, connecting is impossible. The engines lose TensorFlow's tensors and
-variables of earlier cells, because joining a cluster deletes them; NumPy arrays stay, and so does
+127.0.0.1. After the run, no process can connect to it. The engines lose the TensorFlow tensors and
+variables of earlier cells, because joining a cluster deletes them. NumPy arrays stay, and so does
 the model that was trained.
 
 Sources: tf.distribute.MultiWorkerMirroredStrategy,

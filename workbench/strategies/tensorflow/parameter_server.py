@@ -12,24 +12,24 @@ the gradients of its own batch, and the servers apply them:
     server s0:    w3 . . . . . . w4 = w3 - lr g(w3) . . . w6 = w5 - lr g(w4)
 
 No worker waits for another, so there is no sync wait. The disadvantage is staleness: the number of
-other pushes between a worker's pull and its push. Its mean is n - 1 over n equally busy workers. A
-slow worker takes fewer closures: each row of the history belongs to the worker that ran the
-closure. A push uses batch/n samples.
+other pushes between a worker's pull and its push. With n equally busy workers the mean staleness is
+n - 1. A slow worker takes fewer closures. Each row of the history belongs to the worker that ran
+the closure. A push uses batch/n samples.
 
 The run continues when a worker dies: its closure runs again on another worker, so a closure runs at
 least once. When a server dies, the run ends, because the server's variables are lost. With
 `--checkpoint` a new server replaces it, and the run continues from the last checkpoint.
 
-    servers=2               variables are dealt out to two servers
+    servers=2               variables are distributed over two servers
     partitioner=fixed:2     each variable is cut in two along its first dimension
-    partitioner=min_size:N  it is cut into parts of at least N bytes
+    partitioner=min_size:N  each variable is cut into parts of at least N bytes
 
-A partitioned variable has no single value, which Keras 3 needs. So partitioners are for loops that
-make their own `tf.Variable`s.
+Keras 3 needs one value per variable, and a partitioned variable has no single value. So
+partitioners are for loops that make their own `tf.Variable`s.
 
 Every task opens a gRPC server for the run. It listens on every interface, even if it was given
-127.0.0.1; after the run, connecting is impossible. The coordinator loses TensorFlow's tensors and
-variables of earlier cells, because connecting to a cluster deletes them; NumPy arrays stay.
+127.0.0.1. After the run, no process can connect to it. The coordinator loses the TensorFlow tensors
+and variables of earlier cells, because connecting to a cluster deletes them. NumPy arrays stay.
 
 Sources: tf.distribute.ParameterServerStrategy,
 https://www.tensorflow.org/tutorials/distribute/parameter_server_training; Li et al., Scaling

@@ -10,12 +10,12 @@ can be placed inside a step, and the waits and compute times of a core are unkno
 and losses are known.
 
 Before TensorFlow connects to an address, Workbench checks that a server answers there: TensorFlow
-itself waits for minutes at an address without one.
+itself waits for minutes at an address without a server.
 
 Sources: tf.distribute.TPUStrategy, https://www.tensorflow.org/guide/tpu; Jouppi et al.,
 In-Datacenter Performance Analysis of a Tensor Processing Unit, ISCA 2017.
 
-Workbench looks for a TPU by signs that it can read without any connection.
+Workbench looks for signs of a TPU that it can read without any connection.
 
 Source: tf.distribute.cluster_resolver.TPUClusterResolver; https://cloud.google.com/tpu/docs.
 """

@@ -11,20 +11,22 @@ Source: Abadi et al., TensorFlow: A System for Large-Scale Machine Learning, OSD
 
 The loss of worker r is weighted by samples_r / samples. So the sum of the gradients is the gradient
 of the whole batch, even if shares are unequal. The server adds the gradients in the order of the
-ranks, each as soon as possible: two runs with the same seed agree to the last bit. Clipping needs
-the sum, so the server clips and then takes the optimizer's step; the optimizer's state exists once.
-Learning rate, momentum and the other values follow the user's optimizer and scheduler on worker 0.
+ranks, each as soon as possible. So two runs with the same seed agree to the last bit. Clipping
+needs the sum, so the server clips and then takes the optimizer's step. The optimizer's state exists
+only once. Learning rate, momentum and the other values follow the user's optimizer and scheduler on
+worker 0.
 
-Per step each worker sends the gradient's size and receives the parameters' size (for tables with
-sparse gradients only rows, `servers/rows.py`). All of this passes through one host, which limits
-the speed of this strategy.
+In each step a worker sends as many bytes as the gradient has, and receives as many as the
+parameters have. For tables with sparse gradients it sends and receives only rows
+(`servers/rows.py`). All of this passes through one host, which limits the speed of this strategy.
 
-Sync wait of worker r: the time from when its gradient is ready until all gradients are ready. The
-server's work (sum, clip, step) and the way there and back count as transfer. Between hosts, whose
-clocks differ, the server measures the wait: how much later the last push arrived than worker r's.
+The sync wait of worker r is the time from when its gradient is ready until all gradients are ready.
+The server's work (sum, clip, step) and the messages in both directions count as transfer. The
+clocks of different hosts differ. So between hosts the server measures the wait: how much later the
+last push arrived than worker r's push.
 
 With `replicas=2` a second server holds a copy of all this state. The first server passes the sum of
-the gradients to the second before it answers a worker; if the first server dies, the second takes
+the gradients to the second before it answers a worker. If the first server dies, the second takes
 over (`servers/copies.py`).
 
 In MXNet's KVStore every worker calls `push(key, gradient)`, then `pull(key)`, and the optimizer is

@@ -12,23 +12,24 @@ Exponential Graph is Provably Efficient for Decentralized Deep Training, NeurIPS
 
 Each worker takes a step on its own share and then mixes its parameters with its neighbours'. The
 mixing weights add up to 1 over rows and over columns. So the mean of all replicas moves as if all
-were averaged, while the replicas are only close to each other. On a ring a change travels one hop
-per step, so the spread grows with the number of workers. On the exponential graph of 2^k workers
-every replica has mixed with all others after k steps.
+replicas were averaged. The replicas themselves are only close to each other. On a ring a change
+travels one hop per step, so the spread grows with the number of workers. On the exponential graph
+of 2^k workers every replica has mixed with all others after k steps.
 
 A worker waits only for its neighbours; a delay reaches the far side of a ring some steps later.
-Each message carries the time at which its sender was ready; the wait is computed from it. Bytes
-sent: the parameters and floating-point buffers, twice per step on a ring (once with two workers),
-once per step on the exponential graph.
+Each message carries the time when its sender was ready; the wait is computed from this time. A
+worker sends its parameters and floating-point buffers twice per step on a ring (once with two
+workers), and once per step on the exponential graph.
 
 When a worker dies, the others form a new graph, and each keeps its own replica. If the death
 interrupted the mixing of a step, the step counts without the mixing. No worker waits for the dead
 worker, and the others lose nothing. The updates that the dead worker sent to its neighbours stay in
-their replicas. A new worker copies another worker's replica. This is a neighbour, if the neighbour
-has taken as many steps as any worker.
+their replicas. A new worker copies another worker's replica: a neighbour's, if the neighbour has
+taken as many steps as any worker.
 
-Replica spread (logged as `spread`): the root mean square, over all parameters, of the difference
-between a worker's replica and the replicas of the neighbours it mixes with, before mixing.
+The replica spread (logged as `spread`) is computed before mixing. It is the root mean square of the
+difference between a worker's replica and the replicas of the neighbours it mixes with, over all
+parameters.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ class Gossip(ParameterAveraging):
 
 
 def neighbours(graph: str, rank: int, workers: int, step: int) -> tuple[list[int], list[int]]:
-    """Return to which workers a worker sends in a step, and from which it receives.
+    """Return the workers to which a worker sends in a step, and those that it receives from.
 
     In every step each worker sends as many messages as it receives, and all workers receive equally
     many. So equal weights keep the mean of the replicas.

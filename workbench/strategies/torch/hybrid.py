@@ -1,4 +1,4 @@
-"""Data and model parallelism together: several pipelines, each of which takes a share of the batch.
+"""Data and model parallelism together: several pipelines, each with a share of the batch.
 
 Sources: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019,
 section 3.1; Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -12,10 +12,10 @@ Megatron-LM, SC 2021, section 3.
                    |                     |
     share 1 -> worker 2: stage 0 --> worker 3: stage 1 -> loss
 
-Within a row microbatches flow as under `model_split`. When its pipeline has drained, each worker
-adds up gradients with the other workers that hold the same stage, in one message. The gradient of
-pipeline d is the gradient of the mean loss over its share, so it is weighted by the share's
-samples:
+Within a row, microbatches pass through the stages as under `model_split`. After the last
+microbatch, each worker adds up gradients with the other workers that hold the same stage, in one
+message. The gradient of pipeline d is the gradient of the mean loss over its share, so it is
+weighted by the share's samples:
 
     g = sum over pipelines of (samples of share d / samples of the batch) x g_d
 
@@ -23,14 +23,14 @@ Gradients are added up explicitly, outside the pipeline, because DistributedData
 stage does not know when the last microbatch has passed.
 
 The message carries each worker's clock, so waiting and transfer can be told apart. The worker that
-computed longest in the step is named as the cause, wherever it is in the grid. Bytes sent: the
-pipeline's messages, and 2 (d-1)/d of the stage's gradients (a ring all-reduce over d pipelines).
+computed longest in the step is named as the cause, wherever it is in the grid. A worker sends the
+pipeline's messages, and 2 (d-1)/d of its stage's gradients (a ring all-reduce over d pipelines).
 Only the worker with the last stage counts samples, so the numbers add up to the batch.
 
-When a worker dies (`--on-failure heal`), its pipeline stops and the others take over its share: the
-microbatches keep their size, and there are more of them. Gradients are summed per stage, so one
-worker can have its sum while another worker's sum never comes. So every worker updates only after
-it knows that all workers can:
+When a worker dies (`--on-failure heal`), its pipeline stops and the other pipelines take over its
+share: the microbatches keep their size, and there are more of them. Gradients are summed per stage,
+so one worker can have its sum while another worker's sum never comes. So every worker updates only
+after it knows that all workers can update:
 
     worker 0   sum of stage 0 --+--> in the row --+--> in the column --> optimizer
     worker 1   sum of stage 1 --+                 |
@@ -38,8 +38,8 @@ it knows that all workers can:
     worker 3   sum of stage 1 --+
 
 A worker updates only after messages over rows and columns have confirmed that all others have their
-sums. If a worker's confirmation is interrupted, it can still take the step alone if another worker
-has taken it.
+sums. A worker whose confirmation was interrupted can still take the step alone, if another worker
+has taken that step.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ Stands = Literal["whole", "begun", "ready", "taken"]
 class Hybrid(ModelSplit):
     """Several pipelines that train together.
 
-    Between steps each stage is held by as many workers as there are pipelines, so whole pipelines
-    can leave and join between two steps.
+    Each stage is held by as many workers as there are pipelines. So whole pipelines can leave and
+    join between two steps.
     """
 
     regroups = True
@@ -184,7 +184,7 @@ class Hybrid(ModelSplit):
         self._add_up()
 
     def connect(self, decided: Cut) -> None:
-        """Link the own stages to those of the others in the pipeline."""
+        """Link this worker's stages to the other stages of the pipeline."""
         super().connect(decided)
         self._cut = decided
 
@@ -261,7 +261,7 @@ class Hybrid(ModelSplit):
     # -- with others -------------------------------------------------------------------------------
 
     def bound(self) -> str:
-        """Return why the number of pipelines must not change; empty if it may."""
+        """Return why the number of pipelines must not change; empty if it can."""
         if self.context.spec.backend != "gloo":
             return "its pipelines exchange gradients on their GPUs"
         if self.pipeline is None or not self.pipeline.program.scored:
@@ -358,7 +358,7 @@ class Hybrid(ModelSplit):
         return StepResult(share.samples if last else 0, loss, compute_s=NAN, has_loss=last)
 
     def member_state(self) -> dict[str, Any]:
-        """Return copies of the own stages and of their optimizer and scheduler."""
+        """Return copies of this worker's stages, and of their optimizer and scheduler."""
         if self._cut is None:
             return {}
         parts = {"optimizer": self.optimizer, "scheduler": self.scheduler}
@@ -391,9 +391,9 @@ class Hybrid(ModelSplit):
             broadcast(tensors, self.device, self.replicas, source=self.place)
 
     def weights(self) -> dict[str, NDArray[np.generic]]:
-        """Return the own stages' parameters and buffers; the first pipeline's represent all.
+        """Return this worker's parameters and buffers; those of the first pipeline represent all.
 
-        If workers may leave, any worker may have to represent its stage.
+        If workers can leave, every worker must be able to represent its stage.
         """
         stands = self.rank < self.workers or self.context.spec.heals
         return super().weights() if stands else {}

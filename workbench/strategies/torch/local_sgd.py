@@ -11,10 +11,10 @@ al., Streaming DiLoCo with overlapping communication, 2025 (arXiv:2501.18512).
     worker 1: w1 = w1 - lr g1(w1)  ...   w1 --+-- w = mean(w_r) ----+--> w
     worker 2: (sits out this round)           +                     +--> w
 
-Workers send 1/H of the bytes of `mirrored`. Between averages the replicas drift apart, and
-they drift more if their data differs more. With H = 1 and an optimizer that is linear in the
-gradient (SGD, with or without momentum), averaging parameters is the same as averaging gradients:
-the result equals one device's. Optimizer state is not averaged; each worker keeps its own.
+Workers send 1/H of the bytes of `mirrored`. Between averages the replicas drift apart, and they
+drift more if their data differs more. With H = 1 and an optimizer that is linear in the gradient
+(SGD, with or without momentum), averaging parameters is the same as averaging gradients: the result
+is the same as on one device. Optimizer state is not averaged; each worker keeps its own.
 
 DiLoCo (`outer=nesterov`): a round ends in an outer step. The outer gradient is the workers' mean
 movement, and the outer optimizer is SGD with Nesterov momentum. Each worker keeps the round's
@@ -26,8 +26,8 @@ user's; the paper uses AdamW.
 
 With `outer_lr=1` and `outer_momentum=0` this is plain averaging. Momentum continues in the
 direction that the rounds have in common; the differences between workers cancel out. A single
-worker takes outer steps, too. Buffers and frozen parameters become their mean. An evaluation
-during a round uses the mean of the replicas. A run also ends with that mean.
+worker takes outer steps, too. Buffers and frozen parameters are replaced by their mean over the
+workers. An evaluation during a round uses the mean of the replicas. A run also ends with that mean.
 
 Fragments (`fragments=F`): the parameters are divided into F parts of equal length. Each part is
 averaged every H steps, and different parts at different steps. The total number of bytes is the
@@ -37,8 +37,8 @@ same, but only 1/F of them are sent at once.
                      meets      A       B       C       A       B       C
 
 Options of federated averaging: `fraction` of the workers is drawn for each round, and only these
-train and are averaged. `skew=alpha` distributes the data by class (Dirichlet shards), so that the
-workers' data differs; the smaller alpha, the larger the difference.
+workers train and are averaged. `skew=alpha` distributes the data by class (Dirichlet shards), so
+that the workers' data differs. A smaller alpha gives a larger difference.
 
 When a worker dies, each of the others continues from its own replica. Either all workers complete
 an average or none does. If one worker failed to complete an average but another worker completed
@@ -48,9 +48,9 @@ Otherwise at most the dead worker's steps since the last average are lost, and i
 state. A new worker copies another worker's replica. That worker's steps since the last average then
 count twice in the next average.
 
-Bytes sent: a ring all-reduce of parameters and floating-point buffers, 2 (n-1)/n of their size, at
-steps that average (with fragments: of the current fragment); nothing at other steps. Workers wait
-for the last worker, but only at steps that average.
+At steps that average, a worker sends 2 (n-1)/n of the size of parameters and floating-point buffers
+in a ring all-reduce (with fragments: of the current fragment's size). At other steps it sends
+nothing. Workers wait for the last worker only at steps that average.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class LocalSGD(ParameterAveraging):
             dist.all_reduce(flat)
 
     def weight(self, share: Share) -> float:
-        """Return the factor that turns the mean over the round's workers into one over samples."""
+        """Return the factor that makes the mean over the round's workers a mean over samples."""
         chosen = self._chosen(self.done, self.workers)
         bounds = [share_bounds(share.global_samples, r, self.workers) for r in chosen]
         total = sum(stop - start for start, stop in bounds)

@@ -16,8 +16,8 @@ The mean over workers is the mean over samples only if all shares are equally la
 worker r is therefore weighted by n x samples_r / samples: sum_r 1/n (n samples_r / samples) g_r.
 
 Buffers (BatchNorm's running statistics) are not learnt from gradients, and training does not read
-them. So rank 0's buffers are broadcast before each evaluation and at the end. DDP's default is to
-broadcast them in each forward pass, which would hide which worker waits for which.
+them. So rank 0's buffers are broadcast before each evaluation and at the end. By default, DDP
+broadcasts them in each forward pass. This would hide which worker waits for which.
 
 Option `allreduce` selects the all-reduce algorithm (`allreduce/`), and `compress` reduces the bytes
 sent (`allreduce/compression.py`). Both average all gradients in one message after backward.
@@ -58,7 +58,7 @@ NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
     """Take one step on this worker's share of the batch: x (B/n, ...). Return the share's loss.
 
-    Every parameter is sent as its own message when backward has ended. `Mirrored` sends few large
+    Every gradient is sent as a separate message when backward has ended. `Mirrored` sends few large
     messages while backward is running, and allows shares of unequal size.
     """
     optimizer.zero_grad()
@@ -135,7 +135,7 @@ class Mirrored(Strategy):
             self.context.emit(events.Noted(rank=0, text=text))
 
     def step(self, share: Share) -> StepResult:
-        """Run backward on this worker's share, which ends with the average.
+        """Run backward on this worker's share; backward ends with the average.
 
         Then take the common step.
         """

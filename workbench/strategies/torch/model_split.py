@@ -8,25 +8,25 @@ as in torch.distributed.pipelining.
     worker 1:       . . . -> stage 1 --activations--> <--gradients-- stage 1 -> optimizer
     worker 2:              . . . . . -> stage 2 -> loss(y) -> backward       -> optimizer
 
-Each worker holds only the parameters of its own stages and their optimizer state, so the model may
+Each worker holds only the parameters of its own stages and their optimizer state, so the model can
 be larger than one worker's memory. While one stage computes a whole batch, the others are idle. So
 the batch is cut into m microbatches that follow each other. The idle time that remains is the
 bubble: (p - 1) / (m + p - 1) of the time with p balanced stages, and less with interleaved or
 zero-bubble schedules.
 
-All workers are given the same batch: the first stage needs x, the last needs y. Gradients of the
-microbatches add up before the one optimizer step, each weighted by its samples, so the result is
-the same as on one device. BatchNorm is the exception: it normalises over a microbatch. If two
-stages share a parameter (an embedding tied to the output layer), both hold it, and they add up its
-gradients before the step.
+All workers get the same batch: the first stage needs x, and the last stage needs y. The gradients
+of the microbatches, each weighted by its samples, are added up before the one optimizer step. So
+the result is the same as on one device. BatchNorm is the exception: it normalises over a
+microbatch. If two stages share a parameter (an embedding tied to the output layer), both hold it,
+and they add up its gradients before the step.
 
 The last stage's worker computes the loss from the output (`pipeline/program.py`). If the model
-computes the loss itself, the targets travel with the activations, and all microbatches must be
+computes the loss itself, the targets are sent with the activations, and all microbatches must be
 equally large.
 
 If the model is given as a function that builds it, no worker ever holds the whole model
-(`pipeline/pipeline.py`). Where to cut is decided from measured times (`pipeline/cut.py`) or by the
-user.
+(`pipeline/pipeline.py`). The user names the cuts, or they are chosen from measured times
+(`pipeline/cut.py`).
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def norm_over_stages(
     Collective.
 
     Args:
-        grads: Gradients of the own stages.
+        grads: Gradients of this worker's stages.
         came_s: When this worker was ready.
         wire: The device from which messages are sent.
     """
@@ -257,7 +257,7 @@ def naive_step(
     before, after = rank - 1 if rank else None, rank + 1 if rank + 1 < n else None
     optimizer.zero_grad()
     loss = naive_pipeline(stage, loss_fn, microbatches, width, before, after)
-    optimizer.step()  # of the own stage
+    optimizer.step()  # of this worker's stage
     return loss
 
 
@@ -342,7 +342,7 @@ class ModelSplit(Strategy):
         return math.ceil(self.job.batch_size / self.pipelines)
 
     def _equal_microbatches(self) -> int:
-        """Return into how many equal microbatches a share is cut.
+        """Return the number of equal microbatches into which a share is cut.
 
         Raises:
             FitError: The share cannot be divided.
@@ -380,7 +380,7 @@ class ModelSplit(Strategy):
         return self.timeline.finish(share.samples, loss, sent_bytes)
 
     def _lay_out(self, batch: Any) -> None:
-        """Cut the model, keep the own stages and free the rest. Collective."""
+        """Cut the model, keep this worker's stages and free the rest. Collective."""
         job, model = self.job, self.job.model
         stages = self.workers * self.per_worker
         program = program_of(job, self.microbatch_of(batch))

@@ -11,11 +11,12 @@ Staleness-aware learning rate: Zhang et al., Staleness-aware Async-SGD, IJCAI 20
     server 0:  w3 --> w4 = w3 - lr g -> w5 = w4 - lr g(w3) -> w6 = w5 - lr g(w4)
     server 1:  the same for the other half of the tensors (divided by bytes)
 
-Every push is its own step. The server takes it when it arrives, with the optimizer's state next to
-the parameters. No worker waits for another. The disadvantage: the parameters change between a
-worker's pull and its push. The number of updates in between is the staleness, which is recorded for
-every push. With n equally busy workers the mean staleness is n - 1. A push uses batch/n samples, so
-n workers take n steps where one device takes one. Clipping uses the gradient of each push.
+Every push is a separate step. The server takes the step when the push arrives, and keeps the
+optimizer's state next to the parameters. No worker waits for another. The disadvantage: the
+parameters change between a worker's pull and its push. The staleness is the number of updates in
+between. It is recorded for every push. With n equally busy workers the mean staleness is n - 1. A
+push uses batch/n samples, so n workers take n steps where one device takes one. Clipping uses the
+gradient of each push.
 
     max_staleness=s       a worker that is more than s steps ahead of the slowest is held back
                           (SSP); with s=0 no worker begins a step before all have ended the last
@@ -23,20 +24,21 @@ n workers take n steps where one device takes one. Clipping uses the gradient of
     staleness_aware_lr    the learning rate of a push is divided by its staleness
     pull_every=k          k steps are computed on one copy of the parameters
     consistency=snapshot  the tensors of all servers are of one version. Server 0 gives each push a
-    number, and the other servers keep this order. While a worker reads from server 0, server 0
-    gives no further number, so that the others reach exactly this version. With `latest` each
-    server sends its newest one
-    replicas=2            each part of the parameters is held by two servers, so that one may die
+                          number, and the other servers keep this order. While a worker reads from
+                          server 0, server 0 gives no further number, so that the others reach
+                          exactly this version. With `latest` each server sends its newest version
+    replicas=2            each part of the parameters is held by two servers, so that one can die
                           (`servers/copies.py`)
     sync=true             a step takes the gradients of all workers (bulk synchronous): central
                           storage with several servers, equal to one device
 
-Sync wait: none if staleness is unbounded; with a bound, the time for which the answer was delayed;
-with sync=true, the wait of central storage. The wait is attributed to the worker whose push
-released the answer: the last worker that was too far behind. Only the server knows this worker.
+If staleness is unbounded, there is no sync wait. With a bound, the sync wait is the time for which
+the answer was delayed. With sync=true, it is the same as under central storage. The wait is
+attributed to the worker whose push released the answer: the last worker that was too far behind.
+Only the server knows this worker.
 
-If a table's gradient is sparse (`nn.Embedding(..., sparse=True)`), only the gradient's rows are
-pushed, and only the rows that have changed are sent back (`servers/rows.py`).
+If a table's gradient is sparse (`nn.Embedding(..., sparse=True)`), workers push only the gradient's
+rows, and servers send back only the rows that have changed (`servers/rows.py`).
 
 MXNet's KVStore `dist_async` is this strategy: `push(key, gradient)`, `pull(key)`, with the
 optimizer on the servers; `dist_sync` is sync=true.
@@ -70,7 +72,7 @@ def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -
 
     Each worker is a server as well: worker r holds every n-th tensor, beginning with the r-th, and
     its `optimizer` holds only those. `ParameterServer` has separate processes as servers, divides
-    the tensors by bytes, and takes each push as its own step unless `sync` is set.
+    the tensors by bytes, and takes each push as a separate step unless `sync` is set.
     """
     n = dist.get_world_size()
     model.zero_grad()
@@ -209,7 +211,7 @@ class Asynchronous(Policy):
 
 
 class ParameterServer(Served):
-    """Each push is its own step; each worker trains at its own pace."""
+    """Each push is a separate step; each worker trains at its own pace."""
 
     def make_policy(self, holder: Holder) -> Policy:
         """Return a policy of one step per push, or per round."""

@@ -11,23 +11,23 @@ implementation.
                                  g -- reduce-scatter --> g_r = mean over workers of shard r
     update                       optimizer: w_r, g_r -> w_r     (its state is sharded as well)
 
-Every worker takes a share of the batch, as under `mirrored`, and the mathematics is the same: the
-mean over workers becomes a mean over samples because worker r's loss is weighted by
-n x samples_r / samples. Memory for parameters, gradients and Adam's two moments falls from 16 to
-16/n bytes per float32 parameter, plus one gathered unit. Every worker sends 3 (n-1)/n times the
-parameters' size in a step, instead of 2 (n-1)/n. With `reshard=false` gathered units are kept from
-forward to backward: 2 (n-1)/n, and more memory.
+Every worker takes a share of the batch, and the mathematics is the same as under `mirrored`. Worker
+r's loss is weighted by n x samples_r / samples, so the mean over workers becomes a mean over
+samples. Memory for parameters, gradients and Adam's two moments falls from 16 to 16/n bytes per
+float32 parameter, plus one gathered unit. Every worker sends 3 (n-1)/n times the parameters' size
+in a step, instead of 2 (n-1)/n. With `reshard=false` gathered units are kept from forward to
+backward. Then every worker sends 2 (n-1)/n times the parameters' size, and needs more memory.
 
 If the model is given as a function, only rank 0 builds it; the other workers know only its form
-(device `meta`). Rank 0 sends the values row by row into the parts (`Filling` below). So the host
-holds the model once, and no worker's device ever holds all of it.
+(device `meta`). Rank 0 sends every worker the values of its part, row by row (`Filling` below). So
+the host holds the model once, and no worker's device ever holds all of it.
 
-A unit is gathered together: an element of a Sequential or ModuleList, or a plain layer, of at least
-`unit_mb`. Smaller parts are gathered together with the rest of the model. This rest is always kept
-from forward to backward, so it sends 2 (n-1)/n of its size. A model smaller than `unit_mb` is all
-rest: `unit_mb=0` divides it too.
+A unit is an element of a Sequential or ModuleList, or a plain layer, of at least `unit_mb`. All its
+parameters are gathered together. Smaller parts are gathered together with the rest of the model.
+This rest is always kept from forward to backward, so every worker sends 2 (n-1)/n of its size. A
+model smaller than `unit_mb` has no units, only this rest; `unit_mb=0` divides it too.
 
-Bytes sent are counted per call: in a ring all-gather or reduce-scatter of a unit of S bytes every
+Bytes sent are counted per call: in a ring all-gather or reduce-scatter of a unit of S bytes, every
 worker sends (n-1)/n S. Workers wait for each other in forward, too, so the wait is computed from
 the time that a worker spends on its own computation (`parts/timing.py`).
 """
@@ -74,7 +74,7 @@ def is_form_somewhere(model: torch.nn.Module, device: torch.device) -> bool:
 
 
 class Filling:
-    """Fills a divided model without memory with rank 0's values. Collective.
+    """Gives a divided model that has no memory the values of rank 0. Collective.
 
     Args:
         model: The same on all workers except for its memory; its memory is freed here.

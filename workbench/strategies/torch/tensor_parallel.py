@@ -17,15 +17,15 @@ work element by element. A single layer is `gathered`: it is divided by columns,
 put together at once. Attention is a pair as well: the heads are divided (q, k, v by columns, the
 output by rows).
 
-In a Sequential the pairs can be seen; elsewhere they are guessed from usual names (fc1/fc2,
+In a Sequential the pairs are visible; in other models they are guessed from usual names (fc1/fc2,
 q_proj/../o_proj, ..). The guesses are tested before training: loss and gradient norm of one sample
-must be the same as on one device, otherwise those layers are gathered. They are also gathered if
+must be the same as on one device. Otherwise those layers are gathered. They are also gathered if
 the model does not fit one device for this test.
 
 Workers wait for each other inside forward and backward. The wait is computed from the time that a
 worker spends on its own computation (`parts/timing.py`). Bytes sent are counted from the first
-step's collectives (ring all-reduce 2 (n-1)/n, all-gather and reduce-scatter (n-1)/n of the whole),
-and scaled with the number of samples after that.
+step's collectives (ring all-reduce 2 (n-1)/n, all-gather and reduce-scatter (n-1)/n of the whole).
+After that they are scaled with the number of samples.
 """
 
 from __future__ import annotations
@@ -192,7 +192,8 @@ def _style(style: str, module: nn.Module) -> ParallelStyle:
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers that can be divided.
 
-    A weight that two modules share stays whole, and so does one computed from other parameters.
+    A weight that two modules share stays whole, and so does a weight that is computed from other
+    parameters.
     """
     holders: dict[int, int] = {}
     for module in model.modules():
@@ -272,7 +273,7 @@ def naive_step(
     """Take one step of tanh(x A) B + bias on the whole batch: x (samples, d). Return its loss.
 
     If a layer comes before the pair, it receives dL/dx: x.grad, added up by one more all-reduce.
-    `TensorParallel` finds the pairs of a whole model, and DTensor does this part.
+    `TensorParallel` finds the pairs of a whole model, and DTensor does the computation shown here.
 
     Args:
         column: Linear(d, h/n), whose columns A_r are this worker's part of A.
@@ -412,7 +413,7 @@ class TensorParallel(Partitioned):
 
 
 def one_by_one(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer step parameter by parameter if it has divided and whole parameters."""
+    """Let an optimizer step parameter by parameter if it has both divided and whole parameters."""
     for group in optimizer.param_groups:
         divided = {isinstance(parameter.data, DTensor) for parameter in group["params"]}
         if len(divided) > 1 and "foreach" in group:

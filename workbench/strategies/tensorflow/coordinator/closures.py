@@ -5,14 +5,14 @@
 
     staleness = v1 - v0: how many other closures ended meanwhile, and so changed the parameters
 
-For each worker TensorFlow has a thread in the coordinator's process, which takes a closure from the
-queue, sends it and waits until it has ended. The measurement is made there, so nothing is added to
-the messages, and a closure takes as long as without Workbench. Stop and Pause work there too,
-between closures.
+For each worker TensorFlow has a thread in the coordinator's process. This thread takes a closure
+from the queue, sends it and waits until it has ended. Workbench measures in this thread, so nothing
+is added to the messages, and a closure takes as long as without Workbench. Stop and Pause also work
+in this thread, between closures.
 
-Times are the coordinator's. Between the end of a closure and the begin of the next, a worker has
-nothing to do: this is its data wait. A closure's result is fetched only if a loss is due: each time
-under `wb.fit` or `model.fit`, a few times per second in a user's own loop.
+Times are read from the coordinator's clock. Between the end of a closure and the beginning of the
+next one, a worker has nothing to do: this is its data wait. A closure's result is fetched only if a
+loss is due: each time under `wb.fit` or `model.fit`, a few times per second in a user's own loop.
 
 Injected delays cannot be added here, because the push has already happened; `feeds.py` adds them.
 
@@ -24,14 +24,14 @@ When a closure's function is traced, Workbench finds out whether it trains:
     schedule(score)     neither                                                      it does not
 
 A plain Python function runs only on its worker, and a function that was traced earlier is not
-traced again. Workbench cannot see what these do, so it assumes that they train.
+traced again. Workbench cannot see what these functions do, so it assumes that they train.
 
 Each closure that trains is a row, a step of the worker that ran it:
 
     free ---- data wait ---- begins ---- closure (compute) ---- ends
                              version v0                         version v1      staleness = v1 - v0
 
-The version counts the closures that have trained, of all workers.
+The version is the number of closures of all workers that have trained.
 
 The results of closures are fetched on a separate thread, while their workers continue. A fetch
 costs one round trip, whatever its size. So results that several closures left on a worker within a

@@ -10,9 +10,9 @@ traced again with two such calls in it:
 
     began | pull, forward, backward . . . | delay | push
 
-Python functions are not sent with a graph. A `PyFunc` finds its function by a token in the registry
-of the process that runs it, so the worker's engine registers its own functions under known tokens
-(`WorkerFaults`).
+Python functions are not sent with a graph. A `PyFunc` finds its function by a token, in the
+registry of the process that runs it. So the worker's engine registers its own functions under known
+tokens (`WorkerFaults`).
 
 Source: `tensorflow/python/ops/script_ops.py`.
 """

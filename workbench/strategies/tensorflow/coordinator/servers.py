@@ -9,8 +9,8 @@
     its sockets close
 
 TensorFlow's gRPC server listens on every interface, even if it is given 127.0.0.1, and cannot be
-stopped. So the listening sockets are shut when the run is over; the rest of the server in the
-process cannot be reached any more.
+stopped. So Workbench shuts the listening sockets when the run is over. The rest of the server stays
+in the process, but cannot be reached any more.
 
 Source: tf.distribute.Server;
 https://www.tensorflow.org/tutorials/distribute/parameter_server_training.

@@ -7,18 +7,18 @@
               validation: closures that return the same, without gradients
               callbacks' on_epoch_end, History as usual
 
-Closures of one epoch have no order. So there is no moment between two batches at which a callback
-could be called; epoch-level callbacks are called as Keras does.
+Closures of one epoch have no order. So no callback can be called between two batches. Callbacks at
+the level of epochs are called as in Keras.
 
-Source: `keras/src/backend/tensorflow/trainer.py`, whose `fit` this follows.
+Source: `keras/src/backend/tensorflow/trainer.py`; the code here follows its `fit`.
 
 The computation of a closure in Keras' `fit` or `evaluate`, and the sum of the results:
 
     closure:      loss, changes of the metrics' state         one vector, fetched at once
     coordinator:  sum of the vectors --> state --> the logs that Keras shows
 
-Metrics are not kept on the servers, because workers would overwrite each other's. The change that
-one batch makes to their initial state can be added up for every metric that counts or averages.
+Metrics are not kept on the servers, because workers would overwrite each other's values. If a
+metric counts or averages, the changes that batches make to its initial state can be added up.
 
 Source: `keras/src/backend/tensorflow/trainer.py`.
 
@@ -70,7 +70,7 @@ class CoordinatedFit:
 
     Args:
         trained: Called with each model that `fit` has begun to train.
-        strategy: The strategy whose state checkpoints hold.
+        strategy: The strategy; checkpoints hold its state.
     """
 
     def __init__(
@@ -374,7 +374,7 @@ def _changes(model: Any, y: Any, output: Any, weight: Any) -> list[Any]:
 
 
 def _vector(loss: Any, changes: list[Any]) -> Any:
-    """Return everything in one tensor, for one fetch. (1 + sizes of the changes,)"""
+    """Return everything in one tensor, shape (1 + sizes of the changes,), for one fetch."""
     return tf.concat([tf.reshape(tf.cast(one, tf.float64), [-1]) for one in (loss, *changes)], 0)
 
 

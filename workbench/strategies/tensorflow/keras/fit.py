@@ -1,8 +1,8 @@
 """`model.fit`, unchanged for the user, reports to the run while a cell is running.
 
-The backend trainer's `fit` is replaced for the duration of a cell. It checks for mistakes that
-would give no error, applies the line's overrides, adds one callback after the user's own, and
-watches the calls of the function that trains:
+The backend trainer's `fit` is replaced for the duration of a cell. The replacement checks for
+mistakes that would give no error, applies the line's overrides, adds one callback after the user's
+own, and watches the calls of the function that trains:
 
     on_train_begin        the run is announced
     on_train_batch_begin
@@ -24,10 +24,10 @@ For checkpoints the position of a `model.fit` is known: the epoch, and its batch
 Under the run's seed Keras draws the same order of arrays in every epoch, so the rest of the epoch
 has the remaining samples. A tf.data set that shuffles by itself begins its shuffling again.
 
-Several workers may write files at one path, because a Keras cell runs on each of them:
+Several workers can write files at one path, because a Keras cell runs on each of them:
 
     model.save, save_weights,     each worker writes next to the path, then moves its file there:
-    ModelCheckpoint               complete at any moment; a worker may also save alone
+    ModelCheckpoint               complete at any moment; a worker can also save alone
     CSVLogger, TensorBoard        written by the first worker that names the path, as in
                                   TensorFlow's guide
     BackupAndRestore              written and deleted by the first, read by all
@@ -79,7 +79,7 @@ class KerasFit:
 
     Args:
         trained: Called with each model that `fit` has begun to train.
-        strategy: The strategy whose state checkpoints hold.
+        strategy: The strategy; checkpoints hold its state.
 
     Attributes:
         under_way: Whether a `fit` is running.

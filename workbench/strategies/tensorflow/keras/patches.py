@@ -1,9 +1,9 @@
 """Repairs of Keras 3 under tf.distribute, in force during a run and undone after it.
 
 Each repair names the upstream report. It is made only if a test of the feature shows that the
-installed Keras needs it, so a repaired version is not changed. Written against Keras 3.15 and
-TensorFlow 2.21. If Keras has changed so much that a repair cannot be made, the run ends with an
-error that says so.
+installed Keras needs it, so a repaired version is not changed. The repairs are written for Keras
+3.15 and TensorFlow 2.21. If Keras has changed so much that a repair cannot be made, the run ends
+with an error that says so.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def statistics_averaged(distribution: Any) -> Iterator[None]:
     """Keep the mean of the replicas' values when they write to a variable (BatchNorm's statistics).
 
     Keras makes such variables without a rule for joining the replicas' values. So each replica
-    keeps its own copy, only the first replica's copy is read and saved, and engines that train
+    keeps its own copy, and only the first replica's copy is read and saved. Engines that train
     together end with different models. Here the copies are averaged at the end of each step, in one
     message, and stay equal. Under `central_storage` variables have a separate rule.
 
@@ -117,7 +117,7 @@ def central_storage() -> Iterator[None]:
 
     Keras makes untrained variables (Dropout's seeds, BatchNorm's statistics) without a rule for
     joining the replicas' values, which central storage requires. Metrics are joined by a sum, but
-    Keras adds by assigning `old + new`, so the old value is counted once per replica and grows
+    Keras adds by assigning `old + new`. So the old value is counted once per replica, and grows
     until it is NaN. Here floats are averaged, others are replica 0's, and sums add only the new
     part.
 
@@ -184,9 +184,9 @@ def multi_worker(distribution: Any, note: Callable[[str], None]) -> Iterator[Non
     Keras averages a step's metrics over the workers along a dimension that a number does not have.
     Here all numbers of a step are averaged in one message.
 
-    Another fault is TensorFlow's: a loop in the graph, as `steps_per_execution` makes, does not
-    feed the keys by which workers tell their messages apart ("You must feed a value for
-    placeholder tensor"). So the steps are taken one by one.
+    Another fault is in TensorFlow: a loop in the graph (`steps_per_execution` makes one) does not
+    feed the keys by which workers tell their messages apart ("You must feed a value for placeholder
+    tensor"). So the steps are taken one by one.
 
     Args:
         note: Tells the user.

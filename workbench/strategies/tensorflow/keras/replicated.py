@@ -16,8 +16,8 @@ and then waits for this thread:
     deletion:   data set freed --- waits for the thread . . . .
     thread:     - reads the next batch ----> asks the data set for its types: memory that was freed
 
-This sometimes ends the process by a segmentation fault if an iterator is dropped while it reads
-ahead. Keras does so after each evaluation in `fit`: it makes the iterator of the next evaluation at
+If an iterator is dropped while it reads ahead, this sometimes ends the process with a segmentation
+fault. Keras does so after each evaluation in `fit`: it makes the iterator of the next evaluation at
 once, and later replaces it without reading it. Here each iterator also holds its data set from
 Python, until the one in C++ is gone.
 
@@ -27,10 +27,9 @@ https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/kernels/dat
 
 Such an iterator consists of one iterator that reads the data set and one for each device. Each
 iterator has a thread that tunes it (`Model::OptimizeLoop` in `tensorflow/core/framework/model.cc`),
-and its
-deletion waits for this thread: tens of milliseconds, on a busy machine a second, once more than two
-minutes. They are not tuned here, unless the user's data set asks for it. `AUTOTUNE` in the data set
-then means TensorFlow's default: as many calls at a time as there are threads.
+and its deletion waits for this thread: tens of milliseconds, on a busy machine a second, once more
+than two minutes. Here iterators are not tuned, unless the user's data set asks for it. `AUTOTUNE`
+in the data set then means TensorFlow's default: as many calls at a time as there are threads.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """Measures when each replica's gradients were ready, and how long the replica then waited.
 
-TensorFlow runs a step as one graph for all replicas, so no Python line of the user's could read a
-clock between one replica's backward and the all-reduce. So marks are put into the graph while it is
-traced:
+TensorFlow runs a step as one graph for all replicas. No Python line of the user's code can read a
+clock between one replica's backward and the all-reduce. So Workbench puts marks into the graph
+while it is traced:
 
     began | forward, backward . . . | ready | all-reduce . . . . | reduced | optimizer
 
     compute = (ready - began) + (end - reduced)     exposed = reduced - ready
     sync wait (metrics.derive) = latest ready of all replicas - own ready
 
-`began` follows the replica's inputs, `ready` is before `tf.distribute.ReplicaContext.all_reduce`
-and follows every gradient, `reduced` is after it. Keras' optimizers call `all_reduce` themselves,
-so `model.fit` and a loop with `strategy.run` are marked in the same way. If a step reduces several
-times (synchronised BatchNorm), a replica's ready time is read from a clock of its computation,
-which stops while the replica is blocked.
+`began` follows the replica's inputs. `ready` follows every gradient and is before
+`tf.distribute.ReplicaContext.all_reduce`; `reduced` is after this call. Keras' optimizers call
+`all_reduce` themselves, so `model.fit` and a loop with `strategy.run` are marked in the same way.
+If a step reduces several times (synchronised BatchNorm), a replica's ready time is read from a
+clock of its computation, which stops while the replica is blocked.
 
 Each mark is a `tf.timestamp` that is *independent*: otherwise TensorFlow runs all operations with
 side effects in one chain over all replicas. Every replica would then read the straggler's time. The
@@ -103,7 +103,7 @@ class Measured:
 class Markers:
     """Marks in every step that is traced inside this context.
 
-    It may be entered again for another run under the same strategy: functions that were traced in
+    It can be entered again for another run under the same strategy: functions that were traced in
     an earlier one (`model.fit`'s, a `tf.function` of an earlier cell) are marked already.
 
     Args:

@@ -4,8 +4,8 @@
     samples 8..13      --> replica 1: mean loss x 6/20, gradients --+-- sum --> optimizer
     samples 14..19     --> replica 2: mean loss x 6/20, gradients --+
 
-Each replica's mean is weighted by its samples, so shares can be unequal: the sum of gradients is
-that of the whole batch.
+Each replica's mean is weighted by its samples, so shares can be unequal: the sum of the gradients
+is the gradient of the whole batch.
 
 Arguments of `wb.fit` add precision, compilation and a schedule of the learning rate.
 

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 _here = threading.local()
 
 EACH, PART, MEAN = range(3)
-"""The forms of a loss: one per sample.
+"""The forms of a loss: one number per sample; a part; a mean.
 
-This replica's part of the global loss, which was differentiated; the replica's mean, if the code
-names it so.
+The part is this replica's part of the global loss, which was differentiated. The mean is the
+replica's mean, if the code names it so.
 """
 
 

@@ -1,7 +1,7 @@
 """The algorithms of all-reduce, each in one function, as in a textbook.
 
 `ring` sends the fewest bytes and `recursive_doubling` needs the fewest rounds; `reduce_to_one`
-sends everything through one worker, `hierarchical` little between hosts.
+sends everything through one worker, and `hierarchical` sends little between hosts.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def reduce_to_one(flat: torch.Tensor, links: Links) -> None:
         worker 2:  g2 ──┼─▶ worker 0: sum ┼──▶ worker 2
         worker 3:  g3 ──┘                 └──▶ worker 3
 
-    Sent: the tensor by every worker, n-1 times by worker 0, which is the bottleneck of large
-    tensors. Rounds: 2.
+    Every other worker sends the tensor once. Worker 0 sends it n-1 times, and is the bottleneck for
+    large tensors. Rounds: 2.
 
     Args:
         flat: Shape (numbers,); becomes the sum over the workers.
@@ -120,7 +120,7 @@ def recursive_doubling(flat: torch.Tensor, links: Links) -> None:
         worker 3:  g3 ◀─▶ 2   g2+g3 ◀─▶ 1   g0+g1+g2+g3
 
     If n is not a power of two, let p be the largest power of two below it. The workers beyond p
-    send their tensor to a partner before, and receive the sum afterwards. Addition of two numbers
+    send their tensor to a partner first, and receive the sum at the end. Addition of two numbers
     commutes, so all copies of the sum are equal to the last bit.
 
     Sent by each of the p workers: log2(p) times the tensor. Rounds: log2 p, and two more if n > p.
@@ -153,7 +153,7 @@ def hierarchical(flat: torch.Tensor, links: Links) -> None:
     Source: Jia et al., Highly Scalable Deep Learning Training System with Mixed-Precision, 2018
     (arXiv:1807.11205), "hierarchical all-reduce".
 
-    Links within a host are fast, links between hosts are slow. So each group adds up at its leader,
+    Links within a host are fast; links between hosts are slow. So each group adds up at its leader,
     the leaders run a ring, and each leader sends the sum to its group. A group is a host. If there
     is only one host, a group is a block of about sqrt(n) workers, so that the traffic can be seen.
 

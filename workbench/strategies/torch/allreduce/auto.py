@@ -1,28 +1,28 @@
 """Finds the fastest all-reduce for a message size, on this machine, with these workers.
 
-Which algorithm is the fastest depends on the size (rounds cost time, bytes cost time), on the
-number of workers and on the machine. So it is measured: once per cluster for each number of workers
-and power of two of bytes, by all workers together; rank 0 remembers it. The candidates run one
-after another, for several rounds, with a little computation in between. In each round the time of
-the last worker counts, because this worker did not wait. Over the rounds the lower quartile counts,
+The fastest algorithm depends on the size (rounds cost time, bytes cost time), on the number of
+workers and on the machine. So all workers measure it together, once per cluster for each number of
+workers and each power of two of bytes. Rank 0 remembers the result. The candidates run one after
+another, for several rounds, with a little computation in between. In each round the time of the
+last worker counts, because this worker did not wait. Over the rounds the lower quartile counts,
 because other programs on the machine can only add time.
 
 Between hosts one message can take as long as a step, and trying all algorithms can take longer than
-the run.
-So the first message of each is compared: an algorithm that is several times slower than the best is
-not tried again. If the first messages have used up the time for trying, the remaining algorithms
-are not tried at all. Over a slow network bytes decide: the backend sends the fewest possible, and
-between hosts the hierarchical algorithm, which is tried second there, sends fewer.
+the run. So the first message of each algorithm is compared: an algorithm that is several times
+slower than the best is not tried again. If the first messages have used up the time for trying, the
+remaining algorithms are not tried at all. Over a slow network the number of bytes decides. The
+backend sends the fewest bytes possible. Between hosts the hierarchical algorithm sends fewer; it is
+tried second there.
 
 The backend's own all-reduce runs while backward is still computing, and needs no copy of the
 gradients; the measurement shows neither advantage. So another algorithm must be twice as fast to be
 chosen.
 
-Messages are exchanged by a separate thread, while the training thread waits for it. The training
-thread uses its core all the time. So on a busy machine, when a message arrives, it waits
-milliseconds until it runs again, in every round of every all-reduce. A thread that sleeps most of
-the time runs at once. With more workers than cores, which is common on a laptop, this decides how
-long a small all-reduce takes.
+A separate thread exchanges the messages, while the training thread waits for it. The training
+thread uses its core all the time. So on a busy machine, when a message arrives, the training thread
+waits milliseconds until it runs again, in every round of every all-reduce. A thread that sleeps
+most of the time runs at once. With more workers than cores, which is common on a laptop, this
+decides how long a small all-reduce takes.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def race(
     """Return the seconds one all-reduce of `probe` takes by algorithm, equal on all workers.
 
     Args:
-        budget_s: How long all messages may take; algorithms after that are left out.
+        budget_s: The time for all messages; algorithms after that are left out.
     """
     entrants: dict[str, Callable[[torch.Tensor], None]] = {}
     seconds: dict[str, float] = {}

@@ -8,15 +8,15 @@ Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
                      ▲                │
                      └── e_r = p - decompress(c)      what is not sent now is sent later
 
-- `fp16`, `bf16`: the gradient in half the bits, all-reduced in that type. bf16 has float32's range
-  and 8 bits of precision; fp16 has 11 bits, and overflows at 65504.
-- `topk:F`: the fraction F of numbers that are largest in magnitude, over the whole gradient, as
+- `fp16`, `bf16`: the gradient is sent in half the bits, and all-reduced in that type. bf16 has
+  float32's range and 8 bits of precision; fp16 has 11 bits, and overflows at 65504.
+- `topk:F`: the numbers with the largest magnitude, a fraction F of the whole gradient, are sent as
   values and indices. Workers choose different numbers, so the choices are gathered, not reduced:
   each worker sends its choice n-1 times around the ring.
-- `powersgd:R`: each gradient matrix M, shape (m, k), as P Q^T of rank R by one step of power
-  iteration from the previous Q. Both factors are linear in M, so they can be all-reduced:
-  P = mean(M_r Q), made orthonormal; Q = mean(M_r^T P). Vectors, and matrices for which R (m + k) is
-  not less than m k, are sent whole.
+- `powersgd:R`: each gradient matrix M, shape (m, k), is sent as P Q^T of rank R. One step of power
+  iteration computes P and Q from the previous Q. Both factors are linear in M, so they can be
+  all-reduced: P = mean(M_r Q), made orthonormal; Q = mean(M_r^T P). Vectors, and matrices for which
+  R (m + k) is not less than m k, are sent whole.
 
 The time for compression counts as transfer.
 """
@@ -71,7 +71,7 @@ class Compression(ABC):
         self._loaded = state
 
     def place(self, state: dict[str, Any], flat: torch.Tensor) -> None:
-        """Move a loaded state to the gradients' device, known when the first ones come."""
+        """Move a loaded state to the device of the first gradients."""
         self.error = None if state["error"] is None else state["error"].to(flat)
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Messages between workers, point to point, with which the all-reduce algorithms are written.
+"""Point-to-point messages between workers; the all-reduce algorithms are written with them.
 
     links.send(tensor, to)              links.exchange(out, to, into, source)
     links.receive(into, source)         links.gather(own) -> one tensor per worker
@@ -6,16 +6,16 @@
 If all workers are on one host, messages use direct sockets (`connect_near`), read and written by
 the calling thread; otherwise they use the process group. Every byte that leaves this worker is
 counted. Gloo ends the process if a message is longer than its receiver's buffer, and does not
-report a shorter one. So before tensors of a new size are sent for the first time, the workers
+report a shorter message. So before tensors of a new size are sent for the first time, the workers
 compare sizes in a message of fixed size.
 
 The faults `bandwidth` and `latency` are simulated here: the sender delays a message for as long as
 the link would take.
 
-Workers of one host are connected by separate sockets (`engine/transport/peers.py`), because gloo's
-messages pass through another thread in each worker, which costs one or two wake-ups per message. On
-one host a worker can read and write its messages itself. All workers use the same way: if one
-worker cannot be reached through its socket, all use gloo.
+Workers of one host are connected by separate sockets (`engine/transport/peers.py`). Gloo's messages
+pass through another thread in each worker, and this costs one or two wake-ups per message. On one
+host a worker can read and write its messages itself. All workers use the same way: if one worker
+cannot be reached through its socket, all use gloo.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Links:
     Attributes:
         rank: This worker's place among the members.
         size: Number of members.
-        sent_bytes: Bytes this worker has sent so far, also through parts made with `among`.
+        sent_bytes: Bytes this worker has sent so far, also through links made with `among`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Links:
     def send(self, tensor: torch.Tensor, to: int) -> Any:
         """Begin to send a contiguous tensor to a member; call `wait()` on the result.
 
-        It may not return before the member has begun to receive.
+        The call can block until the member has begun to receive.
         """
         self._leave(tensor)
         if self.peers is not None:
@@ -185,7 +185,7 @@ class Links:
         self._agreed.add(key)
 
     def among(self, ranks: Sequence[int]) -> Links:
-        """Return the links between some of the members, of which this worker is one."""
+        """Return the links between some of the members; this worker is one of them."""
         key = tuple(self._members[rank] for rank in ranks)
         if key not in self._parts:
             part = self._parts[key] = Links(

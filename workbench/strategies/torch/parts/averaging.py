@@ -1,6 +1,6 @@
 """How the gradients of a data-parallel run are averaged: which all-reduce, compressed or not.
 
-All workers decide this equally from the options, before the first step. DistributedDataParallel
+All workers make the same decision from the options, before the first step. DistributedDataParallel
 does the backend's own all-reduce of whole gradients, and overlaps it with backward. Everything else
 goes through `FlatGradients`, in one message after backward. `reduction.py` decides when gradients
 are averaged, for any kind of loss.
@@ -13,7 +13,7 @@ instead:
     forward | backward . . . . . | own work done | mean of all gradients | optimizer
                                  ready_s                                 reduced
 
-The gradients are copied into one flat tensor per dtype, the tensor is averaged over the workers,
+The gradients are copied into one flat tensor per dtype. This tensor is averaged over the workers,
 and each parameter's `.grad` becomes a view of it. No Python runs per bucket, and none in backward.
 """
 
@@ -186,7 +186,7 @@ class Averaging:
     def gathered_by_ddp(self, size_bytes: int) -> None:
         """Count sparse gradients: every worker gathers the rows of all workers, and adds them up.
 
-        In a ring a worker passes on all rows except those of the next one. Over all workers this
+        In a ring a worker passes on all rows except those of the next worker. Over all workers this
         equals each worker sending its rows to all others, which is counted here.
         """
         self.links.count((self.links.size - 1) * size_bytes)

@@ -8,27 +8,27 @@ compare:
     worker r:  parameters that are trained -> their bits added up -> digest d_r
     all:       max(d_r), max(-d_r) in one all-reduce of 80 bytes;  equal <=> max = min
 
-Only if digests differ, the parameters themselves are compared, so that the error can name one.
+The parameters themselves are compared only if digests differ, so that the error can name one of
+them.
 
-When: at the first steps, then at growing intervals, so that comparing takes no more than `BUDGET`
-of the time and `ALLOWANCE_S`. Costs and times are sent with the digest, so all workers compute the
-same next step. They compare once more at the end of `wb.fit`, and of an epoch of a user's own loop.
-At the end of such a loop's cell no message is sent, because a rank can leave its loop early:
-each worker reports its digest to the notebook's process, which reports differences.
+When: at the first steps, then at growing intervals, so that comparing takes at most `BUDGET` of the
+time plus `ALLOWANCE_S`. Costs and times are sent with the digest, so all workers compute the same
+next step. They compare once more at the end of `wb.fit`, and of an epoch of a user's own loop. At
+the end of such a loop's cell no message is sent, because a rank can leave its loop early: each
+worker reports its digest to the notebook's process, which reports differences.
 
 How equal: to the last bit in two cases. In the first, every worker computes the update from the
-same average on the same kind of device with the same number of threads (all algorithms of
-`allreduce/` and all compressions give every worker the same bits). In the second, parameters are
+same average, on the same kind of device, with the same number of threads. All algorithms of
+`allreduce/` and all compressions give every worker the same bits. In the second, parameters are
 copies of one worker's or one server's parameters. Between different devices or hosts one update may
 be rounded differently. Such differences only add up, because all replicas follow the same gradient.
 The limit is `eps (16 + 4 sqrt(steps))` of a parameter's largest number, which is far below one step
 of training. Under tensor parallelism each worker computes the gradients of undivided layers itself,
-so
-rounding errors can grow: half of the digits must agree.
+so rounding errors can grow: half of the digits must agree.
 
 A change of the trained parameters is checked before it reaches a collective. If only one worker
-freezes a layer, it cannot tell the others in a collective: they expect no change, and wait for it
-in the reduction. So each worker writes to memory that the others on its host can read:
+freezes a layer, it cannot tell the others in a collective: they expect no change, and wait for this
+worker in the reduction. So each worker writes to memory that the others on its host can read:
 
     worker r, before each backward:   how many it has begun when its set changes:    a digest of its
                                        requires_grad, since which backward it is so, and the digest
@@ -36,8 +36,8 @@ in the reduction. So each worker writes to memory that the others on its host ca
 
 A worker that has changed something reads there until all others have begun the same backward (or
 have reached the next change). Writing costs less than 1 µs; no worker reads while nothing changes.
-Workers on several hosts use the store instead. There a worker waits for a worker without a change
-until the run is ended.
+Workers on several hosts use the store instead. There a worker with a change waits for a worker
+without a change until the run is ended.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class Guard:
 
     Attributes:
         checks: Comparisons so far.
-        cost_s: Seconds they took, the same on all workers: without waits for late workers.
+        cost_s: Seconds that they took, without waits for late workers; the same on all workers.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 PyTorch's ways to shard a model replace its parameters by DTensors, change the classes of its
 modules and hook into their forward. PyTorch cannot undo these changes. An optimizer that was built
-before still holds the old parameters: it would train nothing, without an error. Here everything is
-restored when the run ends:
+before still holds the old parameters: it would train nothing, and there would be no error. Here
+everything is restored when the run ends:
 
     lay out:   parameter -> DTensor, in the modules and in the optimizer's groups; the memory of
                the plain parameter is freed
@@ -137,7 +137,7 @@ class Layout:
         """Give the model its plain parameters back, with the trained values; collective.
 
         It works tensor by tensor. In addition to the parts, a device holds one whole tensor at a
-        time, or all that it keeps.
+        time, or all tensors that it keeps.
 
         Args:
             everywhere: Whether all workers get the values; otherwise only rank 0 does, and the

@@ -1,6 +1,6 @@
 """The loader that a user's own loop receives: the user's batches, divided over the workers.
 
-A user's object gets additional methods while the user keeps the same object. `model = DDP(model)`
+Workbench adds methods to a user's object, and the user keeps the same object. `model = DDP(model)`
 changes the object behind the user's name: state_dict keys get a prefix, the user's attributes
 cannot be reached, and calling the inner module bypasses the all-reduce without an error. Here the
 object keeps its identity; only its class is replaced by a subclass, and later restored. Copies and
@@ -78,8 +78,8 @@ class Standing:
 class SharedLoader(DataLoader[Any]):
     """Replaces the user's loader: its batches, divided over the workers.
 
-    All else belongs to the user's loader: `dataset`, `num_workers`, `collate_fn`, attributes of a
-    user's class. `batch_size` and `len` count global batches. Epochs are counted here, so
+    Everything else belongs to the user's loader: `dataset`, `num_workers`, `collate_fn`, attributes
+    of a user's class. `batch_size` and `len` count global batches. Epochs are counted here, so
     `sampler.set_epoch` is not needed; if it is called, it names the next epoch.
 
     Attributes:

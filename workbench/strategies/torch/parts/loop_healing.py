@@ -3,8 +3,8 @@
 The workers do what `engine/training/regrouping.py` describes. `wb.fit` can repeat a step, but a
 loop is the user's, and its lines cannot run twice. So an interrupted step is emptied: its
 `optimizer.step()` and the steps of the objects in `keep=` change nothing. The loader then gives the
-same global batch once more, in the present shares (or the next one, if another worker had completed
-the step).
+same global batch once more, in the present shares (or the next batch, if another worker has
+completed the step).
 
     x, y = batch 7     backward fails, the workers regroup     optimizer.step() changes nothing
     x, y = batch 7     backward                                  optimizer.step()
@@ -14,7 +14,7 @@ loader. Then it takes over another worker's state and position. Past epochs are 
 loop's lines between them run without a process group, so that the user's collectives do not mix
 with the others' all-reduce. When it reaches this position, its state is set again, because that
 state already contains the actions between epochs (a step of a scheduler). After that it reports
-that it has joined. If it fails before, the others continue without it.
+that it has joined. If it fails before that, the others continue without it.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class LoopHealing:
             self._arrival = (self._strategy.state(), random)
 
     def place(self) -> dict[str, Any]:
-        """Return the loop's position, for a worker that takes over its state."""
+        """Return the loop's position, for a worker that takes over the loop's state."""
         epoch, batch = self._standing.begun - 1, self._standing.served
         if self._loop.batches and self._loop_stands:
             batch -= 1

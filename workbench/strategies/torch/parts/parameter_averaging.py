@@ -2,11 +2,11 @@
 
     own share -> gradient -> own optimizer's step -> meet: parameters are mixed with others'
 
-"Replicas meet" means that they exchange and mix parameters. The strategies decide when, which
-replicas, and how (`local_sgd.py`, `gossip.py`). The mean of all replicas is evaluated, and is a
-run's result.
+"Replicas meet" means that they exchange and mix parameters. Each strategy decides when replicas
+meet, which of them, and how (`local_sgd.py`, `gossip.py`). An evaluation uses the mean of all
+replicas. This mean is also the run's result.
 
-When a worker dies or joins, the others keep their replicas and continue with the present ones
+When a worker dies or joins, the others keep their replicas and continue with the present workers
 (`engine/training/regrouping.py`). A worker that is behind first takes its missing steps alone:
 
     steps   0 .. 4         5, 6              7 ..
@@ -136,7 +136,7 @@ class ParameterAveraging(Strategy):
         """Note that a meeting is complete here."""
 
     def complete(self, result: StepResult) -> StepResult:
-        """Add the wait: there are none between meetings."""
+        """Add the wait; between meetings there is none."""
         result.wait_s = min(self.wait_s, result.exposed_s) if self.wait_s else self.wait_s
         return result
 
@@ -263,8 +263,9 @@ class ParameterAveraging(Strategy):
     def _mean_moments(self, state: dict[str, Any]) -> dict[str, Any]:
         """Replace the optimizer's tensors by their mean, if all workers have the same tensors.
 
-        With an optimizer that is linear in the gradient, the mean of the moments is that of one
-        device. A worker that sat out every round has no tensors; then rank 0's tensors are used.
+        With an optimizer that is linear in the gradient, the mean of the moments equals the moments
+        on one device. A worker that sat out every round has no tensors; then rank 0's tensors are
+        used.
         """
         moments = [
             tensor

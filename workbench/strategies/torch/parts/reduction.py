@@ -4,17 +4,17 @@
     loss.backward() --> gradients --> mean over the workers --> optimizer
 
 Backward is wrapped, not the model: `model.forward` may never be called, and the user keeps the
-plain module. Before a backward DistributedDataParallel is prepared in one of two ways: the loss is
-passed through it (the module inside returns it unchanged), or, after the first backward, its C++
-reducer is prepared directly. It then averages buckets while backward runs. Other ways of averaging
-run right after backward (`parts/averaging.py`).
+plain module. Before a backward, DistributedDataParallel is prepared in one of two ways. Either the
+loss is passed through it, and the module inside returns the loss unchanged. Or, after the first
+backward, its C++ reducer is prepared directly. DistributedDataParallel then averages buckets while
+backward runs. Other ways of averaging run right after backward (`parts/averaging.py`).
 
 The set of trained parameters can change during the loop (unfreezing, freezing). Then the wrapper is
 made again, after the workers have agreed through the store that they train the same parameters.
 
 Before an optimizer steps, each of its gradients must have been averaged. Gradients that came in
-another way (`torch.autograd.grad`, a backward under `no_sync`) are averaged there, in one message
-with all gradients of these models, so that all workers send the same message.
+another way (`torch.autograd.grad`, a backward under `no_sync`) are averaged at this point. The
+message contains all gradients of these models, so that all workers send the same message.
 """
 
 from __future__ import annotations
@@ -106,9 +106,10 @@ class Reductions:
     def tells_begin(self, timer: Any) -> bool:
         """Let the timer know when the next backward is running; return whether that is possible.
 
-        A permanent hook on a parameter costs a fifth of a hook that is added for each loss. It is
-        not possible if a parameter may stay without a gradient, or if a backward begins another one
-        (the parameter may belong to the inner one).
+        A permanent hook on a parameter costs a fifth of a hook that is added for each loss. A
+        permanent hook is not possible if a parameter can stay without a gradient. It is also not
+        possible if a backward begins another one, because the parameter may belong to the inner
+        backward.
         """
         active = [each for each in self._each if each.active]
         if not (active and self._together and all(each.tells for each in active)) or self.nested:
@@ -252,7 +253,8 @@ class Reduction:
 
     Attributes:
         parameters: Those of the model, by name.
-        active: Whether the current backward can reach it; not while the whole model is frozen.
+        active: Whether the current backward can reach the model; not while the whole model is
+            frozen.
         averaged: The gradient of each parameter that was averaged last.
         ddp: The DistributedDataParallel that averages, if one does.
         rewrapped: Called after the wrapper was made again.
@@ -346,7 +348,7 @@ class Reduction:
         if self.ddp is None or not any(_needs_gradient(t) for t in tensors):
             return tensors
         if self._begun and not self._find_unused:
-            # The same actions as in forward, in a fifth of the time (11 us instead of 59).
+            # The same actions as in forward, in a fifth of the time (11 µs, not 59 µs).
             reducer = self.ddp.reducer
             reducer.prepare_for_forward()
             self.ddp._has_rebuilt_buckets |= reducer._rebuild_buckets()

@@ -16,8 +16,8 @@ Then all modules and optimizers of the process are searched, once, for any wrapp
 Libraries fetch batches ahead of training. So a step does not train on the batch that was fetched in
 it: batches wait in a queue, and each backward takes one.
 
-The script's numbers are not changed: nothing is wrapped, no random number used, nothing sent.
-Copies of DDP are not compared, unlike with `wb.watch`, which a script calls itself.
+The script's numbers are not changed: nothing is wrapped, no random number is used, and nothing is
+sent. Copies of DDP are not compared, unlike with `wb.watch`, which a script calls itself.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ _watching: _Scripts | None = None
 def watch_scripts(context: RunContext) -> Callable[[], None]:
     """Record the training of the script that this process will run, if it trains.
 
-    If the script calls `wb.watch`, `wb.prepare` or `wb.fit` itself, that is recorded instead. Of
-    several models (a GAN) the first pair that trains is recorded: its optimizer ends the steps.
+    If the script calls `wb.watch`, `wb.prepare` or `wb.fit` itself, that is recorded instead. If
+    several models train (a GAN), the first pair of model and optimizer that trains is recorded: its
+    optimizer ends the steps.
 
     Args:
         context: The run, which has begun; `context.trained` is the number of recorded steps.

@@ -11,19 +11,20 @@ computation is done:
     compute = forward + backward + optimizer        exposed = B - A
     sync wait (`derive`) = latest A of all workers - own A
 
-If communication also happens earlier (layers gathered in forward, activations reduced between
-layers, parameters averaged after the update), each period in which this worker was blocked is timed
-(`blocked`) and subtracted. The ready time is then read from a clock of the worker's computation,
-which stops while the worker waits. So a straggler is found wherever its delay was.
+Communication can also happen earlier: layers are gathered in forward, activations are reduced
+between layers, parameters are averaged after the update. Then each period in which this worker was
+blocked is timed (`blocked`) and subtracted. The ready time is then read from a clock of the
+worker's computation, which stops while the worker waits. So a straggler is found wherever its delay
+was.
 
     own work ready = A - time blocked before A
 
 On a CPU the callbacks read the clock. On an accelerator they record events on the stream, which are
 read after the device has passed them; until then nothing waits for the device.
 
-An accelerator counts time with its own oscillator, which is 10 to 100 millionths faster or slower
-than the host's: up to 360 ms in an hour. So the times of each step are converted to the host's
-clock (`DeviceClock`), and the sync wait, which compares workers to the microsecond, is computed
+An accelerator counts time with its own oscillator, which is 10 to 100 parts per million faster or
+slower than the host's: up to 360 ms in an hour. So the times of each step are converted to the
+host's clock (`DeviceClock`). The sync wait compares workers to the microsecond, so it is computed
 from durations only (`record.FLAG_DEVICE_CLOCK`).
 """
 
@@ -146,7 +147,7 @@ ANCHOR_EVERY_S = 1.0
 """How often a device's clock is read again, if the device is idle at this moment."""
 
 ANCHOR_WITHIN_S = 1e-3
-"""An idle device passes an event in about 10 us. If it takes this long, it was not idle."""
+"""An idle device passes an event in about 10 µs. If it takes this long, it was not idle."""
 
 
 class DeviceTimer:
@@ -178,7 +179,7 @@ class DeviceTimer:
         marks.began = self._device.event()
 
     def _anchor(self, marks: Marks) -> None:
-        """Read the device's clock while the device is idle, which takes about 10 us."""
+        """Read the device's clock while the device is idle, which takes about 10 µs."""
         if self._last is not None and not self._last.ready():
             return
         before_s, event = self._now(), self._device.event()

@@ -7,8 +7,8 @@
         optimizer.step()           the step ends here: one record
 
 Several backward calls before one `optimizer.step()` are one step: their losses add up. A step ends
-with any optimizer that trains the model, so a loop may continue with a new one. If several models
-are prepared in one cell, the first one's optimizer ends the steps.
+with any optimizer that trains the model, so a loop can continue with a new optimizer. If several
+models are prepared in one cell, the first one's optimizer ends the steps.
 
 A loop that does its own communication is recorded unchanged (`wb.watch`).
 """
@@ -396,9 +396,9 @@ class OwnLoop:
         under_way = self.optimizers_under_way
         if optimizer in under_way:
             del under_way[under_way.index(optimizer) :]
-        if under_way:  # one inside another's
+        if under_way:  # a step inside another optimizer's step
             return
-        if optimizer is not self.optimizer and not self._ends_steps(optimizer):  # another model's
+        if optimizer is not self.optimizer and not self._ends_steps(optimizer):  # of another model
             return
         self._stepped()
         if not self._fed:
@@ -445,7 +445,7 @@ class OwnLoop:
             inputs: Any = None,
         ) -> None:
             options = retain_graph, create_graph
-            if loop._in_backward:  # one inside another (checkpointed activations)
+            if loop._in_backward:  # a backward inside another (checkpointed activations)
                 if loop._reductions is not None:
                     loop._reductions.nested = True
                 original(tensors, grad_tensors, *options, grad_variables, inputs)

@@ -1,4 +1,4 @@
-"""How a model is cut over the workers, decided once and equally on all of them.
+"""How a model is cut over the workers: decided once, and in the same way on all workers.
 
 A chain of layers is cut so that the slowest stage is as fast as possible.
 
@@ -157,7 +157,7 @@ def cut(
 def _chain(
     model: torch.nn.Module, program: Program, stages: int, device: torch.device, split_at: str
 ) -> tuple[list[Layer], tuple[Output, Output], bool]:
-    """Return the layers, the outputs of the last layer, and whether they were found by tracing."""
+    """Return the layers, the outputs of the last layer, and whether tracing found the layers."""
     layers = None if program.scored else chain_of(model)
     outputs = Output(), Output()
     traced = layers is None
@@ -240,7 +240,7 @@ def _agreed_costs(
 
 
 def _crossing(costs: Sequence[Cost], workers: int, rank: int, device: torch.device) -> list[float]:
-    """Return what each cut costs in seconds, from the measured speed of the link of ranks 0, 1."""
+    """Return each cut's cost in seconds, from the measured speed of the link of ranks 0 and 1."""
     measured: list[Any] = [0.0]
     if workers > 1 and rank < 2:
         measured = [_probe(rank, data_wire(None, device))]

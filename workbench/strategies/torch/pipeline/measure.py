@@ -2,7 +2,7 @@
 
 A cost is the seconds of forward and backward, and the size of the layer's outputs.
 
-It is measured on one worker, with a microbatch of real shape, one layer at a time. Only one layer
+One worker measures the costs, with a microbatch of real shape, one layer at a time. Only one layer
 must be in memory, so models larger than a worker can be measured too.
 """
 
@@ -257,7 +257,7 @@ def measure(
         scored: Whether the last layer returns the loss.
 
     Raises:
-        FitError: A layer cannot be computed; names it and its input.
+        FitError: A layer cannot be computed; the error names the layer and its input.
     """
     costs: list[Cost] = []
     with accelerators.own_random(device):

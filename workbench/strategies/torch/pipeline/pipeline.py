@@ -1,13 +1,13 @@
 """Runs this worker's stages: a batch in microbatches through the schedule, or forward only.
 
-All microbatches have the same size, so that all messages have the same size. A batch that cannot be
+All microbatches have the same size, so all messages have the same size. A batch that cannot be
 divided is distributed evenly and filled with repeated samples. The outputs of repeated samples are
 cut off before the loss, so they have no part in it. A worker builds only its own stages; the rest
 of the model takes no memory. Each microbatch's mean loss counts by its samples:
 
     loss = sum over microbatches of (samples of the microbatch / samples of the batch) x its mean
 
-The schedules of torch.distributed.pipelining; `catalog/schedules.py` explains them.
+The schedules are those of torch.distributed.pipelining; `catalog/schedules.py` explains them.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def _fate(
 class _DrawnAnyway(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws the random numbers of freed tensors too, so that all other tensors get the right ones.
 
-    If a model is initialised after it is built (`self.apply(init)`), it also fills freed tensors.
-    Without memory these would use no random numbers.
+    If a model is initialised after it is built (`self.apply(init)`), freed tensors are filled too.
+    Without memory, these tensors would use no random numbers.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,7 +1,7 @@
 """The computation of a pipeline's stages, and how the loss follows from it.
 
-If the loss is computed from the model's output, by `loss` or by a step function that calls the
-model once, the stages compute the output and the last worker the loss:
+The loss can be computed from the model's output, by `loss` or by a step function that calls the
+model once. Then the stages compute the output, and the last worker computes the loss:
 
     loss(model(x), y)                       stages: x -> output          then: loss(output, y)
     step_fn: m(**batch).logits, F.mse(..)   stages: **batch -> output    then: step_fn(stand-in)

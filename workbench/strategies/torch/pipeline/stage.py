@@ -7,13 +7,12 @@ A stage's messages are sent while it computes, and carry the sender's clock.
     receiver  |work|ask.......|work            ask|work     |work
     sender    |work|offer.....|work            |work|send|work
 
-gloo sends a message only after its receiver has requested it, and torch's schedules request it when
-they need it. So receiver and sender both wait while the message is sent. Here all receives of a
-step are posted before the step begins, and a worker waits for its sends only at the end of the
-step; a tag identifies each message. NCCL orders messages by its streams, so with NCCL torch's way
-is used.
+Gloo sends a message only after its receiver has requested it. PyTorch's schedules request a message
+when they need it, so receiver and sender both wait while it is sent. Here all receives of a step
+are posted before the step begins. A worker waits for its sends only at the end of the step. A tag
+identifies each message. NCCL orders messages by its streams, so with NCCL PyTorch's way is used.
 
-If the device is CUDA and the group is not NCCL, messages go through the host's memory.
+On CUDA devices without NCCL, messages go through the host's memory.
 
 The measurements show when a worker's stages computed, were idle, and waited for a message:
 
@@ -331,7 +330,7 @@ class Timeline:
     """The timeline of one worker's stages in a step, gap by gap.
 
     Args:
-        stamped: Whether the sender's clock travels with messages and can be compared.
+        stamped: Whether messages carry the sender's clock, and the clocks can be compared.
         ends_together: Whether all workers meet at the end of a step. If so, the worker with the
             most computation is to blame for the others' wait.
     """
@@ -380,7 +379,7 @@ class Timeline:
     def travel(self, size_bytes: int) -> None:
         """Delay a message for as long as the simulated link would take.
 
-        It already has its time stamp.
+        The message already has its time stamp.
         """
         if self._faults.on_links:
             self._faults.travel(size_bytes)
@@ -438,7 +437,7 @@ class DeviceTimeline(Timeline):
     """The same on an accelerator, by events on the stream that computes.
 
     A message over the device's own backend stops the stream, but not the host, which runs ahead. So
-    events mark the begin and the end of each gap. They are read after the device has passed the
+    events mark the beginning and the end of each gap. They are read after the device has passed the
     step. Nothing waits for the device, and sending continues during the computation.
     """
 

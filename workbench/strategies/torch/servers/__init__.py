@@ -2,7 +2,7 @@
 
 In reading order:
 
-    strategy      what do both do on a worker, whose optimizer runs on the servers
+    strategy      what do both do on a worker (its optimizer runs on the servers)
     links         how do gradients get to all servers, and parameters back
     shards        which server holds which parameters
     rows          which rows are sent if a step uses only a few rows of a table

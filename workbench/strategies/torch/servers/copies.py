@@ -1,4 +1,4 @@
-"""A part of the parameters on two servers: each of them can die and no step is lost.
+"""Each part of the parameters is on two servers: either server can die, and no step is lost.
 
     workers -- push --> server s             takes the step, and answers
                            | update           when its copy has taken it too
@@ -9,22 +9,22 @@ Source: van Renesse and Schneider, Chain Replication for Supporting High Through
 Availability, OSDI 2004; for parameter servers Li et al., OSDI 2014, section 4.3: a copy receives
 only the result of the aggregation. For a synchronous step this is one gradient, for any number of
 workers; for asynchronous training it is each push. Servers form a ring: each holds its own part and
-a copy of its predecessor's. With one part the second server holds only the copy.
+a copy of its predecessor's part. If there is only one part, the second server holds only the copy.
 
-The server sends the gradient of the step, its hyper-parameters, and which pushes it includes. The
-copy's optimizer takes the same step, so that parameters, state and version are the same to the last
-bit. The server answers a worker after the copy has confirmed the step. Pushes that wait for other
-pushes (a round, a bound) are not copied: they have no answer yet, and their workers send them
-again.
+The server sends its copy the step's gradient and hyper-parameters, and names the pushes that the
+step includes. The copy's optimizer takes the same step, so that parameters, state and version are
+the same to the last bit. The server answers a worker after the copy has confirmed the step. Pushes
+that wait for other pushes (a round, a bound) are not copied: they have no answer yet, and their
+workers send them again.
 
     the server dies   its link to the copy ends, after all that it had sent; the copy then answers
                       workers. Each opens the session there and repeats its requests without an
                       answer; pushes carry numbers, so none counts twice.
     the copy dies     the server continues alone.
     both die          the workers' links end, so the run ends (or continues from its last
-    checkpoint).
+                      checkpoint).
 
-No third server becomes the new copy: a run survives one death of each pair.
+After a death no third server holds a new copy. So a run survives one death in each pair of servers.
 """
 
 from __future__ import annotations

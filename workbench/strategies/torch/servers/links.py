@@ -3,12 +3,12 @@
     push   every server gets its shard's part of the gradients
     take   every server sends its shard of the parameters, one server after another
 
-Here several servers are made to act as one: gradients are clipped by the norm of the whole
+This module makes several servers act as one: gradients are clipped by the norm of the whole
 gradient, all servers count pushes in one order, and parameters are read in one version.
 
 Parameters and gradients that are contiguous in the CPU's memory are sent and received in place,
-without a copy. Tensors on a device have a copy on the host; two pinned chunks of memory connect
-both. For tables with sparse gradients only rows are sent (`rows.py`).
+without a copy. Tensors on a device have a copy on the host; two pinned chunks of memory carry the
+data between both. For tables with sparse gradients only rows are sent (`rows.py`).
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class ShardLinks:
     def _step_together(self) -> None:
         """Let the servers step after all of them have all gradients; each reports this to rank 0.
 
-        Each knows its part of the norm; rank 0 adds them up, as clip_grad_norm_ does.
+        Each server knows its part of the norm; rank 0 adds up the parts, as clip_grad_norm_ does.
         """
         told = [link.receive().meta for link in self._links]
         norm, most = math.sqrt(sum(meta["norm"] ** 2 for meta in told)), told[0]["clip_norm"]
@@ -283,7 +283,7 @@ class ShardLinks:
         return first
 
     def _hear(self, answer: Message, server: int) -> None:
-        """Pass on the servers' single reports about their memory; only rank 0 gets them."""
+        """Pass on each server's one report about its memory; only rank 0 gets these reports."""
         if "holds" in answer.meta and server not in self._held:
             self._held[server] = answer.meta
             if len(self._held) == len(self._links):
@@ -340,7 +340,7 @@ def _parts(tensors: Sequence[Bytes], shard: Shard) -> list[Bytes]:
 
 
 class Staging:
-    """The bytes of each parameter: its own memory, or a copy on the host for a device's.
+    """The bytes of each parameter: its own memory, or a copy on the host if it is on a device.
 
     Args:
         tables: Tables that are sent as rows: after the beginning their values are not received

@@ -28,7 +28,7 @@ class Answer:
         blocked_s: How long the slowest server delayed the answer because of other workers (bounded
             staleness, or the last push of a round).
         sent_bytes: The bytes pushed.
-        blamed: The worker whose push released that answer; -1 if no answer was delayed.
+        blamed: The worker whose push released the delayed answer; -1 if no answer was delayed.
     """
 
     staleness: float = 0.0
@@ -41,9 +41,9 @@ class Remote:
     """The parameters of one session on the servers, seen from a worker.
 
     Args:
-        clip_norm: The servers clip, over the sum of all workers' gradients.
-        whole: Whether gradients must reach the servers unchanged after backward. They are one
-            worker's share of a sum, so their norm on the worker would be wrong.
+        clip_norm: The norm to which the servers clip the sum of all workers' gradients.
+        whole: Whether gradients must reach the servers unchanged after backward. A worker's
+            gradients are its share of a sum, so their norm on the worker would be wrong.
         snapshot: Whether the parameters of all servers must be of one version.
         tables: Parameters whose gradients are sparse: they are sent as rows.
         waits: Whether the servers are joined later (`go_on`, `join`).

@@ -1,4 +1,4 @@
-"""Messages for tables of which a step uses only a few rows: these rows and their indices.
+"""Messages for tables when a step uses only a few of their rows: these rows and their indices.
 
 Source: Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014,
 section 3.1 (a worker pushes and pulls the keys that its data has, not the whole of w).
@@ -10,8 +10,8 @@ A worker receives a row again if the row has changed since the worker last recei
 worker's copy always has one version, as if the whole table had been sent, and the message does not
 grow with the table. This needs optimizers that change only the gradient's rows (`check_row_wise`).
 
-The number of rows differs from step to step, so such messages only have a largest size. They are
-sent on the stream, even if whole tensors use shared memory.
+The number of rows differs from step to step, so such messages have no fixed size, only a largest
+size. They are sent on the stream, even if whole tensors use shared memory.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Parted:
         """Return the rows in a message, as views on it.
 
         Raises:
-            ValueError: There is not room for this many.
+            ValueError: There is no room for so many rows.
         """
         known = len(counts) == len(self.tables) and min(counts, default=0) >= 0
         if not known or self._size(counts) > memory.size:
@@ -226,7 +226,7 @@ def put(table: torch.Tensor, rows: Rows) -> None:
 
 
 def norm_of(gradients: Sequence[torch.Tensor]) -> float:
-    """Return the norm of gradients, of which some are sparse."""
+    """Return the norm of gradients; some of them are sparse."""
     dense: list[Any] = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     return float(torch.nn.utils.get_total_norm(dense))
 

@@ -14,9 +14,9 @@ If workers die and others join (`--on-failure heal`), the values outlive the wor
                 With several servers, one can have taken a step for which another only has all
                 pushes (`Policy.prepared`). The other takes it now, so that either all servers have
                 taken a step or none has. This is two-phase commit (Gray, Notes on Data Base
-                Operating Systems, 1978), whose coordinator can die: a server that has taken the
+                Operating Systems, 1978), and its coordinator can die: a server that has taken the
                 step shows the decision.
-    singly A worker at its own speed replaces a worker that has left; the others do not notice.
+    singly      A worker at its own speed replaces a worker that has left; the others do not notice.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Copy:
     """The copy of a part: it follows the server that answers requests, and can replace it.
 
     Args:
-        hub: Its links: to every worker, and to that server, after the last worker.
+        hub: Its links: first to every worker, then to that server.
         sender: That server's number in the hub.
         servers: The number over which the parameters are divided.
     """

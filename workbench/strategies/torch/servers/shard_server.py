@@ -9,7 +9,7 @@
            <-------  params
     end    ------->  no more pushes from this worker
            <-------  params, when no worker pushes any more
-    close  ------->  the session is over; another wb.fit of the cell may open the next
+    close  ------->  the session is over; another wb.fit of the cell can open the next
 
 `sessions.py` decides who opens and ends sessions, also when workers die and others join.
 
@@ -212,7 +212,8 @@ class Holder:
         """Accept a worker that replaces one that has left. Workers keep their own pace.
 
         Args:
-            meta: Its message about the session; None on a copy, which it joins on a takeover.
+            meta: Its message about the session; None on a copy, because the worker joins it on a
+                takeover.
         """
         if self._successor is not None:
             self._successor.change("joined", {"rank": rank})
@@ -225,7 +226,7 @@ class Holder:
             self.admit(rank, meta)
 
     def admit(self, rank: int, meta: Meta) -> None:
-        """Accept a worker whose server has died; this server does not know which rows it has."""
+        """Accept a worker whose server has died; this server does not know the worker's rows."""
         self.make_mailbox(rank, shared=bool(meta["shared"]))
         self._changes.everything()
         self._welcome(rank)
@@ -247,7 +248,7 @@ class Holder:
         if message.kind == "push":
             if meta.get("hyper") is not None:
                 self.hyper[rank] = meta["hyper"]
-            self.reading.discard(rank)  # who pushes has finished reading
+            self.reading.discard(rank)  # a worker that pushes has finished reading
             self._came[rank] = int(meta.get("seq", 0))
             if 0 < self._came[rank] <= self.counted[rank]:
                 self.policy.repeated(rank, meta)
@@ -305,7 +306,7 @@ class Holder:
         self.take_values(rank, meta)
         if self._successor is not None:
             self._successor.change("init", {}, [self.board])
-        if self._follows:  # it answers who asks
+        if self._follows:  # it answers the worker that asks
             self.send_parameters(rank)
             self._answer_awaiting()
             return

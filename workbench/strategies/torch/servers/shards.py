@@ -190,7 +190,7 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings JSON-ready.
 
     Raises:
-        FitError: One of them is not a number, text or tuple of such.
+        FitError: One of them is not a number, text or tuple of these.
     """
     return {name: _plain_value(name, value) for name, value in values.items()}
 

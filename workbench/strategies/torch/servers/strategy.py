@@ -7,10 +7,10 @@ is weighted, and what counts as wait. Gradients and parameters are sent on links
 (`engine/transport`), and the user's optimizer steps on the servers (`Remote`, `shard_server.py`).
 
 The measurements of a step: compute is forward and backward. The exchange with the servers (pushing,
-their sums and optimizer steps, pulling) is blocked time; the strategy counts a part of it as wait,
-and the rest is transfer. `sent_bytes` are the gradients pushed; the same number of bytes of
-parameters come back. For layers with sparse gradients only the rows of the gradient are pushed, and
-the rows that any worker has changed come back (`rows.py`).
+the servers' sums and optimizer steps, pulling) is blocked time. The strategy counts a part of it as
+wait, and the rest is transfer. `sent_bytes` counts the gradients pushed; the same number of bytes
+of parameters comes back. For layers with sparse gradients only the rows of the gradient are pushed,
+and the rows that any worker has changed come back (`rows.py`).
 """
 
 from __future__ import annotations
