@@ -108,15 +108,14 @@ def name_of(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
 
 
-def sites(sources: Mapping[str, str]) -> list[Site]:
+def sites(trees: Mapping[str, ast.Module]) -> list[Site]:
     """Return every place of these modules that makes an error.
 
     A class with its own words passes its code to `__init__` of its base. This call is its place.
 
     Args:
-        sources: By path.
+        trees: Their syntax trees, by path.
     """
-    trees = {path: ast.parse(source) for path, source in sources.items()}
     known = kinds(trees.values())
     wordy = {
         one.name
@@ -235,10 +234,10 @@ def _set(name: str, nodes: Iterable[ast.AST]) -> list[ast.expr]:
 
 
 @functools.cache
-def package() -> dict[str, str]:
-    """Return the package's sources by path."""
+def package() -> dict[str, ast.Module]:
+    """Return the syntax trees of the package's modules by path."""
     return {
-        str(path.relative_to(REPOSITORY)): path.read_text(encoding="utf-8")
+        str(path.relative_to(REPOSITORY)): ast.parse(path.read_text(encoding="utf-8"))
         for path in sorted(PACKAGE.rglob("*.py"))
     }
 

@@ -9,6 +9,7 @@ A comment directly above a block says how the tests use it; GitHub and the site 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import textwrap
@@ -22,6 +23,7 @@ FENCE = re.compile(r"^( *)(```+)\s*([^\s`]*)[^`]*$")
 COMMENT = re.compile(r"<!-- (not run|fails|first):\s(.*?)\s*-->", re.DOTALL)
 
 
+@functools.cache
 def generator(name: str) -> ModuleType:
     """Return the script `docs/NAME.py`, which writes a page, as a module."""
     spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")

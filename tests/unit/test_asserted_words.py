@@ -74,7 +74,16 @@ NAMED: dict[tuple[str, str], str] = {
 @functools.cache
 def ours() -> frozenset[str]:
     maker = generator("make_error_codes")
-    return frozenset(maker.kinds(map(ast.parse, maker.package().values())))
+    return frozenset(maker.kinds(maker.package().values()))
+
+
+@functools.cache
+def tests() -> dict[str, ast.Module]:
+    """Return the syntax trees of the tests' files, by path from `tests/` on."""
+    return {
+        str(path.relative_to(TESTS)): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(TESTS.rglob("*.py"))
+    }
 
 
 def name_of(node: ast.AST) -> str:
@@ -156,9 +165,8 @@ def asked(scope: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, text
 
 
-def told(path: str, source: str) -> list[tuple[str, int, str]]:
-    """Return the sentences of errors that a test's source asks for: file, line, words."""
-    tree = ast.parse(source)
+def told(path: str, tree: ast.Module) -> list[tuple[str, int, str]]:
+    """Return the sentences of errors that a test's file asks for: file, line, words."""
     scopes = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     return [
         (path, line, found[0])
@@ -170,10 +178,7 @@ def told(path: str, source: str) -> list[tuple[str, int, str]]:
 
 @pytest.fixture(scope="module")
 def sentences() -> list[tuple[str, int, str]]:
-    files = {str(path.relative_to(TESTS)): path for path in sorted(TESTS.rglob("*.py"))}
-    return [
-        one for name, path in files.items() for one in told(name, path.read_text(encoding="utf-8"))
-    ]
+    return [one for name, tree in tests().items() for one in told(name, tree)]
 
 
 def test_no_test_asks_for_a_sentence_of_ours(sentences: list[tuple[str, int, str]]) -> None:
@@ -190,16 +195,16 @@ def test_no_exception_is_kept_that_nobody_needs(sentences: list[tuple[str, int, 
 def said() -> str:
     """Return all texts of the package: its strings, without docstrings."""
     found = []
-    for tree in map(ast.parse, generator("make_error_codes").package().values()):
+    for tree in generator("make_error_codes").package().values():
         alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         found += [pieces(node) for node in ast.walk(tree) if id(node) not in alone
                   if isinstance(node, (ast.Constant, ast.JoinedStr))]  # fmt: skip
     return "\n".join(found)
 
 
-def asserted(source: str, texts: str) -> list[tuple[int, str]]:
-    """Return words in a row that a test's assertions share with these texts: line, words."""
-    checks = [node.test for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
+def asserted(tree: ast.Module, texts: str) -> list[tuple[int, str]]:
+    """Return words in a row that a file's assertions share with these texts: line, words."""
+    checks = [node.test for node in ast.walk(tree) if isinstance(node, ast.Assert)]
     return sorted({
         (node.lineno, words)
         for check in checks for node in ast.walk(check)
@@ -211,9 +216,9 @@ def asserted(source: str, texts: str) -> list[tuple[int, str]]:
 @pytest.fixture(scope="module")
 def asserted_words() -> list[tuple[str, int, str]]:
     return [
-        (str(path.relative_to(TESTS)), line, words)
-        for path in sorted(TESTS.rglob("*.py")) if path.name != Path(__file__).name
-        for line, words in asserted(path.read_text(encoding="utf-8"), said())
+        (name, line, words)
+        for name, tree in tests().items() if name != f"unit/{Path(__file__).name}"
+        for line, words in asserted(tree, said())
     ]  # fmt: skip
 
 
@@ -231,8 +236,9 @@ def test_no_name_is_kept_that_nobody_asks_for(asserted_words: list[tuple[str, in
 
 def test_what_an_assertion_shares_with_our_texts() -> None:
     source = 'def test():\n    assert "2 of them wait for each other" in text'
-    assert asserted(source, "they wait for each other; a b") == []
-    assert asserted(source, "of them wait for each other") == [(2, "of them wait for each other")]
+    tree = ast.parse(source)
+    assert asserted(tree, "they wait for each other; a b") == []
+    assert asserted(tree, "of them wait for each other") == [(2, "of them wait for each other")]
 
 
 SOURCE = """
@@ -260,7 +266,7 @@ def test_b():
 
 
 def test_what_is_found_in_a_source() -> None:
-    assert told("a.py", SOURCE) == [
+    assert told("a.py", ast.parse(SOURCE)) == [
         ("a.py", 7, "must not be two"),
         ("a.py", 13, "It is no"),
         ("a.py", 15, "but five of them"),

@@ -29,7 +29,7 @@ def test_each_place_that_makes_an_error_has_a_literal_code_of_its_kind(
     maker: ModuleType, sites: list
 ) -> None:
     assert len(sites) > 400
-    kinds = maker.kinds(map(ast.parse, maker.package().values()))
+    kinds = maker.kinds(maker.package().values())
     free = maker.next_free(maker.all_codes())
     for site in sites:
         found = maker.CODE.fullmatch(site.given or "")
@@ -89,7 +89,7 @@ def check(code, name):
 
 
 def test_what_is_found_in_a_source(maker: ModuleType) -> None:
-    found = maker.sites({"a.py": SOURCE})
+    found = maker.sites({"a.py": ast.parse(SOURCE)})
     assert [(one.kind, one.given, one.words) for one in found] == [
         ("ToldError", "WB-PLAN-004", "{name} is odd. / It is odd."),
         ("FitError", None, "No."),

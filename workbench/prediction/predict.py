@@ -287,11 +287,12 @@ def _samples(base: Probe, workers: int, scaling: str, batch_size: int | None) ->
         return total
     if scaling == "weak":
         return total / base.workers
-    if workers > total:
+    most = batch_size or base.batch
+    if workers > most:
         raise PlanError(
             "There are more workers than samples in a batch, so some workers would have no sample.",
-            seen=f"{workers} workers, a batch of {total:g}",
-            allowed=f"up to {total:g} workers",
+            seen=f"{workers} workers, a batch of {most:g}",
+            allowed=f"up to {most:g} workers",
             next_step="a larger batch_size=, or scaling='weak'",
             code="WB-PLAN-298",
         )

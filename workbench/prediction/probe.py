@@ -116,7 +116,8 @@ class Probe:
         first: Number of the first of these steps.
         slow: Ranks slowed by a fault.
         message_bytes: Size of a worker's gradients as sent; NaN if not counted.
-        samples: Samples of a worker in a step.
+        samples: Samples of a worker in a step, as a mean: the last batch of an epoch may be small.
+        batch: Samples of all workers in the largest step.
         link: The simulated link of its faults.
         total_steps: Number of steps, including the warm-up.
     """
@@ -130,6 +131,7 @@ class Probe:
     slow: tuple[int, ...]
     message_bytes: float
     samples: float
+    batch: float
     link: Link | None
     total_steps: int
 
@@ -203,7 +205,8 @@ class Probe:
         return Probe(
             run.name, setting, np.maximum(own, 0.0), table.step_s.mean(axis=1), table.bubble_s,
             int(table.step[0]), slow, _message_bytes(history, setting),
-            float(table.samples.mean()), simulated(plan.faults), len(late),
+            float(table.samples.mean()), float(table.samples.sum(axis=1).max()),
+            simulated(plan.faults), len(late),
         )  # fmt: skip
 
 

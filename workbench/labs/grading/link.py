@@ -295,18 +295,27 @@ _LOOK_AT = {
     "the memory": r"gc\.get_|\bctypes\b|\.contents\b",
     "/proc": r"/proc\b",
     "a case's hidden numbers": r"\.(?:whole_s|latency_s|bytes_per_s|faults|link)\b|labs\.cases",
+    "torch itself": r"(?:torch\.(?:Tensor|nn|autograd|distributed)\.|\bdist\.)[\w.]+\s*=[^=]",
     "imports": r"\bimportlib\b|__import__|sys\.modules|meta_path",
     "code of others": r"__code__|__globals__|__closure__|setattr\s*\(|__dict__",
     "other processes": r"os\.(?:kill|fork|exec|_exit)|subprocess|\bsignal\b|getppid",
     "the history of a run": r"\.(?:summarise|history|weights|plan|_runs)\s*=[^=]",
-    "how runs are kept": r"session\.(?:registry|results|run)\b|RunHistory|run\.json|copy\.copy",
+    "how runs are kept": r"session\.(?:registry|results|run)\b|RunHistory|copy\.copy",
+    "a run's file": r"run\.json",
     "the post office": r"class\s+Mail\b|Mail\.\w+\s*=|sent_bytes\s*=[^=]|sent_to\s*=[^=]",
 }
+_USUAL = {("a case's hidden numbers", lab) for lab in range(1, 14) if lab != 9}
+_USUAL |= {("the post office", lab) for lab in range(1, 14) if lab != 2} | {("a run's file", 13)}
+"""What answers of a lab may need, such as `self.link`, or a file that an exercise reads."""
 
 
-def look_at(source: str) -> list[str]:
-    """Return what a teacher should look at in a cell, because no answer of the labs needs it."""
-    return [name for name, pattern in _LOOK_AT.items() if re.search(pattern, source)]
+def look_at(source: str, lab: int) -> list[str]:
+    """Return what a teacher should look at in a cell, because no answer of the lab needs it."""
+    return [
+        name
+        for name, pattern in _LOOK_AT.items()
+        if (name, lab) not in _USUAL and re.search(pattern, source)
+    ]
 
 
 def write_stubs(folder: Path, lab: int) -> Path:

@@ -337,8 +337,9 @@ class Grading:
                 self._check_time()  # else the notebook's time would be taken for the cell's
                 if is_open:
                     self._take(outcome, reply)
+                    lab = int(number.partition(".")[0])
                     outcome.look_at += [
-                        one for one in look_at(source) if one not in outcome.look_at
+                        one for one in look_at(source, lab) if one not in outcome.look_at
                     ]
             self._mended(link.ask("mend"), number if is_open else "")
         except Gone as gone:
