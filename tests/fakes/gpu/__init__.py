@@ -7,6 +7,7 @@ line of ours knows that they are fakes. README.md beside this file says what is 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -42,21 +43,26 @@ def build() -> Path:
         / hashlib.sha1(about).hexdigest()[:16]
     )
     library = folder / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if library.exists():
-        return folder
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a minute of work, which is done once
+        if not library.exists():
+            _compile(library)
+    return folder
+
+
+def _compile(library: Path) -> None:
     from torch.utils.cpp_extension import include_paths, library_paths
 
     where = [f"-I{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
     libraries = [f"-L{path}" for path in library_paths()]
-    made = folder / f"{os.getpid()}.so"
+    made = library.with_name(f"{os.getpid()}.so")
     subprocess.run(
         ["c++", *FLAGS, f"-DTORCH_EXTENSION_NAME={NAME}", *where, str(SOURCE), *libraries,
          "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-o", str(made)],
         check=True, capture_output=True, text=True,
     )  # fmt: skip
-    made.rename(library)  # several processes may have built it: the last one stays
-    return folder
+    made.rename(library)
 
 
 KIND = """
