@@ -148,7 +148,7 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "servers", "int", 1, minimum=1, maximum=64,
-                help="how many servers divide the parameters among them, by bytes",
+                help="number of servers; each holds about the same number of bytes",
             ),
             Option(
                 "max_staleness", "int", None, minimum=0, optional=True,

@@ -201,7 +201,7 @@ def check_cell(
         raise PlanError(
             "The cell reads files of the notebook's folder that the job will not have.",
             seen=", ".join(f"{path} (line {line})" for path, line in stay),
-            allowed="files sent with the job: it runs in its own folder, next to them",
+            allowed="files that are sent with the job, which runs in its own folder",
             next_step=f"files={given!r}, or an absolute path that exists there too",
             code="WB-PLAN-206",
         )

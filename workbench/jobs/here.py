@@ -154,7 +154,7 @@ def run_here(given: argparse.Namespace) -> int:
             "look for them.",
             seen=str(recorded),
             allowed="a separate folder",
-            next_step="use --out DIR; or --strategy LINE if the file is that job's cell",
+            next_step="use --out DIR; if this file contains a cell, add --strategy LINE",
             code="WB-PLAN-263",
         )
     processes = processes_of_script(what, given)

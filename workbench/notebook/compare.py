@@ -321,8 +321,8 @@ class Calibration:
             f"Trained a small network under mirrored on {workers} workers and delayed worker 1 by "
             f"{self.injected_ms:.0f} ms in each step, then read the {self.steps} steps after the "
             f"first {SETTLE}.",
-            "Read: median and half the distance between the quartiles (±). The error is the median "
-            f"minus the injected delay: {self.error_ms:+.1f} ms.",
+            "The measured delay is a median ± half the distance between the quartiles. The error "
+            f"is this median minus the injected delay: {self.error_ms:+.1f} ms.",
         )
 
     @property

@@ -78,8 +78,8 @@ def speedup(c: Check) -> None:
         truth = together.samples_per_s / alone.samples_per_s
         c.need(
             (truth > 1) is wins,
-            f"In these runs two workers are {truth:.2f} times as fast as one with the {which} "
-            "model. On a computer with no other load it is the other way round.",
+            f"In these runs with the {which} model, two workers are {truth:.2f} times as fast as "
+            "one. On a computer with no other load it is the other way round.",
             "run the cells of section 3 again, then this one",
         )
         name = f"speedup_{which}"

@@ -89,7 +89,8 @@ class BlameMatrix(Picture, Blame):
                 place = (left + cause * cell, top + waiter * row, cell - 3, row - 3)
                 body.append(self._square(waiter, cause, high, place))
         y = top + n * row + 14
-        for line in ("Each row waited for each column. Mean per step, ms", self._counted()):
+        rows = "Row: the waiting worker. Column: the worker it waited for"
+        for line in (rows, "Mean per step, in ms", self._counted()):
             body.append(svg_text(MARGIN, y, f"{line}.", "m", size=9.5))
             y += 13
         return Canvas(width, y, body, "Who waited for whom", self.text())

@@ -137,7 +137,7 @@ def _alike(shown: Prediction, measured: Measured) -> bool:
 
 _SCALING = {
     "strong": "The run's batch is divided among the workers.",
-    "weak": "Each worker keeps its samples, so the batch grows.",
+    "weak": "Each worker takes as many samples as before, so the batch grows.",
 }
 
 

@@ -28,7 +28,7 @@ SECTIONS.push((() => {
     parts.state.dataset.state = e.state;
     kit.text(parts.device, e.device);
     kit.text(parts.cpu.lastChild, cpu == null ? "– %" : `${cpu.toFixed(0)} %`);
-    parts.cpu.title = "CPU: share of one core, with its children";
+    parts.cpu.title = "CPU use of the engine and its child processes (100 % is one core)";
     meter.style.width = `${Math.min(100, cpu ?? 0)}%`;
     kit.text(parts.memory, kit.bytes(e.memory_bytes));
     parts.memory.title = `memory (${e.memory_kind})`;

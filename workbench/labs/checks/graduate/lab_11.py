@@ -502,7 +502,7 @@ def attention(c: Check) -> None:
 def saved(c: Check) -> None:
     """Call `saved_bytes` with a model and with functions whose saved tensors are known."""
     have(c, "saved_bytes")
-    hint = "`function` may be a plain function, which has no parameters: ask with getattr"
+    hint = "`function` may be a plain Python function, which has no method parameters()"
     answers: list[list[Any]] = c.ask(_SAVED + _LOOK, hint=hint)[0]
     (net, net_true), (square, square_true), (twice, _), (plus, plus_true) = answers
     c.need(
