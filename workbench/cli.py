@@ -311,7 +311,7 @@ def add_lab_commands(commands: Any) -> None:
     labs.add_argument(
         "--solved-to",
         type=Path,
-        help="folder of the instructors' notebooks (default: that of the source)",
+        help="folder of the instructors' notebooks (default: the source's folder)",
     )
     labs.add_argument(
         "--run", action="store_true", help="run each lab with its solutions and keep the outputs"

@@ -90,7 +90,7 @@ def test_points_that_miss_the_law_widen_its_interval() -> None:
         (lambda: [run_of(n, amdahl(n)) for n in (2, 4, 8)], "one worker"),
         (lambda: strong(steps=3), "few steps"),
         (lambda: [run_of(1, 0.1), run_of(2, 0.15), run_of(4, 0.25)], "describe"),
-        (lambda: [run_of(1, 0.1), run_of(2, 0.04), run_of(4, 0.015)], "gain"),
+        (lambda: [run_of(1, 0.1), run_of(2, 0.04), run_of(4, 0.015)], "speed-up"),
     ],
 )  # fmt: skip
 def test_a_law_is_not_drawn_where_it_does_not_hold(runs: Any, words: str) -> None:

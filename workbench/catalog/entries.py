@@ -152,7 +152,7 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "max_staleness", "int", None, minimum=0, optional=True,
-                help="steps that the fastest worker may be ahead of the slowest; none: any",
+                help="steps that the fastest worker can be ahead of the slowest; none: no limit",
             ),
             Option(
                 "staleness_aware_lr", "bool", False,
@@ -160,7 +160,7 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "consistency", "choice", "latest", choices=("latest", "snapshot"),
-                help="latest: each server's newest; snapshot: the same version from all servers",
+                help="latest: each server's newest parameters; snapshot: one version from all",
             ),
             Option(
                 "pull_every", "int", 1, minimum=1,
@@ -239,7 +239,7 @@ TORCH: tuple[Strategy, ...] = (
         name="hybrid",
         framework="torch",
         term="data x model parallelism",
-        summary="Pipelines each take a share of the batch; equal stages add up their gradients.",
+        summary="Each pipeline takes a share of the batch; workers of one stage add up gradients.",
         module="workbench.strategies.torch.hybrid:Hybrid",
         keeps="part",
         messages="workbench.catalog.step_messages:hybrid",
@@ -326,12 +326,12 @@ TORCH: tuple[Strategy, ...] = (
             Option(
                 "outer_lr", "float", 0.7, minimum=0.001, maximum=10,
                 only_with=("outer", "nesterov"),
-                help="learning rate of that step (outer=nesterov); 1 without momentum: the mean",
+                help="outer step's learning rate (outer=nesterov); 1 without momentum: the mean",
             ),
             Option(
                 "outer_momentum", "float", 0.9, minimum=0, maximum=0.999,
                 only_with=("outer", "nesterov"),
-                help="Nesterov momentum of that step (outer=nesterov); 0: none",
+                help="outer step's Nesterov momentum (outer=nesterov); 0: none",
             ),
             Option(
                 "fragments", "int", 1, minimum=1, maximum=64,
@@ -502,10 +502,10 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="tpu",
         framework="tensorflow",
         term="synchronous data parallelism on TPU cores",
-        summary="A replica on each core of a TPU; gradients are added up over its own links.",
+        summary="Each core of a TPU has a replica; gradients are added up over the TPU's links.",
         module="workbench.strategies.tensorflow.tpu:Tpu",
         messages="workbench.catalog.step_messages:tpu",
-        suits="a TPU; it was never run on a TPU: the tests only check its error messages",
+        suits="a TPU; this strategy was never run on a TPU: tests check only its error messages",
         source="tf.distribute.TPUStrategy; Jouppi et al., In-Datacenter Performance Analysis of a "
         "Tensor Processing Unit, ISCA 2017",
         ways=_TENSORFLOW_WAYS,

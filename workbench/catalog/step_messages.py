@@ -265,7 +265,7 @@ def tensor_parallel(layout: Layout) -> Parts:
     )  # fmt: skip
     backward = diagrams.ring_at_once(
         layout.ids, "gradients", "X", "All-reduce, backward",
-        "The parts of the gradient of its input are added up.",
+        "The parts of the gradient of the pair's input are added up.",
     )  # fmt: skip
     every = "Every worker sees the whole batch and computes its part of each divided layer."
     phases = (
@@ -274,8 +274,8 @@ def tensor_parallel(layout: Layout) -> Parts:
         _update(layout, "Each worker updates the part it holds."),
     )  # fmt: skip
     units = {
-        "Y": "bytes of the divided layers' outputs, all pairs of a batch",
-        "X": "bytes of the gradients of their inputs; none for a first layer",
+        "Y": "bytes of the outputs of all divided pairs of layers, for a batch",
+        "X": "bytes of the gradients of these pairs' inputs; none for a first layer",
         **N,
     }
     nodes = diagrams.workers(layout, "1/N of the divided layers")
@@ -329,7 +329,8 @@ def _meetings(layout: Layout, what: str) -> tuple[Phase, ...]:
         for place, turn in enumerate(turns, 1)
         for phase in ring(
             f"Average, fragment {place}",
-            f"In step {turn} of each {every} its parameters {what}.", every=every, turn=turn,
+            f"In step {turn} of each {every} the fragment's parameters {what}.",
+            every=every, turn=turn,
         )
     )  # fmt: skip
 
@@ -407,7 +408,7 @@ def _replicated(
 def tensorflow_mirrored(layout: Layout) -> Parts:
     """All-reduce between the devices of one engine."""
     asked = str(layout.options["cross_device_ops"])
-    notes = ("auto: NCCL's ring on GPUs, as drawn on CPUs.",) if asked == "auto" else ()
+    notes = ("auto: NCCL's ring on GPUs; on CPUs, the way drawn here.",) if asked == "auto" else ()
     pattern, source = diagrams.ALL_REDUCE["reduce_to_one" if asked == "auto" else asked]
     phases = pattern(layout.ids, "gradients", "M")
     return _replicated(layout, _devices(layout, _TENSORFLOW_WHOLE), phases, source, notes)

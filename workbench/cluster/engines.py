@@ -331,7 +331,7 @@ class Engines:
         """Let the next restart ask for other hosts if the cluster has no host left."""
         hosted = self._ground.hosted
         if hosted is not None and hosted.is_over and not self._ground.broken:
-            self._ground.broken = "none of its hosts exists any more"
+            self._ground.broken = "none of the cluster's hosts exists any more"
 
     def _replace(self, gone: Sequence[int], framework: str) -> list[int]:
         for engine in gone:
@@ -384,7 +384,7 @@ class Engines:
                 "There is no such engine.",
                 seen=engine,
                 allowed=", ".join(map(str, sorted(self.engines))),
-                next_step="%cluster lists them",
+                next_step="%cluster lists the engines",
                 code="WB-CLUSTER-006",
             )
         return info

@@ -211,11 +211,11 @@ EXCERPT_LINES = 8
 PIDFD_POLL_S = 0.5
 
 _MEANING = {
-    "SIGSEGV": "a segmentation fault: native code used memory that does not belong to it",
+    "SIGSEGV": "a segmentation fault: native code used memory that is not its own",
     "SIGBUS": "native code used memory that does not exist; shared memory may be full",
     "SIGABRT": "native code gave up",
     "SIGFPE": "an arithmetic error in native code",
-    "SIGILL": "native code with an instruction that this processor does not have",
+    "SIGILL": "native code used an instruction that this processor does not have",
     "SIGTERM": "another process or a user asked it to end",
     "SIGXCPU": "its limit of CPU time was reached",
 }
@@ -333,9 +333,9 @@ class MemoryWatch:
             return ""
         least = min(limit for limit, refused in limits if refused)
         return (
-            f"perhaps because this container may have at most {least} processes and threads, "
-            "and the next one was refused: raise that limit (docker run --pids-limit=-1), or start "
-            "fewer engines"
+            f"perhaps because this container can have at most {least} processes and threads, "
+            "and the next process was refused: raise the limit (docker run --pids-limit=-1), or "
+            "start fewer engines"
         )
 
 

@@ -519,7 +519,7 @@ class Starter:
         logs = [Path(self.logs[i]) for i in engines if i in self.logs]
         said = "".join(one.read_text(errors="replace") for one in logs if one.exists())
         return ClusterError(
-            f"Engines {list(engines)} did not connect, or ended before they did.",
+            f"Engines {list(engines)} did not connect, or ended before they connected.",
             seen=said[-LOG_CHARS:] or "nothing in their logs",
             next_step="%cluster stop, then start again",
             code="WB-CLUSTER-070",

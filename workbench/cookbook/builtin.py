@@ -39,25 +39,26 @@ _RECIPES = {
         {"torch": digits.CNN_TORCH, "tensorflow": digits.CNN_TENSORFLOW},
     ),
     "char_transformer": _Written(
-        "The next character of Python's own sources, by a transformer of any size; by default "
-        "under a minute.",
+        "Predicts the next character of Python's own sources with a transformer of any size; "
+        "by default takes under a minute.",
         {"torch": transformer.TORCH, "tensorflow": transformer.TENSORFLOW},
         transformer.check,
     ),
     "recommender": _Written(
-        "Ratings of items by users, with two embedding tables of any size; by default seconds.",
+        "Predicts users' ratings of items with two embedding tables of any size; by default "
+        "takes seconds.",
         {"torch": recommender.TORCH, "tensorflow": recommender.TENSORFLOW},
         recommender.check,
     ),
     "tissue_cnn": _Written(
-        "Simulated microscopy images of tissue (3 x 96 x 96), healthy or abnormal, by a small "
-        "residual network of any width; by default under a minute.",
+        "Classifies simulated microscopy images of tissue (3 x 96 x 96) as healthy or abnormal "
+        "with a small residual network of any width; by default takes under a minute.",
         {"torch": tissue.TORCH, "tensorflow": tissue.TENSORFLOW},
         tissue.check,
     ),
     "fraud_mlp": _Written(
-        "Simulated card payments, of which 2 % are fraud, by three fully connected layers; by "
-        "default seconds.",
+        "Classifies simulated card payments, of which 2 % are fraud, with three fully connected "
+        "layers; by default takes seconds.",
         {"torch": fraud.TORCH, "tensorflow": fraud.TENSORFLOW},
         fraud.check,
     ),

@@ -100,7 +100,7 @@ class Recipe:
                     f"{self.function} got an argument that cannot be written into a cell.",
                     seen=f"argument {index}: {type(value).__name__}",
                     allowed="numbers, text, true or false, None, and lists and dicts of them",
-                    next_step="create it inside the function",
+                    next_step="create the value inside the function",
                     code="WB-PLAN-032",
                 )
         return f"{self.source.rstrip()}\n\n\n{self.call(*map(repr, self.args))}\n"
@@ -125,7 +125,7 @@ class Recipe:
                     f"The value of {name} cannot be written as source code.",
                     seen=type(value).__name__,
                     allowed="numbers, text, true or false, None, and lists and dicts of them",
-                    next_step="create it inside the function",
+                    next_step="create the value inside the function",
                     code="WB-PLAN-033",
                 )
         return replace(self, parameters={**self.parameters, **values})
@@ -170,7 +170,7 @@ class Recipe:
             raise PlanError(
                 "The function's source cannot be read, so it cannot be sent to the engines.",
                 seen=repr(function),
-                next_step="define it in a cell or a module, or pass the source as a string",
+                next_step="define the function in a cell or a module, or pass its source as text",
                 code="WB-PLAN-034",
             ) from error
         name = function.__name__
@@ -185,7 +185,7 @@ class Recipe:
             raise PlanError(
                 "The function uses variables of an enclosing function, which engines do not have.",
                 seen=", ".join(sorted(free)),
-                next_step="pass them as args=(...)",
+                next_step="pass the variables as args=(...)",
                 code="WB-PLAN-036",
             )
         return Recipe(source=undecorated(source), origin=name, function=name, args=args)
@@ -317,7 +317,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
             "A recipe is run by name only, so every argument needs a default.",
             seen=", ".join(bare),
             allowed=f"def {function.__name__}({bare[0]}=...)",
-            next_step="give it a default, or cluster.run(function, args=(...), strategy=...)",
+            next_step="add a default, or call cluster.run(function, args=(...), strategy=...)",
             code="WB-PLAN-031",
         )
     return found

@@ -85,7 +85,7 @@ class Limits:
             seen=wanted,
             allowed=f"up to {max(0, self.max_engines - elsewhere)} here"
             f" ({self.sources.get('max_engines')})",
-            next_step="workbench ps lists the others; workbench stop ID ends one"
+            next_step="workbench ps lists the other clusters; workbench stop ID ends one of them"
             if elsewhere
             else "use a smaller number with -n or %cluster start",
             code="WB-PLAN-055",
@@ -229,7 +229,7 @@ def _misunderstood(where: str, name: str, value: object, allowed: str) -> PlanEr
         f"The limit {name} in {where} is invalid, so no engine is started.",
         seen=value,
         allowed=allowed,
-        next_step="correct it, or tell the administrator of this machine",
+        next_step="correct the limit, or tell the administrator of this machine",
         code="WB-PLAN-058",
     )
 
@@ -328,7 +328,7 @@ def listening(listen: str) -> str:
     if not found:
         raise PlanError(
             "--listen names no address of this machine. It takes this machine's own address in "
-            "the network, not the other machines.",
+            "the network, not the addresses of other machines.",
             seen=listen,
             allowed=_choices(here),
             next_step="remove --listen; name the other machines with --launcher ssh --on HOSTS",
@@ -339,7 +339,7 @@ def listening(listen: str) -> str:
 
 def _choices(here: Mapping[str, list[str]]) -> str:
     own = ", ".join(f"{name} ({', '.join(each)})" for name, each in here.items())
-    return f"an interface or its IPv4 address: {own}; a network as 10.0.0.0/8; this machine's name"
+    return f"an interface or its IPv4 address: {own}; a network (10.0.0.0/8); this machine's name"
 
 
 def _of_network(listen: str, here: Mapping[str, list[str]]) -> list[str]:
@@ -399,8 +399,8 @@ def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = Fa
     """
     if launcher == "local":
         return (
-            f"--listen {listen}: the traffic there is signed, but not encrypted; engines of this "
-            f"machine do not need it, so remove it ({PAGE})"
+            f"--listen {listen}: the traffic on this address is signed, but not encrypted; engines "
+            f"of this machine do not need --listen, so remove it ({PAGE})"
         )
     whose = "workers'" if encrypted else "engines'"
     return (

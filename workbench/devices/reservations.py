@@ -162,8 +162,8 @@ def trouble() -> str:
     if os.environ.get(VARIABLE) == "off" or _folder(make=True) is not None:
         return ""
     return (
-        f"GPUs cannot be reserved: {_path()} is not a folder that every user may write to (mode "
-        "1777). Other notebooks may choose the same GPUs; the administrator can create it."
+        f"GPUs cannot be reserved: {_path()} is not a folder that every user can write to (mode "
+        "1777). Other notebooks may choose the same GPUs; the administrator can create this folder."
     )
 
 

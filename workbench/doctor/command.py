@@ -30,7 +30,7 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="one JSON document, for programs")
     add("--on", metavar="HOST[,HOST]", default="", help="also check these hosts, over ssh")
     add("--ports", metavar="A-B", default="",
-        help="with --on: ports that the notebook may listen on")  # fmt: skip
+        help="with --on: ports on which the notebook can listen")  # fmt: skip
     add("--listen", metavar="WHERE", default="",
         help="with --on: where the notebook listens: an address, interface or network")  # fmt: skip
     add("--gpu-test", action="store_true",

@@ -229,7 +229,7 @@ def runtime(
     ] if build.get("archs") else []  # fmt: skip
     if unfit:
         return "fail", f"{said}; no code for {', '.join(unfit)}", (
-            f"install a torch built for it; this one is built for {', '.join(build['archs'])}"
+            f"install a torch built for this GPU; yours is built for {', '.join(build['archs'])}"
         )  # fmt: skip
     if has < wants:
         return "ok", f"{said} (minor versions are compatible)", ""
@@ -297,12 +297,12 @@ def mode(gpus: Sequence[Mapping[str, Any]]) -> tuple[Status, str, str]:
     """Check whether more than one process can use a GPU."""
     odd = {gpu["index"]: MODES.get(gpu.get("mode", 0), "?") for gpu in gpus if gpu.get("mode")}
     if not odd:
-        return "ok", "default: several processes may share a GPU", ""
+        return "ok", "default: several processes can share a GPU", ""
     words = ", ".join(f"GPU {i} {word}" for i, word in odd.items())
     if "PROHIBITED" in odd.values():
-        return "fail", words, "an administrator can reset it: nvidia-smi -c 0"
+        return "fail", words, "an administrator can reset the mode: nvidia-smi -c 0"
     return "warn", f"{words}: one process at a time", (
-        "give each worker its own GPU; to share one: nvidia-smi -c 0"
+        "give each worker its own GPU; to share a GPU: nvidia-smi -c 0"
     )  # fmt: skip
 
 
@@ -311,12 +311,13 @@ def health(gpus: Sequence[Mapping[str, Any]], xid: Sequence[str]) -> tuple[Statu
     lost = [f"GPU {gpu['index']}: {gpu['error']}" for gpu in gpus if gpu.get("error")]
     if lost:
         return "fail", "; ".join(lost), (
-            "exclude it (CUDA_VISIBLE_DEVICES), and let an administrator reset it or restart"
+            "exclude this GPU (CUDA_VISIBLE_DEVICES), and let an administrator reset it or "
+            "restart the machine"
         )  # fmt: skip
     ecc = [f"GPU {g['index']}: {g['ecc']} errors" for g in gpus if g.get("ecc")]
     if ecc:
         return "fail", f"uncorrected memory errors: {'; '.join(ecc)}", (
-            "results may be wrong: exclude it, and let an administrator reset it"
+            "results may be wrong: exclude this GPU, and let an administrator reset it"
         )  # fmt: skip
     if xid:
         return "warn", f"the kernel's log has Xid errors: {xid[-1][-160:]}", (
@@ -517,7 +518,7 @@ def _stage(stage: Stage, asked: Asked, logs: Path, began: float) -> list[Line]:
 
 
 def _judge(whole: Callable[..., Line], ended: children.Ended, limit_s: float) -> Line:
-    log = "see the log of the stage for where it was"
+    log = "see in the log where the stage stopped"
     last = ended.lines[-1].what if ended.lines else "nothing"
     if ended.late:
         return whole(

@@ -388,13 +388,13 @@ def _engines(here: Host, hosts: Sequence[Host]) -> list[Line]:
     range_of = f"within {ports[0]}-{ports[1]}" if ports else "any"
     return [
         Line("hosts.engines", "ok", "where engines would listen",
-             f"{where}: any ports; the store on {store.name}: one, {range_of}. TensorFlow's "
-             "servers listen on all interfaces of their hosts", SEE),
+             f"{where}, each on any ports; ports for the store on {store.name}: "
+             f"one, {range_of}. TensorFlow's servers listen on all interfaces of their hosts", SEE),
         Line("hosts.encrypted", "ok", "encrypted",
              "all traffic between the notebook and the hosts (ssh, CURVE)", SEE),
         Line("hosts.open", "ok" if _same(here, hosts) else "warn", "not encrypted",
-             "no traffic between the hosts: the store, gloo, NCCL and TensorFlow's gRPC need "
-             "no password, Workbench's own links need one",
+             "all traffic between the hosts. The store, gloo, NCCL and TensorFlow's gRPC need "
+             "no password; Workbench's own links need a password",
              f"use a private network, or a firewall around the hosts; {SEE}"),
     ]  # fmt: skip
 
@@ -574,7 +574,7 @@ def _reach(a: Host, b: Host) -> Line:
             "fail",
             what,
             f"{where}: 4 MB arrived changed or incomplete",
-            "check for a proxy between them",
+            "check for a proxy between the two hosts",
         )
     return Line(id, "ok", what, found, "", round(came["total_s"], 3), figures)
 
@@ -591,10 +591,10 @@ def _twins(ends: Sequence[Host]) -> list[Line]:
             same_name = a.facts["hostname"] == b.facts["hostname"]
             if same_boot and same_net:
                 lines.append(Line(id, "warn", what, "they are the same machine",
-                                  "use engines without ssh: they are on one machine"))  # fmt: skip
+                                  "start engines without ssh: both are one machine"))  # fmt: skip
             elif same_name:
                 lines.append(Line(id, "warn", what, f"both are called {a.facts['hostname']}",
-                                  "give each its own name, because gloo uses it"))  # fmt: skip
+                                  "give each host its own name: gloo uses it"))  # fmt: skip
             else:
                 words = "one kernel, two networks (containers)" if same_boot else "yes"
                 lines.append(Line(id, "ok", what, words))

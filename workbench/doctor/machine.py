@@ -145,7 +145,7 @@ def cores() -> Found:
         return (
             "warn",
             found,
-            "workers share one core, so more of them bring no speedup",
+            "workers share one core, so more workers bring no speedup",
             figures,
         )
     return "ok", found, "", figures
@@ -251,7 +251,7 @@ def memlock() -> Found:
         return (
             "warn",
             f"{words}, and there is InfiniBand",
-            "ulimit -l unlimited, or NCCL cannot use it",
+            "set `ulimit -l unlimited`; otherwise NCCL cannot use InfiniBand",
             figures,
         )
     return "ok", words, "", figures

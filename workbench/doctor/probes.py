@@ -232,7 +232,7 @@ def drift(child: Child) -> None:
     words = ", ".join(f"GPU {d} {ppm:+.1f} ± {sure:.1f} ppm" for d, (ppm, sure) in found.items())
     far = any(abs(ppm) > MUCH_DRIFT_PPM + sure for ppm, sure in found.values())
     child.say("warn" if far else "ok", "gpu.drift", what, words,
-              "no action needed: waits are calibrated to it again every few seconds" if far else "",
+              "no action needed: measured waits are corrected every few seconds" if far else "",
               ppm={str(d): round(ppm, 2) for d, (ppm, _) in found.items()})  # fmt: skip
 
 
@@ -407,8 +407,8 @@ def tensorflow(child: Child) -> None:
     with child.trying("gpu.tensorflow", what, step):
         gpus = tf.config.list_physical_devices("GPU")
         if not gpus:
-            child.say("warn", "gpu.tensorflow", what, "it sees no GPU, so it computes on the CPU",
-                      step)  # fmt: skip
+            child.say("warn", "gpu.tensorflow", what,
+                      "TensorFlow sees no GPU, so it computes on the CPU", step)  # fmt: skip
             return
         for gpu in gpus:
             tf.config.experimental.set_memory_growth(gpu, True)

@@ -84,7 +84,7 @@ def _telemetry(child: Child, place: Place, cluster: Any) -> None:
             moved = seen["transfer_s"][0] - quiet["transfer_s"][0]
             child.say("ok" if more > 15 and moved > 0.5 * more else "fail", f"{id}.link",
                       f"{what}20 ms on every link",
-                      f"the step grew by {more:.1f} ms, {moved:.1f} of them transfer",
+                      f"the step grew by {more:.1f} ms, its transfer by {moved:.1f} ms",
                       step_ms=more, transfer_ms=moved)  # fmt: skip
 
 
@@ -437,7 +437,7 @@ def speed(child: Child) -> None:
         # only a figure.
         status: Any = "ok" if not gpu or ratio >= 0.97 else "warn"
         child.say(status, "speed.mirrored", f"{place.title}: mirrored against torchrun's DDP",
-                  f"{ratio:.3f} of its steps a second ({statistics.median(ours):.0f}/s)",
+                  f"{statistics.median(ours):.0f} steps/s, {ratio:.3f} of torchrun's rate",
                   ratio=round(ratio, 4), ours=ours, theirs=theirs)  # fmt: skip
 
 

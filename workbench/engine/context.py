@@ -71,7 +71,7 @@ class Rendezvous:
                         seen=f"no {topic} from "
                         + ", ".join((names or {}).get(rank, str(rank)) for rank in missing),
                         allowed=f"an answer within {timeout_s:g} s",
-                        next_step="%cluster shows which are alive; %cluster restart",
+                        next_step="see in %cluster which engines are alive, then %cluster restart",
                         code="WB-CLUSTER-025",
                     )
                 self._changed.wait(left_s)

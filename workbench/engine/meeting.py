@@ -328,7 +328,7 @@ def meeting_of(where: Surroundings) -> Meeting:
             seen=f"{len(key)} characters" if key else "nothing",
             allowed=f"the same {LEAST_KEY} characters or more in each process",
             next_step=f"export {KEY}=$(python -c 'import secrets; print(secrets.token_hex(16))') "
-            "once, and pass it to all of them; `workbench run DIR` does so automatically",
+            "once, and pass the key to all processes; `workbench run DIR` does so automatically",
             code="WB-PLAN-192",
         )
     if where.world_size == 1:

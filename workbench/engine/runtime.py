@@ -143,9 +143,9 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> CellOu
 
 
 LOST = (
-    "The GPU failed and cannot be used in this engine any more. A new engine replaces it, without "
-    "its variables. Set CUDA_LAUNCH_BLOCKING=1 in the environment to see the line that failed; "
-    "often a label or an index is out of range."
+    "The GPU failed, and this engine can no longer use it. A new engine replaces this engine, "
+    "whose variables are lost. Set CUDA_LAUNCH_BLOCKING=1 in the environment to see the line that "
+    "failed; often a label or an index is out of range."
 )
 
 

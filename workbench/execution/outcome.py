@@ -272,8 +272,8 @@ class CellEnd:
         if not missed or all(one.status != "ok" for one in self.outcomes.values()):
             return None
         return (
-            "another rank may define the name, as after a run whose replicas share an engine: "
-            "run the cell there with %%rank 0, or define the name in a %%distributed cell"
+            "the name may exist on another rank only, for example after a run whose replicas share "
+            "an engine: run the cell with %%rank 0, or define the name in a %%distributed cell"
         )
 
     def _reason(self, cause: int) -> tuple[str, list[int]]:
@@ -281,8 +281,8 @@ class CellEnd:
         outcome, outcomes = self.outcomes[cause], self.outcomes
         if outcome.ended and outcome.failed_of:
             who = f"{self.names.of(cause)} (engine {cause})"
-            ended = f"{who} failed: {outcome.failed_of}\n  It did not clean up, so it was killed"
-            return ended, [cause]
+            ended = "The engine did not clean up, so it was killed"
+            return f"{who} failed: {outcome.failed_of}\n  {ended}", [cause]
         if outcome.ended:
             stalled = f"{self.names.of(cause)} hung: it made no progress, ignored the interrupt "
             return f"{stalled}and was killed", [cause]
@@ -381,7 +381,8 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
             return _no_step(loops)
         if any(loop.updates for loop in loops):
             return RunError(
-                "The cell trained, but not under the strategy, which did not get its optimizer.",
+                "The cell trained, but not under the strategy: the strategy did not get the cell's "
+                "optimizer.",
                 seen=f"{max(loop.updates for loop in loops)} optimizer steps on a worker, "
                 "none of them recorded",
                 allowed="wb.fit, a loop with wb.prepare, or wb.watch around a loop that "
@@ -418,7 +419,8 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
             "effect.",
             seen=", ".join(f"--set {one}" for one in sorted(unread)),
             allowed="names that the cell reads from wb.options",
-            next_step=f"wb.options.get({name!r}, default) where the cell needs it, or remove it",
+            next_step=f"wb.options.get({name!r}, default) where the cell needs the value, or "
+            "remove the flag",
             code="WB-RUN-128",
         )
     if run.plan.init_from and not any(o.initial_read for o in outcomes.values()):
@@ -439,7 +441,7 @@ def _no_step(loops: list[OwnLoop]) -> RunError:
     seen = f"{by}, {backwards} backward passes, {updates} optimizer steps"
     if updates:
         return RunError(
-            "No step of the loop was recorded: its optimizer steps without a batch or a loss.",
+            "No step of the loop was recorded: the optimizer took steps without a batch or a loss.",
             seen=seen,
             allowed="batches from the loader that wb.prepare returned, a loss.backward(), then "
             "optimizer.step()",
@@ -487,7 +489,8 @@ def refusals(runs: Sequence[RunData]) -> RunError | None:
     return RunError(
         f"{len(refused)} of {len(runs)} runs were refused by their strategy; the others are done.",
         seen="; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
-        next_step=f"leave {'it' if len(reasons) == 1 else 'them'} out, or change the cell",
+        next_step=f"leave {'this strategy' if len(reasons) == 1 else 'these strategies'} out, or "
+        "change the cell",
         code="WB-RUN-097",
     )
 
@@ -546,7 +549,7 @@ def _unlike_copies(outcomes: Outcomes) -> list[str]:
     return [
         f"The copies of the model differ at the end of the cell ({who}): the cell changed the "
         "model on some ranks only. Rank 0's copy is kept. Make each change of the model on every "
-        "rank, or on rank 0 after the run. This also applies to loading its best weights."
+        "rank, or on rank 0 after the run. This also applies to loading the model's best weights."
     ]
 
 
@@ -572,7 +575,7 @@ def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
     if not saved:
         text += " from its beginning"
     elif done.lost_steps == 0 and on_failure == "continue":
-        text += f" from step {done.step}, with the state of the worker that had most steps"
+        text += f" from step {done.step}, with the state of the worker that had done the most steps"
     else:
         text += f" from the checkpoint of step {done.step}"
     text += f" after {done.seconds:.1f} s; "

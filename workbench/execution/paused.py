@@ -378,7 +378,7 @@ class Prompt:
         elif words[:1] == ["rank"] and len(words) == 2:
             if words[1].isdecimal() and int(words[1]) in paused.stops:
                 return int(words[1])
-            write_out(f"rank {words[1]} is not paused; {paused.names()} are\n")
+            write_out(f"rank {words[1]} is not paused; paused: {paused.names()}\n")
         elif words[:1] == ["all"] and len(words) > 1:
             self._obey_all(line.split(None, 1)[1])
         else:
@@ -410,7 +410,8 @@ class Prompt:
         if not reply.paused and others and words and words[0] not in GO_ON:
             write_out(
                 f"(rank {engine} runs again and has not stopped since: it may be waiting in a "
-                f"collective for {ranges(others)}, still paused; `all {line}` sends it to all)\n"
+                f"collective for the paused rank{'s' if len(others) > 1 else ''} "
+                f"{ranges(others)}; `all {line}` sends {line} to all ranks)\n"
             )
 
     def _tell(self, engine: int, line: str) -> Reply:

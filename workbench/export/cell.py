@@ -31,11 +31,11 @@ _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _INSTEAD = {
     "%matplotlib": "remove the line: a script cannot show figures; plt.savefig(...) writes a file",
     "%pip": "remove the line, and add the package to requirements.txt",
-    "%time": "remove the line: every step is timed; or use time.perf_counter()",
+    "%time": "remove the line, because every step is timed, or use time.perf_counter()",
     "%env": "os.environ[...] = ...",
     "%run": "import what the file defines, and send the file along: files=[...]",
     "!": "subprocess.run([...], check=True)",
-    "?": "remove the line: help(...) prints it in the notebook",
+    "?": "remove the line: in the notebook, help(...) prints the same",
 }
 
 
@@ -74,7 +74,7 @@ def read_cell(source: str) -> Cell:
             "The cell uses await outside a function, which only a notebook allows.",
             seen=f"line {found.lineno}: {_line(source, found.lineno)}",
             allowed="await inside async def",
-            next_step="put it into `async def main(): ...`, and call asyncio.run(main())",
+            next_step="put the code into `async def main(): ...`, and call asyncio.run(main())",
             code="WB-PLAN-203",
         )
     text, future = source, []
@@ -97,7 +97,7 @@ def _no_python(source: str, error: SyntaxError) -> PlanError:
         return PlanError(
             "The cell is not valid Python.",
             seen=f"line {number}: {line.strip()} ({error.msg})",
-            next_step="run the cell once; the notebook shows the place",
+            next_step="run the cell once; the notebook shows where the error is",
             code="WB-PLAN-204",
         )
     mark, word = (magic[1] or "?")[0], magic[2] or ""
@@ -199,10 +199,10 @@ def check_cell(
     if stay:
         given = [str(file) for file in files] + list(dict.fromkeys(path for path, _ in stay))
         raise PlanError(
-            "The cell reads files of the notebook's folder that the job will not have.",
+            "The cell reads files that the job will not have.",
             seen=", ".join(f"{path} (line {line})" for path, line in stay),
-            allowed="files that are sent with the job, which runs in its own folder",
-            next_step=f"files={given!r}, or an absolute path that exists there too",
+            allowed="files that are sent with the job; it does not run in the notebook's folder",
+            next_step=f"files={given!r}, or an absolute path that exists where the job runs",
             code="WB-PLAN-206",
         )
     return lost

@@ -405,7 +405,7 @@ def _header(envelope: Envelope, job: JobFacts, values: Values) -> str:
         f"Records: {'none: the script does not use Workbench' if job.plain else envelope.records}",
     ]  # fmt: skip
     if name != job.name:
-        lines.append(f"The name {json.dumps(job.name)} is not allowed there: the job is {name}.")
+        lines.append(f"The job's name {json.dumps(job.name)} is not allowed there; it is {name}.")
     return "\n".join(f"# {line}" for line in lines)
 
 
@@ -509,7 +509,7 @@ def _of_kubernetes(
                 f"{kind} does not accept this secret.",
                 seen=secret,
                 allowed="SECRET:KEY, which becomes the variable KEY"
-                + ("" if kind == "trainjob" else "; or SECRET, all of whose keys become variables"),
+                + ("" if kind == "trainjob" else "; or SECRET, whose keys all become variables"),
                 next_step="name a Secret of the namespace, never its value",
                 code="WB-PLAN-232",
             )
@@ -616,8 +616,8 @@ def _config_maps(envelope: Envelope, values: Values, texts: Mapping[str, str]) -
         raise PlanError(
             "The job's files are too large for the ConfigMaps that bring them to the pods.",
             seen=", ".join(f"{name}: {size / 1024:.0f} KiB" for name, size in largest.items()),
-            allowed=f"texts of {MAP_BYTES // 1000} kB, and {MOST_MAP_BYTES >> 20} MiB in total",
-            next_step="copy the job's folder to a PersistentVolumeClaim and name it: "
+            allowed=f"{MAP_BYTES // 1000} kB of text, and {MOST_MAP_BYTES >> 20} MiB in total",
+            next_step="copy the job's folder to a PersistentVolumeClaim and name the claim: "
             "volume_claim='NAME'; or build an image with Workbench: image=..., installed=True",
             code="WB-PLAN-233",
         )

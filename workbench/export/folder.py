@@ -241,7 +241,7 @@ def write_job(
         raise PlanError(
             f"The job folder cannot be written: {error.strerror or error}.",
             seen=str(goal),
-            allowed="a folder that this user may write to, on a disk with free space",
+            allowed="a folder that this user can write to, on a disk with free space",
             next_step="free disk space there, or name another folder",
             code="WB-PLAN-208",
         ) from error
@@ -315,7 +315,7 @@ def _portable_target(target: str) -> str:
             "folder.",
             seen=f"--log {kind}:{shown}",
             allowed="an address without user, password and query",
-            next_step="give them in the environment where the job runs (MLFLOW_TRACKING_USERNAME, "
+            next_step="set user and password where the job runs (MLFLOW_TRACKING_USERNAME, "
             "MLFLOW_TRACKING_PASSWORD)",
             code="WB-PLAN-213",
         )
@@ -341,12 +341,11 @@ def _placed(files: Sequence[Path], here: Path) -> dict[str, Path]:
             )
         if place.split("/")[0] in _OURS or place in found or place.endswith(".whl"):
             raise PlanError(
-                "A file to send with the job has a name that the job folder uses itself, or that "
-                "of "
-                "another file.",
+                "A file to send with the job has the name of another file, or a name that the job "
+                "folder itself uses.",
                 seen=place,
                 allowed=f"other names than {', '.join(_OURS)}",
-                next_step="rename it, here and in the cell",
+                next_step="rename the file, here and in the cell",
                 code="WB-PLAN-211",
             )
         found[place] = path
@@ -495,14 +494,14 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
     lines += ["## Start", ""]
     if torch and processes > 1:
         lines += ["On one host:", "", f"    torchrun --nproc-per-node {processes} train.py", ""]
-        lines += ["On several, on each of them, with as many processes in total:", ""]
+        lines += [f"On several hosts, start this on each host; N times P must be {processes}:", ""]
         lines += ["    torchrun --nnodes N --nproc-per-node P --rdzv-backend c10d "
                   "--rdzv-endpoint HOST:29500 train.py", ""]  # fmt: skip
     else:
         lines += ["    python train.py", ""]
     if not torch and processes > 1:
-        lines += [f"Start it once for each of the {processes} processes; each finds its rank and "
-                  "the others in `TF_CONFIG`.", ""]  # fmt: skip
+        lines += [f"Start this once for each of the {processes} processes; each process finds its "
+                  "rank and the others in `TF_CONFIG`.", ""]  # fmt: skip
     if wheel:
         lines += [
             "Or let Workbench start all processes of this host:",
@@ -513,7 +512,7 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
         lines += _recorded(plan)
     else:
         lines += ["The script does not use Workbench, so nothing is recorded."]
-        lines += ["What `wb.fit` or `wb.prepare` trained is left in `weights.pt`."] if torch else []
+        lines += ["What `wb.fit` or `wb.prepare` trained is in `weights.pt`."] if torch else []
         lines += [""]
     if notes:
         lines += ["## Mind", "", *(f"- {note}" for note in notes), ""]
@@ -521,13 +520,17 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
 
 
 def _recorded(plan: Plan) -> list[str]:
-    lines = ["## Watch", "", "Each start makes a folder: `runs/1`, `runs/2`, ... It has the"]
+    lines = [
+        "## Watch",
+        "",
+        "Each start makes a folder: `runs/1`, `runs/2`, ... The folder has the",
+    ]
     lines += ["same data as in a notebook: rows, events, logs, final weights. In a notebook:", ""]
     lines += ["    import workbench as wb", '    wb.follow("PATH/OF/THIS/FOLDER")', ""]
     lines += ["shows the live dashboard, also later and from another machine "
               '(`"ssh://host/path"`).', ""]  # fmt: skip
     lines += ["## Stop and continue", "", "    workbench control . stop", ""]
-    lines += ["stops it at the end of a step, as Stop of the dashboard does.", ""]
+    lines += ["stops the run at the end of a step, like Stop in the dashboard.", ""]
     if plan.checkpoint:
         lines += [f"Checkpoints are in `{CHECKPOINTS}/`, one every {plan.checkpoint_every} steps. "]
         lines += [
@@ -535,8 +538,10 @@ def _recorded(plan: Plan) -> list[str]:
             "",
         ]
     else:
-        lines += ["It writes no checkpoints, so each start begins again. `--checkpoint DIR` on the"]
-        lines += ["notebook's line makes it write some.", ""]
+        lines += [
+            "The job writes no checkpoints, so each start begins again. `--checkpoint DIR` on the"
+        ]
+        lines += ["notebook's line makes the job write checkpoints.", ""]
     return lines
 
 

@@ -173,8 +173,8 @@ def packed_files(folder: Path) -> bytes:
             "The files that the cell reads are too large for the ConfigMaps that bring them to the "
             "pods.",
             seen=f"{', '.join(names)}: {size_bytes >> 20} MiB",
-            allowed=f"{MOST_UNPACKED_BYTES >> 20} MiB, and less when it is packed",
-            next_step="copy the job's folder to a PersistentVolumeClaim and name it: "
+            allowed=f"{MOST_UNPACKED_BYTES >> 20} MiB, and less after packing",
+            next_step="copy the job's folder to a PersistentVolumeClaim and name the claim: "
             "volume_claim='NAME'",
             code="WB-PLAN-262",
         )

@@ -189,9 +189,7 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
     source, entry = plan.recipe.cell, plan.entry
     way = use_of(source).way
     if plan.strategy not in _PLAIN[plan.framework]:
-        raise _refused(
-            f"strategy {plan.strategy}", "remove --plain: that export has all strategies"
-        )
+        raise _refused(f"strategy {plan.strategy}", "remove --plain")
     if "import workbench" in used:
         raise _refused("import workbench in the cell", "remove the import: wb is already defined")
     known = _MEMBERS | {f"data.{name}" for name in (*_DATA, "VOCABULARY")}

@@ -206,9 +206,8 @@ def unwritten(
     reason = reason_of(error)
     text = (
         f"Not all of this run could be written to disk: {reason} ({run_dir}). The run continues, "
-        f"and "
-        "its history is kept in memory; its final weights can be missing. Free space there, or set "
-        "WORKBENCH_HOME to another folder; the next run will be written there."
+        "and its history is kept in memory; its final weights can be missing. Free disk space "
+        "there, or set WORKBENCH_HOME to another folder; the next run will be written there."
     )
     return Noted(rank=rank, text=text, topic=Topic.NOT_ON_DISK.value, value=reason)
 

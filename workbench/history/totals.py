@@ -328,7 +328,7 @@ class LossWatch:
             )
         return (
             f"The loss is not a number (NaN) since step {self.step}, so nothing more is learned: "
-            "look for NaN in the data; else lower the learning rate, or wb.fit(..., "
+            "look for NaN in the data; else lower the learning rate, or use wb.fit(..., "
             "clip_norm=1.0). Training continues."
         )
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 COMMANDS = ("run", "compare", "jobs", "follow", "control")
 _STATUS = """
-Exit status: 0 success; 1 the run failed, or a condition held; 2 an argument is wrong, or
+Exit status: 0 success; 1 the run failed, or a condition is true; 2 an argument is wrong, or
 something could not be checked; 130 interrupted."""
 
 
@@ -76,7 +76,7 @@ def add_job_commands(commands: Any) -> None:
     follow = _command(commands, "follow", "show a run on another machine until it ends")
     follow.add_argument("place", nargs="+", metavar="PLACE",
         help="a folder, ssh://host/dir, or a command that prints the run's lines")  # fmt: skip
-    follow.add_argument("--until-end", action="store_true", help="print only the end")
+    follow.add_argument("--until-end", action="store_true", help="print only how the run ended")
     follow.add_argument("--wait", type=float, default=60.0, metavar="SECONDS",
         help="wait for a run that has not begun (default 60; inf: no limit)")  # fmt: skip
     control = _command(commands, "control", "stop, pause or slow down a run on another machine")

@@ -73,8 +73,8 @@ EVENTS = "events-rankjob.jsonl"
 """Stream name of the conductor; it is read like those of the ranks."""
 TURN_S = 0.1
 DIED = (
-    "the platform's log says how it ended (out of memory, time limit, a lost host); with "
-    "--checkpoint the job continues from its checkpoint when it is started again"
+    "the platform's log says how the run ended (out of memory, time limit, a lost host); with "
+    "--checkpoint, a job that is started again continues from its checkpoint"
 )
 WORDS_S = 1.0
 """Time after a process's end during which its last message can still arrive."""

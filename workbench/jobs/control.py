@@ -219,7 +219,7 @@ def put(run_dir: str | os.PathLike[str], signed: bytes) -> None:
         raise RunError(
             f"The order cannot be written into the run's folder: {error.strerror}.",
             seen=str(Path(run_dir) / INBOX),
-            next_step="send it as the user who started the job, and make room on the disk",
+            next_step="send the order as the user who started the job, and make room on the disk",
             code="WB-RUN-111",
         ) from error
 

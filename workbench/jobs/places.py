@@ -426,7 +426,7 @@ class SshPlace(_Streamed):
         return RunError(
             f"It is not known whether the order reached the run: {why}.",
             seen=self.where,
-            next_step="try again when the connection is back; it reconnects automatically",
+            next_step="try again when the connection is back; Workbench reconnects by itself",
             code="WB-RUN-115",
         )
 
@@ -530,8 +530,8 @@ class LinesPlace(_Streamed):
             raise RunError(
                 "A run that is followed through its output takes no orders.",
                 seen=self.where,
-                allowed="kubectl logs -f POD, for which orders are sent by kubectl exec",
-                next_step="give a command that takes them: wb.follow(..., control=[...])",
+                allowed="kubectl logs -f POD, where kubectl exec sends the orders",
+                next_step="give a command that sends orders: wb.follow(..., control=[...])",
                 code="WB-RUN-118",
             )
         folder = self._about.get("dir")
@@ -539,7 +539,7 @@ class LinesPlace(_Streamed):
             raise RunError(
                 "The run has not reported its place yet.",
                 seen=self.where,
-                next_step="try again after its first step",
+                next_step="try again after the run's first step",
                 code="WB-RUN-119",
             )
         command = [folder if word == "{dir}" else word for word in self._control]

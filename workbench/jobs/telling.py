@@ -361,8 +361,8 @@ def parse_condition(text: str) -> Condition:
         raise PlanError(
             "--fail-if takes a metric, a comparison and a number.",
             seen=text,
-            allowed='METRIC < NUMBER, with < <= > or >=; "abs" at the end: the value itself, '
-            "else its ratio to the first run's",
+            allowed="METRIC < NUMBER, with < <= > or >=; NUMBER is a ratio to the first run, or "
+            'with "abs" at the end a value',
             next_step='--fail-if "samples_per_s < 0.95"',
             code="WB-PLAN-251",
         )
@@ -376,7 +376,7 @@ def check_all(conditions: Sequence[Condition], runs: Sequence[Mapping[str, Any]]
     if conditions:  # a failed run is not a success, however fast it was
         found += [
             Checked("state is failed", run["run"], run["place"], "value", None, True,
-                    run["error"] or "its end was not recorded")
+                    run["error"] or "the run's end was not recorded")
             for run in later if run["state"] == "failed"
         ]  # fmt: skip
     return found

@@ -124,8 +124,8 @@ def execute(made: NotebookNode, folder: Path, lessons: Sequence[Sequence[str]] =
                 "The run does not show the result that the lab describes, so its outputs are not "
                 "stored.",
                 seen=said.removeprefix(_NOT_SHOWN),
-                next_step="run it again while nothing else runs; if it fails again, correct the "
-                "lab",
+                next_step="build the lab again while nothing else runs; if that fails too, correct "
+                "the lab",
                 code="WB-GEN-002",
             ) from None
         raise WorkbenchError(f"A cell of the lab failed: {error}", code="WB-GEN-003") from None

@@ -62,7 +62,7 @@ def chooses(request: RunRequest) -> bool:
         raise PlanError(
             "auto chooses one strategy and trains one run under it.",
             seen=", ".join([*request.strategies, *besides]),
-            next_step="run %%distributed auto first, then use these with the chosen strategy",
+            next_step="run %%distributed auto first, then the chosen strategy with these flags",
             code="WB-PLAN-315",
         )
     return chosen
@@ -279,7 +279,7 @@ def train_chosen(
             return _trained(chooser.line_of(row.candidate), recipe, number, autoreload)
     raise PlanError(
         "Every strategy refused the cell.", seen=", ".join(r.candidate.name for r in found.rows),
-        next_step="name one to see why: %%distributed mirrored", code="WB-PLAN-317",
+        next_step="name a strategy to see why: %%distributed mirrored", code="WB-PLAN-317",
     )  # fmt: skip
 
 

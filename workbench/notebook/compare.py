@@ -337,7 +337,7 @@ class Calibration:
             Reading("worker 1's own wait", milliseconds(self.own_ms), most, self.own_ms <= within),
             Reading("worker 1 was named", f"{self.named_share:.0%} of {self.steps} steps",
                     "at least 95%", self.named_share >= 0.95),
-            Reading("time between steps (wall time minus their sum)", shares if known else UNKNOWN,
+            Reading("time between steps (wall time minus all steps)", shares if known else UNKNOWN,
                     f"at most {MOST_RESIDUAL:.0%}",
                     abs(self.residual) <= MOST_RESIDUAL if known else None),
             Reading("making the dashboard's frames", _share(self.chart_cpu, self.frames), "", None),

@@ -105,11 +105,11 @@ def job_line(folder: Path) -> str:
     name = os.fspath(folder) if near.startswith("..") else near
     nodes = 2 if processes % 2 == 0 else 1
     return (
-        f"Written to {name}. Start it there:\n    {start}\n"
+        f"The job is in {name}. Start it in this folder:\n    {start}\n"
         f"or submit it to a platform from here:\n    "
         f"wb.submit({name!r}, on='slurm', nodes={nodes})\n"
-        + ("It is not recorded because it runs without Workbench." if known.plain else
-           f"Follow it from here, wherever it runs:\n    wb.follow({name!r})")
+        + ("The job is not recorded because it runs without Workbench." if known.plain else
+           f"Follow the job from here, wherever it runs:\n    wb.follow({name!r})")
     )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def submit(
             "These arguments have no effect because the folder already defines the job.",
             seen=", ".join(rest),
             allowed="resources: " + ", ".join(sorted(_RESOURCES)),
-            next_step="write the folder again with them: wb.job(...)",
+            next_step="write the folder again with these arguments: wb.job(...)",
             code="WB-PLAN-198",
         )
     named = read_job(path).plan.name or (path.resolve().name if folder or path == given else "")
@@ -333,7 +333,7 @@ def _show_when_begun(handed: Submitted, plot: str = "auto") -> FollowedJob:
             f"Job {handed.name} failed before its run began.",
             seen=str(handed.look().reason or error.seen),
             allowed=f"its output ends:\n{handed.logs(20)}",
-            next_step="fix it and submit it again",
+            next_step="fix the error and submit the job again",
             code="WB-RUN-107",
         ) from error
     _show(run, plot)
@@ -372,7 +372,7 @@ def _planned(
     if isinstance(what, (Plan, Run)):
         if asked or strategy:
             raise PlanError(
-                "A run or a plan already defines how it is trained.",
+                "A run or a plan already has its strategy and settings.",
                 seen=", ".join([*(["strategy"] if strategy else []), *asked]),
                 allowed="resources: " + ", ".join(sorted(_RESOURCES)),
                 next_step="give the source of the cell, or a function, with strategy=...",

@@ -292,6 +292,7 @@ def kept_words(keeping: Keeping) -> str:
     name, idle_s = keeping.id, keeping.idle_timeout_s
     end = f"when idle for {idle_words(idle_s)}" if math.isfinite(idle_s) else "never by itself"
     return (
-        f"kept as {name}: %cluster attach {name} opens it again, also in another notebook;\n"
+        f"the cluster is kept as {name}: %cluster attach {name} opens it again, also in another "
+        "notebook;\n"
         f"it ends with %cluster stop, with workbench stop {name}, or {end}"
     )

@@ -55,7 +55,7 @@ def pull_values(cluster: Cluster, line: str, namespace: dict[str, Any]) -> None:
         if lacking:
             raise PlanError(
                 f"Engines {lacking} have no {name!r}.",
-                next_step="use --rank ID to pull from an engine that has it",
+                next_step="use --rank ID to pull from an engine that has the variable",
                 code="WB-PLAN-136",
             )
         values = [found[i][name] for i in found]

@@ -216,7 +216,7 @@ def _unfit(one: Candidate, workers: int, given: set[str], *, allow_stale: bool) 
     if workers > 1 and entry.max_workers is None and entry.takes_turns and "stages" in settings:
         stages = int(settings["stages"] or 2)
         if workers < 2 * stages:
-            return f"needs {2 * stages} workers: with fewer it is one pipeline, model_split"
+            return f"needs {2 * stages} workers: fewer are one pipeline, as in model_split"
     if workers == 1 and entry.max_workers is None:
         return "needs 2 workers"
     if allow_stale or entry.is_exact(settings):
@@ -308,7 +308,7 @@ class Race:
         lost = (parts["sync_wait_s"] + parts["transfer_s"]) / rate.step_s
         why = f"measured, {rate.steps} steps"
         if one.workers > 1 and lost > 0:
-            why += f": {lost:.0%} of a step is waiting and messages"
+            why += f"; waiting and messages take {lost:.0%} of a step"
         return Row(
             one, "measured", (rate.mean, rate.low, rate.high), rate.step_s, held, why, run.name
         )
@@ -437,8 +437,8 @@ def _notes(rows: Sequence[Row], best: Row | None) -> tuple[str, ...]:
                 )
     if any(row.known == "bounded" for row in rows):
         found.append(
-            "For some strategies only an upper bound of the speed is known. It assumes that all "
-            "workers are always busy."
+            "For some strategies only an upper bound of the speed is known. The bound assumes "
+            "that all workers are always busy."
         )
     return tuple(found)
 

@@ -261,7 +261,7 @@ def target_setting(
     if base.setting.piped and not same:
         raise PlanError(
             "The run of a pipeline does not show the size of the gradients.", seen=entry.name,
-            next_step="predict it from a run of mirrored", code="WB-PLAN-297",
+            next_step="predict from a run of mirrored", code="WB-PLAN-297",
         )  # fmt: skip
     given = {k: v for k, v in (options or {}).items() if k != "overlap"}
     whole = entry.settings({**(_known(base.setting.options, entry) if same else {}), **given})
@@ -444,21 +444,21 @@ class Knows:
         if most > FAR * seen:
             found.append(
                 f"{most} workers are {most / seen:.0f} times the {seen} measured: switches, "
-                "hosts and shared links were not measured, so the interval holds for links like "
-                "this one."
+                "hosts and shared links were not measured, so the interval holds only for links "
+                "like the measured one."
             )
         values = self.work().seen
         if most > values / 10 and not base.setting.piped:
             found.append(
-                f"The slowest of {most} workers is rarer than most of the {values} measured "
-                f"values: "
-                "the tail is extrapolated. More steps improve it."
+                f"The time of the slowest of {most} workers is rarer than {values} measured values "
+                "can show, so this time is extrapolated. More steps improve the estimate."
             )
         if any(abs(s - base.samples) > 1e-9 for s in samples) and not self.two_sizes:
             found.append(
                 f"One size was measured, {base.samples:g} samples per worker: 0 to "
-                f"{MOST_FIXED:.0%} of the computation time is assumed not to depend on it. A run "
-                "with another --batch-size measures this share: wb.predict([run, other], ...)."
+                f"{MOST_FIXED:.0%} of the computation time is assumed not to depend on the size. "
+                "A run with another --batch-size measures this part: "
+                "wb.predict([run, other], ...)."
             )
         if base.workers == 1:
             found.append("One worker was measured, so differences between workers are not known.")
@@ -484,7 +484,7 @@ class Knows:
                 "The model's computation is assumed to be divided equally among the stages."
             )
         if any(s.options.get("allreduce") == "auto" for s in settings):
-            found.append("allreduce=auto: computed with the fastest of the algorithms.")
+            found.append("For allreduce=auto the fastest of the algorithms was assumed.")
         return found
 
 
@@ -518,11 +518,10 @@ def packed_share(compress: str) -> float:
     if kind == "powersgd":
         raise PlanError(
             "The bytes that PowerSGD sends depend on the shapes of the model's matrices, which "
-            "rows do "
-            "not show.",
+            "the run's rows do not show.",
             seen=f"compress={compress}",
             allowed="none, fp16, bf16, topk:FRACTION",
-            next_step="measure it: -o compress=powersgd:2",
+            next_step="measure a run with -o compress=powersgd:2",
             code="WB-PLAN-299",
         )
     return 1.0

@@ -180,7 +180,7 @@ class Probe:
                 "The run has too few steps to predict from.",
                 seen=f"{len(table.step)} steps after the warm-up, in {run.name}",
                 allowed=f"{LEAST_STEPS} or more; 100 show stragglers",
-                next_step="train it again with --steps 100",
+                next_step="train again with --steps 100",
                 code="WB-RUN-131",
             )
         options = {**entry.settings({}), **plan.options}  # a saved run may know fewer
@@ -221,7 +221,7 @@ def check_predicted(entry: Strategy) -> None:
             seen=f"{entry.name} ({entry.framework})",
             allowed="mirrored, central_storage, parameter_server, local_sgd, gossip, sharded, "
             "model_split of PyTorch",
-            next_step="measure it: %%distributed with -n",
+            next_step="measure the strategy: run %%distributed with -n",
             code="WB-PLAN-288",
         )
 

@@ -76,15 +76,15 @@ def claim(plan: Plan, resume_from: str = "") -> None:
         raise PlanError(
             "The folder contains later checkpoints than the one to continue from.",
             seen=f"{plan.checkpoint}: run {name} at step {last.step}",
-            next_step=f"wb.resume({plan.checkpoint!r}) continues from there; checkpoint='another "
-            "folder' keeps both",
+            next_step=f"wb.resume({plan.checkpoint!r}) continues from step {last.step}; or give "
+            "another folder: checkpoint='DIR'",
             code="WB-PLAN-096",
         )
     raise PlanError(
         "The folder already contains checkpoints.",
         seen=f"{plan.checkpoint}: run {name} at step {last.step}",
-        next_step=f"wb.resume({plan.checkpoint!r}) continues it; another --checkpoint DIR "
-        "starts again",
+        next_step=f"wb.resume({plan.checkpoint!r}) continues this run; another --checkpoint "
+        "DIR starts again",
         code="WB-PLAN-097",
     )
 
@@ -135,16 +135,16 @@ def described(folder: str | os.PathLike[str]) -> dict[str, Any]:
         raise RunError(
             "The record of the run that wrote these checkpoints is missing or unreadable.",
             seen=f"{Path(folder) / RUN}: {type(error).__name__}: {error}",
-            next_step="run its cell again with %%distributed, in another --checkpoint DIR",
+            next_step="run the cell again with %%distributed and another --checkpoint DIR",
             code="WB-RUN-060",
         ) from error
     if not whole:
         raise RunError(
             "The record of the run was changed or damaged (its checksum differs).",
             seen=str(Path(folder) / RUN),
-            allowed="the file as the run left it",
-            next_step="restore it from a copy; if you changed it yourself, remove its last line "
-            '("checksum")',
+            allowed="the file as the run wrote it",
+            next_step="restore the file from a copy; if you changed the file yourself, remove its "
+            'last line ("checksum")',
             code="WB-RUN-061",
         )
     assert isinstance(about, dict)

@@ -307,7 +307,7 @@ class Cluster:
         except KeyboardInterrupt:
             # After the run has started, the caller that catches the interrupt ends its engines.
             if run.task is None:
-                run.finish(RunError("Interrupted before it started.", code="WB-RUN-063"))
+                run.finish(RunError("Interrupted before the run started.", code="WB-RUN-063"))
             raise
         except BaseException as error:
             run.finish(
@@ -575,9 +575,9 @@ class Cluster:
         what = f"run {busy.name!r}" if isinstance(busy, Run) else "a cell"
         raise BusyError(
             f"The cluster is busy with {what}.",
-            next_step="wait for it (run.wait()), or stop it (run.stop())"
+            next_step="wait for the run (run.wait()), or stop it (run.stop())"
             if isinstance(busy, Run)
-            else "wait for it, or interrupt it",
+            else "wait for the cell, or interrupt it",
             code="WB-RUN-065",
         )
 

@@ -111,7 +111,7 @@ def serve(cluster: ClusterAccess, engine: int, port: int) -> str:
         raise ClusterError(
             f"debugpy cannot listen on 127.0.0.1:{port}.",
             seen=found.taken,
-            allowed="a free port; 0 takes any",
+            allowed="a free port; 0 chooses any free port",
             next_step=f"%cluster debug {engine} --port {port + 1 if port else 0}",
             code="WB-CLUSTER-039",
         )
@@ -133,7 +133,7 @@ def attach_words(engine: int, port: int, host: str, *, before: bool) -> str:
         f"rank {engine}: debugpy {state} on 127.0.0.1:{port} of {host}, until the engine ends.\n"
         f"VS Code, launch.json:\n{json.dumps(entry, indent=2)}\n"
         f"From another machine: ssh -L {port}:127.0.0.1:{port} {host}\n"
-        "breakpoint() stops in VS Code while it is attached. debugpy asks for no password: "
+        "While VS Code is attached, breakpoint() stops there. debugpy asks for no password: "
         "anyone who has an account on this machine can attach."
     )
 
@@ -182,8 +182,8 @@ class PostMortem:
         if not found:
             raise RunError(
                 f"Rank {engine} has no traceback to inspect.",
-                allowed="a rank whose last cell raised; interrupted ranks keep no traceback, and "
-                "the next cell and %cluster free drop it",
+                allowed="a rank whose last cell raised an error; an interrupt leaves no traceback, "
+                "and the next cell or %cluster free drops the traceback",
                 next_step="%cluster debug without a number opens the rank that failed first",
                 code="WB-RUN-076",
             )

@@ -76,7 +76,7 @@ class Queue:
             if self._closed:
                 raise ClusterError(
                     f"The queue accepts no more plans because {CLOSED}.",
-                    next_step="start another",
+                    next_step="start another cluster",
                     code="WB-CLUSTER-041",
                 )
             items = self._line.add([plans] if isinstance(plans, Plan) else plans)
@@ -503,7 +503,7 @@ def sweep(
         missing = "recipe" if not sources else "strategy"
         raise PlanError(
             f"A sweep needs at least one {missing}.",
-            allowed="one, or a list of them",
+            allowed=f"one {missing}, or a list",
             code="WB-PLAN-133",
         )
     settings, axes = several_in(settings)

@@ -138,7 +138,7 @@ def at(path: str | os.PathLike[str]) -> Checkpoint:
     raise RunError(
         "The folder contains no checkpoint.",
         seen=str(path),
-        allowed="a folder that --checkpoint DIR wrote to, or one of its step-N",
+        allowed="a folder that --checkpoint DIR wrote to, or a folder step-N in it",
         code="WB-RUN-001",
     )
 
@@ -156,7 +156,7 @@ def checked(one: Checkpoint) -> Checkpoint:
             "The checkpoint cannot be read by this version of Workbench.",
             seen=f"version {one.about['version']} at {one.path}",
             allowed=f"version {VERSION}",
-            next_step="use the version that wrote it",
+            next_step="use the version that wrote the checkpoint",
             code="WB-RUN-002",
         )
     return one
@@ -516,7 +516,7 @@ def _into_keras(model: Any, arrays: Mapping[str, NDArray[Any]], framework: str) 
         raise PlanError(
             "The Keras model has no weights yet because the shape of its input is unknown.",
             seen=model.name,
-            next_step="call it on a batch, or give it a keras.layers.Input, then load again",
+            next_step="call the model on a batch, or give it a keras.layers.Input, then load again",
             code="WB-PLAN-107",
         )
     variables: dict[str, Any] = {}

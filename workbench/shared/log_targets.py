@@ -158,7 +158,7 @@ def _check_host(where: str) -> None:
         raise PlanError(
             "The URI holds a password, which would be kept with the run.",
             seen=f"{parts.scheme}://{parts.username}:***@{host}",
-            allowed="a URI without one",
+            allowed="a URI without a password",
             next_step="set MLFLOW_TRACKING_URI (or MLFLOW_TRACKING_USERNAME and "
             "MLFLOW_TRACKING_PASSWORD), and log to mlflow:",
             code="WB-PLAN-147",

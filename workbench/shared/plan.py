@@ -109,7 +109,7 @@ class Plan(RunSettings):
                 "The run was started with a fixed number of workers.",
                 seen=f"--on-failure {self.on_failure}",
                 allowed="--on-failure heal",
-                next_step=f"start it with %%distributed {self.entry.name} --on-failure heal",
+                next_step=f"start the run with %%distributed {self.entry.name} --on-failure heal",
                 code="WB-PLAN-323",
             )
         if workers is None:
@@ -137,9 +137,9 @@ class Plan(RunSettings):
             gpus = len(set(on_gpus))
             raise PlanError(
                 f"{self.strategy} needs a whole GPU for each "
-                f"{'replica' if self.entry.one_engine else 'worker'}: it cannot share one.",
+                f"{'replica' if self.entry.one_engine else 'worker'}; a GPU cannot be shared.",
                 seen=f"{len(devices)} workers, {gpus} GPU{'s' if gpus > 1 else ''}",
-                allowed=f"up to {gpus}, or a strategy that can share: "
+                allowed=f"up to {gpus} workers, or a strategy that can share GPUs: "
                 + ", ".join(one.name for one in catalog.strategies(self.framework)
                             if one.shares_gpu and one.max_workers is None),
                 next_step=f"-n {gpus}, or %cluster start {len(devices)} --devices cpu",
@@ -154,7 +154,7 @@ class Plan(RunSettings):
                     f"{name}={value} needs a GPU for each replica.",
                     seen=", ".join(devices),
                     allowed=f"another {name} on CPUs: {default} chooses one that works",
-                    next_step=f"leave it out, or -o {name}={default}",
+                    next_step=f"leave -o {name} out, or use -o {name}={default}",
                     code="WB-PLAN-084",
                 )
 
@@ -279,7 +279,7 @@ def plan_of(
                 "The batch size is given twice: for all workers together, and per worker.",
                 seen=f"--batch-size {request.batch_size}, "
                 f"--batch-per-worker {request.batch_per_worker}",
-                next_step="--batch-size for strong scaling (the global batch stays), or "
+                next_step="--batch-size for strong scaling (the global batch stays the same), or "
                 "--batch-per-worker for weak scaling",
                 code="WB-PLAN-275",
             )
@@ -321,7 +321,7 @@ def plans_of(request: RunRequest, recipe: Recipe, *, framework: str, workers: in
         raise PlanError(
             "The seeds are given twice.",
             seen=f"--seeds {request.seeds}, together with several values of --seed",
-            next_step="--seeds K for seeds 0 to K-1, or --seed 3,5,8 for these",
+            next_step="--seeds K for seeds 0 to K-1, or --seed 3,5,8 for these seeds only",
             code="WB-PLAN-276",
         )
     found: list[Plan] = []
@@ -436,8 +436,8 @@ def _check_on_failure(
     together = entry.copy_workers(settings, count) if on_failure == "heal" else 1
     if together == count > 1:
         raise PlanError(
-            f"{entry.name} cannot continue when a worker dies: all form one pipeline, so no "
-            "other worker holds its stage.",
+            f"{entry.name} cannot continue when a worker dies: all workers form one pipeline, "
+            "so no other worker holds the same stage.",
             seen=f"--on-failure heal, {count} workers in one pipeline",
             allowed="at least two pipelines; stop, or replace with --checkpoint DIR",
             next_step=f"-n {2 * count} -o stages={count}, or --checkpoint DIR --on-failure replace",
@@ -549,7 +549,7 @@ def line_of(plan: Plan, *, framework: str = "torch") -> str:
         raise PlanError(
             "The plan cannot be written as a cell because a value contains a line break.",
             seen=next((word for word in words if word.splitlines() != [word]), line),
-            next_step="choose a name without one",
+            next_step="choose a name without a line break",
             code="WB-PLAN-010",
         )
     _check_said(plan, parse_cell_line(line), framework)

@@ -186,7 +186,7 @@ class RunRequest(RunSettings):
     recipe: str | None = _said(
         "--recipe",
         metavar="NAME",
-        help="train an earlier run's cell again, a @wb.recipe, or a built-in one",
+        help="what to train: the cell of an earlier run, a @wb.recipe, or a built-in recipe",
         without="the cell below",
         example="%distributed sharded --recipe base",
     )
@@ -484,7 +484,7 @@ def check_straggler(entry: catalog.Strategy, asked: RunSettings, chosen: dict[st
         f"{entry.name} cannot give a slow worker a smaller share: {why}.",
         seen=f"--on-straggler {what}",
         allowed=f"wait; {what} under {', '.join(names)}, in PyTorch",
-        next_step="remove --on-straggler, or use one of these",
+        next_step="remove --on-straggler, or use an allowed value",
         code="WB-PLAN-325",
     )
 
@@ -497,14 +497,14 @@ def _check_replacing(entry: catalog.Strategy, asked: RunSettings) -> None:
             f"{entry.name} cannot add a new worker while the others train.",
             seen="--on-straggler replace",
             allowed=f"replace under {able}; wait" + ("; shed" if entry.sheds else ""),
-            next_step="remove --on-straggler, or use one of these",
+            next_step="remove --on-straggler, or use an allowed value",
             code="WB-PLAN-326",
         )
     if asked.on_failure not in ("", "heal"):
         raise PlanError(
             "--on-straggler replace works only with --on-failure heal.",
             seen=f"--on-straggler replace --on-failure {asked.on_failure}",
-            allowed="--on-failure heal, or none",
+            allowed="--on-failure heal, or no --on-failure",
             next_step="remove --on-failure",
             code="WB-PLAN-327",
         )

@@ -159,8 +159,8 @@ class WarmParent:
             owner = answer["owner"]["pid"]
             raise ClusterError(
                 "The cluster belongs to another notebook.",
-                seen=f"its kernel has pid {owner}",
-                next_step="take it over: %cluster attach ID --take",
+                seen=f"the other notebook's kernel has pid {owner}",
+                next_step="take the cluster over: %cluster attach ID --take",
                 code="WB-CLUSTER-022",
             )
         self._sock, self._kept = sock, True
@@ -501,7 +501,7 @@ class WarmParent:
             tail = "\n".join(lines[-LOG_TAIL_LINES:])
         return ClusterError(
             f"{what}\n{tail}".rstrip(),
-            next_step="%cluster stop, then start again; --launcher local starts engines without it",
+            next_step="%cluster stop, then start again; --launcher local needs no warm parent",
             code="WB-CLUSTER-024",
         )
 

@@ -126,7 +126,7 @@ class Owner:
         if not folders.alive(message):
             refused = "the process that asks is not running"
         elif not self.alone and not message.get("take"):
-            refused = "it has an owner"
+            refused = "the cluster has an owner"
         if not refused:
             self._who = {"pid": message["pid"], "create_time": message["create_time"]}
             self.alone = False

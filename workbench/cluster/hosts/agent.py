@@ -112,7 +112,7 @@ class Agent:
             if not monitor.poll(int(1e3 * CONNECT_S)):
                 where = urlsplit(self._join.url)
                 sys.stderr.write(
-                    f"no way from {socket.gethostname()} back to the notebook: nothing answers at "
+                    f"{socket.gethostname()} cannot connect to the notebook: nothing answered at "
                     f"{where.hostname}:{where.port} within {CONNECT_S:g} s\n"
                 )
                 return wire.NO_ROUTE

@@ -249,7 +249,7 @@ def _no_class(name: str, why: str) -> PlanError:
         "The launcher's class cannot be imported.",
         seen=f"{name}: {why}",
         allowed=f"package.module.Class, or one of {', '.join(known_launchers())}",
-        next_step="make it importable in the notebook, then start again",
+        next_step="make the class importable in the notebook, then start again",
         code="WB-PLAN-184",
     )
 
@@ -265,7 +265,7 @@ def _refuse_stray(given: Mapping[str, Given], launcher: str) -> None:
             f"The launcher {launcher} does not take {one.shown.split()[0]}.",
             seen=one.shown,
             allowed=flags.replace("--options", "--launcher-option"),
-            next_step=f"remove it, or use --launcher {' or '.join(owners)}",
+            next_step=f"remove this flag, or use --launcher {' or '.join(owners)}",
             code="WB-PLAN-165",
         )
 
@@ -349,7 +349,7 @@ def _of_file(path: Path, launcher: str) -> dict[str, Given]:
             "The launchers' file cannot be read, so no engine is started.",
             seen=f"{path}: {error}",
             allowed="a TOML file with the tables [ssh], [slurm] and [mpi]",
-            next_step=f"correct or remove it, or set {VARIABLE} to another file",
+            next_step=f"correct or remove the file, or set {VARIABLE} to another file",
             code="WB-PLAN-178",
         ) from error
     for name, table in tables.items():
@@ -357,8 +357,8 @@ def _of_file(path: Path, launcher: str) -> dict[str, Given]:
             raise PlanError(
                 f"{path}: there is no table with this name.",
                 seen=f"[{name}]" if isinstance(table, dict) else f"{name} = {table!r}",
-                allowed="[ssh], [slurm], [mpi], and in them the names of the flags",
-                next_step="correct it in that file",
+                allowed="the tables [ssh], [slurm] and [mpi], which contain names of flags",
+                next_step="correct this table's name in the file",
                 code="WB-PLAN-179",
             )
     return _of_table(tables.get(launcher, {}), launcher, str(path))
@@ -378,7 +378,7 @@ def _of_table(table: Mapping[str, Any], launcher: str, path: str) -> dict[str, G
                 f"{where}: there is no such setting.",
                 seen=key,
                 allowed=", ".join((*TAKES[launcher], "python")),
-                next_step="correct it in that file",
+                next_step="correct this setting in the file",
                 code="WB-PLAN-180",
             )
         found[name] = Given(value, f"{key} = {value!r} ({where})")
@@ -413,7 +413,7 @@ def _text(one: Given) -> str:
             "The value must be a string.",
             seen=one.shown,
             allowed="a string in quotation marks",
-            next_step="put it in quotation marks",
+            next_step="put the value in quotation marks",
             code="WB-PLAN-185",
         )
     return str(one.value).strip()
@@ -523,7 +523,7 @@ def _ports(one: Given) -> tuple[int, int]:
         raise PlanError(
             "The range has too few ports for one notebook.",
             seen=f"{last - first + 1} in {one.shown}",
-            allowed=f"at least {LEAST_PORTS}; more where several notebooks share them",
+            allowed=f"at least {LEAST_PORTS} ports; more if several notebooks share the range",
             next_step=f"--ports {first}-{min(first + 99, (1 << 16) - 1)}",
             code="WB-PLAN-173",
         )
@@ -561,7 +561,7 @@ def _options(one: Given) -> dict[str, str]:
             raise PlanError(
                 "An option of the launcher is invalid.",
                 seen=one.shown,
-                allowed="its long name without --, an equals sign and a value, or the name alone",
+                allowed="NAME=VALUE or NAME: the option's long name without --",
                 next_step="--launcher-option qos=high",
                 code="WB-PLAN-183",
             )
@@ -578,7 +578,7 @@ def _checked_options(one: Given, launcher: str) -> dict[str, str]:
             raise PlanError(
                 f"The option {key} has its own flag." if own else f"{key} needs a value.",
                 seen=one.shown,
-                allowed=f"--{key} {value}".strip() if own else f"{key}=value, as ssh -o takes it",
+                allowed=f"--{key} {value}".strip() if own else f"{key}=value, as for ssh -o",
                 next_step=f"remove {key} from the launcher's options" if own else "man ssh_config",
                 code="WB-PLAN-182",
             )

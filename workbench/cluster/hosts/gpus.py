@@ -189,8 +189,8 @@ class HostDevices:
                 f"{_count(counts[room], 'worker')}"
                 for room in lacking
             ]
-            step = " --devices cuda shares them." if some else ""
-            return f"{'; '.join(words)}, so all compute on the CPU.{step}"
+            step = " With --devices cuda, workers share GPUs." if some else ""
+            return f"{'; '.join(words)}, so all workers compute on the CPU.{step}"
         if len(kinds) > 1 and not auto:
             raise PlanError(
                 "The hosts' GPUs are of different kinds, so their workers cannot form a group.",
@@ -200,9 +200,10 @@ class HostDevices:
                 code="WB-PLAN-186",
             )
         if len(kinds) > 1:
-            return f"GPUs of {' and '.join(kinds)} cannot form a group, so all compute on the CPU."
+            both = " and ".join(kinds)
+            return f"GPUs of {both} cannot form a group, so all workers compute on the CPU."
         if auto and len(rooms) > 1 and any(one.parts for one in each.values()):
-            return "MIG instances cannot form an NCCL group, so all compute on the CPU."
+            return "MIG instances cannot form an NCCL group, so all workers compute on the CPU."
         return None
 
     def told(self, engines: Mapping[str, Mapping[int, int]]) -> None:
@@ -241,13 +242,13 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
         return ClusterError(
             f"--devices asks for GPUs, but {host.name} has none that can be used.",
             seen=error.seen,
-            allowed="hosts with GPUs that their drivers report, within CUDA_VISIBLE_DEVICES",
+            allowed="hosts with GPUs that the driver reports and CUDA_VISIBLE_DEVICES includes",
             next_step=error.next_step,
             code="WB-CLUSTER-076",
         )
     return PlanError(
-        f"{host.name} has no such GPU, or the list names one twice: each host uses the GPUs with "
-        "the given numbers.",
+        f"{host.name} lacks one of the GPUs, or the list names a GPU twice. Each host uses the "
+        "GPUs with the given numbers.",
         seen=error.seen,
         allowed=error.allowed,
         next_step="use numbers within each host's CUDA_VISIBLE_DEVICES, or remove --devices "

@@ -116,7 +116,7 @@ def address_of(name: str) -> str:
         return socket.gethostbyname(name)
     except OSError as error:
         raise ClusterError(
-            "This machine cannot resolve that host.",
+            "This machine cannot resolve the host's name.",
             seen=f"{name}: {error}",
             allowed="a name that this machine resolves, an address, or a host in ~/.ssh/config",
             next_step=f"try  ssh {name}  in a terminal; behind a jump host, give the notebook's "
@@ -262,7 +262,7 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
     last = said or "nothing"
     if code == wire.CANNOT_IMPORT:
         return ClusterError(
-            f"{what}: Workbench cannot be used on that host.",
+            f"{what}: Workbench cannot be used on the host.",
             seen=last.splitlines()[-1],
             next_step="install the same version there (pip install 'distributed-workbench"
             "[torch]'), or give the interpreter: --launcher-option python=/path/to/python",
@@ -270,11 +270,11 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
         )
     if code == wire.NO_ROUTE:
         return ClusterError(
-            f"{what}: that host cannot connect to the notebook.",
+            f"{what}: the host cannot connect to the notebook.",
             seen=last.splitlines()[-1],
             allowed="an address of this machine that the hosts can connect to, and open ports",
             next_step="change or remove --listen; set --ports for a firewall; "
-            "workbench doctor --on HOST checks it",
+            "workbench doctor --on HOST checks the connection",
             code="WB-CLUSTER-062",
         )
     program, _, host = what.partition(" ")

@@ -161,7 +161,7 @@ class HostedEngines:
             f"Only {found} of {wanted or 'all'} hosts answered within {waited_s:.0f} s.",
             seen=names,
             next_step="check for a firewall between the hosts and here (--ports, --listen); "
-            "workbench doctor --on HOST tries it",
+            "workbench doctor --on HOST checks the connection",
             code="WB-CLUSTER-067",
         )
 
@@ -228,8 +228,8 @@ class HostedEngines:
             return ""
         if found is not None:
             return (
-                f"{cwd} is not the notebook's folder there, so files in the notebook's folder "
-                "are missing"
+                f"on this host, {cwd} is not the notebook's folder but another folder, so the "
+                "notebook's files are missing"
             )
         return (
             f"the notebook's folder {cwd} does not exist there; engines start in {host.facts.home}"
@@ -246,8 +246,8 @@ class HostedEngines:
             if name == framework:
                 said.append(
                     f"The hosts of this run have different versions of {name} "
-                    f"({_versions(seen)}): its workers may fail, or compute different numbers. "
-                    "Install the same everywhere."
+                    f"({_versions(seen)}), so the workers may fail or compute different numbers. "
+                    "Install the same version everywhere."
                 )
             elif name not in others:
                 said.append(f"The hosts of this run differ: {_words(name, seen)}.")

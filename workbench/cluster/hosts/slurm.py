@@ -70,7 +70,8 @@ class Sbatch:
             raise ClusterError(
                 "Slurm does not answer.",
                 seen=f"sbatch printed nothing for {SUBMIT_S:g} s",
-                next_step="run squeue to see whether Slurm answers; cancel a job of yours there",
+                next_step="run squeue to see whether Slurm answers; if squeue lists this job, "
+                "cancel it",
                 code="WB-CLUSTER-077",
             ) from error
         if done.returncode:

@@ -103,7 +103,8 @@ class Checkpoints:
         if about["base"] != self.context.trained:
             raise FitError(
                 "The checkpoint belongs to another cell: the trainings before this one differ.",
-                seen=f"{self.context.trained} steps before it, then {about['base']}",
+                seen=f"{self.context.trained} steps before this training, in the checkpoint "
+                f"{about['base']} steps",
                 next_step="continue with the same cell: wb.resume runs the saved cell",
                 code="WB-FIT-002",
             )
@@ -517,8 +518,8 @@ class Writer:
             return  # a line for each try would hide all other output
         self._told.add(reason)
         self._warn(
-            f"The checkpoint at step {step} could not be written; {self._stands()}. Training "
-            f"continues, and so does saving. {_words(error)}"
+            f"The checkpoint at step {step} could not be written; {self._stands()}. "
+            f"Training and saving continue. {_words(error)}"
         )
 
     def _tell_success(self, step: int) -> None:
@@ -537,7 +538,11 @@ class Writer:
 
     def _stands(self) -> str:
         last = checkpoints.latest(self._folder)
-        return f"step {last.step} is the last good one" if last else "there is no earlier one"
+        return (
+            f"the last good checkpoint is step {last.step}"
+            if last
+            else "there is no earlier checkpoint"
+        )
 
     def _warn(self, text: str) -> None:
         self.context.emit(events.Warned(rank=self.context.spec.rank, text=text))

@@ -141,7 +141,7 @@ class LiveDebugger(Debugger):
         """Hold the cell in `frame` until a command lets it continue."""
         self._open = self._between = False
         if not self._attention.busy.acquire(blocking=False):
-            tell("another thread of this rank is at a breakpoint, so this one continues")
+            tell("another thread of this rank is at a breakpoint, so this thread continues")
             self.set_continue()
             return
         try:
@@ -181,7 +181,10 @@ class LiveDebugger(Debugger):
             return True
         if not was_deaf:
             how = HOW.format(engine=asks.engine)
-            tell(f"breakpoint() at {where}: {reason}, so the cell continues, also at later ones.")
+            tell(
+                f"breakpoint() at {where}: {reason}, so the cell continues, "
+                "also at later breakpoints."
+            )
             tell(f"To stop there, {how}.")
             asks.deaf = reason
         self.clear_all_breaks()

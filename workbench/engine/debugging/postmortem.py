@@ -107,7 +107,9 @@ def command(line: str) -> str | None:
         return None
     word = debugger.parseline(line)[0]
     if word in _RESUME:
-        return "The cell has ended: look at it (w u d l p pp a locals); it cannot be continued.\n"
+        return (
+            "The cell has ended and cannot be continued; look at it with w u d l p pp a locals.\n"
+        )
     try:
         debugger.onecmd(debugger.precmd(line))
     except KeyboardInterrupt:

@@ -301,14 +301,14 @@ _NO_ROOM_BYTES = 64 << 10
 _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
-        "the batch has {0} features, the Linear takes {1}: make it nn.Linear({0}, ...), or flatten "
-        "with nn.Flatten() before it",
+        "the batch has {0} features, but the Linear takes {1}: write nn.Linear({0}, ...), or put "
+        "nn.Flatten() before the Linear",
     ),
     (
         r"expected axis (-?\d+) of input shape to have value (\d+), but received input with shape "
         r"(\([\d, ]+\))",
-        "the data is {2}, the layer was built for {1} on axis {0}: build the model for this data, "
-        "or reshape the data",
+        "the data has shape {2}, but the layer needs {1} on axis {0}: build the model for this "
+        "data, or reshape the data",
     ),
     (
         r"expected (?:min_)?ndim=(\d+), found ndim=(\d+)\. Full shape received: (\([\d, ]+\))",
@@ -318,13 +318,13 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"must have the same rank \(ndim\)\. Received: target\.shape=\((\d+|None),\), "
         r"output\.shape=\((?:\d+|None), (\d+)\)",
-        "the labels are class numbers and the output has {1} values: use "
+        "the labels are class numbers, but the output has {1} values: use "
         "loss='sparse_categorical_crossentropy', or labels keras.utils.to_categorical(y, {1})",
     ),
     (
         r"`output` must have rank \(ndim\) `target\.ndim - 1`\. Received: "
         r"target\.shape=\((?:\d+|None), (\d+)\)",
-        "the labels have {0} values each, as one-hot labels do, and the loss takes class numbers: "
+        "the labels have {0} values each (one-hot), but the loss takes class numbers: "
         "use loss='categorical_crossentropy', or labels y.argmax(-1)",
     ),
     (
@@ -358,13 +358,13 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Invalid dtype: (str|object|bytes)",
-        "the data holds text or objects, and models take numbers: x.astype('float32'); classes "
-        "named by text: numpy.unique(y, return_inverse=True)[1]",
+        "the data holds text or objects, but models take numbers: use x.astype('float32'), or for "
+        "class names numpy.unique(y, return_inverse=True)[1]",
     ),
     (
         r"Computed output size would be zero or negative[^\n]*`inputs shape=(\([\d, None]+\))`",
-        "the image {0} is smaller than the layer's window: a smaller kernel, padding='same', or "
-        "fewer layers that pool",
+        "the image {0} is smaller than the layer's window: use a smaller window (kernel_size, "
+        "pool_size), padding='same', or fewer pooling layers",
     ),
     (
         r"`validation_split` is only supported for tensors or NumPy arrays",
@@ -382,21 +382,22 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"(?:\}\} |: )(\w+: [^\n]{0,200})\nTraceback \(most recent call last\):[\s\S]*PyFunc",
-        "your own function raised it while TensorFlow called it: {0}; call the function by itself "
-        "on one element to see where",
+        "your own function failed while TensorFlow called it: {0}; to see the line, call the "
+        "function yourself on one element",
     ),
     (
         r"Mixing different tf\.distribute\.Strategy objects",
-        "a strategy exists already: remove the line that makes one; `strategy` is the run's",
+        "the run already has a strategy: use the variable `strategy`, and remove the line that "
+        "makes another",
     ),
     (
         r"expected target dtype to be Long|expected scalar type Long",
-        "classes are int64 for this loss: y = y.long()",
+        "this loss needs classes as int64: y = y.long()",
     ),
     (
         r"Found dtype Double but expected Float|expected .*Float but (?:found|got) Double"
         r"|must have the same dtype, but got Double and Float",
-        "NumPy's float64 meets a float32 model: x = x.float()",
+        "the data is float64, as in NumPy, but the model is float32: x = x.float()",
     ),
     (
         r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|invalid device ordinal",
@@ -406,8 +407,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"^ResourceExhaustedError[\s\S]*(?:GPU|failed to allocate memory)",
         "use a smaller batch, or a strategy that spreads the model: model_split, central_storage; "
-        "TensorFlow keeps the GPU memory that it has taken for its later cells, so %cluster free "
-        "returns nothing to other programs, but %cluster restart does",
+        "TensorFlow keeps its GPU memory for later cells, so %cluster free returns no memory to "
+        "other programs, but %cluster restart does",
     ),
     (
         r"Unknown attribute '(?:cuda|xpu|mps)' is encountered while parsing the device spec",
@@ -422,7 +423,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"no CUDA-capable device is detected|CUDA_ERROR_NO_DEVICE",
         "CUDA sees no GPU: check nvidia-smi in the same container, and CUDA_VISIBLE_DEVICES, "
-        "then %cluster restart; %cluster start --devices cpu needs none",
+        "then %cluster restart; %cluster start --devices cpu needs no GPU",
     ),
     (
         r"Could not load dynamic library|Cannot dlopen some GPU libraries"
@@ -433,7 +434,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"Loaded runtime CuDNN library|DNN library (?:is not found|initialization failed)"
         r"|No DNN in stream executor",
-        "TensorFlow found no cuDNN of the version that it was built for, or no memory for it: "
+        "TensorFlow did not find the cuDNN that it needs, or the GPU has no memory for cuDNN: "
         "%pip install 'tensorflow[and-cuda]' in an environment without another cuDNN (PyTorch "
         "brings one), see in nvidia-smi what else uses the GPU, then %cluster restart",
     ),
@@ -442,14 +443,14 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         r"|PTX was compiled with an unsupported toolchain|ptxas returned an error"
         r"|libdevice not found|Couldn't (?:find|get) ptxas",
         "TensorFlow's CUDA does not fit the driver or the GPU: nvidia-smi shows the newest CUDA "
-        "that the driver supports; use a newer driver, or a TensorFlow built for it",
+        "that the driver supports; use a newer driver, or a TensorFlow built for that CUDA",
     ),
     (
         r"device-side assert",
         "a kernel was given a value out of range: most often a class label or the index of an "
         "embedding; print y.min(), y.max() and the number of classes. After this error the "
-        "engine cannot use its GPU any more. To see the line, run it once under --devices cpu, "
-        "or start the cluster with CUDA_LAUNCH_BLOCKING=1 set",
+        "engine cannot use its GPU any more. To see the line, run the cell once under --devices "
+        "cpu, or start the cluster with CUDA_LAUNCH_BLOCKING=1 set",
     ),
     (
         r"Duplicate GPU detected",
@@ -458,7 +459,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"no kernel image is available",
-        "this torch was built for other GPUs than this one: install a wheel for its CUDA version "
+        "this torch was not built for this GPU: install a wheel for the CUDA version of the GPU "
         "(https://pytorch.org/get-started/locally), or use --devices cpu",
     ),
     (
@@ -482,7 +483,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         r"|CUDNN_STATUS_ALLOC_FAILED|CUBLAS_STATUS_ALLOC_FAILED|OOM when allocating",
         "use a smaller batch, or a strategy that spreads the model: sharded, model_split. The "
         "failed cell's variables and activations are kept for %cluster debug until the next cell "
-        "begins, which frees them; %cluster free frees the earlier cells' too",
+        "begins; %cluster free also frees the variables of earlier cells",
     ),
     (
         r"can't allocate memory|Cannot allocate memory|^MemoryError",
@@ -508,8 +509,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Connection closed by peer|Connection reset by peer",
-        "read the other rank's error; if it shows none, its loop was shorter: let all ranks "
-        "take the same number of steps",
+        "read the other rank's error; if that rank shows no error, its loop was shorter: let all "
+        "ranks take the same number of steps",
     ),
     (
         r"^ModuleNotFoundError: No module named '([\w]+)",
@@ -518,7 +519,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Trying to backward through the graph a second time",
-        "compute the loss again before each backward(), or add the losses up and call it once",
+        "compute the loss again before each backward(), or call backward() once on the sum",
     ),
     (
         r"stack expects each tensor to be equal size, but got (\[[\d, ]*\]) at entry \d+ and "
@@ -539,8 +540,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         r"shared memory\(shm\)|insufficient shared memory|[Bb]us error"
         r"|Error while creating shared memory segment",
         f"{SHARED}, through which worker processes of a DataLoader pass batches, is too small: "
-        "DataLoader(..., num_workers=0) does not use it, or enlarge it (docker run "
-        "--shm-size=2g)",
+        "use DataLoader(..., num_workers=0), which needs no shared memory, or enlarge "
+        f"{SHARED} (docker run --shm-size=2g)",
     ),
     (
         r"can't start new thread|\[Errno 11\] Resource temporarily unavailable",
@@ -548,7 +549,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "run --pids-limit=-1) or ulimit -u, or use fewer engines or num_workers=0",
     ),
     (r"No space left on device|Disk quota exceeded", "make room there, or write to another folder"),
-    (r"Address already in use|EADDRINUSE", "use another port, or 0 for any that is free"),
+    (r"Address already in use|EADDRINUSE", "use another port, or 0 for any free port"),
 )
 
 

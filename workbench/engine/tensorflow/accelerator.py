@@ -153,7 +153,7 @@ def check(devices: Sequence[str]) -> None:
         before = _process.called.get(number, _number(device))
         if before != _number(device):
             raise EngineSpentError(
-                "TensorFlow used another GPU on this engine before, and cannot change that.",
+                "TensorFlow has used another GPU on this engine before, and cannot change the GPU.",
                 seen=f"{_type(device)}:{number} is GPU {before}",
                 allowed=f"GPU {_number(device)}",
                 next_step="%cluster restart",
@@ -162,7 +162,7 @@ def check(devices: Sequence[str]) -> None:
     foreign = [] if not greedy() else sorted(set(_visible()) - set(map(_number, devices)))
     if foreign:
         raise EngineSpentError(
-            "TensorFlow has started on this engine and holds GPUs that are not this worker's.",
+            "TensorFlow has started on this engine with GPUs that this worker must not use.",
             seen=f"GPU {', '.join(map(str, foreign))}",
             allowed=", ".join(devices) or "no GPU",
             next_step="%cluster restart",

@@ -102,7 +102,8 @@ def setup(spec: RunSpec) -> None:
             "TF_CONFIG must not be set: a run finds its devices and workers itself.",
             seen=os.environ["TF_CONFIG"],
             allowed="no TF_CONFIG",
-            next_step="del os.environ['TF_CONFIG'] in a %%distributed cell, then run this one",
+            next_step="del os.environ['TF_CONFIG'] in a %%distributed cell, then run this "
+            "cell again",
             code="WB-CLUSTER-028",
         )
     keep_to_cluster()
@@ -298,7 +299,7 @@ _CAUSES = {
     "cannot be modified after being initialized": "this engine's devices were set before the cell: "
     f"{LOGICAL_DEVICES} logical CPU devices or more. Set the number of replicas with -n instead.",
     "AddN must have the same size and shape": "the replicas have shares of different size, and "
-    "something with one row per sample was added up. Drop the smaller last batch with "
+    "tensors with one row per sample were added up. Drop the smaller last batch with "
     "data.batch(64, drop_remainder=True).",
     "optimizer can only optimize Tensors": "a PyTorch optimizer was made for a Keras model; pass "
     "one of keras.optimizers.",

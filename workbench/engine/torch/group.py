@@ -461,7 +461,7 @@ class Updates:
             raise ClusterError(
                 "This step's collectives were ended before they had finished.",
                 seen="half-summed gradients",
-                next_step="run the cell again; none of these sums was used",
+                next_step="run the cell again; no result of these collectives was used",
                 code="WB-CLUSTER-054",
             )
 
@@ -588,8 +588,8 @@ def _check_world(spec: RunSpec, size: int, rank: int) -> None:
     raise ClusterError(
         "init_process_group must ask for the process group of this cell.",
         seen=f"world_size={size}, rank={rank}",
-        allowed=f"world_size={spec.world_size}, rank={spec.rank} here, or neither: both are in "
-        "the environment",
+        allowed=f"world_size={spec.world_size}, rank={spec.rank} here, or neither argument: "
+        "both values are in the environment",
         next_step="leave them out"
         if size == spec.world_size
         else f"leave them out, or run the cell on {size} workers: %%distributed -n {size}",

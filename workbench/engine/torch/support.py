@@ -284,10 +284,10 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
         strange = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in owned]
         if strange:
             raise FitError(
-                "optimizer must hold only parameters of the model; others would not be trained.",
+                "optimizer must hold only parameters of the model; the rest would not be trained.",
                 seen=f"{len(strange)} foreign parameters",
-                next_step="build it from this model, or pass a function of the parameters: "
-                "optimizer=lambda p: torch.optim.SGD(p, 0.1)",
+                next_step="build the optimizer from this model, or pass a function of the "
+                "parameters: optimizer=lambda p: torch.optim.SGD(p, 0.1)",
                 code="WB-FIT-062",
             )
     elif not callable(optimizer):
@@ -372,13 +372,13 @@ def explain_mistake(error: BaseException) -> str | None:
     text += f" in: {line}" if line else ""
     text += (
         f"\n  one sample has {' * '.join(map(str, shape[1:]))} = {one} values there, not {width}, "
-        f"so view(-1, {width}) makes {one / width:g} rows of each\n"
+        f"so view(-1, {width}) makes {one / width:g} rows of each sample\n"
         "  next: use x.flatten(1), which never changes the batch dimension"
     )
     if one == 4 * width and len(shape) == 4:
         text += (
-            f", with {one} inputs for the next Linear; or a 2x2 max-pool before the view, "
-            f"which makes {shape[2]}x{shape[3]} into {shape[2] // 2}x{shape[3] // 2}"
+            f", with {one} inputs for the next Linear; or put a 2x2 max-pool before the view: "
+            f"it makes {shape[2]}x{shape[3]} into {shape[2] // 2}x{shape[3] // 2}"
         )
     else:
         text += f", with {one} inputs for the next Linear"
@@ -559,7 +559,7 @@ def check_closure(optimizer: Any) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise FitError(
             "This optimizer needs a closure, with which it computes the loss several times in "
-            "one step; wb.fit computes it once.",
+            "one step; wb.fit computes the loss once.",
             seen=kind.__name__,
             allowed="an optimizer whose step needs no closure (SGD, Adam, AdamW, ...)",
             next_step="optimizer=lambda p: torch.optim.AdamW(p, 1e-3), or your own loop with "
@@ -625,6 +625,6 @@ def _unreal(model: torch.nn.Module, seen: str) -> FitError:
         "The shapes of the model's lazy layers could not be derived from the data.",
         seen=seen,
         allowed="a model that takes the first part of a batch: model(x)",
-        next_step="call it once yourself, model(x[:1]), then train it",
+        next_step="call the model once yourself, model(x[:1]), then train it",
         code="WB-FIT-047",
     )

@@ -259,9 +259,9 @@ def lacks_memory(entry: catalog.Strategy, model: Any) -> bool:
         able = [e.name for e in catalog.strategies(entry.framework) if e.fills]
         share = [e.name for e in catalog.strategies(entry.framework) if not e.whole]
         raise FitError(
-            f"The model has no memory (device meta), and strategy {entry.name} cannot fill it.",
+            f"The model has no memory (device meta), and strategy {entry.name} cannot allocate it.",
             seen=f"{lacking[0]}" + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""),
-            allowed=f"a model with weights; under {', '.join(able)} also one without memory",
+            allowed=f"a model with weights; under {', '.join(able)} also a model without memory",
             next_step=f"build it without torch.device('meta'), or use {able[0]}"
             if entry.name not in share
             else "pass the function that builds it: wb.fit(lambda: make_model(), ...)",
@@ -325,8 +325,8 @@ def warn_if_trained(context: RunContext, model: Any) -> None:
         context.emit(
             events.Warned(
                 rank=context.spec.rank,
-                text="The model was trained by an earlier run, so this run has a head start and a "
-                "comparison is unfair. Build the model in the cell that trains it.",
+                text="The model was trained by an earlier run, so a comparison with this run is "
+                "unfair. Build the model in the cell that trains it.",
                 topic=Topic.TRAINED_BEFORE,
             )
         )

@@ -62,7 +62,7 @@ class Options:
             return values[name]
         guess = nearest(name, values)
         hint = f"did you mean {guess!r}?" if guess else f"wb.options.get({name!r}, default)"
-        raise AttributeError(f"the line does not set {name!r}; {hint}")
+        raise AttributeError(f"the cell's first line does not set {name!r}; {hint}")
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the setting of the cell's first line, or `default`."""

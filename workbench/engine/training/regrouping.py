@@ -174,7 +174,9 @@ class Regrouping:
     def _why_not(self, strategy: Strategy) -> str:
         training = self._training
         if not strategy.regroups:
-            return f"{self.context.spec.strategy} keeps state that is not a copy on each worker"
+            return (
+                f"under {self.context.spec.strategy} not every worker has a copy of the whole state"
+            )
         if why_not := strategy.bound():
             return why_not
         if training.base:

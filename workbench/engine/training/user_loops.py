@@ -94,7 +94,8 @@ def _prepare_another(
     saved = context.spec.checkpoint or context.spec.resume
     if saved and not all(any(k is each for k in context.kept) for each in (model, optimizer)):
         raise FitError(
-            "A checkpoint would not hold this model: it holds only the first pair and keep=.",
+            "A checkpoint would not contain this model: only the first model and optimizer, and "
+            "the objects in keep=, are saved.",
             seen="--checkpoint with several models",
             allowed="all models and optimizers of the loop in the first call's keep=",
             next_step="call wb.prepare(first, first_optimizer, loader, keep=[other, "
@@ -210,7 +211,8 @@ def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
     if importlib.util.find_spec(f"workbench.strategies.{framework}.parts.watched") is None:
         raise FitError(
             f"wb.watch is not needed for {framework}: its loops are recorded automatically.",
-            next_step="leave it out; reduce the gradients with strategy.run and the optimizer",
+            next_step="leave wb.watch out; reduce the gradients with strategy.run and the "
+            "optimizer",
             code="WB-FIT-069",
         )
     module = importlib.import_module(f"workbench.strategies.{framework}.parts.watched")

@@ -81,7 +81,7 @@ def closed(peer: str) -> LinkClosedError:
     return LinkClosedError(
         f"{felt}: {peer} has ended.",
         felt=felt,
-        next_step="read its own error; %cluster logs shows its output",
+        next_step="read the error of that process; %cluster logs shows its output",
         code="WB-RUN-020",
     )
 
@@ -92,8 +92,8 @@ def ended(peer: str) -> LinkError:
     return LinkError(
         f"{felt}: {peer} has stopped taking part, but this worker's loop continues.",
         felt=felt,
-        next_step="read its own error; if it shows none, its loop was shorter: let all ranks "
-        "take the same number of steps",
+        next_step="read that worker's error; if it shows no error, its loop was shorter: let all "
+        "ranks take the same number of steps",
         code="WB-RUN-021",
     )
 
@@ -419,7 +419,7 @@ def take_over(sock: socket.socket, sizes: list[tuple[int, bool]], peer: str) -> 
         for fd in fds:
             os.close(fd)
         raise LinkError(
-            f"{peer} shared memory of the wrong size.",
+            f"{peer} gave this worker shared memory of the wrong size.",
             seen=actual,
             allowed=f"{expected}",
             code="WB-RUN-019",

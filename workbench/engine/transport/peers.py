@@ -271,6 +271,6 @@ def _silent(rank: int) -> LinkError:
     return LinkError(
         f"Worker {rank} has not answered.",
         seen=f"{SILENCE_S} s",
-        next_step="look at %cluster stacks, which shows where it is",
+        next_step="look at %cluster stacks, which shows where that worker is",
         code="WB-RUN-018",
     )

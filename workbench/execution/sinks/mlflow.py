@@ -155,7 +155,7 @@ def _check_reachable(uri: str) -> None:
             raise PlanError(
                 f"MLflow's server does not answer: {error}.",
                 seen=f"{parts.scheme}://{parts.hostname}:{port}",
-                next_step="start it (mlflow server), or use another one",
+                next_step="start the server (mlflow server), or use another server",
                 code="WB-PLAN-124",
             ) from error
 
@@ -178,7 +178,7 @@ def _experiment(client: MlflowClient, uri: str) -> str:
         raise PlanError(
             "MLflow's experiment was deleted.",
             seen=name,
-            next_step="restore it, or set MLFLOW_EXPERIMENT_NAME to another one",
+            next_step="restore the experiment, or set MLFLOW_EXPERIMENT_NAME to another name",
             code="WB-PLAN-125",
         )
     return str(found.experiment_id)

@@ -40,7 +40,7 @@ def check(where: str) -> None:
     """Make the folder; raise PlanError if no file can be made in it."""
     if Path(where).exists() and not Path(where).is_dir():
         raise PlanError(
-            "TensorBoard's files need a folder, but this is a file.",
+            "TensorBoard's files need a folder, but the target is a file.",
             seen=where,
             code="WB-PLAN-126",
         )

@@ -181,6 +181,7 @@ def stopped_error(who: Sequence[str], event: ToldToEnd, step: int, folder: str) 
         f"{step} steps.{saved}",
         next_step=f"continue from there: wb.resume({folder!r})"
         if folder
-        else "--checkpoint DIR saves what is trained; --on-failure replace or heal continues",
+        else "add --checkpoint DIR to save the trained state, or --on-failure replace or heal to "
+        "continue",
         code="WB-RUN-149",
     )

@@ -121,7 +121,10 @@ def diagnose(
     if len({_waits_in(workers[i]) for i in waiting}) > 1:
         return f"{waits}: they wait for each other"
     if max(waited_s[i] for i in waiting) >= ALIKE * limit_s:
-        return f"{waits}, and all are in it. Perhaps the message is large, or tensors do not match"
+        return (
+            f"{waits}, and all workers wait there. Perhaps the message is large, or tensors do not "
+            "match"
+        )
     return ""
 
 

@@ -144,7 +144,7 @@ def _mender(task: Task | None) -> tuple[Task, Mender]:
     if task is None or task.mender is None:
         raise RunError(
             "The workers of this run cannot be changed from here.",
-            seen="it has ended, has not begun, or belongs to another notebook",
+            seen="the run has ended, has not begun, or belongs to another notebook",
             code="WB-RUN-148",
         )
     return task, task.mender
@@ -155,7 +155,7 @@ def nobody_left(engines: Sequence[int], members: Sequence[int]) -> RunError:
     return RunError(
         "At least one worker must stay in the run.",
         seen=f"engines {list(engines)} of {list(members)}",
-        allowed="some of its workers, but not all",
+        allowed="some of the workers, but not all",
         next_step="run.stop() ends the run",
         code="WB-RUN-141",
     )
@@ -166,7 +166,7 @@ def not_away(engine: int, members: Sequence[int]) -> RunError:
     return RunError(
         "The engine cannot join the run.",
         seen=f"engine {engine}; engines {list(members)} take part",
-        allowed="an engine of the run that takes no part in it",
+        allowed="an engine of the run that does not take part now",
         code="WB-RUN-142",
     )
 
@@ -176,7 +176,7 @@ def busy(target: int | None) -> RunError:
     return RunError(
         "The run's workers are already changing.",
         seen="another change" if target is None else f"changing to {target} workers",
-        next_step="wait until they have joined or left; run.events shows it",
+        next_step="wait until the workers have joined or left; run.events shows when",
         code="WB-RUN-145",
     )
 

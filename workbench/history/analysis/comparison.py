@@ -96,7 +96,7 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
     if base is None and len(rows) > 1:
         notes = (
             *notes,
-            f"No {BASELINE} run is among them, so there is no speed-up; "
+            f"No {BASELINE} run is among these runs, so there is no speed-up; "
             f"throughput is relative to {rows[0].name}.",
         )
     if base is not None:
@@ -133,7 +133,7 @@ def _rates(rows: Sequence[ComparisonRow]) -> str:
     cut = [f"{row.name} {row.warm_up}" for row in rows if row.warm_up]
     out = f" (left out: the first steps of {', '.join(cut)})" if cut else " (there was none)"
     return (
-        f'Rates and shares are those after warm-up{out}; "all steps" is samples per second with '
+        f'Rates and shares are measured after warm-up{out}; "all steps" is samples per second with '
         "every step."
     )
 
@@ -475,7 +475,8 @@ def _updates(groups: Sequence[Sequence[RunSummary]]) -> list[str]:
     which = ", ".join(alone)
     return [
         f"In a step of {which} each worker's push is a separate update, made from its share of "
-        "the batch: there are as many updates as workers, while the others make one."
+        "the batch: there are as many updates as workers, while a step of the other "
+        "runs is one update."
     ]
 
 
@@ -492,7 +493,7 @@ def _single(run: RunSummary) -> list[str]:
         )
     if run.damaged:
         found.append(
-            f"{run.name} is damaged on disk, so only the rest is compared: "
+            f"{run.name} is damaged on disk, so only its other data is compared: "
             f"{'; '.join(run.damaged)}."
         )
     if run.faults:

@@ -417,9 +417,8 @@ _UNDIVIDED = 0.1
 _EQUAL = 0.05
 _SAME_BATCH = 0.02
 ASSUMED = (
-    "The point where distributing pays is estimated: compute and data grow with the batch, "
-    "waiting and "
-    "communication stay the same."
+    "The point where distributing pays is an estimate: it assumes that compute and data grow with "
+    "the batch, and that waiting and communication stay the same."
 )
 
 
@@ -485,7 +484,10 @@ def sentence_of(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
         )
     time, batch = milliseconds(payoff.step_s), _batch(payoff)
     if payoff.kind == "pays":
-        return f"It pays as long as a step of {one.name} takes longer than about {time}: {batch}."
+        return (
+            f"Distributing pays as long as a step of {one.name} takes longer than about {time}: "
+            f"{batch}."
+        )
     return (
         f"Distributing with {plan.name} begins to pay when a step of {one.name} takes longer than "
         f"about {time}: {batch}."

@@ -158,13 +158,13 @@ class Platform(Protocol):
 _INSTALL = {
     "sbatch": "install Slurm's client (Debian: apt-get install slurm-client), or load its module "
     "before Jupyter is started; or copy the folder to the login node: sbatch job.sbatch",
-    "ssh": "install it (Debian: apt-get install openssh-client); or copy the folder there by hand "
-    "and run  bash start.sh  there",
-    "ray": 'pip install "ray[default]"; or by hand on its machine: ray job submit --working-dir . '
+    "ssh": "install it (Debian: apt-get install openssh-client); or copy the folder to the host by "
+    "hand and run  bash start.sh  there",
+    "ray": 'pip install "ray[default]"; or by hand where Ray is: ray job submit --working-dir . '
     "--runtime-env ray-env.yaml -- python run_ray.py",
     "kubectl": "install it (https://kubernetes.io/docs/tasks/tools), or by hand: "
     "kubectl create -f trainjob.yaml",
-    "sky": 'pip install "skypilot[...]" for your cloud; or by hand where it is: '
+    "sky": 'pip install "skypilot[...]" for your cloud; or by hand where SkyPilot is: '
     "sky launch sky.yaml",
 }  # fmt: skip
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,120}")
@@ -225,8 +225,8 @@ def say(
             raise ClusterError(
                 f"{program} does not answer.",
                 seen=f"{shlex.join(command[:3])} printed nothing for {limit_s:g} s",
-                next_step=f"try it in a terminal: {shlex.join(command)[:200]}; a job that was "
-                "being submitted may be there",
+                next_step=f"try the command in a terminal: {shlex.join(command)[:200]}; if it "
+                "submits a job, first check that the job is not there already",
                 code="WB-CLUSTER-083",
             ) from error
         return Said(code, _end(out), _end(err))
@@ -303,7 +303,7 @@ def needed(folder: Path, name: str, on: str) -> Path:
             f"The job folder lacks {name}, which {on} needs.",
             seen=str(folder),
             allowed=", ".join(sorted(one.name for one in folder.glob("*") if one.is_file())),
-            next_step=f"write a folder that has it: wb.submit(plan, on={on!r})",
+            next_step=f"write a folder that has this file: wb.submit(plan, on={on!r})",
             code="WB-PLAN-241",
         )
     return folder / name

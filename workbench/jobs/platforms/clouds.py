@@ -115,7 +115,7 @@ def _lost(platform: str, said: Said, *, gone: bool = False) -> JobState:
     raise ClusterError(
         f"{platform} does not report the job's state.",
         seen=said.words,
-        next_step="try its client in a terminal",
+        next_step="try the platform's client in a terminal",
         code="WB-CLUSTER-093",
     )
 
@@ -145,8 +145,8 @@ class Kubernetes:
             [*_kubectl(self.context, namespace), "create", "-f", "trainjob.yaml", "-o", "name",
              *more],
             "Kubernetes refused the job.",
-            "if a job of that name exists: kubectl delete -f trainjob.yaml ends it, or "
-            "name=... renames this one; if TrainJob is unknown: install Kubeflow Trainer there",
+            "if a job has this name already: kubectl delete -f trainjob.yaml ends that job, or "
+            "name=... renames yours; if TrainJob is unknown: install Kubeflow Trainer there",
             cwd=folder,
         )  # fmt: skip
 
@@ -307,7 +307,7 @@ class SkyPilot:
     def cancel(self, ticket: Ticket) -> None:
         """Stop the job's cluster, so that it costs nothing more."""
         must(["sky", "down", "-y", "--async", ticket.id], "SkyPilot did not stop the cluster.",
-             f"run `sky down {ticket.id}` in a terminal: it may cost money")  # fmt: skip
+             f"run `sky down {ticket.id}` in a terminal: the cluster may cost money")  # fmt: skip
 
     def place(self, ticket: Ticket) -> list[str]:
         """Return the command that prints the job's log line by line."""

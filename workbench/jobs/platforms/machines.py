@@ -101,7 +101,7 @@ class Local:
             )
         if resources.gpus_per_node > (found := len(discover())):
             raise ClusterError(
-                "This machine does not have that many GPUs.",
+                "This machine has fewer GPUs than requested.",
                 seen=f"gpus_per_node={resources.gpus_per_node}",
                 allowed=f"up to {found}",
                 next_step="use another platform, or gpus_per_node=0",
@@ -149,7 +149,9 @@ class Local:
         left = parsed(read_end(Path(ticket.folder) / "job.exit"))
         if not isinstance(left, dict) or str(left.get("pid")) != ticket.id:
             if ticket.extra.get("host") != cluster_env.host_token():
-                words = "it was started on another machine, or before this one was restarted"
+                words = (
+                    "the job was started on another machine, or before this machine was restarted"
+                )
                 return JobState("unknown", words, began, gone=True)
             words = f"pid {ticket.id} is gone and left no exit code: it was killed"
             return JobState("failed", words, began, stepped=has_stepped(ticket))
@@ -248,7 +250,7 @@ class Slurm:
                 "Slurm has no such partition.",
                 seen=wanted,
                 allowed=", ".join(sorted(partitions)) or "none: sinfo shows no partition",
-                next_step="partition=NAME; sinfo shows what each has",
+                next_step="partition=NAME; sinfo shows what each partition has",
                 code="WB-CLUSTER-086",
             )
         kinds = partitions.get(wanted, [])
@@ -262,11 +264,11 @@ class Slurm:
         if kinds and sum(one.nodes for one in fit) < resources.nodes:
             time_words = f", {resources.time_s:g} s" if resources.time_s else ""
             raise ClusterError(
-                f"Partition {wanted} cannot provide that.",
+                f"Partition {wanted} cannot provide these resources.",
                 seen=f"{resources.nodes} nodes with {cpus or 1} CPUs and "
                 f"{resources.gpus_per_node} GPUs each{time_words}",
                 allowed="; ".join(one.words for one in kinds),
-                next_step="ask for less, or for another partition: "
+                next_step="request less, or use another partition: "
                 + ", ".join(sorted(set(partitions) - {wanted})),
                 code="WB-CLUSTER-087",
             )
@@ -422,7 +424,7 @@ _COPY = (
     + """
 umask 077; mkdir -p -- DIR && cd -- DIR || exit 3
 read -r pid token 2>/dev/null < .job-0 && words_of "$pid" | grep -q -- "$token" && {
-  echo "a job is running in $PWD: cancel it, or give this one another name" >&2; exit 4; }
+  echo "a job is running in $PWD: cancel it, or give your new job another name" >&2; exit 4; }
 tar -xf -
 """
 )

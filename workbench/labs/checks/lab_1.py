@@ -58,14 +58,14 @@ def mean(c: Check) -> None:
         len({round(value, 6) for value in found}) == 1,
         "all workers have the same mean",
         f"the workers have different means: {[round(value, 3) for value in found]}",
-        "each worker knows only its own part: an all-reduce gives it the others'",
+        "each worker knows only its own part: an all-reduce gives it the other parts",
     )
     parts = [rank + i for rank in range(len(found)) for i in range(rank + 1)]
     truth = sum(parts) / len(parts)
     c.expect(
         all(math.isclose(value, truth, rel_tol=1e-5) for value in found),
-        "it is the mean of all numbers",
-        "it is not the mean of all numbers",
+        "`mean` is the mean of all numbers",
+        "`mean` is not the mean of all numbers",
         "worker 2 has three numbers and worker 0 has only one. Add up sums and counts, not means",
     )
 
@@ -103,4 +103,4 @@ def crossing(c: Check) -> None:
             "not as fast as one.",
             "put your result for T₁ into T₁ / n + c_s: it must give T₁ again",
         )
-    c.expect(True, "at that compute time n workers and one take the same time", "")
+    c.expect(True, "at the time from `crossing_s`, n workers take as long as one", "")

@@ -100,7 +100,7 @@ def blind(c: Check) -> None:
     c.need(0 <= culprit < workers, f"There is no rank {culprit}.", f"ranks are 0 to {workers - 1}")
     c.expect(
         culprit == int(np.argmin(typical)),
-        "that is the slow worker",
+        "`culprit` is the slow worker",
         f"worker {culprit} waits {typical[culprit] * 1e3:.0f} ms in a typical step, so it is not "
         "the slow one",
         "a worker that waits is early. For which worker do the others wait? blind.blame() has a "

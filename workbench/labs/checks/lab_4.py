@@ -153,8 +153,8 @@ def through_server(c: Check) -> None:
         c.need(
             close(value, 2 * _step_bytes(run), SHARE),
             f"through_server of run {name!r} returned {value:.6g} bytes, which is not right.",
-            "add up the rows of a single step: the gradients of all workers come in, and as many "
-            "bytes go out to them",
+            "add up the rows of a single step: the gradients of all workers come in, and the "
+            "same number of bytes goes out to them",
         )
     run = c.run((names or ["central-3"])[0])
     gradient_bytes = _step_bytes(run) / run.plan.workers

@@ -174,7 +174,7 @@ def aware(c: Check) -> None:
             f"rate_of_push({lr}, {stale}) returned {found:.4g}.",
             "a staleness of 2 halves the rate, and a staleness of 0 or 1 does not change it",
         )
-    c.expect(True, "the rate is divided by the staleness, and a fresh gradient keeps it", "")
+    c.expect(True, "the rate is divided by the staleness; a fresh gradient keeps the rate", "")
     run = c.run("aware")
     if not c.expect(
         run.plan.strategy == "parameter_server" and bool(run.plan.options["staleness_aware_lr"]),
@@ -191,8 +191,8 @@ def aware(c: Check) -> None:
     loss = _by_time(run)[2]
     c.expect(
         bool(np.isfinite(loss).all()) and float(np.median(loss[-9:])) < float(np.median(loss[:9])),
-        "its loss falls, at the same learning rate",
-        "its loss does not fall",
+        "the loss of 'aware' falls, at the same learning rate",
+        "the loss of 'aware' does not fall",
         "run the recipe of `hot` as it is, with three workers of equal speed",
     )
 

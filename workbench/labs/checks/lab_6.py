@@ -156,12 +156,12 @@ def in_flight(c: Check) -> None:
         c.expect(
             not off,
             f"{schedule}: the number of microbatches is right for each stage",
-            f"{schedule}: stage {off[0] if off else 0} did not hold "
-            f"{given[off[0]] if off else ''} microbatches at most",
+            f"{schedule}: {given[off[0]] if off else ''} is not the largest number of "
+            f"microbatches that stage {off[0] if off else 0} held at once",
             "gpipe does not begin a backward pass before the last forward pass"
             if schedule == "gpipe"
             else "a microbatch comes back to stage 0 after it has been in all later stages, but "
-            "the last stage does not have to wait for another one",
+            "the last stage does not have to wait for another stage",
         )
 
 
@@ -196,8 +196,8 @@ def balanced(c: Check) -> None:
     if right:
         c.expect(
             _median_s(run) < _median_s(c.run("uneven")),
-            "the step is shorter than with two layers each, as measured",
-            "the step took no less time than with two layers each",
+            "the measured step is shorter than with two layers in each stage",
+            "the step took no less time than with two layers in each stage",
             "was the machine busy? Run the cell again",
         )
 

@@ -51,7 +51,7 @@ def global_batch(c: Check) -> None:
     samples = _by_step(run)[0]
     c.need(
         len(samples) == 2 and sum(samples) == batch,
-        f"The run 'per-replica' is not one of two replicas with batch={batch}.",
+        f"The run 'per-replica' does not have two replicas and batch={batch}.",
         "run the whole cell again",
     )
     c.expect(
@@ -72,7 +72,7 @@ def odd_step(c: Check) -> None:
     given = c.whole("odd_step")
     c.expect(
         given == odd[0],
-        "that is the first step whose shares are unequal",
+        "`odd_step` is the first step whose shares are unequal",
         f"the shares of step {given} are {steps[given] if 0 <= given < len(steps) else 'unknown'}: "
         "this is not the first step with unequal shares",
         "steps count from 0: compare the rows of both ranks, step by step",
@@ -80,16 +80,16 @@ def odd_step(c: Check) -> None:
     mine = c.items("odd_shares", 2)
     c.expect(
         _equal(mine, shares),
-        "these are the shares of that step",
+        "`odd_shares` are the shares of this step",
         f"`odd_shares` is {mine}, which does not agree with the history",
         "select the rows of that step, and take their column `samples`",
     )
     c.expect(
         close(c.number_of("factor"), sum(shares) / (2 * min(shares)), _SHARE),
-        "a sample of the smaller share counts this many times as much",
+        "a sample of the smaller share counts `factor` times as much",
         f"with a factor of {c.number_of('factor'):.4g}, the smaller share's samples would not "
         "count 1/(2a) each",
-        "divide its weight in this step, 1/(2a), by its weight on one device, 1/(a+b)",
+        "divide a sample's weight in this step, 1/(2a), by its weight on one device, 1/(a+b)",
     )
 
 
@@ -107,7 +107,7 @@ def even(c: Check) -> None:
     c.need(
         most == _BATCH,
         f"The largest batch has {most} samples.",
-        "do not change `batch_size`, but the number of images",
+        "change the number of images, not `batch_size`",
     )
     odd = [step for step, samples in enumerate(steps) if len(set(samples)) > 1]
     where = f"the shares of step {odd[0]} are {steps[odd[0]]}" if odd else ""
@@ -122,7 +122,7 @@ def even(c: Check) -> None:
             _largest(alone.weights(), together.weights()) < _FAR,
             "the weights of the replicas are those of one device",
             "the weights of the two runs differ by more than rounding",
-            "both must read the same images in the same order",
+            "both runs must read the same images in the same order",
         )
 
 
@@ -145,7 +145,7 @@ def in_pytorch(c: Check) -> None:
         word = str(given).strip().lower()
         c.need(
             word in [known.lower() for known in _KNOWN],
-            f"{name}: {given!r} is not one of the four.",
+            f"{name}: {given!r} is not one of the four PyTorch tools.",
             f"choose one of {', '.join(_KNOWN)}",
         )
         c.expect(
@@ -163,7 +163,7 @@ def apart(c: Check) -> None:
     for sizes in ((3, 3), (4, 2, 5)):
         keras, torch = _made_up(draw, sizes)
         _compare(c, keras, torch, "layers of {} numbers".format(" x ".join(map(str, sizes))))
-    c.expect(True, "it compares each number with its counterpart", "")
+    c.expect(True, "`apart` compares each number with its counterpart", "")
     keras, torch = (dict(c.run(name).weights()) for name in ("keras", "torch"))
     _compare(c, keras, torch, "the two runs")
     c.expect(

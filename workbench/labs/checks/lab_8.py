@@ -87,7 +87,10 @@ def by_hand(c: Check) -> None:
             "run the cell of exercise 8.1 on the engines: it begins with %%distributed",
         )
     if error := found.get("error"):
-        c.wrong(f"{error}", "save gets (model, optimizer, step), load (saved, model, optimizer)")
+        c.wrong(
+            f"{error}",
+            "save gets (model, optimizer, step); load gets (saved, model, optimizer)",
+        )
     c.need(
         found["saved"],
         "`save` returns nothing.",
@@ -150,7 +153,7 @@ def lost(c: Check) -> None:
     c.expect(
         count == TOTAL,
         "each step counts once",
-        f"the result is not one of {count} steps",
+        f"the result is not that of {count} steps",
         "are the weights from the first time that those steps were done still used?",
     )
 
@@ -286,7 +289,7 @@ def healed(c: Check) -> None:
     )
     c.expect(
         later == BATCH / 3,
-        "with the fresh worker each has the same share as before",
+        "with the fresh worker, every worker has the same share as before",
         f"{later:g} samples are not the share of one of three workers",
         "how many workers share the batch when the fresh one has joined?",
     )

@@ -49,7 +49,7 @@ def probed(c: Check) -> None:
     """Compare the three numbers with those of the practice case."""
     for name, truth, words, hint in (
         ("t1_s", PRACTICE.whole_s, "the seconds of a step on one device",
-         "time_step gives it in seconds"),
+         "time_step gives this time in seconds"),
         ("latency_s", PRACTICE.latency_s, "the seconds that even the smallest message takes",
          "a message with only a few bytes takes little more than the latency"),
         ("bytes_per_s", PRACTICE.bytes_per_s, "the bytes that the link carries in a second",
@@ -249,13 +249,13 @@ def unsimulated(c: Check) -> None:
         value = c.number_of(f"extra_{term}_s")
         c.expect(
             abs(value - truth) <= 0.05 * step_s,
-            f"`extra_{term}_s` is what the model leaves out there",
+            f"`extra_{term}_s` is the part of the step that the model leaves out",
             f"`extra_{term}_s` is {value * 1e3:.3g} ms, which the two runs do not show",
             "subtract the predicted part of the step from the measured part",
         )
     c.expect(
         c.value("why") == max(extra, key=extra.__getitem__),
-        "`why` names the larger of the two",
+        "`why` names the larger of the two numbers",
         f"`why` is {c.value('why')!r}",
         'write "compute" or "messages": which of your two numbers is larger?',
     )

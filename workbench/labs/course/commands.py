@@ -36,7 +36,7 @@ def add_commands(commands: Any) -> None:
         "--to", type=Path, default=Path("submitted"), help="folder (default: submitted)"
     )
     into.add_argument(
-        "--roster", type=Path, metavar="FILE", help="CSV of the class; says who is missing"
+        "--roster", type=Path, metavar="FILE", help="CSV of the class, to say who is missing"
     )
     into.add_argument(
         "--replace", action="store_true", help="replace notebooks that were collected before"
@@ -46,7 +46,7 @@ def add_commands(commands: Any) -> None:
 def add_flags(add: Any) -> None:
     """Add what a course needs to the flags of `workbench grade`."""
     add("--csv", type=Path, metavar="FILE",
-        help="write points to this gradebook; rows of others stay")  # fmt: skip
+        help="write points to this gradebook; rows of other students stay")  # fmt: skip
     add("--roster", type=Path, metavar="FILE", help="CSV of the class, for the gradebook")
     add("--feedback", type=Path, metavar="FOLDER",
         help="write each notebook with its points and findings")  # fmt: skip

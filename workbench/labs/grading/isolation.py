@@ -69,7 +69,7 @@ class Isolation:
             return said + more if self.network else said
         if self.how == "user":
             return ("isolated as another user: cells cannot signal the grading process, but can "
-                    f"read files that every user may read ({self.why})")  # fmt: skip
+                    f"read files that every user can read ({self.why})")  # fmt: skip
         return f"not isolated: cells can read the checks and end the grading process ({self.why})"
 
     def to_wire(self) -> dict[str, Any]:

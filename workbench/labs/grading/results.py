@@ -302,7 +302,7 @@ def _notes(graded: Sequence[Graded], names: Mapping[str, str]) -> list[str]:
             for outcome in one.outcomes if outcome.put_back
         ]  # fmt: skip
         found += [
-            f"{name}: look at {outcome.exercise}: it uses {_line(', '.join(outcome.look_at))}"
+            f"{name}: look at {outcome.exercise}, which uses {_line(', '.join(outcome.look_at))}"
             for outcome in one.outcomes if outcome.look_at
         ]  # fmt: skip
     return found

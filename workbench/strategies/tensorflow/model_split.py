@@ -376,7 +376,8 @@ class ModelSplit(Replicated):
             events.Noted(
                 rank=0,
                 text=f"{len(rows)} stages, one after the other: each is idle {ideal:.0%} of the "
-                f"time if they take equally long. This saves memory, not time.\n{table_text(rows)}",
+                f"time if all take equally long. A split saves memory, not time.\n"
+                f"{table_text(rows)}",
             )
         )
         return chain

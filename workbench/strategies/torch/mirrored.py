@@ -130,7 +130,7 @@ class Mirrored(Strategy):
         if any(isinstance(module, NORMS) for module in model.modules()):
             text = (
                 "BatchNorm normalises over each worker's share of the batch, not over the whole "
-                "batch: the result differs from one device's."
+                "batch: the result is not that of one device."
             )
             self.context.emit(events.Noted(rank=0, text=text))
 

@@ -461,7 +461,7 @@ class ModelSplit(Strategy):
             raise FitError(
                 f"Worker {rank} could not build its stages.",
                 seen=text.splitlines()[0],
-                next_step="use more workers, or give it fewer layers with -o split_at=...",
+                next_step="use more workers, or give this worker fewer layers with -o split_at=...",
                 code="WB-FIT-120",
             )
 

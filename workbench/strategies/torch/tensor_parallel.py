@@ -364,7 +364,8 @@ class TensorParallel(Partitioned):
             if self.rank == 0:
                 text = "The model does not fit one device, so layers whose names look like a pair "
                 text += (
-                    "could not be tested. Their outputs are gathered. To pair: -o plan=NAME=col,.."
+                    "could not be tested. Their outputs are gathered. To pair them: "
+                    "-o plan=NAME=col,.."
                 )
                 self.context.emit(events.Noted(rank=0, text=text))
             return safe

@@ -58,7 +58,9 @@ class BlameMatrix(Picture, Blame):
 
     def notes(self) -> list[str]:
         """Return which steps were counted."""
-        return [f"{self._counted()}. Rows waited for columns; means are per step."]
+        return [
+            f"{self._counted()}. A row's worker waited for a column's worker; means are per step."
+        ]
 
     def _counted(self) -> str:
         words = f"Counted: {int(self.steps.max(initial=0))} steps"
@@ -104,7 +106,7 @@ class BlameMatrix(Picture, Blame):
         words = UNKNOWN if value != value else milliseconds(value * 1e3)
         words = "" if waiter == cause else words
         wide = width >= 46
-        hint = f"worker {waiter} for worker {cause}: {words or 'itself'} a step"
+        hint = f"worker {waiter} waits for worker {cause}: {words or 'itself'} a step"
         edge = "l" if shade < 0.02 else "k-wait s"
         text = words if wide else words.removesuffix(" ms")
         return (

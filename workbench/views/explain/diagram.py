@@ -350,8 +350,8 @@ def _waited_s(worker: WorkerStep) -> float:
 
 def absent(phase: Phase) -> Phase:
     """Return a phase that was not part of the step."""
-    return Phase(phase.title, f"Not part of this step. It comes every {phase.every} steps.",
-                 every=phase.every)  # fmt: skip
+    words = f"This phase is not part of this step: it comes every {phase.every} steps."
+    return Phase(phase.title, words, every=phase.every)
 
 
 def _times(drawing: Drawing, step: StepPicture) -> None:

@@ -137,7 +137,7 @@ def _alike(shown: Prediction, measured: Measured) -> bool:
 
 _SCALING = {
     "strong": "The run's batch is divided among the workers.",
-    "weak": "Each worker takes as many samples as before, so the batch grows.",
+    "weak": "The samples per worker do not change, so the batch grows.",
 }
 
 
@@ -369,7 +369,7 @@ class ChoicePicture(Picture, Choice):
 
     def _notes(self) -> list[str]:
         spent = f"Short runs took {_time(self.seconds)}. " if self.seconds == self.seconds else ""
-        text = f"{spent}Intervals: 95 % of a measured rate, 90 % of predicted runs."
+        text = f"{spent}Measured rates have 95 % intervals, predicted runs 90 % intervals."
         return [text, *self.notes]
 
     def text(self) -> str:

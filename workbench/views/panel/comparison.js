@@ -20,7 +20,7 @@ SECTIONS.push((() => {
     ["efficiency", "Efficiency", "speed-up per worker", percent],
     ["step_s", "Time of a step", "less is better", kit.seconds],
     ["sent_bytes_per_step", "Sent per step", "by all workers", kit.bytes],
-    ["memory_bytes_per_worker", "Memory of a worker", "model, gradients and optimizer of the worker with the most", kit.bytes],
+    ["memory_bytes_per_worker", "Memory of a worker", "model, gradients, optimizer; worker with the most memory", kit.bytes],
     ["final_loss", "Final loss", "mean and spread over seeds, less is better", plain],
   ];
   /** What is shown at first; the others are told by "All columns". */
@@ -166,7 +166,7 @@ SECTIONS.push((() => {
   function make(app, root) {
     let axis = AXES[0], sort = { key: "", down: true }, compared = null;
     const picks = kit.h("div", { class: "wbp-chips", role: "group", "aria-label": "Runs to compare" });
-    const latest = kit.button("All of the latest recipe", "Compare all runs of the most recent recipe", () => app.do("comparison.latest"));
+    const latest = kit.button("All runs of the latest recipe", "Compare all runs of the most recent recipe", () => app.do("comparison.latest"));
     const none = kit.h("p", { class: "wbp-empty" }, "Finished runs are compared here. Run one recipe under two strategies.");
     const verdict = kit.h("p", { class: "wbp-verdict", role: "status" });
     const axes = kit.h("div", { class: "wbp-segments", role: "radiogroup", "aria-label": "Loss by" }, AXES.map((one) => kit.h("button", { type: "button", role: "radio", onclick: () => { axis = one; drawLoss(); } }, `by ${one[1]}`)));

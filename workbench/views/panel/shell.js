@@ -37,7 +37,7 @@ class PanelStore {
     else if (message?.type === "ack") this.waiting.delete(message.id);
     else if (message?.type === "reply") {
       const answer = this.replies.get(message.id);
-      if (message.failed) answer?.reject(new Error("It failed. The panel shows the reason."));
+      if (message.failed) answer?.reject(new Error("The command failed. The panel shows the reason."));
       else answer?.resolve(message.value);
       this.replies.delete(message.id);
     } else if (message?.type === "frame") {

@@ -151,7 +151,7 @@ def _check_unchanged(parameter: torch.Tensor, seen: tuple[Any, int]) -> None:
         "Gradients were changed before they were averaged over the ranks.",
         seen=f"a gradient of shape {tuple(parameter.shape)}, between backward and step",
         allowed="changes (clipping, unscaling) after optimizer.synchronize()",
-        next_step="call optimizer.synchronize(), then change them, then "
+        next_step="call optimizer.synchronize(), then change the gradients, then "
         "`with optimizer.skip_synchronize(): optimizer.step()`",
         code="WB-FIT-173",
     )

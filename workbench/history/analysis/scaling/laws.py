@@ -138,9 +138,11 @@ def _line(name: Name, workers: Floats, rates: Sequence[Spread], base_per_s: floa
     if low > 1 or (not strong and slope <= 0):
         return replace(law, why_not=f"{head}: they become slower with more workers")
     if high < 0:
-        return replace(law, why_not=f"{head}: they gain more than they have workers")
+        return replace(
+            law, why_not=f"{head}: their speed-up is larger than their number of workers"
+        )
     drawn = np.array([law.at(count) for count in workers])
     miss = float(np.abs(drawn / speed - 1).max())
     if miss > MOST_MISS:
-        return replace(law, why_not=f"{head}: it misses one of them by {miss * 100:.0f} %")
+        return replace(law, why_not=f"{head}: for one run the law is wrong by {miss * 100:.0f} %")
     return law

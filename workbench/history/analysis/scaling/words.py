@@ -53,7 +53,7 @@ def verdict_of(curves: Sequence[Curve]) -> tuple[str, bool | None]:
         head = f"More than {base.workers} workers do not pay"
     if best.high < 1:
         return f"{head}: the best, {gives}. {reason}".rstrip(), False
-    doubt = "no gain beyond the variation of steps; more steps or seeds may show one"
+    doubt = "no gain beyond the variation of steps; more steps or seeds may show a gain"
     return f"{head}: the best, {gives}, {doubt}. {reason}".rstrip(), False
 
 
@@ -114,7 +114,7 @@ def reason_of(plan: ComparisonRow, fewer: ComparisonRow) -> str:
     known = math.isfinite(compute_s) and math.isfinite(before_s)
     computing = f"{milliseconds(compute_s)} computing instead of {milliseconds(before_s)}"
     if known and compute_s > _UNDIVIDED * before_s and share_cores(fewer, plan):
-        computing += f", since {plan.workers} workers share the cores that one has alone"
+        computing += f", since {plan.workers} workers share the cores that one worker has alone"
     if not costs:
         return f"In each step a worker spends {computing}." if known else ""
     spent = " and ".join(costs)
@@ -132,12 +132,16 @@ def _parts_s(row: ComparisonRow) -> dict[str, float]:
 
 def notes_of(curves: Sequence[Curve], mode: Mode, price: float | None) -> Iterable[str]:
     """Yield what is missing or relative, the laws, and what the figures leave out."""
-    kept = "the global batch stays" if mode == "strong" else "the batch grows with the workers"
+    kept = (
+        "the global batch stays the same"
+        if mode == "strong"
+        else "the batch grows with the workers"
+    )
     yield f"{mode.title()} scaling: {kept}. Speed-up is in samples per second, after warm-up."
     for curve in curves:
         if curve.base.workers != 1:
             yield (
-                f"{curve.name}: no run with one worker is among them, so speed-up is relative to "
+                f"{curve.name}: no run has one worker, so speed-up is relative to "
                 f"{curve.base.workers} workers."
             )
         for point in curve.points:
@@ -154,9 +158,8 @@ def notes_of(curves: Sequence[Curve], mode: Mode, price: float | None) -> Iterab
     ]
     if crowded:
         yield (
-            f"From {min(crowded)} workers on, they share the CPU cores that one worker has "
-            f"alone. With "
-            "a machine or a GPU for each, scaling differs."
+            f"From {min(crowded)} workers on, the workers share the CPU cores that one worker has "
+            "alone. With a machine or a GPU for each worker, scaling differs."
         )
     if price is not None:
         costs = [point.cost for curve in curves for point in curve.points if point.cost is not None]
@@ -174,8 +177,8 @@ def words_of_predictions(curves: Sequence[Curve]) -> Iterable[str]:
     if made:
         runs = ", ".join(dict.fromkeys(one.run for one in made.values()))
         yield (
-            f"Predicted from {runs}; runs with one worker only tell how work changes with its "
-            "samples. The interval holds 90 % of such runs, relative to the measured baseline."
+            f"Predicted from {runs}; runs with one worker only show how the work depends on the "
+            "samples. 90 % of such runs lie in the interval, relative to the measured baseline."
         )
     said: dict[str, list[str]] = {}
     for name, one in made.items():

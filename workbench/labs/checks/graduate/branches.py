@@ -75,12 +75,12 @@ def fedavg(c: Check) -> None:
             bool(np.allclose(seen, truth)),
             "fedavg does not return the means of the branches, weighted by their rows.",
             "send rows * weights and rows in one vector, then divide the sums; each round begins "
-            "with the mean of the last round",
+            "with the mean of the previous round",
         )
         c.need(
             sent_bytes <= 3 * 8 * 6,
             f"A branch sent {sent_bytes} bytes in three rounds.",
-            "send one vector in each round: the weights and one number more",
+            "send one vector in each round: the weights and one more number",
         )
         c.need(
             all(one[-1] <= 6 for one in sizes),
@@ -155,7 +155,7 @@ def private(c: Check) -> None:
     c.need(
         bool(np.allclose(clips[1], [3, -4, 0]) and np.allclose(clips[2], 0)) and found[0][1],
         "clip changes an update that is short enough, or the tensor of its caller.",
-        "min(1, norm / length): a short update stays as it is",
+        "multiply by min(1, norm / length): a short update stays as it is",
     )
     c.expect(True, "`clip` keeps the direction and limits the norm", "")
     clipped = 2.0 / math.sqrt(4000)

@@ -217,8 +217,9 @@ def naive(c: Check) -> None:
     c.expect(
         all(int(one[1][0]) == 7 for one in found),
         "one message for each parameter that needs a gradient",
-        f"the workers sent {[int(one[1][0]) for one in found]} messages for 7 such parameters",
-        "a frozen parameter needs none, and a missing gradient is sent as zeros",
+        f"the workers sent {[int(one[1][0]) for one in found]} messages, but 7 parameters "
+        "need a gradient",
+        "a frozen parameter needs no message, and a missing gradient is sent as zeros",
     )
 
 
@@ -262,7 +263,7 @@ def flat(c: Check) -> None:
         all(int(one[1][0]) == 1 for one in found),
         "one message carries all gradients",
         f"the workers sent {[int(one[1][0]) for one in found]} messages",
-        "copy all gradients into one tensor with torch.cat before you send it",
+        "copy all gradients into one tensor with torch.cat, and send this tensor",
     )
 
 
@@ -377,7 +378,8 @@ def accumulating(c: Check) -> None:
     c.need(
         all(there),
         "`Accumulating` has no method `no_sync`.",
-        "write it with @contextlib.contextmanager: a yield between two lines that change a flag",
+        "write no_sync with @contextlib.contextmanager: a yield between two lines that change a "
+        "flag",
     )
     found = _trained(c, "Accumulating", _SMALL, quiet=True)
     told = [[int(one) for one in worker[3]] for worker in found]
@@ -389,13 +391,13 @@ def accumulating(c: Check) -> None:
     )
     c.expect(
         all(one[1] == 7 and one[2] >= 4 for one in told),
-        "the backward pass after it sends the sum of both, while it is running",
+        "the backward pass after no_sync() sends the sum of both passes while it runs",
         f"the step has {told[0][1]} messages for 7 parameters, and {told[0][2]} of them began "
         "during the backward pass",
         "after no_sync() has ended, the hooks work again",
     )
     _trained(c, "Accumulating", _SMALL)
-    c.expect(True, "without no_sync() it still averages every backward pass", "")
+    c.expect(True, "without no_sync() the gradients of every backward pass are still averaged", "")
 
 
 @exercise("10.8", "Exposed time in Workbench")
@@ -408,7 +410,7 @@ def exposed(c: Check) -> None:
     true = float(np.median(both[np.asarray(history["step"]) >= 2]))
     c.expect(
         math.isclose(found, true, rel_tol=1e-6),
-        "it is the median of wait and transfer together, without the first two steps",
+        "the result is the median of wait and transfer together, without the first two steps",
         f"exposed_of(run) is {found:.4g} s, but the columns give {true:.4g} s",
         "add both columns for each row, leave out steps 0 and 1, and take the median",
     )

@@ -71,7 +71,7 @@ def _labs_look():
     make = lambda p: torch.optim.AdamW(p, 0.05, weight_decay=0.1)
     mine, true, link = net(), net(), _LabsLink()
     zero, adam = Zero1(mine, link, make), make(true.parameters())
-    if not hasattr(zero, "step"):
+    if not hasattr(zero, "step") or not hasattr(zero, "optimizer"):
         return None
     for step in range(4):
         mine.zero_grad(), true.zero_grad()
@@ -84,8 +84,10 @@ def _labs_look():
     off = max(float((a - b).abs().max()) for a, b in zip(mine.parameters(), true.parameters()))
     held = zero.state_bytes()
     numbers = sum(parameter.numel() for parameter in true.parameters())
+    states = [t for s in zero.optimizer.state.values() for t in s.values() if t.numel() > 1]
+    real = sum(t.numel() * t.element_size() for t in states)
     names = [said[0] for said in link.said]
-    return [off, -1 if held is None else float(held), numbers, names, type(held).__name__]
+    return [off, -1 if held is None else float(held), numbers, names, type(held).__name__, real]
 """
 
 _STATE = """
@@ -112,7 +114,10 @@ def _labs_look():
     if not isinstance(whole, dict):
         return None
     kept = [torch.as_tensor(whole[name]).clone() for name in sorted(whole)]
-    zero.optimizer.step()  # the old object goes on: a copy does not change
+    with torch.no_grad():  # the old object goes on: a copy does not change
+        for state in zero.optimizer.state.values():
+            for value in state.values():
+                value.add_(1)
     flat = {name: torch.cat([adam.state[p][name].reshape(-1) for p in true.parameters()])
             for name in ("exp_avg", "exp_avg_sq")}
     sizes, off = [], 0.0
@@ -151,14 +156,20 @@ def _labs_look():
 """
 
 _PARTS = """
+import copy
 def _labs_parts(module, divided, bias):
     mine = list(module.parameters())
     squares = [float(p.grad.square().sum()) for p in mine if p.grad is not None]
     both = torch.tensor([sum(squares), sum(p.numel() for p in mine)], dtype=torch.float64)
     held = both[1].item()
     dist.all_reduce(both)
+    truth = [float(sum(p.grad.square().sum() for p in divided)), float(bias.grad.square().sum())]
+    with torch.no_grad():  # a step of SGD on both
+        for p in [*mine, *divided, bias]:
+            if p.grad is not None:
+                p -= 0.1 * p.grad
     return [held, both[0].item(), both[1].item(), sum(p.numel() for p in divided), bias.numel(),
-            [float(sum(p.grad.square().sum() for p in divided)), float(bias.grad.square().sum())]]
+            truth]
 """
 """The parameters of a divided module: their number here and on all workers, and their gradients.
 
@@ -172,15 +183,19 @@ def _labs_look():
     first, second = torch.nn.Linear(d, h).double(), torch.nn.Linear(h, d).double()
     x, weight = (torch.randn(5, d, dtype=torch.float64) for _ in range(2))
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    mlp = ParallelMLP(first, second)  # it may draw random numbers of its own
+    kept = copy.deepcopy((first, second))
+    mlp = ParallelMLP(*kept)  # it may draw random numbers of its own, and change its layers
     out = mlp(a)
     if not isinstance(out, torch.Tensor):
         return None
-    true = second(torch.nn.functional.gelu(first(b)))
+    def undivided(x):
+        return second(torch.nn.functional.gelu(first(x)))
+    true = undivided(b)
     out.backward(weight)
     true.backward(weight)
-    return [float((out - true).abs().max()), float((a.grad - b.grad).abs().max()),
-            *_labs_parts(mlp, [first.weight, first.bias, second.weight], second.bias)]
+    off = [float((out - true).abs().max()), float((a.grad - b.grad).abs().max())]
+    parts = _labs_parts(mlp, [first.weight, first.bias, second.weight], second.bias)
+    return [*off, float((mlp(x) - undivided(x)).abs().max()), *parts]
 """
 
 _ATTENTION = """
@@ -190,19 +205,23 @@ def _labs_look():
     qkv, out = torch.nn.Linear(d, 3 * d).double(), torch.nn.Linear(d, d).double()
     x, weight = (torch.randn(2, 5, d, dtype=torch.float64) for _ in range(2))
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    attention = ParallelAttention(qkv, out, heads)
+    kept = copy.deepcopy((qkv, out))
+    attention = ParallelAttention(*kept, heads)
     found = attention(a)
     if not isinstance(found, torch.Tensor):
         return None
-    q, k, v = [part.view(2, 5, heads, -1).transpose(1, 2) for part in qkv(b).chunk(3, -1)]
-    mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    true = out(mixed.transpose(1, 2).reshape(2, 5, d))
+    def undivided(x):
+        q, k, v = [part.view(2, 5, heads, -1).transpose(1, 2) for part in qkv(x).chunk(3, -1)]
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out(mixed.transpose(1, 2).reshape(2, 5, d))
+    true = undivided(b)
     if found.shape != true.shape:
-        return [float("inf"), float("inf"), 0, 0, 0, 0, 0, 0]
+        return [float("inf"), float("inf"), 0, 0, 0, 0, 0, 0, 0]
     found.backward(weight)
     true.backward(weight)
-    return [float((found - true).abs().max()), float((a.grad - b.grad).abs().max()),
-            *_labs_parts(attention, [qkv.weight, qkv.bias, out.weight], out.bias)]
+    off = [float((found - true).abs().max()), float((a.grad - b.grad).abs().max())]
+    parts = _labs_parts(attention, [qkv.weight, qkv.bias, out.weight], out.bias)
+    return [*off, float((attention(x) - undivided(x)).abs().max()), *parts]
 """
 
 _SAVED = """
@@ -302,8 +321,8 @@ def zero(c: Check) -> None:
     found = c.ask(_LINK + _ZERO + _LOOK)
     c.need(
         all(one is not None for one in found) and all(one[4] != "NoneType" for one in found),
-        "`Zero1` has empty methods.",
-        "fill in __init__, step and state_bytes",
+        "`Zero1` has empty methods, or no `self.optimizer`.",
+        "fill in __init__ (with self.optimizer), step and state_bytes",
     )
     off = max(float(one[0]) for one in found)
     c.need(
@@ -314,6 +333,13 @@ def zero(c: Check) -> None:
     )
     c.expect(True, "the weights equal those of an undivided optimizer", "")
     part_bytes = 2 * 8 * math.ceil(float(found[0][2]) / workers)  # AdamW has two moments
+    whole = [float(one[5]) for one in found if float(one[5]) != part_bytes]
+    c.need(
+        not whole,
+        f"The state of self.optimizer has {max(whole, default=0):g} bytes on a worker, but the two "
+        f"moments of a part have {part_bytes}.",
+        "give only this worker's part to make_optimizer, as a parameter of its own",
+    )
     other = [float(one[1]) for one in found if float(one[1]) != part_bytes]
     c.expect(
         not other,
@@ -399,10 +425,10 @@ def conjugate(c: Check) -> None:
         values = [floats(c, one[place], "apply", (3,)) for place in (0, 1, 3, 4)]
         wanted = [own, all_weights, workers * np.arange(3) + total, weights * (rank + 1)]
         words = [
-            ("CopyIn.forward", "it is the identity"),
-            ("CopyIn.backward", "it adds up the gradients of all workers"),
-            ("SumOut.forward", "it adds up the inputs of all workers"),
-            ("SumOut.backward", "it is the identity"),
+            ("CopyIn.forward", "this pass is the identity"),
+            ("CopyIn.backward", "this pass adds up the gradients of all workers"),
+            ("SumOut.forward", "this pass adds up the inputs of all workers"),
+            ("SumOut.backward", "this pass is the identity"),
         ]
         for value, true, (name, hint) in zip(values, wanted, words, strict=True):
             c.need(
@@ -423,7 +449,9 @@ def conjugate(c: Check) -> None:
     )
 
 
-def _divided(c: Check, rank: int, workers: int, parts: list[Any], kept: str) -> None:
+def _divided(
+    c: Check, rank: int, workers: int, parts: list[Any], off_later: float, kept: str
+) -> None:
     """End the check if the parts of a divided module, or their gradients, are not right."""
     held, squares, everywhere, numbers, bias = (float(one) for one in parts[:5])
     biases = (everywhere - numbers) / bias
@@ -444,6 +472,12 @@ def _divided(c: Check, rank: int, workers: int, parts: list[Any], kept: str) -> 
         "every weight and bias of a part is a parameter with a gradient of its own; SumOut must "
         "not add up gradients",
     )
+    c.need(
+        off_later < 1e-10,
+        f"After a step of SGD the result on worker {rank} differs from the undivided one by "
+        f"{off_later:.2g}.",
+        "a bias that each worker scales by 1/N moves N times too far: add the whole bias once",
+    )
 
 
 @exercise("11.6", "The divided MLP", where="the engines")
@@ -456,7 +490,7 @@ def mlp(c: Check) -> None:
         "`ParallelMLP(...)(x)` did not return a tensor.",
         "fill in __init__ and forward, and return the result",
     )
-    for rank, (off, off_input, *parts) in enumerate(found):
+    for rank, (off, off_input, off_later, *parts) in enumerate(found):
         c.need(
             float(off) < 1e-10,
             f"On worker {rank} the result differs from the undivided one by {float(off):.2g}.",
@@ -468,7 +502,14 @@ def mlp(c: Check) -> None:
             "every worker used x, so the gradients of all workers must be added up: apply CopyIn "
             "to x",
         )
-        _divided(c, rank, len(found), parts, "rows of first.weight, and columns of second.weight")
+        _divided(
+            c,
+            rank,
+            len(found),
+            parts,
+            float(off_later),
+            "rows of first.weight, and columns of second.weight",
+        )
     c.expect(True, "result, input gradient and all parts equal the undivided MLP", "")
 
 
@@ -482,7 +523,7 @@ def attention(c: Check) -> None:
         "`ParallelAttention(...)(x)` did not return a tensor.",
         "fill in __init__ and forward, and return the result",
     )
-    for rank, (off, off_input, *parts) in enumerate(found):
+    for rank, (off, off_input, off_later, *parts) in enumerate(found):
         c.need(
             float(off) < 1e-10,
             f"On worker {rank} the result differs from the undivided one by {float(off):.2g}.",
@@ -492,9 +533,11 @@ def attention(c: Check) -> None:
         c.need(
             float(off_input) < 1e-10,
             f"On worker {rank} the gradient of the input differs by {float(off_input):.2g}.",
-            "CopyIn at the input, SumOut after the output's weights",
+            "use CopyIn at the input, and SumOut after the output's weights",
         )
-        _divided(c, rank, len(found), parts, "rows and columns of this worker's heads")
+        _divided(
+            c, rank, len(found), parts, float(off_later), "rows and columns of this worker's heads"
+        )
     c.expect(True, "result and gradients equal those of all heads on one worker", "")
 
 
@@ -521,7 +564,7 @@ def saved(c: Check) -> None:
         float(net) == float(net_true),
         f"For an MLP of 7 samples saved_bytes gives {float(net):g}, but the input and both hidden "
         f"tensors have {float(net_true):g} bytes.",
-        "weights are saved too, but they are no activations: leave out the parameters of a module",
+        "weights are saved too, but they are not activations: leave out the parameters of a module",
     )
     c.need(
         float(plus) == float(plus_true),

@@ -89,7 +89,7 @@ def _one_message(
         c.need(
             off <= 0.5 * step * 1.001 + 1e-7,
             f"After 8 bits a number is off by {off:.3g}; one step of the scale is {step:.3g}.",
-            "round to the nearest whole number, do not cut",
+            "round to the nearest whole number; do not cut off the fraction",
         )
         return
     expected = truth(v)
@@ -98,7 +98,7 @@ def _one_message(
         bool(np.allclose(read, expected, rtol=1e-5, atol=1e-6)),
         f"unpack_{name}(pack_{name}(v)): number {worst} is {v[worst]:.3g} in v, and comes back as "
         f"{read[worst]:.3g}.",
-        "largest in magnitude: a large negative number counts too"
+        "take the numbers largest in magnitude: a large negative number counts too"
         if name == "top_k"
         else "the scale is the mean magnitude, and a bit of 1 means +scale",
     )
@@ -367,7 +367,7 @@ def gossip(c: Check) -> None:
         c.need(
             found == rounds,
             f"rounds_to({matrix.tolist()}, {factor}) returned {found:g}.",
-            "the smallest whole t with second ** t <= factor",
+            "return the smallest whole t with second ** t <= factor",
         )
     c.expect(True, "`second_eigenvalue` and `rounds_to` are right", "")
     for n in (2, 8):

@@ -191,7 +191,8 @@ def check_compiled(model: Any, distribution: Any) -> None:
             "The optimizer was made outside this run's strategy, so it cannot be used in it.",
             seen=f"made under {type(made).__name__}",
             allowed=f"made under {type(distribution).__name__}",
-            next_step="make it in the cell that trains: that cell runs in the strategy's scope",
+            next_step="make the optimizer in the cell that trains: that cell runs in the "
+            "strategy's scope",
             code="WB-FIT-083",
         )
 
@@ -221,7 +222,7 @@ def check_given(model: Any, call: Mapping[str, Any]) -> None:
         raise FitError(
             "fit was given no labels, and the model's loss needs them.",
             seen=f"x of shape {tuple(data.shape)}, y=None, loss={_named(loss)}",
-            next_step="call model.fit(x, y, ...); a model that learns its own input: "
+            next_step="call model.fit(x, y, ...), or for a model that learns its own input "
             "model.fit(x, x)",
             code="WB-FIT-086",
         )
@@ -286,7 +287,7 @@ def check_batched(data: tf.data.Dataset) -> None:
         raise FitError(
             "The tf.data set gives single samples, not batches.",
             seen=f"parts of shapes {', '.join(map(str, shapes))}",
-            next_step="call .batch(64) on it",
+            next_step="call .batch(64) on the data set",
             code="WB-FIT-089",
         )
 
@@ -312,8 +313,8 @@ def note_keras_2(context: RunContext) -> None:
     """Report that `tf_keras` is not recorded, if a cell imports it and no training was seen."""
     if "tf_keras" in sys.modules:
         text = (
-            "tf_keras (Keras 2) is imported: its fit trains, but it is not recorded and cannot be "
-            "stopped. Write the model with keras (Keras 3)."
+            "tf_keras (Keras 2) is imported: its fit trains, but this training is not "
+            "recorded and cannot be stopped. Write the model with keras (Keras 3)."
         )
         context.emit(events.Noted(rank=context.spec.rank, text=text))
 

@@ -164,7 +164,8 @@ def check_model(model: Any, distribution: Any) -> None:
         "The model was built outside this run's strategy, so it cannot train under it.",
         seen=f"built under {type(owner).__name__}" if owner else "built under no strategy",
         allowed=f"built under {type(distribution).__name__}",
-        next_step="build and compile it in the cell that trains it; that cell runs in the scope",
+        next_step="build and compile the model in the cell that trains it: that cell runs in the "
+        "strategy's scope",
         code="WB-FIT-074",
     )
 
@@ -464,7 +465,7 @@ def _theirs(
     higher = {path for rank, named in heard.items() if rank > context.spec.rank for path in named}
     for one, path in zip(callbacks, paths, strict=True):
         if path in higher:
-            note(f"{type(one).__name__} is written by rank 0 only: all workers use {path}.")
+            note(f"{type(one).__name__} writes on rank 0 only, because all workers use {path}.")
     return [one for one, path in zip(callbacks, paths, strict=True) if path in lower]
 
 

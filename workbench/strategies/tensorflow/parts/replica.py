@@ -291,7 +291,7 @@ def metric_function(name: str, metric: Any) -> Callable[[Any, Any], Any]:
             f"Metric {name} is not a mean over samples, so it cannot be added up over replicas.",
             seen=type(metric).__name__,
             allowed="a function of (output, y), or a Keras metric that averages",
-            next_step="compile the model with it and call model.fit",
+            next_step="compile the model with this metric and call model.fit",
             code="WB-FIT-103",
         )
     if str(getattr(metric, "__module__", "")).startswith("keras."):
@@ -321,7 +321,7 @@ def build_optimizer(optimizer: Any, model: Any, distribution: Any) -> Any:
         raise FitError(
             "The optimizer was made outside this run's strategy.",
             seen=type(made._distribution_strategy).__name__,
-            next_step="make it in the cell that trains with it",
+            next_step="make the optimizer in the cell that trains with it",
             code="WB-FIT-105",
         )
     if not made.built:

@@ -126,7 +126,7 @@ def _check_kind(context: RunContext, distribution: Any, original: type, name: st
         "The cell creates a strategy, but its first line names another strategy.",
         seen=f"tf.distribute.{name}(...) under {chosen}",
         allowed="the name `strategy`, which exists already",
-        next_step=f"remove this line of the cell, or choose {word} instead of {chosen}",
+        next_step=f"remove the line that creates a strategy, or choose {word} instead of {chosen}",
         code="WB-FIT-097",
     )
 
@@ -282,7 +282,7 @@ class Steps:
             often = "once" if self._traces == 1 else f"{self._traces} times"
             text = (
                 f"TensorFlow traced the step {often}, {self._traced_s:.1f} s in total; "
-                "no step's time includes it."
+                "no step's time includes the tracing."
             )
             self.context.emit(events.Noted(rank=0, text=text))
 
@@ -317,8 +317,8 @@ class Steps:
         if not self._unseen:
             self._unseen = True
             reason = (
-                "no gradient was reduced at a place where a clock can be read "
-                "(jit_compile has none)"
+                "no clock could be read where gradients are reduced "
+                "(with jit_compile this is impossible)"
             )
             self.context.emit(events.Unmeasured(columns=dict.fromkeys(UNSEEN, reason)))
 

@@ -327,7 +327,8 @@ def unused(name: str) -> FitError:
     return FitError(
         "A parameter took no part in the loss, so there is no gradient to average.",
         seen=name,
-        next_step="use it, freeze it (requires_grad=False), or set -o find_unused_parameters=true",
+        next_step="use the parameter, freeze it (requires_grad=False), or set "
+        "-o find_unused_parameters=true",
         code="WB-FIT-110",
     )
 

@@ -341,7 +341,7 @@ class NoBackward:
             "own share only.",
             seen="backward() within step_fn",
             allowed="a step_fn that returns the loss: wb.fit calls backward and averages",
-            next_step="return the loss (their sum, if there are several), or write the loop "
+            next_step="return the loss (or the sum of several losses), or write the loop "
             "yourself with wb.prepare",
             code="WB-FIT-155",
         )

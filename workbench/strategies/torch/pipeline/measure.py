@@ -234,9 +234,9 @@ def form_of(value: Any, layer: str) -> Form:
     """
     if not isinstance(value, torch.Tensor):
         raise FitError(
-            "A layer may pass only tensors to the next stage.",
+            "A layer can pass only tensors to the next stage.",
             seen=f"layer {layer} returns a {type(value).__name__}",
-            next_step="let it return a tensor or a tuple of tensors",
+            next_step="let the layer return a tensor or a tuple of tensors",
             code="WB-FIT-141",
         )
     return Form(tuple(value.shape), value.dtype)
@@ -305,7 +305,7 @@ def _check_samples(layers: Sequence[Layer], costs: Sequence[Cost], samples: int)
         "A layer changes the number of samples, so outputs and targets would not match.",
         seen=f"Layer {layer}: {samples} samples became {form.shape[0]} rows of "
         f"{tuple(form.shape[1:])}",
-        next_step="use nn.Flatten() or x.flatten(1), and fit the next layer to it: view(-1, n) "
+        next_step="use nn.Flatten() or x.flatten(1), and adapt the next layer: view(-1, n) "
         "moves values into the batch if n is not the size of one sample",
         code="WB-FIT-142",
     )

@@ -384,8 +384,8 @@ def uneven(samples: int, whole: int) -> FitError:
         "A batch must divide into equal microbatches, because the model computes the loss itself.",
         seen=f"{samples} samples",
         allowed=f"a multiple of {whole}",
-        next_step="drop the rest (a DataLoader with drop_last=True), or let the model return "
-        "its output and use loss=, which takes batches of any size",
+        next_step="drop the last, smaller batch (a DataLoader with drop_last=True), or let the "
+        "model return its output and use loss=, which takes batches of any size",
         code="WB-FIT-144",
     )
 

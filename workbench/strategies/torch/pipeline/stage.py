@@ -102,7 +102,7 @@ def autocast(precision: str | None, device: torch.device) -> Callable[[], Any]:
         return contextlib.nullcontext
     if precision == "fp16":
         raise FitError(
-            "precision cannot be 'fp16': it scales the loss, which a pipeline cannot do by stage.",
+            "precision cannot be 'fp16': it scales the loss, and the stages cannot do this.",
             seen=precision,
             allowed="None or 'bf16'",
             next_step="precision='bf16'",

@@ -285,9 +285,9 @@ class _Copier:
             return value.to(self._device)
         if value.numel():
             raise FitError(
-                "The model makes a constant on the device of its weights, which has no memory yet.",
+                "The model makes a constant on its weights' device (meta), which has no memory.",
                 seen=name,
-                next_step="pass the model itself instead of a function, or register it as a buffer",
+                next_step="pass the model, not a function, or register the constant as a buffer",
                 code="WB-FIT-150",
             )
         return torch.empty_like(value, device=self._device)

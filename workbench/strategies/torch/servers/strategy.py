@@ -226,20 +226,20 @@ class Served(Strategy):
         raise FitError(
             "Loss scaling cannot be used with servers: each worker would skip different steps.",
             seen=seen,
-            allowed="bf16, which needs none; fp16 under mirrored, sharded, local_sgd, gossip",
-            next_step="use precision='bf16', in a loop torch.autocast(..., dtype=torch.bfloat16), "
-            "without a GradScaler",
+            allowed="bf16, which needs no scaling; fp16 under mirrored, sharded, local_sgd, gossip",
+            next_step="use precision='bf16'; in your own loop, use torch.autocast(..., "
+            "dtype=torch.bfloat16) without a GradScaler",
             code="WB-FIT-128",
         )
 
     def _refuse_another(self) -> None:
         raise FitError(
-            "The servers step the optimizer that wb.prepare received; a new optimizer would train "
+            "The servers use the optimizer that wb.prepare received; a new optimizer would train "
             "only this worker's copy.",
             seen="optimizer.step() of another optimizer",
             allowed="one optimizer for the whole loop",
-            next_step="change its param_groups (lr, momentum, ...), which reach the servers, or "
-            "use strategy mirrored",
+            next_step="change the first optimizer's param_groups (lr, momentum, ...), which reach "
+            "the servers, or use strategy mirrored",
             code="WB-FIT-129",
         )
 
