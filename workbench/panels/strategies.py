@@ -82,7 +82,7 @@ class StrategiesPart(Part):
         found["ready"] = not found["problem"]
         none = self.panel.session.cluster is None
         starts = max(choice.workers or 1, choice.engines)
-        found["note"] = f"No engine is running yet. Run starts {starts}." if none else ""
+        found["note"] = f"No engine is running yet. The button Run starts {starts}." if none else ""
         return found
 
     def _problem(

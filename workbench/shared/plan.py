@@ -450,7 +450,7 @@ def _check_on_failure(
                 "order. So the run cannot continue without a restart when a worker dies: one "
                 "server may have counted a push that the other servers never receive.",
                 seen=f"--on-failure heal, {name}={value}",
-                allowed=f"heal without {name}={value}; stop, or replace with --checkpoint DIR",
+                allowed=f"heal without {name}={value}; or stop; or replace, with --checkpoint DIR",
                 next_step=f"leave out -o {name}={value}",
                 code="WB-PLAN-330",
             )

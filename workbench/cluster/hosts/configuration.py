@@ -296,7 +296,7 @@ def _check_hosts(settings: LaunchSettings, engines: int) -> None:
         raise PlanError(
             "The hosts have fewer slots than the requested engines.",
             seen=f"{sum(slots)} slots for {engines} engines",
-            allowed=f"slots that add up to at least {engines}, or a host without a number",
+            allowed=f"slots that add up to at least {engines}, or a host without a number of slots",
             next_step=f"%cluster start {sum(slots)}, or more slots: --on {settings.on[0].name}:"
             f"{settings.on[0].slots + engines - sum(slots)}",
             code="WB-PLAN-169",
@@ -437,7 +437,7 @@ def _word(one: Given) -> str:
             "A scheduler does not accept this name.",
             seen=one.shown,
             allowed="letters and digits, with - _ . , between them",
-            next_step="sinfo lists the partitions, sacctmgr show user $USER the accounts",
+            next_step="sinfo lists the partitions; `sacctmgr show user $USER` lists accounts",
             code="WB-PLAN-181",
         )
     return text

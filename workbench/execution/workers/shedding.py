@@ -242,11 +242,11 @@ def shed_words(event: Shed, who: str, before: int) -> str:
         return f"No worker is slow any more: from step {event.step} on all shares are equal again."
     return (
         f"{who} has taken {event.ratio:.1f} times as long as the others for its {before} samples, "
-        f"for {event.slow_s:.0f} s. From step {event.step} on the batch is divided as {batch}."
+        f"for {event.slow_s:.0f} s. From step {event.step} on, the batch is divided as {batch}."
     )
 
 
 def gained_words(event: Gained) -> str:
     """Return the note on the time that was gained."""
     before, after = (f"{1e3 * one:.3g} ms" for one in (event.before_s, event.after_s))
-    return f"From step {event.step} on a step takes {after} instead of {before}."
+    return f"From step {event.step} on, each step takes {after} instead of {before}."

@@ -182,8 +182,8 @@ def _compare(c: Check, keras: dict[str, Any], torch: dict[str, Any], what: str) 
     c.need(
         math.isclose(number, truth, rel_tol=1e-4, abs_tol=1e-9),
         f"apart(...) of {what} returned {number:.4g}, which is not the largest difference.",
-        "take absolute values and the largest of them, and transpose matrices, because the same "
-        "number of elements does not put them in the same places",
+        "return the largest absolute difference; transpose the matrices first, because the two "
+        "frameworks store the same numbers in different places",
     )
 
 

@@ -137,8 +137,8 @@ def _time(seconds: float) -> str:
 WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
     "synchronous": "each step ends when the last of the other workers is ready",
-    "pipeline": "the busiest of the other stages sets the pace; the gain is understated, because "
-    "the time to fill the pipeline stays",
+    "pipeline": "the busiest of the other stages sets the pace; the real gain is larger, because "
+    "the model does not shorten the time to fill the pipeline",
     "asynchronous": "the worker gets the median rate of the others",
 }
 

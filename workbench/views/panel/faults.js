@@ -10,7 +10,7 @@ SECTIONS.push({
     const lab = kit.h("div", { class: "wbp-lab" });
     const workers = kit.h("div", { class: "wbp-victims" });
     const everyone = kit.h("div", { class: "wbp-everyone" });
-    const same = kit.h("code", { class: "wbp-same", title: "The same faults as flags of the magic" });
+    const same = kit.h("code", { class: "wbp-same", title: "These faults, written as flags of %%distributed" });
     const clear = kit.button("Remove all", "Remove every fault", () => app.do("faults.clear"));
     const jitter = slider("jitter", "each step of each worker, 0 to", [0, 200, 1], (v) => `${v} ms`, (v) => app.do("faults.everyone", { jitter_ms: v }));
     const latency = slider("latency of links (simulated)", "added to each message", [0, 200, 1], (v) => `${v} ms`, (v) => app.do("faults.everyone", { latency_ms: v }));

@@ -459,4 +459,4 @@ def best(c: Check) -> None:
             "try every number of blocks; the backward pass begins with the last block, and the "
             "last bucket may be smaller",
         )
-    c.expect(True, "no other size leaves less time exposed", "")
+    c.expect(True, "your size leaves the least time exposed", "")

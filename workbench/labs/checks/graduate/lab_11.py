@@ -443,8 +443,8 @@ def conjugate(c: Check) -> None:
         )
     c.expect(
         True,
-        "CopyIn is the identity in the forward pass, SumOut in the backward pass; in the other "
-        "pass each adds up",
+        "CopyIn copies in the forward pass and sums over all workers in the backward pass; SumOut "
+        "does the opposite",
         "",
     )
 
