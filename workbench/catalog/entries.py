@@ -539,7 +539,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         options=(
             Option(
                 "servers", "int", 1, minimum=1, maximum=64,
-                help="how many servers hold the variables, which are dealt out one by one",
+                help="number of servers; each gets the next variable in turn",
             ),
             Option(
                 "partitioner", "str", "none", pattern=r"none|fixed:0*[1-9]\d*|min_size:0*[1-9]\d*",

@@ -59,7 +59,7 @@ class BlameMatrix(Picture, Blame):
     def notes(self) -> list[str]:
         """Return which steps were counted."""
         return [
-            f"{self._counted()}. A row's worker waited for a column's worker; means are per step."
+            f"{self._counted()}. Rows: waiting workers. Columns: the workers they waited for. Means per step."
         ]
 
     def _counted(self) -> str:
