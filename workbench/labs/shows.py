@@ -248,7 +248,7 @@ def take_home(*runs: Run | str, to: str | Path = "lab.zip") -> Bundle:
     path = Path(to)
     if path.suffix != ".zip":
         raise PlanError(
-            "to must be the name of a zip file.",
+            "The argument to= must be the name of a zip file.",
             seen=str(to),
             allowed='"lab.zip"',
             code="WB-PLAN-049",

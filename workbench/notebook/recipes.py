@@ -42,7 +42,7 @@ class Recipes(Mapping[str, Recipe]):
             raise PlanError(
                 "Another function is already registered under this name.",
                 seen=made.name,
-                allowed=f"a name that {known[0].function}() does not have",
+                allowed=f"another name than that of {known[0].function}()",
                 next_step=f"@wb.recipe(name=...), or wb.recipes.forget({made.name!r}) first",
                 code="WB-PLAN-111",
             )

@@ -146,7 +146,11 @@ def cluster_parser() -> argparse.ArgumentParser:
     add("--framework", metavar="NAME", help="framework to preload: torch or tensorflow")
     keep = "start: keep the cluster when this notebook ends; attach finds it again"
     add("--keep", action="store_true", help=keep)
-    add("--idle-timeout", metavar="T", help="start: end when idle for this long: 30m, never")
+    add(
+        "--idle-timeout",
+        metavar="T",
+        help="start: end the cluster after so much idle time: 30m, never",
+    )
     add("--take", action="store_true", help="attach: take it even if another notebook owns it")
     _launch_flags(add)
     _debug_flags(add)

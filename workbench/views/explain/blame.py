@@ -59,7 +59,8 @@ class BlameMatrix(Picture, Blame):
     def notes(self) -> list[str]:
         """Return which steps were counted."""
         return [
-            f"{self._counted()}. Rows: waiting workers. Columns: the workers they waited for. Means per step."
+            f"{self._counted()}. Rows: waiting workers. Columns: the workers they waited for. "
+            "Means per step."
         ]
 
     def _counted(self) -> str:

@@ -179,7 +179,7 @@ SECTIONS.push((() => {
     const charts = kit.h("div", { class: "wbp-scalecharts" },
       kit.h("figure", { class: "wbp-loss" }, kit.h("figcaption", {}, kit.h("b", {}, "Speed-up"), kit.h("span", {}, "samples per second")), speed),
       kit.h("figure", { class: "wbp-loss" }, kit.h("figcaption", {}, kit.h("b", {}, "Efficiency"), kit.h("span", {}, "speed-up per worker")), share));
-    const table = kit.h("div", { class: "wbp-scroll", tabindex: "0", role: "region", "aria-label": "Table of the numbers of workers" });
+    const table = kit.h("div", { class: "wbp-scroll", tabindex: "0", role: "region", "aria-label": "Table of results for each number of workers" });
     const saves = kit.h("div", { class: "wbp-row", role: "group", "aria-label": "Export" }, kit.h("span", { class: "wbp-muted" }, "Export"), EXPORTS.map(([kind, name]) => kit.button(name, `Save scaling as ${name}`, () => save(kind))));
     const notes = kit.h("ul", { class: "wb-notes" });
     const whole = kit.h("div", { class: "wbp-compared" }, verdict, legend, charts, others, table, kit.h("div", { class: "wbp-row" }, price.root, expected.root, beside.root), saves, notes);

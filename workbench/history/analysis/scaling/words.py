@@ -177,8 +177,9 @@ def words_of_predictions(curves: Sequence[Curve]) -> Iterable[str]:
     if made:
         runs = ", ".join(dict.fromkeys(one.run for one in made.values()))
         yield (
-            f"Predicted from {runs}; runs with one worker only show how the work depends on the "
-            "samples. 90 % of such runs lie in the interval, relative to the measured baseline."
+            f"Predicted from {runs}. Runs with one worker are used only to find how the work "
+            "depends on the samples. The interval holds 90 % of the runs that you would measure, "
+            "relative to the measured baseline."
         )
     said: dict[str, list[str]] = {}
     for name, one in made.items():
