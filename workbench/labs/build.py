@@ -362,7 +362,7 @@ def _in_order(text: str) -> Iterator[Piece | list[str]]:
             raise PlanError(
                 "A block of a lab is not valid.",
                 seen=f"```python{block[1]}",
-                allowed="`unseen` or `lesson` without a number; or `exercise`, `solution`, `right`, "
+                allowed="`unseen` or `lesson` without a number; `exercise`, `solution`, `right`, "
                 "`wrong` or `check` with the exercise's number. The block `exercise` comes first; "
                 "it can end with points=N",
                 code="WB-PLAN-053",

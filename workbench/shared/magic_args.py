@@ -149,7 +149,7 @@ def cluster_parser() -> argparse.ArgumentParser:
     add(
         "--idle-timeout",
         metavar="T",
-        help="start: end the cluster after so much idle time: 30m, never",
+        help="start: idle time after which the cluster ends: 30m, never",
     )
     add("--take", action="store_true", help="attach: take it even if another notebook owns it")
     _launch_flags(add)

@@ -16,7 +16,7 @@ SECTIONS.push((() => {
   const BARS = [
     ["samples_per_s", "Throughput", "samples/s after warm-up, more is better", rate],
     ["all_samples_per_s", "Throughput, all steps", "samples/s, including the first steps", rate],
-    ["speedup", "Speed-up", "throughput over one device, after warm-up", times],
+    ["speedup", "Speed-up", "throughput divided by that of one device, after warm-up", times],
     ["efficiency", "Efficiency", "speed-up per worker", percent],
     ["step_s", "Time of a step", "less is better", kit.seconds],
     ["sent_bytes_per_step", "Sent per step", "by all workers", kit.bytes],

@@ -222,8 +222,7 @@ def check_given(model: Any, call: Mapping[str, Any]) -> None:
         raise FitError(
             "fit was given no labels, and the model's loss needs them.",
             seen=f"x of shape {tuple(data.shape)}, y=None, loss={_named(loss)}",
-            next_step="call model.fit(x, y, ...), or for a model that learns its own input "
-            "model.fit(x, x)",
+            next_step="call model.fit(x, y, ...), or model.fit(x, x) if the model learns its input",
             code="WB-FIT-086",
         )
 
