@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from workbench.errors import PlanError
-from workbench.labs import answers, asking, build, shows
+from workbench.labs import answers, asking, build, plain, shows
 from workbench.labs.answers import Check, Stuck
 from workbench.labs.checks import lab_2
 from workbench.labs.grading.processes import MARK
@@ -310,3 +310,19 @@ def test_many_engines_start_only_where_memory_and_limits_allow_it(monkeypatch):
     assert asking.can_run(63, memory_bytes=1e10)
     monkeypatch.setenv(MARK, "of a grader")
     assert not asking.can_run(63, memory_bytes=1e10)
+
+
+def test_a_check_that_fewer_engines_answer_asks_for_all_of_them():
+    class Short(asking.Check):
+        def __init__(self, lost):
+            answer = {"values": [plain.pack(3)], "lost": lost}
+            super().__init__("10.2", SimpleNamespace(ask=lambda *_: answer))
+
+    whole = Short([])
+    assert whole.ask("x") == [3]
+    whole.need_all_engines()
+    short = Short([0, 2])
+    short.ask("x")
+    with pytest.raises(Stuck):
+        short.need_all_engines()
+    assert "0, 2" in short.findings[-1].words

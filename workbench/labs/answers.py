@@ -48,6 +48,7 @@ class Check:
         self.number = number
         self._side: Side = Here(asked) if isinstance(asked, Mapping) else asked
         self.findings: list[Finding] = []
+        self._lost: list[str] = []  # engines that had died before the latest `ask`
 
     # -- saying ------------------------------------------------------------------------------------
 
@@ -239,6 +240,14 @@ class Check:
                 )
         return found
 
+    def need_all_engines(self) -> None:
+        """End the check if engines had died before the latest `ask`: fewer workers answered it."""
+        self.need(
+            not self._lost,
+            f"The check needs all engines, but these are dead: {', '.join(self._lost)}.",
+            "run the lab's first cell (labs.begin) again, then all cells from there on",
+        )
+
     def ask(
         self, source: str, *, limit_s: float = LIMIT_S, framework: str | None = None, hint: str = ""
     ) -> list[Any]:
@@ -256,6 +265,7 @@ class Check:
             )
         if "values" not in found:
             self.wrong(str(found.get("wrong")), str(found.get("hint") or hint))
+        self._lost = [str(one) for one in found.get("lost") or ()]
         return [unpack(one) for one in found["values"]]
 
 

@@ -126,7 +126,8 @@ class Here:
             words = f"On the engines: {failure.what.splitlines()[0]}"
             return {"wrong": words, "hint": failure.next_step or ""}
         found = cluster.pull([_ANSWER], task.ids)
-        return {"values": [plain.pack(found[engine].get(_ANSWER)) for engine in task.ids]}
+        values = [plain.pack(found[engine].get(_ANSWER)) for engine in task.ids]
+        return {"values": values, "lost": cluster.pool.lost_workers}
 
     def run(self, name: str) -> Wire:
         """See `Side`."""

@@ -100,6 +100,16 @@ def ring(c: Check) -> None:
         f"with a tensor of {shown * NUMBER_BYTES} bytes a worker sent {sent[shown]} bytes",
         "a message is one chunk of the tensor, not the whole tensor",
     )
+    matrices = c.ask(
+        _MATRIX, limit_s=LIMIT_S, hint="receive each chunk into torch.empty_like(chunk)"
+    )
+    whole = sum(10.0**rank for rank in range(workers))
+    c.expect(
+        all((np.asarray(one, dtype=float) == whole).all() for one in matrices),
+        "a matrix in double precision is added up too, like a gradient",
+        "a matrix of float64 is not added up",
+        "receive each chunk into torch.empty_like(chunk)",
+    )
 
 
 def _not_around(found: list[Any], turn: int) -> list[tuple[int, int]]:
@@ -320,6 +330,16 @@ _labs_answer = _labs_look()
 del _labs_look
 """
 
+_MATRIX = """
+def _labs_look():
+    x = torch.full((4, 3), 10.0**rank, dtype=torch.float64)
+    ring(x, Mail())
+    return x
+_labs_answer = _labs_look()
+del _labs_look
+"""
+"""What section 9 does with gradients."""
+
 Groups = list[list[int]]
 
 
@@ -336,6 +356,7 @@ def ready(c: Check, function: str) -> int:
         f"The engines have no function `{function}`.",
         f"run the cell of exercise {c.number}: it begins with %%distributed",
     )
+    c.need_all_engines()
     return len(have)
 
 

@@ -19,17 +19,30 @@ if TYPE_CHECKING:
     from ...answers import Check
 
 _WIRE = """
+class _LabsSent:
+    def __init__(self, wire, work):
+        self.wire, self.work = wire, work
+    def wait(self):
+        self.wire.waits += 1
+        return self.work.wait()
+
 class _LabsWire:
     def __init__(self):
         self.messages, self.sizes, self.begun, self.during = 0, [], [], None
+        self.waits = 0  # how often the worker waited for a message that it began
     def all_reduce(self, x):
         self.begin(x).wait()
     def begin(self, x):
         self.messages += 1
         self.sizes.append(x.numel() * x.element_size())
         self.begun.append(None if self.during is None else self.during())
-        work = dist.all_reduce(x.detach(), async_op=True)
-        return work
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+        dist.all_gather(sizes, torch.tensor([x.numel()]))
+        sizes = [int(size) for size in sizes]
+        if len(set(sizes)) > 1:  # gloo would end the process
+            sent = ", ".join(f"worker {r} sends {size} numbers" for r, size in enumerate(sizes))
+            raise ValueError(f"message {self.messages} differs between workers: {sent}")
+        return _LabsSent(self, dist.all_reduce(x.detach(), async_op=True))
     def broadcast(self, x, source=0):
         dist.broadcast(x, source)
 
@@ -50,7 +63,9 @@ def _labs_data(seed):
     x = torch.randn(6, 5, generator=generator, dtype=torch.float64)
     return x, torch.randn(6, 2, generator=generator, dtype=torch.float64)
 """
-_FORGET = "\ndel _LabsWire, _labs_net, _labs_grads, _labs_data, _labs_look\n"
+_ORDER = "all workers must send the same messages in the same order; for None, send zeros"
+
+_FORGET = "\ndel _LabsSent, _LabsWire, _labs_net, _labs_grads, _labs_data, _labs_look\n"
 
 _SAME = """
 def _labs_look():
@@ -79,8 +94,9 @@ def _labs_look():
     wire = _LabsWire()
     shapes = [(3, 4), (1,), (2, 2, 2), ()]
     given = [torch.full(s, i + 10.0 ** rank, dtype=torch.float64) for i, s in enumerate(shapes)]
+    kept = list(given)  # the tensors must change, not the list
     average_flat(given, wire)
-    return [torch.cat([g.reshape(-1) for g in given]), [wire.messages]]
+    return [torch.cat([g.reshape(-1) for g in kept]), [wire.messages]]
 _labs_answer = _labs_look()
 """
 
@@ -107,7 +123,7 @@ def _labs_look(kind, limit, steps, quiet, unused):
     net, wire = _labs_net(rank), _LabsWire()
     parallel = kind(net, wire, limit)
     weights = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
-    told, done = [], []
+    told, done, waits = [], [], 0
     net[0].weight.register_hook(lambda gradient: done.append(1))
     wire.during = lambda: len(done)
     for step in range(steps):
@@ -118,7 +134,7 @@ def _labs_look(kind, limit, steps, quiet, unused):
             left_out = unused and rank == 0
             out = out.detach() * net[0].weight.sum() if left_out else out
             return ((out - y[part]) ** 2).mean()
-        wire.messages, wire.sizes, wire.begun = 0, [], []
+        wire.messages, wire.sizes, wire.begun, wire.waits = 0, [], [], 0
         done.clear()
         if quiet:
             with parallel.no_sync():
@@ -129,6 +145,7 @@ def _labs_look(kind, limit, steps, quiet, unused):
         else:
             loss(slice(0, 6)).backward()
         early = sum(1 for one in wire.begun if one == 0)
+        waits += wire.waits  # before finish: the backward pass stood still
         parallel.finish()
         told += [wire.messages, early, sum(wire.sizes)]
     grads = torch.cat([g.reshape(-1) for g in _labs_grads(net)])
@@ -147,7 +164,7 @@ def _labs_look(kind, limit, steps, quiet, unused):
         mine.append([torch.zeros_like(p) if p.grad is None else p.grad.clone()
                      for p in net2.parameters() if p.requires_grad])
     true = torch.cat([sum(parts).reshape(-1) / world_size for parts in zip(*mine)])
-    return [weights, grads, true, told]
+    return [weights, grads, true, told, waits]
 _labs_answer = _labs_look(KIND, LIMIT, STEPS, QUIET, UNUSED)
 """
 """A step's gradients by the answer, and those of one device that computes all shares."""
@@ -197,7 +214,7 @@ def predicted(c: Check) -> None:
 def naive(c: Check) -> None:
     """Call both functions on the engines. Compare the tensors, and count the messages."""
     workers = have(c, "same_weights", "average_naive")
-    found = c.ask(_WIRE + _SAME + _FORGET)
+    found = c.ask(_WIRE + _SAME + _FORGET, hint=_ORDER)
     first = floats(c, found[0], "same_weights")
     off = [rank for rank, one in enumerate(found) if not np.array_equal(np.asarray(one), first)]
     c.need(
@@ -212,7 +229,7 @@ def naive(c: Check) -> None:
         "worker 0 itself was changed",
         "a broadcast from worker 0 leaves its values as they are",
     )
-    found = c.ask(_WIRE + _NAIVE + _FORGET)
+    found = c.ask(_WIRE + _NAIVE + _FORGET, hint=_ORDER)
     _mean_of(c, "average_naive", found, workers, _naive_truth(workers))
     c.expect(
         all(int(one[1][0]) == 7 for one in found),
@@ -255,7 +272,7 @@ def _mean_of(
 def flat(c: Check) -> None:
     """Call `average_flat` with tensors of several shapes. Compare the means, count the messages."""
     workers = have(c, "average_flat")
-    found = c.ask(_WIRE + _FLAT + _FORGET)
+    found = c.ask(_WIRE + _FLAT + _FORGET, hint=_ORDER)
     total = sum(10.0**rank for rank in range(workers)) / workers
     true = np.array([total + i for i, count in enumerate((12, 1, 8, 1)) for _ in range(count)])
     _mean_of(c, "average_flat", found, workers, true)
@@ -319,9 +336,9 @@ def _trained(
     given = {"KIND": kind, "LIMIT": limit, "STEPS": steps, "QUIET": quiet, "UNUSED": unused}
     for name, value in given.items():
         source = source.replace(name, str(value))
-    found = c.ask(_WIRE + source + _FORGET)
+    found = c.ask(_WIRE + source + _FORGET, hint=_ORDER)
     first = floats(c, found[0][0], "the weights")
-    for rank, (weights, grads, true, _) in enumerate(found):
+    for rank, (weights, grads, true, *_) in enumerate(found):
         c.need(
             np.array_equal(np.asarray(weights, dtype=float), first),
             f"After {kind}(...) worker {rank} has other weights than worker 0.",
@@ -356,6 +373,13 @@ def parallel(c: Check) -> None:
         "messages begin while the backward pass is still running",
         f"only {told[0][1]} of 7 messages began before the backward pass reached the first layer",
         "begin a bucket in the hook, as soon as its last gradient arrives",
+    )
+    waits = max(int(worker[4]) for worker in small)
+    c.expect(
+        not waits,
+        "the backward pass never waits for a message",
+        f"in two steps a worker waited for {waits} messages during the backward pass",
+        "the hook only begins a message; call wait() in finish",
     )
     whole = _trained(c, "DataParallel", _LARGE)
     messages = [int(worker[3][0]) for worker in whole]
@@ -421,6 +445,7 @@ _UNEQUAL = (
     ([1e3, 1e3, 9e5, 1e3, 1e3, 1e3], [0.01, 0.01, 0.2, 0.01, 0.01, 0.01], 0.004, 1e7),
     ([5e4] * 12, [0.002] * 12, 0.02, 1e8),
     ([4e5, 1e4, 1e4, 1e4], [0.001, 0.05, 0.05, 0.05], 0.001, 1e7),
+    ([1e4, 5e4, 1e4, 5e4, 1e4], [0.01, 0.002, 0.05, 0.002, 0.01], 0.005, 5e6),
 )  # fmt: skip
 """Bytes and backward times of blocks, from the first to the last; latency and bandwidth."""
 

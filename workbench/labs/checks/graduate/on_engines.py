@@ -23,6 +23,7 @@ def have(c: Check, *names: str) -> int:
         f"run the cells of the lab in order, then the cell of exercise {c.number}: it begins with "
         "%%distributed",
     )
+    c.need_all_engines()
     return len(found)
 
 
