@@ -102,8 +102,9 @@ _labs_answer = _labs_look()
 
 _BUCKETS = """
 def _labs_look(sizes, frozen, limit):
-    given = [torch.nn.Parameter(torch.zeros(size, dtype=torch.float64), i not in frozen)
-             for i, size in enumerate(sizes)]
+    shapes = [(size // 2, 2) if size // 2 * 2 == size else (size,) for size in sizes]
+    given = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64), i not in frozen)
+             for i, shape in enumerate(shapes)]
     found = make_buckets(iter(given) if frozen else given, limit)
     if found is None:
         return None
