@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from predicted_runs import GRADIENTS_BYTES, draw_own, made_run, ring_run
 from workbench.errors import PlanError, RunError
 from workbench.prediction import model
 from workbench.prediction.link import parse_link
-from workbench.prediction.predict import Prediction, predict
+from workbench.prediction.predict import Prediction, _samples, predict
+from workbench.prediction.probe import Probe
 from workbench.prediction.variants import rank
 from workbench.prediction.work import Work
 from workbench.views.explain import prediction as view
@@ -319,3 +321,12 @@ def test_runs_that_were_measured_since_stand_beside_the_prediction() -> None:
     other = made_run(draw_own(rng, 60, 4), np.full(60, 0.3), "gossip", name="other")
     with pytest.raises(PlanError, match="WB-PLAN-311"):
         found.beside(other)
+
+
+def test_a_small_last_batch_does_not_lower_the_number_of_workers() -> None:
+    probe = Probe.of(ring_run(np.random.default_rng(3), A, B))
+    uneven = replace(probe, samples=0.98 * probe.batch / probe.workers)  # the mean over an epoch
+    most = int(probe.batch)
+    assert _samples(uneven, most, "strong", None) == pytest.approx(0.98)
+    with pytest.raises(PlanError, match="WB-PLAN-298"):
+        _samples(uneven, most + 1, "strong", None)
