@@ -10,6 +10,7 @@ example.
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import Action, ArgumentParser
 from collections.abc import Mapping
@@ -18,38 +19,45 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGE = REPOSITORY / "docs" / "magics.md"
 BEGIN, END = "<!-- {}: written by make_magics.py -->", "<!-- end of {} -->"
+CODE = re.compile(
+    r"^(?:start|attach|ssh|slurm|debug|logs)(?=: )|"
+    r"(?<![\w-])(?:--[a-z][\w-]*(?: heal)?|@?wb\.[\w.]*\w|"
+    r"[\w.@]+[=:@][\w.@=:,]*\w|\w+=\.{3}|'#SBATCH \.{3}'|\d+(?:\.\d+){3}/\d+|\[\d,\d\]|\d[,-]\d|"
+    r"torch|tensorflow|local|ssh|slurm|mpi|sbatch|mpiexec)(?![\w-])"
+)
+"""What a help text names as it is typed: flags, `name=value`, `wb.name`, hosts, addresses, ids."""
 
 CLUSTER: dict[str, tuple[str, str]] = {
     "action": ("`status`", "%cluster"),
-    "values": ("start: 2; else see the actions", "%cluster start 4"),
+    "values": ("`start`: 2; for other actions see the table of actions", "%cluster start 4"),
     "--devices": ("`auto`", "%cluster start 2 --devices cpu"),
     "--launcher": ("`local`", "%cluster start 2 --launcher local"),
-    "--on": ("ssh needs it", "%cluster start 6 --launcher ssh --on node1:4,user@node2:2"),
+    "--on": ("ssh needs this flag", "%cluster start 6 --launcher ssh --on node1:4,user@node2:2"),
     "--nodes": ("Slurm chooses the number", "%cluster start 8 --launcher slurm --nodes 2"),
-    "--gpus-per-node": ("none", "%cluster start 8 --launcher slurm --nodes 2 --gpus-per-node 4"),
-    "--time": ("the partition's", "%cluster start 8 --launcher slurm --time 1:30:00"),
+    "--gpus-per-node": ("0 GPUs", "%cluster start 8 --launcher slurm --nodes 2 --gpus-per-node 4"),
+    "--time": ("the partition's default", "%cluster start 8 --launcher slurm --time 1:30:00"),
     "--partition": ("the site's default", "%cluster start 8 --launcher slurm --partition gpu"),
     "--account": ("the user's default", "%cluster start 8 --launcher slurm --account ml"),
-    "--setup": ("nothing", "%cluster start 8 --launcher slurm --setup 'module load cuda'"),
+    "--setup": ("no line is run", "%cluster start 8 --launcher slurm --setup 'module load cuda'"),
     "--launcher-option": (
-        "nothing",
+        "no other options",
         "%cluster start 8 --launcher slurm --launcher-option qos=high",
     ),
     "--listen": (
-        "loopback; with hosts, the address from which the notebook reaches them",
+        "loopback; with other machines, the address from which the notebook connects to them",
         "%cluster start 4 --launcher slurm --listen eth0",
     ),
     "--ports": ("any free ports", "%cluster start 4 --launcher slurm --ports 20000-20100"),
     "--start-timeout": (
-        "2 minutes; Slurm: a day",
+        "2 minutes; with Slurm a day",
         "%cluster start 8 --launcher slurm --start-timeout 10m",
     ),
-    "--framework": ("torch, if it is installed", "%cluster start 2 --framework tensorflow"),
-    "--keep": ("off: it ends with the notebook", "%cluster start 8 --keep"),
-    "--idle-timeout": ("never; a day with `--keep`", "%cluster start 2 --idle-timeout 30m"),
+    "--framework": ("`torch`, if it is installed", "%cluster start 2 --framework tensorflow"),
+    "--keep": ("off: the cluster ends with the notebook", "%cluster start 8 --keep"),
+    "--idle-timeout": ("`never`; with `--keep` a day", "%cluster start 2 --idle-timeout 30m"),
     "--take": ("off", "%cluster attach ID --take"),
-    "--command": ("a prompt", '%cluster debug 1 -c "p x.shape" -c u'),
-    "--port": ("no server", "%cluster debug 1 --port 5678"),
+    "--command": ("a prompt opens", '%cluster debug 1 -c "p x.shape" -c u'),
+    "--port": ("debugpy is not started", "%cluster debug 1 --port 5678"),
     "--follow": ("off", "%cluster logs 1 -f"),
     "--lines": ("40", "%cluster logs 1 -n 100"),
 }
@@ -58,24 +66,27 @@ CLUSTER: dict[str, tuple[str, str]] = {
 ACTIONS: dict[str, tuple[str, str]] = {
     "start": (
         "%cluster start 4",
-        "starts engines; if engines run already, adds engines up to this number (default 2)",
+        "starts engines (by default 2); if engines already run, adds engines up to this number",
     ),
-    "status": ("%cluster", "a row per engine: device, CPU, memory, state, last log line"),
+    "status": ("%cluster", "shows a row per engine: device, CPU, memory, state, last log line"),
     "restart": (
         "%cluster restart 1",
-        "fresh engines under the same ids; without an id, all engines",
+        "replaces engine 1 by a new engine with the same id; without an id, replaces all engines",
     ),
     "logs": (
         "%cluster logs 1",
-        "the last lines of the engines' logs; without an id, of all engines",
+        "shows the last lines of the log of engine 1; without an id, of all engines",
     ),
-    "stacks": ("%cluster stacks", "the current stack of every thread of every engine"),
-    "debug": ("%cluster debug", "the frames of the rank that failed first, or of the named rank"),
+    "stacks": ("%cluster stacks", "shows the current stack of every thread of every engine"),
+    "debug": (
+        "%cluster debug",
+        "opens a debugger for the failure of the rank that failed first, or of the given rank",
+    ),
     "free": (
         "%cluster free",
         "deletes the cells' variables on all engines, and releases GPUs until the next cell or run",
     ),
-    "attach": ("%cluster attach ID", "takes over a kept cluster, with its run"),
+    "attach": ("%cluster attach ID", "takes over the kept cluster with this id, and its run"),
     "stop": ("%cluster stop", "ends all engines"),
 }
 """Per action of `%cluster`: a line that asks for it, what it does."""
@@ -104,7 +115,10 @@ def flags(parser: ArgumentParser, known: Mapping[str, tuple[str, str]]) -> str:
     for name, action in found.items():
         default, example = known[name]
         shown = ", ".join(f"`{flag}`" for flag in action.option_strings) or f"{name.upper()}"
-        rows.append((shown, takes(action), sentence(action.help or ""), default, f"`{example}`"))
+        said = action.help or ""
+        if action.dest == "action":
+            said = f"`{said.replace(', ', '`, `')}`"
+        rows.append((shown, takes(action), sentence(said), default, f"`{example}`"))
     return table(rows)
 
 
@@ -121,9 +135,11 @@ def takes(action: Action) -> str:
 
 
 def sentence(text: str) -> str:
-    """Return a help text as Markdown: flags and forms in backquotes."""
-    words = [f"`{word}`" if word.startswith("--") else word for word in text.split(" ")]
-    return " ".join(words)
+    """Return a help text as Markdown: flags, values and names of code in backquotes."""
+    parts = text.split("`")  # every second part is code already
+    return "`".join(
+        part if number % 2 else CODE.sub(r"`\g<0>`", part) for number, part in enumerate(parts)
+    )
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
@@ -152,13 +168,13 @@ def actions() -> str:
 def names() -> str:
     """Return the table of names that cells find on the engines."""
     rows = [(f"`{name}`", *what) for name, what in NAMES.items()]
-    return table([("name", "under", "what it is"), *rows])
+    return table([("name", "framework", "what it is"), *rows])
 
 
 NAMES: dict[str, tuple[str, str]] = {
     "rank": ("both", "this worker's index, 0 to `world_size - 1`"),
-    "local_rank": ("both", "its index among the workers of its host"),
-    "world_size": ("both", "number of workers of this cell or run; servers do not count"),
+    "local_rank": ("both", "this worker's index among the workers of its host"),
+    "world_size": ("both", "the number of workers of this cell or run, without servers"),
     "device": ("both", "this worker's device: `cpu`, `cuda:0`; under TensorFlow `GPU:0`"),
     "wb": ("both", "the package Workbench: `wb.fit`, `wb.prepare`, `wb.log`, `wb.data`, ..."),
     "dist": ("PyTorch", "`torch.distributed`, with a ready process group"),

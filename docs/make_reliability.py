@@ -49,51 +49,65 @@ GROWTH = {
 
 FAULTS = {
     "one rank raises, the others wait in all_reduce": (
-        "one rank raises an error, the others wait in all_reduce"
+        "one rank raises an error while the other ranks wait in `all_reduce`"
     ),
-    "one rank raises, the others sleep": "one rank raises an error, the others sleep",
-    "one rank raises in its data, mirrored": "one rank raises an error in its data, `mirrored`",
-    "Stop at a step boundary, mirrored": "Stop at the end of a step, `mirrored`",
+    "one rank raises, the others sleep": "one rank raises an error while the other ranks sleep",
+    "one rank raises in its data, mirrored": (
+        "one rank raises an error when it loads data, `mirrored`"
+    ),
+    "Stop at a step boundary, mirrored": "the run is stopped at the end of a step, `mirrored`",
     "interrupt of a cell whose ranks wait in all_reduce for one that sleeps": (
-        "interrupt of a cell: ranks wait in all_reduce for a rank that sleeps"
+        "a cell is interrupted while ranks wait in `all_reduce` for a rank that sleeps"
     ),
     "one rank raises under TensorFlow's multi-worker mirrored": (
         "one rank raises an error under TensorFlow's `multi_worker_mirrored`"
     ),
-    "a worker is SIGKILLed: named": "a worker receives SIGKILL: time until it is named",
-    "a server is SIGKILLed: named": "a server receives SIGKILL: time until it is named",
+    "a worker is SIGKILLed: named": "a worker receives SIGKILL: time until a message names it",
+    "a server is SIGKILLed: named": "a server receives SIGKILL: time until a message names it",
     "a worker is SIGKILLed: replaced, first step after it": (
         "a worker receives SIGKILL and is replaced: time until the next step"
     ),
     "a worker is SIGKILLed: the others go on, first step after it": (
-        "a worker receives SIGKILL and the others continue: time until the next step"
+        "a worker receives SIGKILL and the other workers continue: time until the next step"
     ),
-    "an agent is SIGKILLed": "an agent receives SIGKILL",
+    "Stop while a rank's data hangs and the others wait in all_reduce": (
+        "the run is stopped while one rank hangs in its data and the other ranks wait in "
+        "`all_reduce`"
+    ),
+    "Stop while a rank is in an endless loop and the others wait": (
+        "the run is stopped while one rank is in an endless loop and the other ranks wait"
+    ),
+    "interrupt of an endless loop in a cell": "a cell with an endless loop is interrupted",
+    "interrupt of time.sleep(1000) in a cell": "a cell in `time.sleep(1000)` is interrupted",
+    "a host's cable is pulled": "a host's network connection is cut",
+    "an agent is SIGKILLed": "Workbench's agent on a host receives SIGKILL",
     "all processes of a host are SIGKILLed": "all processes of a host receive SIGKILL",
     "the notebook's kernel is SIGKILLed": "the notebook's kernel receives SIGKILL",
 }
 """Words of the page for faults whose measured names are shorter."""
 
 CHAOS = {
-    "one engine killed, or all engines": ("kill engine", "kill engines"),
-    "the controller killed, or a process of its own": ("kill controller", "kill part"),
-    "the warm parent killed": ("kill warm parent",),
-    "the store's keeper killed": ("kill keeper",),
-    "one of these processes killed before the cell": (
+    "one engine is killed, or all engines": ("kill engine", "kill engines"),
+    "the controller or one of its own processes is killed": ("kill controller", "kill part"),
+    "the warm parent is killed": ("kill warm parent",),
+    "the keeper is killed": ("kill keeper",),
+    "one of these processes is killed before the cell begins": (
         "kill engine when idle", "kill part when idle", "kill controller when idle",
         "kill warm parent when idle",
     ),
-    "an engine suspended": ("halt engine",),
-    "another process suspended": (
+    "an engine is suspended": ("halt engine",),
+    "another process is suspended": (
         "halt controller", "halt part", "halt warm parent", "halt keeper",
     ),
-    "cell interrupted, once or twice": ("interrupt", "interrupt twice"),
-    "cell stopped, paused, or its engines restarted": (
+    "the cell is interrupted once or twice": ("interrupt", "interrupt twice"),
+    "the cell is stopped or paused, or its engines are restarted": (
         "stop", "pause, resume, stop", "pause, interrupt", "restart",
     ),
-    "a rank raises": ("raise",),
-    "the disk of the runs full, before or during the training": ("disk fills", "disk full before"),
-    "the disk of the checkpoints full": (
+    "a rank raises an error": ("raise",),
+    "the disk with the runs is full, before or during the training": (
+        "disk fills", "disk full before",
+    ),
+    "the disk with the checkpoints is full": (
         "checkpoint disk fills", "checkpoint disk full before",
     ),
 }  # fmt: skip
@@ -103,11 +117,11 @@ HELD = {
     "files": "open files",
     "sockets": "sockets among the open files",
     "pipes": "pipes",
-    "events": "event counters and polls",
-    "paths": "files and devices by path",
+    "events": "event counters and polls (eventfd, epoll)",
+    "paths": "open files and devices that have a path",
     "rss_mb": "memory (RSS), MB",
     "pss_mb": "memory (PSS), MB",
-    "processes": "processes started by it",
+    "processes": "processes that it started",
 }
 
 
@@ -121,7 +135,7 @@ def seconds(value: float | None) -> str:
 def faults(rows: list[dict[str, Any]]) -> str:
     """Return the table of what was promised and measured."""
     lines = [
-        "| fault | how to see it | promise | median | worst | repeats |",
+        "| fault | command or option | promised time | median | worst | repeats |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -162,33 +176,38 @@ def soak(found: dict[str, Any], without_kills: dict[str, Any]) -> str:
     """Return the table of what grew over many runs."""
     lines = [
         f"| growth per 100 runs, after the first {without_kills['behind']} | with kills "
-        "| without kills | without, earlier half | without, later half |",
+        "| without kills | without kills, earlier half | without kills, later half |",
         "|---|---|---|---|---|",
     ]
     for name, words in GROWTH.items():
         parts = (found["slopes"], *(without_kills[part] for part in ("slopes", "earlier", "later")))
         lines.append(f"| {words} | " + " | ".join(growth(part[name]) for part in parts) + " |")
-    lines.append(f"| runs | {found['runs']} | {without_kills['runs']} | | |")
+    lines.append(f"| number of runs | {found['runs']} | {without_kills['runs']} | | |")
     for words in ("interrupt", "kill", "raise", "HUNG"):
         counts = (
             sum(times for end, times in one["ends"].items() if words in end)
             for one in (found, without_kills)
         )
-        called = {"interrupt": "interrupted", "kill": "an engine killed", "raise": "a rank raised"}
-        lines.append(f"| {called.get(words, 'hung')} | " + " | ".join(map(str, counts)) + " | | |")
+        called = {
+            "interrupt": "runs that were interrupted", "kill": "runs in which an engine was killed",
+            "raise": "runs in which a rank raised an error",
+        }  # fmt: skip
+        lines.append(
+            f"| {called.get(words, 'runs that hung')} | " + " | ".join(map(str, counts)) + " | | |"
+        )
     return "\n".join(lines)
 
 
 def chaos(seeds: list[dict[str, Any]]) -> str:
     """Return the table of what became of rounds of random faults."""
     lines = [
-        "| fault | rounds | time until the cell ends: median | worst | next cell works at once "
-        "| next cell works after the named step | time until it has worked: median | worst "
-        "| not as promised |",
+        "| fault | rounds | time until the cell ends: median | worst | rounds in which the next "
+        "cell works immediately | rounds in which it works after the step that the message names "
+        "| time until the next cell has ended: median | worst | rounds not as promised |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     rounds = [one for seed in seeds for one in seed["each"]]
-    for words, names in (*CHAOS.items(), ("all", None)):
+    for words, names in (*CHAOS.items(), ("all rounds", None)):
         found = [one for one in rounds if names is None or one["fault"] in names]
         if not found:
             continue
@@ -210,7 +229,8 @@ def restarts(found: dict[str, Any]) -> str:
     """Return the table of what a kernel held after restarts."""
     behind, count = found["behind"], found["restarts"]
     lines = [
-        f"| the kernel's | after {behind + 1} restarts | after {count} | per 100 | later half |",
+        f"| number or size, in the kernel | after {behind + 1} restarts | after {count} restarts "
+        "| growth per 100 restarts | growth per 100 restarts, later half |",
         "|---|---|---|---|---|",
     ]
     for name, words in HELD.items():
@@ -231,18 +251,22 @@ def a_class(found: dict[str, Any]) -> str:
     """Return the table of a class of notebooks, and what follows from it for a larger one."""
     ways = [found["with_turns"], found["without_turns"]]
     rows = {
-        "ready: first, median, last": lambda one: " / ".join(
+        "time until a notebook is ready: first, median, last": lambda one: " / ".join(
             f"{one[f'{which}_ready_s']:.1f} s" for which in ("first", "median", "last")
         ),
-        "memory (PSS) of all notebooks, ready": lambda one: f"{one['idle_pss_mb'] / 1e3:.1f} GB",
-        "memory (PSS) of all notebooks, training": lambda one: (
+        "memory (PSS) of all notebooks when they are ready": lambda one: (
+            f"{one['idle_pss_mb'] / 1e3:.1f} GB"
+        ),
+        "memory (PSS) of all notebooks while they train": lambda one: (
             f"{one['training_pss_mb'] / 1e3:.1f} GB"
         ),
         "steps/s of a notebook: least, median, most": lambda one: " / ".join(
             f"{one[f'{which}_steps_per_s']:.1f}" for which in ("least", "median", "most")
         ),
         "steps/s of all notebooks together": lambda one: f"{one['all_steps_per_s']:.0f}",
-        "Jain's index of fairness (1: all equal)": lambda one: f"{one['jain']:.3f}",
+        "Jain's index of fairness (1: all notebooks are equally fast)": lambda one: (
+            f"{one['jain']:.3f}"
+        ),
         "cores that other work used at the same time": lambda one: f"{one['others_cores']:.1f}",
     }
     one = ways[0]
@@ -250,17 +274,18 @@ def a_class(found: dict[str, Any]) -> str:
     last_s = STUDENTS / one["notebooks"] * one["last_ready_s"]
     server_s = last_s * one["cores"] / SERVER_CORES
     lines = [
-        "| | with turns | without |",
+        "| measured value | with turns | without turns |",
         "|---|---|---|",
         *(f"| {words} | " + " | ".join(map(say, ways)) + " |" for words, say in rows.items()),
         "",
-        f"{one['notebooks']} notebooks of {one['engines']} engines on {one['cores']} cores, one "
-        "measurement each. The following is extrapolated, not measured: "
-        f"{STUDENTS} such notebooks that train hold {STUDENTS} × {each_gb:.2f} = "
-        f"{STUDENTS * each_gb:.0f} GB. The last is ready after {STUDENTS} / {one['notebooks']} × "
+        f"{one['notebooks']} notebooks with {one['engines']} engines each ran on {one['cores']} "
+        "cores, and each value was measured once. The following values are extrapolated, not "
+        f"measured: {STUDENTS} such notebooks need {STUDENTS} × {each_gb:.2f} = "
+        f"{STUDENTS * each_gb:.0f} GB while they train. The last notebook is ready after "
+        f"{STUDENTS} / {one['notebooks']} × "
         f"{one['last_ready_s']:.0f} s = {last_s:.0f} s on {one['cores']} cores, and after about "
         f"{server_s:.0f} s on {SERVER_CORES} cores if starts scale with the number of cores. "
-        f"So take a server with {SERVER_CORES} cores and {server_gb(STUDENTS * each_gb)} GB.",
+        f"So use a server with {SERVER_CORES} cores and {server_gb(STUDENTS * each_gb)} GB.",
     ]
     return "\n".join(lines)
 

@@ -23,39 +23,40 @@ HEAD = """# Strategies
 <!-- Written by docs/make_strategies.py from the catalog and the strategies' docstrings. -->
 
 A strategy divides the work and the parameters among the workers. The same recipe runs under every
-strategy: only change the word after `%%distributed`. `-o name=value` sets an option.
-You can also use words of other systems and names of classes: `megatron`,
-`DistributedDataParallel`, `MultiWorkerMirroredStrategy`.
+strategy: you only change the word after `%%distributed`. `-o name=value` sets an option of the
+strategy. Instead of the strategy's name you can also write the word of another system or the name
+of a class: `megatron`, `DistributedDataParallel`, `MultiWorkerMirroredStrategy`.
 
-All strategies except `tpu` are tested on CPUs of one machine. For `tpu`, tests check only that it
-is refused with the right errors. Nothing on this page was ever run on a GPU, on a TPU or on several
-machines ([never run](never-run.md)).
+All strategies except `tpu` are tested on the CPUs of one machine. For `tpu`, tests check only the
+errors that appear if there is no TPU. Nothing on this page was ever run on a GPU, on a TPU or on
+several machines ([never run](never-run.md)).
 
 ## Loops of your own in PyTorch
 
-`wb.prepare(model, optimizer, loader)` returns the same module. Gradients are averaged at the end
-of each backward. So you can compute the loss in any way: with `model(x)`, a method
-(`model.training_step(batch)`), parts of the model, or a gradient penalty by `torch.autograd.grad`.
-During the loop you can freeze, unfreeze and add layers, and replace the optimizer. Do this at the
-same step on every rank. `model.no_sync()` adds up gradients without averaging, as in
-DistributedDataParallel. There is no `model.module`: use `model`.
+`wb.prepare(model, optimizer, loader)` returns the model itself, without a wrapper. Gradients are
+averaged at the end of each backward pass. So you can compute the loss in any way: with `model(x)`,
+a method (`model.training_step(batch)`), parts of the model, or a gradient penalty by
+`torch.autograd.grad`. During the loop you can freeze, unfreeze and add layers, and replace the
+optimizer. Make each such change at the same step on every rank. `model.no_sync()` adds up gradients
+without averaging, as in DistributedDataParallel. Because there is no wrapper, use `model` where
+code for DistributedDataParallel uses `model.module`.
 
-If a loop trains several models, pass each pair of model and optimizer, and the loader with the
-first pair:
+If a loop trains several models, call `wb.prepare` for each pair of model and optimizer. Pass the
+loader with the first pair:
 
 ```text
 netD, optD, loader = wb.prepare(netD, optD, loader)
 netG, optG = wb.prepare(netG, optG)
 ```
 
-The gradients of all these models are averaged, and their copies are
+The gradients of all these models are averaged, and the workers' copies of the models are
 [compared](metrics.md#equal-copies). A step ends when the optimizer of the first pair steps. The
-time after that counts as `other` of the next step. If this time matters, the first pair must be the
-pair with the optimizer that steps last in an iteration. `one_device` and `mirrored` accept several
-pairs. The run's final weights are the weights of the first model. For checkpoints, name the other
-models in `keep=`.
+time after this moment counts as `other` of the next step. If you want to avoid this, begin with the
+pair whose optimizer steps last in an iteration. `one_device` and `mirrored` accept several pairs.
+The run's final weights are the weights of the first model. Name the other models in `keep=`, so
+that checkpoints contain them.
 
-A warning names each optimizer with parameters whose gradients are not averaged.
+If an optimizer has parameters whose gradients are not averaged, a warning names this optimizer.
 """
 
 
@@ -86,7 +87,7 @@ def overview(entries: Iterable) -> str:
         )
         for entry in entries
     ]
-    return table(("strategy", "term", "steps", "used with", "suitable for"), rows)
+    return table(("strategy", "standard term", "steps", "used with", "suitable for"), rows)
 
 
 WAYS = {
@@ -168,7 +169,7 @@ def facts(entry) -> str:
         lines.append("- not supported: " + ", ".join(f"`{name}`" for name in missing))
     if entry.links:
         lines.append(
-            "- `--inject bandwidth=...` and `latency=...` are simulated on the strategy's links"
+            "- links: `--inject bandwidth=...` and `--inject latency=...` simulate a slower link"
         )
     lines.append(f"- if a run continues from its last checkpoint, it loses at most {entry.loses}")
     if entry.max_workers == 1:

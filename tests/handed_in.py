@@ -22,7 +22,7 @@ STUBS = {
 GOOD = {
     "1.1": "%%distributed\n# YOUR CODE 1.1\nsquare = rank**2",
     "1.2": "# YOUR CODE 1.2\n%pull square\ntotal = sum(square)",
-    "1.3": "%%distributed\n# YOUR CODE 1.3\npart = torch.arange(float(rank + 1)) + rank\n"
+    "1.3": "%%distributed\n# YOUR CODE 1.3\npart = torch.arange(float(rank**2 + 1)) + rank\n"
     "both = torch.tensor([part.sum().item(), len(part)])\ndist.all_reduce(both)\n"
     "mean = (both[0] / both[1]).item()",
     "1.5": "# YOUR CODE 1.5\ndef crossing_s(n, c_s):\n    return c_s * n / (n - 1)",

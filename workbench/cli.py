@@ -50,7 +50,9 @@ def main(argv: list[str] | None = None) -> int:
     demo.add_argument(
         "--out", type=Path, default=Path("workbench-demo"), help="folder for the results"
     )
-    commands.add_parser("lab", help="open JupyterLab on the notebooks; other flags are passed on")
+    commands.add_parser(
+        "lab", help="open JupyterLab with the notebooks; other flags go to JupyterLab"
+    )
     add_cluster_commands(commands)
     add_lab_commands(commands)
     add_doctor_command(commands)
@@ -196,10 +198,12 @@ NOBODY = "nobody"
 def add_cluster_commands(commands: Any) -> None:
     """Add Workbench's commands to the command line."""
     listing = commands.add_parser("ps", help="list your clusters on this machine")
-    listing.add_argument("--json", action="store_true", help="for programs")
+    listing.add_argument("--json", action="store_true", help="print JSON, for programs")
     stop = commands.add_parser("stop", help="end clusters, even if another notebook owns them")
-    stop.add_argument("id", nargs="*", metavar="ID", help="ids as workbench ps lists them")
-    stop.add_argument("--all", action="store_true", help="all your clusters on this machine")
+    stop.add_argument(
+        "id", nargs="*", metavar="ID", help="ids of clusters, as `workbench ps` lists them"
+    )
+    stop.add_argument("--all", action="store_true", help="end all your clusters on this machine")
 
 
 def run_clusters(given: argparse.Namespace) -> int:
@@ -268,10 +272,12 @@ def _stop(ids: Sequence[str], *, everything: bool) -> int:
     unknown = [name for name in ids if name not in found]
     if unknown or bool(ids) == everything:
         raise ClusterError(
-            "There is no cluster with this id." if unknown else "Which cluster should be stopped?",
+            "There is no cluster with this id."
+            if unknown
+            else "`workbench stop` needs either ids of clusters or --all.",
             seen=", ".join(unknown) or None,
             allowed=", ".join(found) or "none: there is no cluster",
-            next_step="workbench ps lists them; workbench stop --all ends all your clusters",
+            next_step="`workbench ps` lists clusters; `workbench stop --all` ends all of them",
             code="WB-CLUSTER-002",
         )
     left = []
@@ -281,13 +287,13 @@ def _stop(ids: Sequence[str], *, everything: bool) -> int:
             left += [] if gone else [one.id]
             print(f"{one.id} {'stopped' if gone else 'is still running'}")
     if left:
-        print(f"not all processes ended: {', '.join(left)}", file=sys.stderr)
+        print(f"some processes of these clusters still run: {', '.join(left)}", file=sys.stderr)
     return 1 if left else 0
 
 
 COMMANDS = ("labs", "grade")
 SOURCES = "lab_*.md"
-OPENS = "workbench lab (without s) opens JupyterLab on the notebooks"
+OPENS = "`workbench lab` (without s) opens JupyterLab with the notebooks"
 NOT_GRADED, INTERRUPTED = 2, 130
 _GRADE = """\
 Runs the exercises of each notebook in the original lab, in separate processes.
@@ -339,7 +345,7 @@ def _add_grade(commands: Any) -> None:
     add("--disk", type=float, default=5.0, metavar="GB",
         help="limit for the files of a notebook (default 5)")  # fmt: skip
     add("--jobs", type=int, default=1, metavar="N",
-        help="notebooks at once (default 1, because labs measure times)")  # fmt: skip
+        help="notebooks graded at the same time (default 1: labs measure times)")  # fmt: skip
     add("--lab", type=Path, metavar="FILE",
         help="the original lab (default: the one that the notebook names)")  # fmt: skip
 
@@ -373,9 +379,9 @@ def check_opening(rest: list[str]) -> None:
         is_source = text.endswith(".md")
         if is_source or any(Path(text).glob(SOURCES)):
             raise PlanError(
-                "workbench lab opens JupyterLab. It does not make notebooks from labs' sources.",
+                "`workbench lab` opens JupyterLab. It does not make notebooks from labs' sources.",
                 seen=text,
-                allowed="flags of JupyterLab",
+                allowed="only flags of JupyterLab",
                 next_step=f"workbench labs {text if is_source else Path(text) / SOURCES}",
                 code="WB-PLAN-018",
             )
@@ -385,7 +391,7 @@ def _check_sources(sources: list[Path]) -> None:
     """Refuse an empty list, and files that are not lab sources; name the right command."""
     if not sources:
         raise PlanError(
-            "workbench labs makes notebooks from labs' sources, but none was given.",
+            "`workbench labs` makes notebooks from labs' sources, but no source was given.",
             allowed="files lab_N.md",
             next_step=f"workbench labs notebooks/solutions/lab_1.md; {OPENS}",
             code="WB-PLAN-019",
@@ -394,7 +400,7 @@ def _check_sources(sources: list[Path]) -> None:
         if source.is_dir() or source.suffix == ".ipynb":
             within = any(source.glob(SOURCES))
             raise PlanError(
-                "workbench labs makes notebooks from labs' sources, but this file is not a source.",
+                "`workbench labs` makes notebooks from labs' sources, but this is no lab's source.",
                 seen=str(source),
                 allowed="files lab_N.md",
                 next_step=f"workbench labs {source / SOURCES}" if within else OPENS,
@@ -507,7 +513,9 @@ def notebooks_folder() -> Path:
         if (folder / QUICKSTART).exists():
             return folder
     raise WorkbenchError(
-        "The notebooks are not installed.", next_step="install from a checkout", code="WB-GEN-005"
+        "The notebooks are not installed.",
+        next_step="clone the repository and install Workbench from it",
+        code="WB-GEN-005",
     )
 
 

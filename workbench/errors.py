@@ -40,20 +40,21 @@ def _unmade(kind: type[BaseException], *args: object) -> BaseException:
 
 
 class WorkbenchError(Exception):
-    """Base of all errors raised on purpose by Workbench.
+    """Base class of all errors that Workbench raises on purpose.
 
     Args:
         what: One sentence that says what is wrong.
-        code: The error's fixed name, such as `WB-PLAN-012`; it stays when the message changes. Each
-            place in this package that raises has its own code; docs/error-codes.md lists all. Other
-            people's code that raises these errors, such as their own strategy, has none.
-        seen: The value that was found, shown with `repr` unless it is a string with spaces.
+        code: The code of the error, such as `WB-PLAN-012`. It stays the same if the message
+            changes. Each place in this package that raises an error has its own code;
+            docs/error-codes.md lists all codes. If code outside of this package raises the error,
+            such as a strategy of your own, there is no code.
+        seen: The value that was found. It is shown with `repr`, unless it is a string with spaces.
         allowed: The values that are accepted.
         next_step: The action that the user can take now.
 
     Attributes:
-        code: The code that is shown. If the error reports a rank's Workbench error, it is the code
-            of that error.
+        code: The code that is shown. If the error reports a `WorkbenchError` of a rank, it is the
+            code of the rank's error.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class DataError(WorkbenchError, ValueError):
 
 
 class RunStopped(Exception):
-    """Raised inside a user's own training loop when Stop was pressed; ends the cell quietly."""
+    """Raised in a user's own training loop after Stop was pressed. The cell ends without error."""
 
 
 class WorkbenchWarning(UserWarning):

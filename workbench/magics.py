@@ -87,7 +87,9 @@ class WorkbenchMagics(Magics):
             had = cluster.pool.devices.held
             cluster.free()
             also = (
-                "; its GPUs are free for other processes until the next cell or run" if had else ""
+                "; the engines' GPUs are free for other processes until the next cell or run"
+                if had
+                else ""
             )
             print(f"the variables of earlier cells were deleted on all engines{also}")  # noqa: T201
         else:
@@ -108,7 +110,7 @@ class WorkbenchMagics(Magics):
                 "The start was interrupted. No engine runs, and no job is in the queue."
                 if session.cluster is None
                 else "The start was interrupted.",
-                next_step="%cluster start starts the engines again",
+                next_step="start the engines again: %cluster start",
                 code="WB-CLUSTER-078",
             ) from None
         except BaseException:
@@ -117,7 +119,7 @@ class WorkbenchMagics(Magics):
         progress.done(cluster.status())
         count = len(cluster.worker_ids)
         if asked.count is not None and asked.count < count:
-            print(f"{count} engines were running already; %%distributed -n uses fewer")  # noqa: T201
+            print(f"{count} engines were running already; `%%distributed -n` uses fewer")  # noqa: T201
         if why := cluster.engine_set.put_off:
             print(f"the framework was not imported before the start: {why}")  # noqa: T201
         if asked.keep:
@@ -149,7 +151,7 @@ class WorkbenchMagics(Magics):
             self._refuse_body()
         if not asked.strategies:
             raise PlanError(
-                "Which strategy?",
+                "The line names no strategy.",
                 allowed=", ".join(catalog.names()),
                 next_step="%distributed mirrored",
                 code="WB-PLAN-059",
@@ -163,7 +165,9 @@ class WorkbenchMagics(Magics):
         words = strip_comment(line).split(maxsplit=1)
         if not words:
             raise PlanError(
-                "Which rank?", allowed="%%rank 0, %%rank 0,2, %%rank 0-2", code="WB-PLAN-060"
+                "%%rank needs at least one rank.",
+                allowed="%%rank 0, %%rank 0,2, %%rank 0-2",
+                code="WB-PLAN-060",
             )
         asked = parse_cell_line(
             f"--ranks {','.join(map(str, parse_ranks(words[0])))} {' '.join(words[1:])}", "%%rank"
@@ -225,7 +229,7 @@ class WorkbenchMagics(Magics):
         """Write the cell as a job instead of training it."""
         if not asked.to_job or len(asked.strategies) != 1 or asked.seeds:
             raise PlanError(
-                "A job is one cell under one strategy, written into a folder.",
+                "A job needs one cell, one strategy and one folder.",
                 seen=f"{', '.join(asked.strategies) or 'no strategy'}"
                 + (f", --seeds {asked.seeds}" if asked.seeds else "")
                 + ("" if asked.to_job else ", --plain without --to-job"),
@@ -279,7 +283,7 @@ class WorkbenchMagics(Magics):
                 "%distributed is a single line and takes no cell. The lines below it would run in "
                 "the notebook.",
                 seen=first,
-                allowed="put %%distributed above the code that the engines should run",
+                allowed="%%distributed above the code that the engines should run",
                 next_step=f"%{first}",
                 code="WB-PLAN-062",
             )
@@ -307,10 +311,10 @@ def refuse_launchers(source: str) -> None:
             if called in _LAUNCHERS or _FOR_NOTEBOOKS.intersection(map(str, words)):
                 one = f"{called}(...)" if called in _LAUNCHERS else f"strategy={words[0]!r}"
                 raise PlanError(
-                    "The cell starts training processes itself, but engines are such processes "
-                    "already.",
+                    "The cell starts training processes itself, but the engines already are "
+                    "training processes.",
                     seen=one,
-                    allowed="a loop that uses the processes that exist (torchrun's variables)",
+                    allowed="a training loop that uses the engines (with torchrun's variables)",
                     next_step="call the function itself: train(), not notebook_launcher(train)"
                     if called in _LAUNCHERS
                     else 'write strategy="ddp"',

@@ -105,7 +105,7 @@ def test_a_hand_that_has_only_keys_starts_picks_runs_and_stops(notebook):
     page.locator(".wbp-engine summary").first.click()
     for ends in ("Stop cluster", "Restart: Replace engine 0"):
         page.get_by_role("button", name=ends).press("Enter")
-        page.get_by_role("alertdialog").filter(has_text="is running").wait_for()
+        page.get_by_role("alertdialog").filter(has_text="lost: run").wait_for()
         assert page.evaluate(NAME).startswith("Cancel")
         keys.press("Enter")
     go_to("Stop: Stop the run")

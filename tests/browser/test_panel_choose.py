@@ -84,7 +84,7 @@ def test_what_is_wrong_is_said_where_it_was_typed(notebook, tmp_path):
     book.dark()
     book.page.wait_for_timeout(1000)
     book.screenshot(tmp_path / "wrong-dark.png", ".wbp")
-    book.page.get_by_label("bucket_mb: back to the default").click()
+    book.page.get_by_label("Set bucket_mb to the default").click()
     book.page.get_by_label("Faults from the start").fill("")
     card(book, "mirrored").get_by_text("smaller than the number of workers").wait_for()
     book.page.get_by_label("Batch size").fill("")

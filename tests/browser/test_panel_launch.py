@@ -49,7 +49,7 @@ def test_engines_are_asked_of_slurm_and_the_queue_is_shown_and_left(notebook, tm
     panel.get_by_label("Partition", exact=True).fill("gpu")
     panel.get_by_label("Time limit", exact=True).fill("1:30:00")
     press(book, "Start: ")
-    row.get_by_text("job in the queue: pending (Resources), number 3 in line, 2 min").wait_for()
+    row.get_by_text("job in the queue: pending (Resources), at position 3, 2 min").wait_for()
     assert row.locator(".wbp-progress").get_attribute("value") is None
     for dark in (False, True):
         book.dark(dark)

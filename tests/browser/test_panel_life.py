@@ -63,7 +63,7 @@ def test_two_panels_show_the_same_and_survive_the_deaths_of_worker_and_cluster(n
     second.locator(".wbp-live .wb-state", has_text="failed").wait_for()
     book.screenshot(tmp_path / "killed.png", ".wbp")
 
-    first.get_by_text("1 of 2 engines dead").wait_for()
+    first.get_by_text("1 of 2 engines is dead").wait_for()
     press(book, "Restart: Replace all engines")
     page.wait_for_function(ALL, arg="idle")
 
@@ -72,7 +72,7 @@ def test_two_panels_show_the_same_and_survive_the_deaths_of_worker_and_cluster(n
     for pid in engine_pids(book):
         os.kill(pid, signal.SIGKILL)
     page.wait_for_function(STATE, arg="failed", timeout=60_000)
-    first.get_by_text("2 of 2 engines dead").wait_for()
+    first.get_by_text("2 of 2 engines are dead").wait_for()
     book.screenshot(tmp_path / "dead.png", ".wbp")
     run_long(book)
     press(book, "Stop: ", ".wbp-queue")

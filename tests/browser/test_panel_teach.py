@@ -43,9 +43,9 @@ def test_one_step_at_a_time_who_waited_what_if_and_can_it_be_believed(notebook, 
     blame = page.get_by_role("figure", name="Who waited for whom")
     blame.filter(has_text=re.compile("waited .* in total for worker 1")).wait_for()
     ghost = page.get_by_role("figure", name="What if one worker")
-    ghost.filter(has_text="What if: without worker 1").wait_for()
+    ghost.filter(has_text="What if: worker 1 as fast").wait_for()
     ghost.get_by_role("combobox").select_option("0")
-    ghost.filter(has_text="What if: without worker 0").wait_for()
+    ghost.filter(has_text="What if: worker 0 as fast").wait_for()
     page.get_by_label("Step number", exact=True).fill("2")
     page.keyboard.press("Tab")
     page.wait_for_function(f"() => ({STEP})() === 2")
@@ -56,7 +56,7 @@ def test_one_step_at_a_time_who_waited_what_if_and_can_it_be_believed(notebook, 
     read = page.locator(".wbp-read table")
     read.wait_for(timeout=60_000)
     assert re.search(r"[\d.]+ ± [\d.]+ ms\s+50 ± 5 ms", read.inner_text())
-    ghost.filter(has_text="in 45 steps").wait_for()  # of the calibration's run, to its last step
+    ghost.filter(has_text="45 steps would").wait_for()  # of the calibration's run, to its last step
     for width in (1240, 420, 1000):
         be_wide(page, width)
         assert (width, amiss(page)) == (width, [])

@@ -104,13 +104,13 @@ def test_workers_come_and_go_at_a_click_while_the_cell_blocks(notebook, tmp_path
     wait_steps(nb.page, 20)
     many = nb.page.locator(".wb-staffing output")
     assert many.text_content() == "2"
-    nb.page.get_by_role("button", name="One worker more").click()
+    nb.page.get_by_role("button", name="Add one worker").click()
     many.filter(has_text=re.compile("^3$")).wait_for(timeout=60_000)
     for mode in ("light", "dark"):
         nb.page.wait_for_timeout(700)
         nb.screenshot(tmp_path / f"{mode}.png", ".wb-dash")
         nb.dark()
-    nb.page.get_by_role("button", name="One worker fewer").click()
+    nb.page.get_by_role("button", name="Remove one worker").click()
     many.filter(has_text=re.compile("^2$")).wait_for(timeout=60_000)
     nb.page.locator(".wb-dash button", has_text="Stop").click()
     nb.wait_text("[('joined', 3), ('left', 2)]", 60)

@@ -93,7 +93,7 @@ def test_the_panel_starts_a_sweep_and_shows_it_with_what_was_predicted(notebook,
     page.get_by_role("checkbox", name="one_device", exact=True).click()
     workers = page.get_by_label("Workers", exact=True)
     workers.fill("1,2,2")
-    page.get_by_text("has one value twice").first.wait_for()
+    page.get_by_text("same value twice").first.wait_for()
     book.screenshot(tmp_path / "wrong.png", ".wbp")
     assert page.locator(".wbp-lineup .wb-state").count() == 0
     workers.fill("1,2,4")

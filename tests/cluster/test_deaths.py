@@ -88,7 +88,7 @@ def test_a_kill_is_named_within_two_seconds_with_rank_pid_signal_and_memory(clus
     [
         ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV (a segmentation fault"),
         ("import os; os.abort()", "killed by SIGABRT"),
-        ("import os; os._exit(3)", "exited with code 3 (os._exit"),
+        ("import os; os._exit(3)", "exited with code 3 ("),
         ("import os, signal; os.kill(os.getpid(), signal.SIGBUS)", "killed by SIGBUS"),
     ],
 )
@@ -233,7 +233,7 @@ def test_engines_end_with_their_warm_parent_and_another_forks_the_next(cluster):
     run = going(cluster)
     kill(cluster.engine_set._ground.warm.pid)
     text = ends(run)
-    assert "ended with the warm parent it was forked from" in text
+    assert "warm parent (pid " in text
     assert "also gone" in text
     cluster.restart()
     assert cluster.ids == [0, 1, 2]

@@ -48,7 +48,7 @@ with notebook(2, fresh=True) as book:
         assert book["wb"].runs.latest.history.totals.steps == 8, flags
     assert os.listdir(kept)
     book.refused(f"%%distributed mirrored --checkpoint {place}/kept\n{TRAIN}",
-                 "cannot be written there", "No space left on device", "name another folder")
+                 "--checkpoint", "No space left on device", "another folder")
     book.ok("%cluster restart")
     assert "[rank 1] 1 2" in book.ok("%%distributed\nprint(rank, world_size)").text
 print("all is well")

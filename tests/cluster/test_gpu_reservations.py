@@ -59,7 +59,7 @@ def test_engines_hold_the_gpus_of_their_cells_and_free_gives_them_back(cluster):
     other = leases.DevicePool("auto")
     assert other.lease(1).gpus == ("FAKE-2",)
     words = other.lease(2).warning
-    assert "2 workers, 3 GPUs" in words
+    assert "3 GPUs" in words
     assert "GPU 0" in words
 
     cluster.free()
@@ -73,7 +73,7 @@ def test_engines_hold_the_gpus_of_their_cells_and_free_gives_them_back(cluster):
 def test_the_table_says_who_holds_which(cluster):
     assert run(cluster, "x = 1") == ""
     told = " ".join(str(note) for note in cluster.status().notes)
-    assert "Reserved: GPU 0, GPU 1: this cluster; GPU 2: nobody." in told
+    assert "GPU 0, GPU 1: this cluster; GPU 2: free." in told
 
 
 @pytest.mark.parametrize("asked", ["7", "0,7", "1,1"])
@@ -87,7 +87,8 @@ def test_more_workers_than_gpus_would_compute_on_the_cpu(cluster):
     given = cluster.pool.lease(4)
     assert [one.device for one in given.leases] == ["cpu"] * 4
     assert given.gpus == ("FAKE-0", "FAKE-1")  # what its engines see does not change
-    assert given.warning.startswith("4 workers, 3 GPUs")
+    assert "4 workers" in given.warning
+    assert "3 GPUs" in given.warning
 
 
 TRAIN = """

@@ -44,8 +44,8 @@ def test_a_framework_that_is_not_installed_is_named_before_engines_are_touched(
     before = pids(cluster)
     monkeypatch.setattr("workbench.execution.requests.installed", lambda name: name != "tensorflow")
     for cell in (FIT.format(flags="", epochs=1), "%%distributed --framework tensorflow\n1"):
-        book.refused(cell, "tensorflow is not installed here", "pip install", "[tensorflow]")
-    book.refused("%cluster start 2 --framework tensorflow", "tensorflow is not installed here")
+        book.refused(cell, "WB-CLUSTER-036", "pip install", "[tensorflow]")
+    book.refused("%cluster start 2 --framework tensorflow", "WB-CLUSTER-036")
     assert pids(cluster) == before
     assert cluster.framework == "torch"
 

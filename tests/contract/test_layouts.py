@@ -122,8 +122,8 @@ def test_parametrized_layers_train_beside_divided_ones(workers: Workers) -> None
 
 
 REFUSED = {
-    "attribute": (("sharded", "tensor_parallel"), {}, "Keeps keeps them in its attribute kept"),
-    "complex": (("sharded",), {}, "use torch.view_as_complex in forward"),
+    "attribute": (("sharded", "tensor_parallel"), {}, "attribute kept of Keeps"),
+    "complex": (("sharded",), {}, "torch.view_as_complex"),
     "no layer": (("tensor_parallel",), {}, "WB-FIT-151"),
     "different": (("sharded", "local_sgd", "gossip"), {}, "WB-FIT-127"),
     "plan": (("tensor_parallel",), {"plan": "7=col"}, "WB-FIT-153"),

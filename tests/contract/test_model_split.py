@@ -211,7 +211,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("WB-FIT-148", "in forward, line", "data-dependent", "wb.fit([first, second]"),
     ),
     "view": ({}, ("WB-FIT-142", "Layer 1")),
-    "shapes": ({}, ("WB-FIT-143", "Layer 1")),
+    "shapes": ({}, ("WB-FIT-143", "layer 1")),
     "few layers": ({}, ("WB-FIT-137", "1 layers for 2 stages")),
     "list": ({}, ("WB-FIT-135", "-n 3")),
     "odd input": ({}, ("WB-FIT-134", "dict")),

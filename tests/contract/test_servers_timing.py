@@ -137,7 +137,7 @@ def test_a_simulated_link_shows_as_transfer_and_is_labelled(
         derived = record.derive(joined(reports))
         read.append(np.median(derived.transfer_s, axis=0) * 1e3)
         notes = [note["text"] for note in reports[0].emitted("note")]
-        assert any("Simulated" in note and fault in note for note in notes) == bool(faults)
+        assert any("simulated" in note and fault in note for note in notes) == bool(faults)
     assert read[1] - read[0] == pytest.approx([ms, ms], abs=4)
 
 

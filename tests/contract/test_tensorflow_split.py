@@ -110,7 +110,7 @@ model.fit(np.ones((8, 2), "float32"), np.ones((8, 3), "float32"))
 @pytest.mark.parametrize(
     ("cell", "stages", "settings", "words"),
     [
-        (WIDE, 8, {}, ["WB-FIT-076", "8 stages, 7 layers", "-n 7"]),
+        (WIDE, 8, {}, ["WB-FIT-076", "8 stages", "7 layers", "-n 7"]),
         (WIDE, 2, {"options": {"split_at": "fc9"}}, ["WB-FIT-077", "fc9", "6 or head"]),
         (WIDE, 2, {"options": {"split_at": "0"}}, ["WB-FIT-077"]),
         (WIDE, 3, {"options": {"split_at": "3,1"}}, ["model's order", "split_at=1,3"]),

@@ -39,14 +39,14 @@ def silent():
 
 def test_a_machine_without_a_tpu_is_told_from_one_with(monkeypatch):
     monkeypatch.setenv("TPU_NAME", "local")
-    refused(["No TPU was found", "TPU_NAME=local", "TensorFlow:", "use mirrored"])
+    refused(["No TPU was found", "TPU_NAME=local", "TensorFlow:", "mirrored"])
 
 
 def test_an_address_where_nobody_listens(monkeypatch, silent):
     port = silent.getsockname()[1]
     silent.close()
     monkeypatch.setenv("TPU_NAME", f"grpc://127.0.0.1:{port}")
-    refused(["No TPU answers", f"127.0.0.1:{port}", "check TPU_NAME"])
+    refused(["No TPU answers", f"127.0.0.1:{port}", "TPU_NAME"])
 
 
 def test_an_address_that_listens_and_says_nothing(monkeypatch, silent):
@@ -70,4 +70,4 @@ def test_an_address_that_speaks_something_else(monkeypatch, silent):
 
 def test_delays_cannot_be_injected(monkeypatch):
     monkeypatch.setenv("TPU_NAME", "local")
-    refused(["no Python within a step", "slow=0:50ms"], faults=("slow=0:50ms",))
+    refused(["--inject", "slow=0:50ms"], faults=("slow=0:50ms",))

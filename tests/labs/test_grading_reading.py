@@ -9,7 +9,7 @@ import pytest
 from handed_in import STUBS, book, cells, code, text, write
 
 from workbench.labs.grading import reading
-from workbench.labs.grading.reading import Unreadable, read
+from workbench.labs.grading.reading import Unreadable, definitions, read
 
 
 def refused(path):
@@ -117,3 +117,17 @@ def test_the_lab_is_the_one_that_most_markers_name(tmp_path):
     made = [code("# YOUR CODE 3.1"), code("#YOUR CODE 3.2"), code("# YOUR CODE 4.1"), code("x")]
     assert read(write(tmp_path / "a.ipynb", made, lab=None)).guessed_lab() == 3
     assert read(write(tmp_path / "b.ipynb", [code("x")], lab=None)).guessed_lab() is None
+
+
+@pytest.mark.parametrize(
+    ("source", "kept"),
+    [
+        ("def f(x):\n    return x\nf(3)\nn = 4\nm = f(n)", "def f(x):\n    return x\nn = 4"),
+        ("%%distributed\n%pull a\nimport torch\nclass A:\n    n = 1\nA()",
+         "%%distributed\nimport torch\nclass A:\n    n = 1"),
+        ("import os\nos._exit(0)", ""),
+        ("def f(:", ""),
+    ],
+)  # fmt: skip
+def test_the_definitions_of_a_cell_are_what_runs_nothing(source: str, kept: str) -> None:
+    assert "\n".join(line for line in definitions(source).splitlines() if line) == kept

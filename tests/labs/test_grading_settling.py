@@ -141,6 +141,29 @@ def test_what_came_out_of_a_cell_in_a_kernel_that_was_given_up_is_forgotten(run,
     assert any("Exercise 1.1 ended engines" in words for words in graded.problems)
 
 
+USED = GOOD | {"1.1": f"{GOOD['1.1']}\ndef twice(x):\n    return 2 * x\nend()"}
+DEFINED = "%%distributed\ndef twice(x):\n    return 2 * x"
+
+
+def test_functions_of_a_cell_that_ended_its_kernel_stay_for_later_exercises(run, kernels):
+    kernels.cells = {"1.1": gone}
+    graded = run(USED)
+    assert states(graded) == ["stopped", "right", "right", "right"]
+    assert [DEFINED in kernel.ran for kernel in kernels.made] == [False, True]
+
+
+def test_functions_that_end_the_kernel_too_are_left_out_and_nobody_else_is_blamed(run, kernels):
+    def end_if_called(kernel):
+        return gone(kernel) if DEFINED in kernel.ran else Reply(answer=YES)
+
+    kernels.cells = {"1.1": gone}
+    kernels.checks = {"1.3": end_if_called}
+    graded = run(USED)
+    assert states(graded) == ["stopped", "right", "right", "right"]
+    assert [DEFINED in kernel.ran for kernel in kernels.made] == [False, True, False]
+    assert graded.restarts == 2
+
+
 def test_a_cell_that_removed_files_is_left_out_when_a_later_check_fails(run, kernels):
     def remove(kernel):
         kernel.removed = True

@@ -65,9 +65,9 @@ def test_engines_of_other_notebooks_count_for_the_limit(monkeypatch: pytest.Monk
     monkeypatch.setenv("WORKBENCH_MAX_ENGINES", "4")
     check_limits(1)
     check_limits(1, own=[1, 5])
-    with pytest.raises(PlanError, match=r"4.*other clusters of yours have 3.*WB-PLAN-055"):
+    with pytest.raises(PlanError, match=r"4.*have 3.*WB-PLAN-055"):
         check_limits(2)
-    with pytest.raises(PlanError, match=r"other clusters of yours have 1.*WB-PLAN-055"):
+    with pytest.raises(PlanError, match=r"have 1.*WB-PLAN-055"):
         check_limits(2, own=[1, 2])
 
 

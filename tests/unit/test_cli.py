@@ -42,7 +42,7 @@ def test_notebooks_that_are_not_installed_are_an_error(monkeypatch, tmp_path, ca
     with pytest.raises(WorkbenchError, match="WB-GEN-005"):
         cli.notebooks_folder()
     assert cli.main(["demo", "--out", str(tmp_path)]) == 1
-    assert "a checkout" in capsys.readouterr().err
+    assert "WB-GEN-005" in capsys.readouterr().err
 
 
 def test_the_summary_is_the_comparison_whatever_its_words():
@@ -182,12 +182,12 @@ def test_labs_without_sources_leads_to_lab(opened, sources, capsys):
         assert cli.main(["labs", *given]) == 1
         told = capsys.readouterr().err
         assert "WB-PLAN-019" in told or "WB-PLAN-020" in told
-        assert "workbench lab (without s)" in told
+        assert "`workbench lab`" in told
     assert cli.main(["labs", str(sources)]) == 1
     assert f"workbench labs {sources / 'lab_*.md'}" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["labs", "--no-browser"])
-    assert "workbench lab (without s)" in capsys.readouterr().err
+    assert "`workbench lab`" in capsys.readouterr().err
 
 
 def test_a_command_is_needed(capsys):
@@ -256,7 +256,7 @@ def test_ps_lists_clusters_and_what_they_do(sleeper, capsys):
 def test_stop_ends_what_was_named_and_nothing_else(sleeper, another, capsys):
     name, other = cluster(sleeper), cluster(another)
     assert cli.main(["stop"]) == 1
-    assert "Which cluster" in capsys.readouterr().err
+    assert "WB-CLUSTER-002" in capsys.readouterr().err
     assert cli.main(["stop", "nope"]) == 1
     assert other in capsys.readouterr().err
     assert cli.main(["stop", name]) == 0

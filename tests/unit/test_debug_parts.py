@@ -115,7 +115,7 @@ def test_window_is_written_by_a_run_that_ends_in_it(tmp_path):
         one.entered(step)
     one.end()  # in the middle of step 2
     assert profiler.said == ["start", "step 2", "end of step 2", "stop"]
-    assert "step 2," in notes[0]
+    assert "step 2 " in notes[0]
 
 
 def test_window_never_reached(tmp_path):

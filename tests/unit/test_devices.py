@@ -144,10 +144,10 @@ def test_mig_instances_are_named_as_slurm_and_kubernetes_do(monkeypatch, visible
 def test_a_name_that_is_not_there_is_said_but_hidden_gpus_are_not(monkeypatch):
     FakeNvml(four()).install(monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,9,0")
-    assert any("names 9" in note for note in survey().notes)
+    assert any("contains 9" in note for note in survey().notes)
     for hidden in ("", "-1", "NoDevFiles", "2,0"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert [note for note in survey().notes if "names" in note] == []
+        assert [note for note in survey().notes if "contains" in note] == []
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_words_that_are_not_understood_are_refused(given):
 def test_auto_with_more_workers_than_gpus_computes_on_the_cpu_and_says_why():
     given = leases.lease("auto", 2, found(0))
     assert (devices_of(given), given.backend) == (["cpu", "cpu"], "gloo")
-    assert re.search("2 workers, 1 GPU.* CPU.*-n 1.*--devices cuda", given.warning)
+    assert re.search("2 workers.*1 GPU.* CPU.*-n 1.*--devices cuda", given.warning)
     assert devices_of(leases.lease("auto", 1, found(0))) == ["cuda:0"]  # one_device
 
 

@@ -621,7 +621,8 @@ def test_an_environment_that_is_not_there_is_said(name, folder):
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr == f"There is no environment in nowhere (seen from {folder}).\n"
+    assert "nowhere" in done.stderr
+    assert str(folder) in done.stderr
 
 
 FAKE_SSH = """#!/bin/sh

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -48,9 +50,9 @@ def test_the_view_that_folds_the_batch_is_named_with_its_cure():
     assert "16 outputs for 4 targets" in text
     assert "(4, 64, 28, 28) became (16, 12544)" in text
     assert "x = x.view(-1, self.features)" in text
-    assert "50176 values there, not 12544" in text
+    assert re.search("50176 values.*not 12544", text)
     assert "2x2 max-pool" in text
-    assert "28x28 into 14x14" in text
+    assert re.search("28x28 .*14x14", text)
 
 
 def test_other_errors_are_left_alone():

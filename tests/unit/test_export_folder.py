@@ -191,7 +191,7 @@ class TestContents:
         assert not list(path.glob("*.whl"))
         assert "whl" not in (path / "requirements.txt").read_text()
         # a loop of the cell's own leaves none
-        assert "What `wb.fit` or `wb.prepare` trained" in (path / "README.md").read_text()
+        assert "`weights.pt`" in (path / "README.md").read_text()
         assert "run_job" not in (path / "train.py").read_text()
 
     def test_the_page_says_how_to_start_watch_stop_and_go_on(self, tmp_path):

@@ -307,10 +307,10 @@ def test_a_host_says_why_it_does_not_share_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_files, "SEE_S", 0.0)
     missing = engine_files.blind(str(tmp_path / "no" / "token"), "t")
     assert missing
-    assert "another" not in missing
-    assert "another" in engine_files.blind(str(tmp_path / "token"), "t")
+    assert "different" not in missing
+    assert "different" in engine_files.blind(str(tmp_path / "token"), "t")
     (tmp_path / "token").write_text("other")
-    assert "another" in engine_files.blind(str(tmp_path / "token"), "t")
+    assert "different" in engine_files.blind(str(tmp_path / "token"), "t")
     (tmp_path / "token").write_text("t")
     assert engine_files.blind(str(tmp_path / "token"), "t") == ""
     assert os.listdir(tmp_path) == ["token"]

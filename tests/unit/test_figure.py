@@ -110,7 +110,7 @@ def test_the_picture_of_a_pipeline_shows_bubbles_and_stages():
     for words in (
         "Pipeline bubble, as a share of a step without its wait for data",
         "41 % · +14 %", "22 % · ±0 %",
-        "schedule's ideal", "excess",
+        "ideal bubble", "excess bubble",
         "ideal bubble 27 %", "layers.6 to layers.7", "787,968", "64.0 KiB", "grad norm",
     ):  # fmt: skip
         assert words in said

@@ -51,7 +51,7 @@ def test_what_a_library_does_for_the_line_is_said_too():
 
 
 def test_a_rank_that_left_and_one_that_is_silent_are_named():
-    assert said({0: waits_in()}, ended=[1]).endswith("; rank 1 is finished with the cell")
+    assert said({0: waits_in()}, ended=[1]).endswith("; rank 1 is at the end of the cell")
     assert "rank 1 is silent" in said({0: waits_in(), 1: None})
     assert "server s0 is silent" in said({0: waits_in(marks.ANSWER.label), 9: None})
 

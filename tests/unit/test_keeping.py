@@ -60,7 +60,7 @@ def test_of_endless_output_the_beginning_and_the_latest_are_kept(folder):
     texts = [content["text"] for _, content in _Outputs(folder, 0).fresh()]
     assert texts[0].startswith("0 ")
     assert texts[-1].startswith("39 ")
-    assert sum("left out" in text for text in texts) == 1
+    assert sum("deleted" in text for text in texts) == 1
     diary.begin("b", "a cell")
     assert list(_Outputs(folder, 0).fresh()) == []
 

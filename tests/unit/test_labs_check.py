@@ -48,6 +48,17 @@ def test_a_missing_name_says_which_cell_to_run():
 
 
 @pytest.mark.parametrize(
+    ("found", "right"),
+    [
+        (0.7154507, True), (0.71545, True), (0.715, True), (0.72, True), (0.71, True),
+        (0.7, False), (0.716, False), (0.7148, False), (0.7202, False), (math.nan, False),
+    ],
+)  # fmt: skip
+def test_a_number_read_from_a_run_may_be_cut_or_rounded_to_two_decimals(found, right):
+    assert answers.as_read(found, 0.7154507147) == right
+
+
+@pytest.mark.parametrize(
     ("value", "words"),
     [
         (True, "True"), ("fast", "'fast'"), ("42", "'42'"), ([1, 2], "[1, 2]"), (math.nan, "nan"),

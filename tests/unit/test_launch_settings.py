@@ -140,7 +140,7 @@ def test_ipyparallels_launchers_and_classes_are_known_by_name() -> None:
         ("--launcher slurm --partition 'g pu'", "WB-PLAN-181", "sinfo"),
         ("--launcher slurm --nodes 5", "WB-PLAN-177", "--nodes 5"),
         ("--ports 20000", "WB-PLAN-172", "--ports 20000-20100"),
-        ("--ports 20100-20000", "WB-PLAN-172", "first-last"),
+        ("--ports 20100-20000", "WB-PLAN-172", "FIRST-LAST"),
         ("--ports 1-100", "WB-PLAN-172", "1024"),
         ("--ports 60000-70000", "WB-PLAN-172", "65535"),
         ("--ports 20000-20014", "WB-PLAN-173", "--ports 20000-20014"),

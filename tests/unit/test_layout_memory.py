@@ -140,10 +140,10 @@ GB = 10**9
     ("gather", "device_bytes", "host_bytes", "place", "words"),
     [
         ("all", 20 * GB, 999 * GB, (True, None), ""),
-        ("all", 9 * GB, 999 * GB, (True, CPU), "on the CPU now"),
+        ("all", 9 * GB, 999 * GB, (True, CPU), "on the CPU"),
         ("all", 9 * GB, 70 * GB, (False, CPU), "-o gather=first"),
         ("all", 20 * GB, 1 * GB, (True, None), ""),
-        ("first", 9 * GB, 70 * GB, (False, CPU), "on the CPU now"),
+        ("first", 9 * GB, 70 * GB, (False, CPU), "on the CPU"),
         ("first", 20 * GB, 70 * GB, (False, None), ""),
     ],
 )

@@ -115,7 +115,8 @@ def test_fragments_meet_in_turn_and_send_as_much_in_all() -> None:
         assert max(steps) == pytest.approx(1.5 * M / fragments)
         assert sum(steps) == pytest.approx(2 * 1.5 * M)
     assert "outer momentum" in drawn.nodes[0].holds
-    assert "learning rate 0.7, Nesterov momentum 0.9" in drawn.notes[0]
+    assert "rate 0.7" in drawn.notes[0]
+    assert "momentum 0.9" in drawn.notes[0]
 
 
 def test_fragments_need_a_step_each() -> None:

@@ -52,7 +52,7 @@ def test_a_file_that_appears_is_a_notice(
         (tmp_path / "written").write_text(content)
         (tmp_path / "written").rename(path)
         assert soon(lambda: departure.notice is not None)
-    assert departure.notice == Notice(f"notice: {path} is there", seconds, host=True)
+    assert departure.notice == Notice(f"notice: {path} exists", seconds, host=True)
 
 
 @pytest.mark.parametrize(("said", "seconds"), [(True, None), (30, 30.0), (0, 0.0), (0.5, 0.5)])

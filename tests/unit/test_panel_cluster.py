@@ -183,4 +183,4 @@ def test_what_would_be_lost_with_the_engines_is_said(panel):
     panel.session.cluster = cluster = Cluster(2)
     assert panel.wire()["cluster"]["at_work"] == ""
     cluster.is_busy, cluster.waiting = True, 2
-    assert panel.wire()["cluster"]["at_work"].count("2 more") == 1
+    assert panel.wire()["cluster"]["at_work"].count("2 runs") == 1

@@ -65,7 +65,7 @@ def test_a_functions_parameters_reach_its_plan_and_its_cell(panel, tiny):
     assert "tiny(lr=1.0, width=16, nesterov=True, name='b c', sizes=(3,))" in answer["cells"][0]
     do(panel, "recipe.parameter", name="width", value="1.5")
     shown = {p["name"]: p for p in panel.wire()["recipe"]["picked"]["parameters"]}
-    assert "like 16" in shown["width"]["error"]
+    assert "as 16" in shown["width"]["error"]
     assert (shown["width"]["value"], shown["width"]["default"]) == ("1.5", "16")
     with pytest.raises(PlanError, match=r"width.*WB-PLAN-064"):
         panel.choice.plans(panel.session)

@@ -92,7 +92,7 @@ def test_workers_that_share_the_cores_of_one_device_are_named() -> None:
     assert math.isnan(found.factor)
     said = sentence_of(found, one, plan)
     assert "the cores" in said
-    assert re.search("4.1 ms.* 1/2 .*one_device 4.0 ms", said)
+    assert re.search(r"4\.1 ms.*\b1/2 .*one_device.* 4\.0 ms", said)
 
 
 def test_undivided_work_elsewhere_is_left_open() -> None:

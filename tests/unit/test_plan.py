@@ -141,10 +141,10 @@ def test_a_slow_worker_can_be_given_less_where_shares_are_weighted(strategy: str
 @pytest.mark.parametrize(
     ("strategy", "how", "why"),
     [
-        ("local_sgd", {}, "its shares are equal"),
-        ("parameter_server", {}, "its workers do not wait"),
-        ("mirrored", {"framework": "tensorflow"}, "its shares are equal"),
-        ("one_device", {}, "its shares are equal"),
+        ("local_sgd", {}, "shares"),
+        ("parameter_server", {}, "step together"),
+        ("mirrored", {"framework": "tensorflow"}, "shares"),
+        ("one_device", {}, "shares"),
     ],
 )
 def test_where_a_slow_worker_cannot_have_less_it_is_said_before_an_engine_is_touched(
@@ -177,7 +177,7 @@ def test_who_replaces_slow_workers_heals_deaths_too() -> None:
 
 @pytest.mark.parametrize("strategy", ["gossip", "sharded", "one_device"])
 def test_where_no_fresh_worker_can_be_let_in_it_is_said(strategy: str) -> None:
-    with pytest.raises(PlanError, match=r"WB-PLAN-326[\s\S]*replace under mirrored"):
+    with pytest.raises(PlanError, match=r"WB-PLAN-326[\s\S]*replace\S* under mirrored"):
         make_plan(CELL, strategy, workers=3, on_straggler="replace")
 
 

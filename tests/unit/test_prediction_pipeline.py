@@ -57,4 +57,4 @@ def test_a_measured_pipeline_is_predicted_with_more_workers() -> None:
     two, four = (p.step_s[0] for p in found.points)
     assert two == pytest.approx(float(length[0]), rel=0.02)
     assert four == pytest.approx(busy_s / 2 / (1 - ideal_bubble("gpipe", 4, 8, 1)), rel=0.02)
-    assert any("divided equally" in note for note in found.notes)
+    assert any("stages" in note for note in found.notes)

@@ -218,7 +218,8 @@ def test_what_gains_nothing_should_not_be_distributed_and_the_measured_reason_is
     assert found.distribute is False
     assert "mirrored with 4" in found.verdict
     assert "50 ms communicating" in found.verdict
-    assert "2.5 ms computing instead of 10 ms" in found.verdict
+    assert "2.5 ms computing" in found.verdict
+    assert "10 ms" in found.verdict
 
 
 def test_a_gain_within_the_doubt_is_no_gain() -> None:
@@ -243,8 +244,8 @@ def test_more_workers_than_pay_are_named() -> None:
     found = scaling(runs)
     assert found is not None
     assert found.distribute
-    assert "The fastest, mirrored with 2 workers" in found.verdict
-    assert "With 4 it is slower again (1.11x)" in found.verdict
+    assert "mirrored with 2 workers" in found.verdict
+    assert "slower again (1.11x)" in found.verdict
 
 
 # -- costs ----------------------------------------------------------------------------------------
@@ -367,10 +368,10 @@ def test_so_far_is_predicted_that_what_was_run_keeps_half_of_the_doublings(
 @pytest.mark.parametrize(
     ("runs", "why"),
     [
-        (lambda: scaled_runs((2, 4), steps=12), "The run has too few steps to predict from."),
+        (lambda: scaled_runs((2, 4), steps=12), "few steps"),
         (
             lambda: scaled_runs((2, 4), strategy="tensor_parallel"),
-            "how a layer's computation divides over more workers is not known",
+            "tensor_parallel",
         ),
     ],
 )
@@ -424,7 +425,7 @@ def test_what_one_curve_assumes_alone_is_said_with_its_name() -> None:
     runs = scaled_runs((2, 4)) + scaled_runs((2, 4), steps=60, name="half", compress="fp16")[1:]
     notes = predicted_of(runs).scaling.notes
     assert len(set(notes)) == len(notes)
-    rare = [note for note in notes if "rarer" in note]
+    rare = [note for note in notes if "extrapolated" in note]
     assert [note.partition(": ")[0] for note in rare] == ["mirrored compress=fp16"]
 
 

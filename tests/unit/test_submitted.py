@@ -271,7 +271,7 @@ def test_a_job_that_died_before_its_first_step_is_told_as_such_with_its_last_lin
 
 def test_a_job_that_is_gone_is_waited_for_no_longer(kept: Path) -> None:
     job = jobs_of(kept).add(ticket(), "train")
-    Fake.states["id-1"] = JobState("unknown", "Slurm knows no job 1 any more", gone=True)
+    Fake.states["id-1"] = JobState("unknown", "Slurm no longer knows job 1", gone=True)
     with pytest.raises(ClusterError, match="WB-CLUSTER-094"):
         job.wait(5)
     assert jobs_of(kept)["train"].last.reason.startswith("not asked")

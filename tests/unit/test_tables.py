@@ -185,12 +185,12 @@ def test_hosts_stand_in_a_runs_table_where_workers_are_elsewhere() -> None:
 
 def test_what_workers_and_servers_hold_is_shown() -> None:
     history = make_history(make_rows(5, 2))
-    assert "holds" not in summary_table(summarise(history, {})).text()
+    assert "memory" not in summary_table(summarise(history, {})).text()
     history.hear("log", {"step": 1, "rank": 1, "values": {"memory_bytes": 3 << 20}})
     parts = {"parameters_bytes": 1 << 20, "optimizer_bytes": 2 << 20, "gradients_bytes": 512 << 10}
     history.hear("server", {"rank": 0, "server": 0, **parts})
     table = summary_table(summarise(history, {}))
-    holds = [column.title for column in table.columns].index("holds")
+    holds = [column.title for column in table.columns].index("memory")
     assert [(row[0], row[holds]) for row in table.rows] == [
         ("0", "–"), ("1", "3.0 MiB"), ("s0", "3.5 MiB"),
     ]  # fmt: skip

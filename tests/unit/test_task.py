@@ -309,14 +309,14 @@ def test_reassigned_names_are_told_once():
     assert outcome_notes({0: OK, 1: OK}) == []
     once, twice = (replace(OK, reassigned=names) for names in (("rank",), ("rank", "device")))
     (note,) = outcome_notes({0: once, 1: twice})
-    assert "device, rank" in note
+    assert "`device`, `rank`" in note
 
 
 def test_lost_workers_are_told_until_they_are_back():
     assert short_handed([], 2) == ""
     assert re.search("Engine 1 .* 1 of 2 workers.*%cluster restart 1 ", short_handed([1], 1))
     assert short_handed([0, 3], 2) == (
-        "Engines 0, 3 are dead, so there are 2 of 4 workers; %cluster restart 0 3 brings them back."
+        "Engines 0, 3 are dead, so 2 of 4 workers are left; %cluster restart 0 3 brings them back."
     )
 
 

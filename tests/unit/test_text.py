@@ -165,7 +165,7 @@ def test_the_report_of_a_pipeline_holds_bubbles_and_stages():
     assert [of[f"rank {rank}"][-1].strip() for rank in range(3)] == ["+14 %", "±0 %", "+14 %"]
     at = lines.index("3 stages · 1f1b · 8 microbatches of 32 samples · ideal bubble 20 %")
     assert lines[at + 1].split() == [
-        "stage", "worker", "layers", "parameters", "per", "microbatch", "hands", "on",
+        "stage", "worker", "layers", "parameters", "per", "microbatch", "sends", "on",
     ]  # fmt: skip
     assert lines[at + 3].split()[-4:] == ["4.2", "ms", "64.0", "KiB"]
     assert "525,312" in lines[at + 3]

@@ -51,7 +51,7 @@ def test_frames_of_libraries_are_left_out_and_counted():
         json.decoder.__file__,
     }
     words = tracebacks.left_out_words(left_out)
-    assert f"{len(left_out)} frames of Python are folded" in words
+    assert f"{len(left_out)} frames of Python" in words
     assert "--traceback full" in words
 
 

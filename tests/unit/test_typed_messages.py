@@ -118,7 +118,7 @@ def test_an_unknown_kind_is_refused(kind: str) -> None:
 
 def test_a_number_that_fits_no_float_is_refused() -> None:
     body = {**encode(full(Stopped)).body, "since": 10**400}
-    with pytest.raises(BadMessageError, match="since is a int"):
+    with pytest.raises(BadMessageError, match=r"since .*\bint"):
         decode_up(Packet("debugger", body))
 
 
@@ -173,7 +173,7 @@ def test_fields_of_another_version_are_left_out_of_a_file_and_refused_in_an_answ
     for more in ({"new": 1}, {"loop": loop}):
         data = {"status": "ok", "trained": 2, **more}
         assert CellOutcome.from_wire(data, strict=False).trained == 2
-        with pytest.raises(BadMessageError, match=r"no field 'new'|loop is a dict"):
+        with pytest.raises(BadMessageError, match=r"no field 'new'|loop .*\bdict"):
             CellOutcome.from_wire(data)
 
 

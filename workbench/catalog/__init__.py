@@ -73,9 +73,9 @@ def lookup(name: str, framework: str = "torch") -> Strategy:
     if elsewhere:
         raise PlanError(
             f"Strategy {name} is not available for {framework}.",
-            allowed=", ".join(names(framework)) or f"no strategy has a {framework} version yet",
+            allowed=", ".join(names(framework)) or f"no strategy has a version for {framework}",
             next_step=f"use --framework {elsewhere[0]}",
             code="WB-PLAN-001",
         )
     every = [*names(framework), *(a for e in strategies(framework) for a in e.aliases)]
-    raise unknown("strategy", name, every, next_step="wb.strategies() describes them all")
+    raise unknown("strategy", name, every, next_step="wb.strategies() lists all strategies")

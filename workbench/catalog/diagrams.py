@@ -82,7 +82,7 @@ def scatter_ring(members: Ids, kind: Kind, unit: str, title: str, text: str) -> 
 
 def ring(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
     """Return a ring all-reduce: each member sends 2 (N-1)/N of the tensor."""
-    add = "In each round, every worker adds the arriving chunk and sends one chunk. Then each "
+    add = "In each round, every worker adds the chunk that arrives and sends one chunk. Then each "
     return (
         *scatter_ring(members, kind, unit, "Reduce-scatter", f"{add}holds one chunk of the sum."),
         *scatter_ring(
@@ -121,9 +121,9 @@ def reduce_to_one(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
         return ()
     size = whole(unit)
     return (
-        Phase("Reduce", "One worker adds up the tensors of all other workers.",
+        Phase("Reduce", "One worker receives the tensors of all other workers and adds them up.",
               arrows=tuple(Arrow(one, root, kind, size) for one in others), formula=unit),
-        Phase("Broadcast", "It sends the sum to all workers.",
+        Phase("Broadcast", "This worker sends the sum to all other workers.",
               arrows=tuple(Arrow(root, one, kind, size) for one in others),
               formula=f"{unit} to each"),
     )  # fmt: skip
@@ -137,18 +137,23 @@ def recursive_doubling(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]
     phases = []
     if beyond:
         arrows = tuple(Arrow(a, b, kind, size) for a, b in beyond)
-        text = "Workers beyond the largest power of two send their tensors to a partner."
+        text = "Workers with a rank above the largest power of two send their tensors to a partner."
         phases.append(Phase("Fold", text, arrows=arrows, formula=unit))
     for k in range(p.bit_length() - 1):
         arrows = tuple(
             Arrow(members[rank], members[rank ^ (1 << k)], kind, size) for rank in range(p)
         )
-        text = f"Partners {1 << k} apart exchange their sums and add them."
+        text = f"Workers whose ranks differ by {1 << k} exchange their sums and add them."
         phases.append(Phase(f"Exchange {k + 1}", text, arrows=arrows, formula=unit))
     if beyond:
         arrows = tuple(Arrow(b, a, kind, size) for a, b in beyond)
         phases.append(
-            Phase("Unfold", "The partners send the sum back.", arrows=arrows, formula=unit)
+            Phase(
+                "Unfold",
+                "The partners send the sum back to these workers.",
+                arrows=arrows,
+                formula=unit,
+            )
         )
     return tuple(phases)
 
@@ -163,8 +168,11 @@ def hierarchical(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
     up = tuple(Arrow(one, g[0], kind, size) for g in groups for one in g[1:])
     down = tuple(Arrow(g[0], one, kind, size) for g in groups for one in g[1:])
     leaders = [group[0] for group in groups]
-    within = "In each group (a host or a block of workers) the leader adds up everything."
-    text = "The leaders add up in a ring: 2(L-1) rounds with 1/L of the bytes."
+    within = (
+        "In each group (a host or a block of workers), one worker, the leader, adds up the "
+        "tensors of all."
+    )
+    text = "The leaders add up their sums in a ring: 2(L-1) rounds, each with 1/L of the bytes."
     return (
         Phase("Reduce in groups", within, arrows=up, formula=unit),
         *ring_at_once(leaders, kind, unit, "Between leaders", text, by="L"),
@@ -228,7 +236,10 @@ def copies(
     if not arrows:
         return ()
     what = "the sum of all gradients" if together else "each push"
-    text = f"Before it answers, a server sends {what} to the server that holds its copy."
+    text = (
+        f"A server first sends {what} to the server that holds its copy, and then answers the "
+        "workers."
+    )
     return (Phase("Copy", text, arrows=arrows, formula=unit if one else f"{unit}/S each"),)
 
 
@@ -237,7 +248,7 @@ def server_units(unit: str, servers: int) -> dict[str, str]:
     if servers < 2:
         return {}
     parts = {f"{unit}{i}": f"bytes of the part that server {i} holds" for i in range(servers)}
-    return {"S": "number of servers, whose parts are about equal", **parts}
+    return {"S": "number of servers; their parts have about the same size", **parts}
 
 
 def chain(
@@ -497,8 +508,9 @@ def messages(
         )
     if workers > MOST_WORKERS:
         raise PlanError(
-            "A diagram of this many workers is not readable.", seen=f"workers={workers}",
-            allowed=f"1 to {MOST_WORKERS}", next_step="draw 8 workers: the pattern is the same",
+            "A diagram with this number of workers is not readable.", seen=f"workers={workers}",
+            allowed=f"1 to {MOST_WORKERS}", next_step="draw 8 workers, because the pattern is "
+            "the same",
             code="WB-PLAN-009",
         )  # fmt: skip
     settings = entry.settings(dict(options or {}))

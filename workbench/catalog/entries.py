@@ -12,20 +12,21 @@ _PIPELINE_OPTIONS = (
     Option(
         "schedule", "choice", "1f1b",
         choices=("naive", "gpipe", "1f1b", "interleaved", "zero_bubble"),
-        help="the order of microbatches; naive passes the whole batch from stage to stage",
+        help="the order of the microbatches; `naive` sends the whole batch from stage to stage",
     ),
     Option(
         "microbatches", "int", None, minimum=1, maximum=4096, optional=True,
-        help="microbatches per batch; none: two per worker (one for naive)",
+        help="number of microbatches in a batch; `none`: two per worker (`naive`: one)",
     ),
     Option(
         "stages_per_worker", "int", None, minimum=1, maximum=64, optional=True,
-        help="stages each worker holds (interleaved: 2 by default; zero_bubble: 1)",
+        help="number of stages on each worker, for `interleaved` and `zero_bubble`; `none`: 2 "
+        "for `interleaved`, otherwise 1",
     ),
     Option(
         "split_at", "str", None, optional=True,
-        help="layers that begin a stage, by name or number: 2,5 or conv2,fc1; none: "
-        "balanced from measured times",
+        help="layers with which a stage begins, by name or number, for example 2,5 or conv2,fc1; "
+        "`none`: chosen from measured times",
     ),
 )  # fmt: skip
 
@@ -34,12 +35,12 @@ TORCH: tuple[Strategy, ...] = (
         name="one_device",
         framework="torch",
         term="single-device training",
-        summary="One worker does all the work; the baseline for every other strategy.",
+        summary="One worker does all the work. This is the baseline for every other strategy.",
         module="workbench.strategies.torch.one_device:OneDevice",
         messages="workbench.catalog.step_messages:one_device",
-        suits="models that fit one device, and as the baseline of every comparison",
+        suits="models that fit on one device, and the baseline of every comparison",
         shares_gpu=True,
-        unhealed="it has one worker",
+        unhealed="the strategy has only one worker",
         source="Robbins and Monro, A Stochastic Approximation Method, 1951",
         max_workers=1,
     ),
@@ -47,10 +48,11 @@ TORCH: tuple[Strategy, ...] = (
         name="mirrored",
         framework="torch",
         term="synchronous data parallelism (all-reduce)",
-        summary="Each worker holds a copy and takes a share of the batch; gradients are averaged.",
+        summary="Each worker holds a copy of the model and takes a share of the batch. The "
+        "gradients are averaged.",
         module="workbench.strategies.torch.mirrored:Mirrored",
         messages="workbench.catalog.step_messages:mirrored",
-        suits="models that fit one device, with steps long enough to hide an all-reduce",
+        suits="models that fit on one device and have steps that take longer than an all-reduce",
         shares_gpu=True,
         source="Li et al., PyTorch Distributed, VLDB 2020, section 3",
         aliases=("ddp", "data_parallel", "dp", "distributed_data_parallel", "horovod"),
@@ -58,32 +60,34 @@ TORCH: tuple[Strategy, ...] = (
         heals=True,
         sheds=True,
         exact_with=(("compress", "none"),),
-        loses="the steps since the last checkpoint; with another number of workers also the error "
-        "that compression has not sent yet",
+        loses="the steps since the last checkpoint; with another number of workers also the "
+        "compression error that was not sent yet",
         links=True,
         options=(
             Option(
                 "allreduce", "choice", "auto",
                 choices=("auto", "backend", "ring", "hierarchical", "reduce_to_one",
                          "recursive_doubling"),
-                help="how gradients are added up; auto measures, backend is gloo's or NCCL's own",
+                help="how gradients are added up; `auto` measures and takes the fastest; "
+                "`backend` is the all-reduce of gloo or NCCL",
             ),
             Option(
                 "compress", "str", "none", pattern=COMPRESSIONS,
                 form="none, fp16, bf16, powersgd:RANK (1 or more), topk:FRACTION (above 0, to 1)",
-                help="send fewer bytes, feeding back the error: fp16, bf16, powersgd:2, topk:0.01",
+                help="sends fewer bytes; the error is added to the next gradient: fp16, bf16, "
+                "powersgd:2, topk:0.01",
             ),
             Option(
                 "bucket_mb", "float", 25.0, minimum=0.001, maximum=4096,
-                help="size of the buckets that the backend reduces while backward still runs",
+                help="size of the buckets that the backend reduces during backward",
             ),
             Option(
                 "find_unused_parameters", "bool", False,
-                help="search each step for parameters that took no part in the loss (slower)",
+                help="finds in each step the parameters that were not used for the loss (slower)",
             ),
             Option(
                 "sync_batchnorm", "bool", False,
-                help="compute BatchNorm statistics over all workers (GPUs only)",
+                help="computes BatchNorm's statistics over all workers (GPUs only)",
             ),
         ),
     ),
@@ -91,11 +95,13 @@ TORCH: tuple[Strategy, ...] = (
         name="central_storage",
         framework="torch",
         term="synchronous training with central variables",
-        summary="Weights and optimizer live on one host; workers pull them and push gradients.",
+        summary="Weights and optimizer are on one host. Workers pull the weights and push "
+        "gradients.",
         module="workbench.strategies.torch.central_storage:CentralStorage",
         keeps="weights",
         messages="workbench.catalog.step_messages:central_storage",
-        suits="few devices on a host with spare memory: optimizer state stays off the devices",
+        suits="few devices on a host; the host's memory holds the optimizer's state, and the "
+        "devices do not need to",
         shares_gpu=True,
         sheds=True,
         source="Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
@@ -107,11 +113,12 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "replicas", "int", 1, minimum=1, maximum=2,
-                help="servers that hold each part; 2: one of them may die, and no step is lost",
+                help="number of servers that hold each part; with 2, one of them can die and no "
+                "step is lost",
             ),
             Option(
                 "link", "choice", "auto", choices=("auto", "shared_memory", "unix", "tcp"),
-                help="how parameters and gradients are sent; auto takes the fastest way",
+                help="how parameters and gradients are sent; `auto` takes the fastest way",
             ),
         ),
     ),
@@ -119,12 +126,13 @@ TORCH: tuple[Strategy, ...] = (
         name="parameter_server",
         framework="torch",
         term="asynchronous data parallelism (parameter server)",
-        summary="Servers hold the parameters; each worker pushes and pulls at its own speed.",
+        summary="Servers hold the parameters. Each worker pulls them and pushes gradients at its "
+        "own speed.",
         module="workbench.strategies.torch.parameter_server:ParameterServer",
         keeps="weights",
         messages="workbench.catalog.step_messages:parameter_server",
-        suits="workers of unequal speed, large tables of which a step uses a few rows, and to "
-        "see what stale gradients do",
+        suits="workers of different speed; large tables of which a step uses only a few rows; "
+        "experiments with stale gradients",
         shares_gpu=True,
         sheds=True,
         source="Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI "
@@ -136,9 +144,9 @@ TORCH: tuple[Strategy, ...] = (
         servers_option="servers",
         copies_option="replicas",
         sync_option="sync",
-        loses="the steps since the last checkpoint, the pushes being sent when it was "
-              "taken, and the steps by which other workers were ahead of worker 0; with "
-              "sync=true only the steps since the checkpoint",
+        loses="the steps since the last checkpoint, the pushes on their way when it was taken, "
+        "and the steps by which other workers were ahead of worker 0; with sync=true only the "
+        "steps since the checkpoint",
         links=True,
         excludes=(
             ("sync", "max_staleness"), ("sync", "staleness_aware_lr"), ("sync", "pull_every"),
@@ -148,35 +156,39 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "servers", "int", 1, minimum=1, maximum=64,
-                help="number of servers; each holds about the same number of bytes",
+                help="number of servers; each server holds about the same number of bytes",
             ),
             Option(
                 "max_staleness", "int", None, minimum=0, optional=True,
-                help="steps that the fastest worker can be ahead of the slowest; none: no limit",
+                help="how many steps the fastest worker can be ahead of the slowest; `none`: no "
+                "limit",
             ),
             Option(
                 "staleness_aware_lr", "bool", False,
-                help="divide the learning rate of each push by its staleness",
+                help="divides the learning rate of each push by the push's staleness",
             ),
             Option(
                 "consistency", "choice", "latest", choices=("latest", "snapshot"),
-                help="latest: each server's newest parameters; snapshot: one version from all",
+                help="`latest`: the newest parameters of each server; `snapshot`: the same "
+                "version from all servers",
             ),
             Option(
                 "pull_every", "int", 1, minimum=1,
-                help="steps that a worker computes on one copy of the parameters",
+                help="number of steps that a worker computes before it pulls the parameters again",
             ),
             Option(
                 "sync", "bool", False,
-                help="all workers' gradients make one step (BSP); equal to one device",
+                help="the gradients of all workers make one step (BSP), with the same result as "
+                "one device",
             ),
             Option(
                 "replicas", "int", 1, minimum=1, maximum=2,
-                help="servers that hold each part; 2: one of them may die, and no step is lost",
+                help="number of servers that hold each part; with 2, one of them can die and no "
+                "step is lost",
             ),
             Option(
                 "link", "choice", "auto", choices=("auto", "shared_memory", "unix", "tcp"),
-                help="how parameters and gradients are sent; auto takes the fastest way",
+                help="how parameters and gradients are sent; `auto` takes the fastest way",
             ),
         ),
     ),
@@ -184,12 +196,12 @@ TORCH: tuple[Strategy, ...] = (
         name="sharded",
         framework="torch",
         term="fully sharded data parallelism (ZeRO)",
-        summary="Each worker keeps 1/n of parameters, gradients and optimizer; layers are gathered "
-        "when they compute.",
+        summary="Each worker keeps 1/n of parameters, gradients and optimizer state. A layer is "
+        "gathered while it computes.",
         module="workbench.strategies.torch.sharded:Sharded",
         keeps="part",
         messages="workbench.catalog.step_messages:sharded",
-        suits="models whose parameters and optimizer state do not fit one device",
+        suits="models whose parameters and optimizer state do not fit on one device",
         unhealed="each worker holds parameters that no other worker has",
         sheds=True,
         source="Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023",
@@ -201,16 +213,17 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "unit_mb", "float", 1.0, minimum=0, maximum=65536,
-                help="smallest layer, in MB of parameters, that is gathered on its own",
+                help="size in MB of parameters from which a layer is gathered separately",
             ),
             Option(
                 "reshard", "bool", True,
-                help="free gathered layers between forward and backward, as ZeRO-3 does; false: "
-                "keep them until the backward pass has used them",
+                help="frees gathered layers between forward and backward, as ZeRO-3 does; "
+                "`false`: they stay until backward has used them",
             ),
             Option(
                 "gather", "choice", "all", choices=("all", "first"),
-                help="which workers get the whole trained model at the end: all, or only rank 0",
+                help="which workers get the whole trained model at the end: `all`, or only rank "
+                "0 (`first`)",
             ),
         ),
     ),
@@ -218,11 +231,12 @@ TORCH: tuple[Strategy, ...] = (
         name="model_split",
         framework="torch",
         term="pipeline (model) parallelism",
-        summary="The model is cut into stages over the workers; microbatches follow each other.",
+        summary="The model is cut into stages, one or more on each worker. Microbatches follow "
+        "each other through the stages.",
         module="workbench.strategies.torch.model_split:ModelSplit",
         keeps="part",
         messages="workbench.catalog.step_messages:model_split",
-        suits="models that do not fit one device, cut into layers of similar cost",
+        suits="models that do not fit on one device and have layers of similar cost",
         unhealed="each worker holds a stage that no other worker has",
         source="Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019",
         aliases=("pipeline", "gpipe"),
@@ -239,11 +253,12 @@ TORCH: tuple[Strategy, ...] = (
         name="hybrid",
         framework="torch",
         term="data x model parallelism",
-        summary="Each pipeline takes a share of the batch; workers of one stage add up gradients.",
+        summary="Several pipelines each take a share of the batch. The workers with the same "
+        "stage add up their gradients.",
         module="workbench.strategies.torch.hybrid:Hybrid",
         keeps="part",
         messages="workbench.catalog.step_messages:hybrid",
-        suits="models that do not fit one device, on more workers than useful stages",
+        suits="models that do not fit on one device, with more workers than useful stages",
         heals=True,
         copy_rule="workbench.catalog.schedules:pipeline_workers",
         source="Narayanan et al., PipeDream, SOSP 2019; Megatron-LM, SC 2021, section 3",
@@ -257,7 +272,8 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "stages", "int", None, minimum=1, maximum=4096, optional=True,
-                help="workers that form one pipeline; none: 2 if they divide evenly",
+                help="number of workers in one pipeline; `none`: 2 if the number of workers is "
+                "even, otherwise 1",
             ),
             *_PIPELINE_OPTIONS,
         ),
@@ -271,7 +287,7 @@ TORCH: tuple[Strategy, ...] = (
         module="workbench.strategies.torch.tensor_parallel:TensorParallel",
         keeps="part",
         messages="workbench.catalog.step_messages:tensor_parallel",
-        suits="wide layers, on workers with fast links between them",
+        suits="models with wide layers, on workers with fast links",
         unhealed="each worker holds a part of each layer that no other worker has",
         source="Shoeybi et al., Megatron-LM, 2019, section 3",
         aliases=("tp", "megatron"),
@@ -282,11 +298,13 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "plan", "str", "auto",
-                help="how layers are divided: auto, or NAME=col|row|gathered,.. (* matches any)",
+                help="how layers are divided: `auto`, or NAME=col|row|gathered,.. (* matches any "
+                "text)",
             ),
             Option(
                 "gather", "choice", "all", choices=("all", "first"),
-                help="which workers get the whole trained model at the end: all, or only rank 0",
+                help="which workers get the whole trained model at the end: `all`, or only rank "
+                "0 (`first`)",
             ),
         ),
     ),
@@ -294,11 +312,11 @@ TORCH: tuple[Strategy, ...] = (
         name="local_sgd",
         framework="torch",
         term="local SGD (federated averaging, DiLoCo)",
-        summary="Workers train alone for some steps, then average their parameters, or "
-        "take an outer step (DiLoCo).",
+        summary="Workers train alone for some steps. Then they average their parameters, or take "
+        "an outer step (DiLoCo).",
         module="workbench.strategies.torch.local_sgd:LocalSGD",
         messages="workbench.catalog.step_messages:local_sgd",
-        suits="slow links, and data that stays where it was collected",
+        suits="slow links, and data that must stay on its host",
         shares_gpu=True,
         source="Stich, Local SGD, ICLR 2019; McMahan et al., federated averaging, AISTATS 2017; "
         "Douillard et al., DiLoCo, 2023 (arXiv:2311.08105)",
@@ -306,9 +324,9 @@ TORCH: tuple[Strategy, ...] = (
         supports=FIT_FEATURES - {"clip_norm"},
         exact_with=(("every", 1),),
         heals=True,
-        dies_with="its steps since the last average, and its optimizer's state",
+        dies_with="the dead worker's steps since the last average, and its optimizer's state",
         loses="the steps since the last checkpoint; with another number of workers also the "
-        "differences between replicas: all start from their mean",
+        "differences between replicas, because all replicas start from their mean",
         linear_only=True,
         links=True,
         excludes=(("fragments", "fraction"),),
@@ -316,35 +334,39 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "every", "int", 8, minimum=1,
-                help="steps between averages; 1 with SGD equals one device",
+                help="number of steps between two averages; with 1 and SGD the result equals one "
+                "device",
             ),
             Option(
                 "outer", "choice", "average", choices=("average", "nesterov"),
-                help="how a round ends: with the mean, or with a momentum step towards "
-                "it (DiLoCo)",
+                help="how a round ends: with the mean of the parameters, or with a momentum step "
+                "towards it (DiLoCo)",
             ),
             Option(
                 "outer_lr", "float", 0.7, minimum=0.001, maximum=10,
                 only_with=("outer", "nesterov"),
-                help="outer step's learning rate (outer=nesterov); 1 without momentum: the mean",
+                help="learning rate of the outer step (outer=nesterov); 1 without momentum gives "
+                "the mean",
             ),
             Option(
                 "outer_momentum", "float", 0.9, minimum=0, maximum=0.999,
                 only_with=("outer", "nesterov"),
-                help="outer step's Nesterov momentum (outer=nesterov); 0: none",
+                help="Nesterov momentum of the outer step (outer=nesterov); 0: no momentum",
             ),
             Option(
                 "fragments", "int", 1, minimum=1, maximum=64,
-                help="parts of the parameters, averaged one by one, so that less is sent at once",
+                help="number of parts of the parameters; they are averaged one after the other, "
+                "so that less is sent at a time",
             ),
             Option(
                 "fraction", "float", 1.0, minimum=0.001, maximum=1,
-                help="fraction of the workers drawn for each round; the others skip it",
+                help="share of the workers that are drawn for each round; the others do not take "
+                "part",
             ),
             Option(
                 "skew", "float", None, minimum=0.001, optional=True,
-                help="distribute samples by class: Dirichlet's alpha, 0.1 is very uneven; none: "
-                     "even",
+                help="gives workers different shares of each class: alpha of the Dirichlet "
+                "distribution, 0.1 is very uneven; `none`: even shares",
             ),
         ),
     ),
@@ -352,28 +374,31 @@ TORCH: tuple[Strategy, ...] = (
         name="gossip",
         framework="torch",
         term="decentralised SGD (gossip)",
-        summary="No server: after each step a worker mixes its parameters with its neighbours'.",
+        summary="There is no server. After each step a worker mixes its parameters with those of "
+        "its neighbours.",
         module="workbench.strategies.torch.gossip:Gossip",
         messages="workbench.catalog.step_messages:gossip",
-        suits="many workers on links where an all-reduce is slow, and to see replicas drift",
+        suits="many workers on links where an all-reduce is slow; experiments with replicas that "
+        "differ",
         source="Lian et al., D-PSGD, NIPS 2017; Ying et al., exponential graphs, NeurIPS 2021",
         aliases=("decentralised", "decentralized"),
         supports=FIT_FEATURES - {"clip_norm"},
         exact_with=None,
         heals=True,
-        dies_with="the updates it had not sent to its neighbours, and its optimizer's state",
+        dies_with="the dead worker's updates that it had not sent to its neighbours, and its "
+        "optimizer's state",
         loses="the steps since the last checkpoint; with another number of workers also the "
-        "differences between replicas: all start from their mean",
+        "differences between replicas, because all replicas start from their mean",
         links=True,
         options=(
             Option(
                 "graph", "choice", "ring", choices=("ring", "exponential"),
-                help="which workers mix: both neighbours on a ring, or one peer 1, 2, 4, .. hops "
-                     "away",
+                help="which workers mix: both neighbours on a ring, or one worker 1, 2, 4, .. "
+                "ranks away",
             ),
             Option(
                 "spread_every", "int", 10, minimum=1,
-                help="steps between two measurements of the distance between replicas",
+                help="number of steps between two measurements of the distance between replicas",
             ),
         ),
     ),
@@ -390,11 +415,10 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="one_device",
         framework="tensorflow",
         term="single-device training",
-        summary="One replica does all the work; the baseline for every other "
-        "strategy.",
+        summary="One replica does all the work. This is the baseline for every other strategy.",
         module="workbench.strategies.tensorflow.one_device:OneDevice",
         messages="workbench.catalog.step_messages:tensorflow_one_device",
-        suits="models that fit one device, and as the baseline of every comparison",
+        suits="models that fit on one device, and the baseline of every comparison",
         shares_gpu=True,
         source="tf.distribute.OneDeviceStrategy; Robbins and Monro, 1951",
         ways=_TENSORFLOW_WAYS,
@@ -406,11 +430,11 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="mirrored",
         framework="tensorflow",
         term="synchronous data parallelism (all-reduce)",
-        summary="One engine holds a replica on each of its devices; each takes a share of the "
-        "batch, gradients are added up.",
+        summary="One engine holds a replica on each of its devices. Each replica takes a share "
+        "of the batch; the gradients are added up.",
         module="workbench.strategies.tensorflow.mirrored:Mirrored",
         messages="workbench.catalog.step_messages:tensorflow_mirrored",
-        suits="several GPUs of one host, and models that fit each of them",
+        suits="several GPUs of one host, and models that fit on each GPU",
         source="tf.distribute.MirroredStrategy; Abadi et al., TensorFlow, OSDI 2016, section 4.4",
         aliases=("data_parallel", "dp", "horovod"),
         ways=_TENSORFLOW_WAYS,
@@ -423,8 +447,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
             Option(
                 "cross_device_ops", "choice", "auto",
                 choices=("auto", "nccl", "hierarchical", "reduce_to_one", "ring"),
-                help="how gradients are added up over the devices; auto: nccl on GPUs, else "
-                "reduce_to_one; nccl and ring need GPUs",
+                help="how gradients are added up over the devices; `auto`: nccl on GPUs, "
+                "otherwise reduce_to_one; nccl and ring need GPUs",
             ),
         ),
     ),
@@ -432,11 +456,11 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="multi_worker_mirrored",
         framework="tensorflow",
         term="synchronous data parallelism over several engines (all-reduce)",
-        summary="One engine per worker, each with a full copy of the parameters; gradients are "
+        summary="Each worker is an engine with a full copy of the parameters. The gradients are "
         "added up from engine to engine.",
         module="workbench.strategies.tensorflow.multi_worker_mirrored:MultiWorkerMirrored",
         messages="workbench.catalog.step_messages:multi_worker_mirrored",
-        suits="one process per GPU, on one host or several",
+        suits="one process for each GPU, on one host or several hosts",
         source="tf.distribute.MultiWorkerMirroredStrategy; Patarasuk and Yuan, JPDC 2009",
         aliases=("multi_worker",),
         ways=_TENSORFLOW_WAYS,
@@ -444,11 +468,12 @@ TENSORFLOW: tuple[Strategy, ...] = (
         options=(
             Option(
                 "communication", "choice", "auto", choices=("auto", "ring", "nccl"),
-                help="how gradients travel; auto: nccl between GPUs, else a ring over gRPC",
+                help="how gradients are sent; `auto`: nccl between GPUs, otherwise a ring over "
+                "gRPC",
             ),
             Option(
                 "timeout_s", "float", 120.0, minimum=1.0, maximum=3600.0,
-                help="seconds after which a worker gives up on the others",
+                help="seconds after which a worker stops waiting for the others",
             ),
         ),
     ),
@@ -456,12 +481,13 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="central_storage",
         framework="tensorflow",
         term="synchronous data parallelism, parameters on one device",
-        summary="Parameters and optimizer are on one device of the engine. All devices compute "
-        "gradients; that one device adds them up and applies the sum once.",
+        summary="Parameters and optimizer are on one device of the engine. This device adds up "
+        "the gradients of all devices and applies the sum once.",
         module="workbench.strategies.tensorflow.central_storage:CentralStorage",
         keeps="weights",
         messages="workbench.catalog.step_messages:tensorflow_central_storage",
-        suits="several devices of one host that have room for the parameters only once",
+        suits="several devices of one host, if there is memory for only one copy of the "
+        "parameters",
         source="tf.distribute.experimental.CentralStorageStrategy; Li et al., Scaling Distributed "
         "Machine Learning with the Parameter Server, OSDI 2014",
         ways=_TENSORFLOW_WAYS,
@@ -470,7 +496,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
         options=(
             Option(
                 "parameter_device", "choice", "auto", choices=("auto", "cpu"),
-                help="where parameters are; auto: the first device, cpu: the host's memory",
+                help="where the parameters are; `auto`: on the first device; `cpu`: in the "
+                "host's memory",
             ),
         ),
     ),
@@ -478,12 +505,12 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="model_split",
         framework="tensorflow",
         term="model parallelism, one stage after the other",
-        summary="The layers of one model are on several devices; a batch passes through all. "
-                "Saves memory, not time.",
+        summary="The layers of one model are on several devices, and each batch passes through "
+        "all of them. This saves memory, not time.",
         module="workbench.strategies.tensorflow.model_split:ModelSplit",
         keeps="part",
         messages="workbench.catalog.step_messages:tensorflow_model_split",
-        suits="models too large for one device, and to see why pipelines were invented",
+        suits="models that are too large for one device, and lessons on why pipelines exist",
         source="Dean et al., Large Scale Distributed Deep Networks, NIPS 2012; tf.device",
         ways=_TENSORFLOW_WAYS,
         supports=_TENSORFLOW_FEATURES,
@@ -493,8 +520,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
         options=(
             Option(
                 "split_at", "str", None, optional=True,
-                help="layers that begin a stage, by name or number: 2,5 or conv2,fc1; none: "
-                "parameters are balanced",
+                help="layers with which a stage begins, by name or number, for example 2,5 or "
+                "conv2,fc1; `none`: chosen so that the stages have similar numbers of parameters",
             ),
         ),
     ),
@@ -502,10 +529,12 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="tpu",
         framework="tensorflow",
         term="synchronous data parallelism on TPU cores",
-        summary="Each core of a TPU has a replica; gradients are added up over the TPU's links.",
+        summary="Each core of a TPU has a replica. The gradients are added up over the TPU's "
+        "links.",
         module="workbench.strategies.tensorflow.tpu:Tpu",
         messages="workbench.catalog.step_messages:tpu",
-        suits="a TPU; this strategy was never run on a TPU: tests check only its error messages",
+        suits="a TPU; this strategy was never run on a real TPU: tests check only its error "
+        "messages",
         source="tf.distribute.TPUStrategy; Jouppi et al., In-Datacenter Performance Analysis of a "
         "Tensor Processing Unit, ISCA 2017",
         ways=_TENSORFLOW_WAYS,
@@ -518,13 +547,13 @@ TENSORFLOW: tuple[Strategy, ...] = (
         name="parameter_server",
         framework="tensorflow",
         term="asynchronous data parallelism (parameter server)",
-        summary="Servers hold the variables; a coordinator gives the next step to a worker that is "
-        "free.",
+        summary="Servers hold the variables. A coordinator gives the next step to a worker that "
+        "is free.",
         module="workbench.strategies.tensorflow.parameter_server:ParameterServer",
         keeps="weights",
         messages="workbench.catalog.step_messages:tensorflow_parameter_server",
-        suits="workers of unequal speed, large tables of which a step uses a few rows, and to "
-        "see what stale gradients do",
+        suits="workers of different speed; large tables of which a step uses only a few rows; "
+        "experiments with stale gradients",
         shares_gpu=True,
         source="tf.distribute.ParameterServerStrategy; Li et al., Parameter Server, OSDI 2014",
         aliases=("ps", "pserver", "kvstore"),
@@ -533,18 +562,18 @@ TENSORFLOW: tuple[Strategy, ...] = (
         sync=False,
         one_engine=True,
         remote_workers=True,
-        loses="the steps since the last checkpoint, which is taken when no push is being sent",
+        loses="the steps since the last checkpoint, which is taken when no push is on its way",
         servers_option="servers",
         exact_with=None,
         options=(
             Option(
                 "servers", "int", 1, minimum=1, maximum=64,
-                help="number of servers; each gets the next variable in turn",
+                help="number of servers; the variables are given to them in turn",
             ),
             Option(
                 "partitioner", "str", "none", pattern=r"none|fixed:0*[1-9]\d*|min_size:0*[1-9]\d*",
                 form="none, fixed:PARTS, min_size:BYTES",
-                help="cut each variable into parts on all servers (only in your own loop)",
+                help="cuts each variable into parts on all servers (only in your own loop)",
             ),
         ),
     ),

@@ -82,9 +82,9 @@ def stages_per_worker(options: Mapping[str, Any]) -> int:
         return int(given or usual)
     if given not in (None, 1):
         raise PlanError(
-            f"Schedule {name} has one stage per worker.",
+            f"Schedule `{name}` has only one stage per worker.",
             seen=f"stages_per_worker={given}",
-            next_step="-o schedule=interleaved",
+            next_step="use -o schedule=interleaved, or leave out -o stages_per_worker",
             code="WB-PLAN-078",
         )
     return 1
@@ -108,35 +108,37 @@ def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | Non
             count = least
     if schedule.most is not None and count > schedule.most:
         raise PlanError(
-            f"The {name} schedule passes on the whole batch, so it has one microbatch.",
+            f"Schedule `{name}` sends the whole batch from stage to stage, so it has only one "
+            "microbatch.",
             seen=f"microbatches={count}",
-            next_step=f"-o schedule=gpipe -o microbatches={count}",
+            next_step=f"use -o schedule=gpipe -o microbatches={count}",
             code="WB-PLAN-079",
         )
     if count < least:
         raise PlanError(
-            f"Schedule {name} needs at least one microbatch per worker.",
+            f"Schedule `{name}` needs at least one microbatch per worker.",
             seen=f"microbatches={count} on {workers} workers",
-            allowed=f"{least} or more",
-            next_step=f"-o microbatches={2 * workers}, or -o schedule=gpipe",
+            allowed=f"{least} or more microbatches",
+            next_step=f"use -o microbatches={2 * workers}, or -o schedule=gpipe",
             code="WB-PLAN-080",
         )
     rounds = max(1, count // workers)
     if schedule.rounds and count % rounds:
         raise PlanError(
-            f"Schedule {name} works in rounds, but the microbatches cannot be divided into equal "
-            f"rounds.",
+            f"Schedule `{name}` divides the microbatches into rounds, and all rounds must have "
+            "the same size.",
             seen=f"microbatches={count} in {rounds} rounds on {workers} workers",
             allowed=f"a multiple of {workers}",
-            next_step=f"-o microbatches={workers * rounds}",
+            next_step=f"use -o microbatches={workers * rounds}",
             code="WB-PLAN-081",
         )
     if batch_size is not None and count > batch_size:
         raise PlanError(
-            "There are more microbatches than samples in a batch, so some would be empty.",
+            "There are more microbatches than samples in a batch, so some microbatches would be "
+            "empty.",
             seen=f"microbatches={count}, batch_size={batch_size}",
             allowed=f"at most {batch_size} microbatches",
-            next_step="raise batch_size, or lower -o microbatches",
+            next_step="use a larger batch_size, or fewer microbatches with -o microbatches",
             code="WB-PLAN-082",
         )
     return int(count)
@@ -165,9 +167,10 @@ def check_schedule(options: Mapping[str, Any], workers: int, batch_size: int | N
         every, workers = workers, pipeline_workers(options, workers)
         if every % workers:
             raise PlanError(
-                "The workers do not fill whole pipelines.",
+                "The number of workers must be a multiple of `stages`, because each pipeline "
+                "needs that many workers.",
                 seen=f"stages={workers} on {every} workers",
-                allowed="a number of workers that stages divides",
+                allowed=f"a multiple of {workers} workers",
                 next_step=f"use -n {-(-every // workers) * workers}",
                 code="WB-PLAN-083",
             )
@@ -189,9 +192,10 @@ def check_turns(options: Mapping[str, Any], workers: int, batch_size: int | None
     every, fragments = options["every"], options["fragments"]
     if fragments > every:
         raise PlanError(
-            "A round has fewer steps than fragments, but each fragment needs its own step.",
+            "A round has fewer steps than fragments, but each fragment needs its own step of the "
+            "round.",
             seen=f"every={every}, fragments={fragments}",
             allowed=f"fragments from 1 to {every}",
-            next_step=f"-o fragments={every}, or -o every={fragments}",
+            next_step=f"use -o fragments={every}, or -o every={fragments}",
             code="WB-PLAN-319",
         )

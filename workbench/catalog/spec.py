@@ -62,28 +62,29 @@ class Option:
             value = self._convert(text)
         except (ValueError, KeyError):
             raise PlanError(
-                f"Option {self.name} is not valid.",
+                f"The value of option `{self.name}` is not valid.",
                 seen=text,
                 allowed=self.allowed,
                 code="WB-PLAN-002",
             ) from None
         if self.pattern and not re.fullmatch(self.pattern, str(value)):
             raise PlanError(
-                f"Option {self.name} is not valid.",
+                f"The value of option `{self.name}` is not valid.",
                 seen=text,
                 allowed=self.allowed,
                 code="WB-PLAN-003",
             )
         if self.kind == "choice" and value not in self.choices:
-            raise unknown(f"value for option {self.name}", str(value), self.choices)
+            raise unknown(f"value of option `{self.name}`", str(value), self.choices)
         low, high = self.minimum, self.maximum
         if isinstance(value, (int, float)) and (
             (low is not None and value < low) or (high is not None and value > high)
         ):
             nearest = low if low is not None and value < low else high
             raise PlanError(
-                f"Option {self.name} is out of range.", seen=value, allowed=self.allowed,
-                next_step=f"-o {self.name}={nearest:g}, or remove it",
+                f"The value of option `{self.name}` is out of range.",
+                seen=value, allowed=self.allowed,
+                next_step=f"use -o {self.name}={nearest:g}, or remove the option",
                 code="WB-PLAN-004",
             )  # fmt: skip
         return value
@@ -127,7 +128,7 @@ class Option:
             text += f", at least {self.minimum:g}"
         elif self.maximum is not None:
             text += f", at most {self.maximum:g}"
-        return text + (" or none" if self.optional else "")
+        return text + (", or `none`" if self.optional else "")
 
 
 def chained(parts: int, copies: int) -> tuple[tuple[int, ...], ...]:
@@ -303,18 +304,18 @@ class Strategy:
         elsewhere = [e.name for e in others if any(o.name == name for o in e.options)]
         if elsewhere:
             raise PlanError(
-                f"Strategy {self.name} has no option {name}. It is an option of "
+                f"Strategy {self.name} has no option `{name}`. It is an option of "
                 f"{', '.join(dict.fromkeys(elsewhere))}.",
                 seen=name,
                 allowed=", ".join(option.name for option in self.options) or "no options",
-                next_step=f"%%distributed {elsewhere[0]} -o {name}=...",
+                next_step=f"use %%distributed {elsewhere[0]} -o {name}=...",
                 code="WB-PLAN-005",
             )
         if not self.options:
-            raise PlanError(
-                f"Strategy {self.name} takes no options.", seen=name, code="WB-PLAN-006"
-            )
-        raise unknown(f"option of {self.name}", name, [option.name for option in self.options])
+            raise PlanError(f"Strategy {self.name} has no options.", seen=name, code="WB-PLAN-006")
+        raise unknown(
+            f"option of strategy {self.name}", name, [option.name for option in self.options]
+        )
 
     def settings(self, given: dict[str, Any], others: Iterable[Strategy] = ()) -> dict[str, Any]:
         """Return the value of every option: given values parsed, the others by default.
@@ -331,9 +332,9 @@ class Strategy:
         for pair in self.excludes:
             if all(values[name] != self.option(name).default for name in pair):
                 raise PlanError(
-                    f"Options {pair[0]} and {pair[1]} of {self.name} cannot be combined.",
+                    f"Options `{pair[0]}` and `{pair[1]}` of {self.name} cannot be used together.",
                     seen=", ".join(f"{name}={values[name]}" for name in pair),
-                    next_step="remove one of them",
+                    next_step="remove one of the two options",
                     code="WB-PLAN-007",
                 )
         for option in self.options:
@@ -342,10 +343,10 @@ class Strategy:
             other, needed = option.only_with
             if values[other] != needed:
                 raise PlanError(
-                    f"Option {option.name} of {self.name} has an effect only with "
+                    f"Option `{option.name}` of {self.name} has an effect only if "
                     f"{other}={needed}.",
                     seen=f"{option.name}={values[option.name]}, {other}={values[other]}",
-                    next_step=f"-o {other}={needed}, or remove {option.name}",
+                    next_step=f"add -o {other}={needed}, or remove {option.name}",
                     code="WB-PLAN-318",
                 )
         return values

@@ -12,12 +12,12 @@ from . import diagrams, schedules
 from .diagrams import Arrow, Layout, Node, Parts, Phase, Size
 from .spec import chained
 
-M = {"M": "bytes of the gradients, as large as the trained parameters"}
+M = {"M": "bytes of the gradients, which are as large as the trained parameters"}
 N = {"N": "number of workers"}
 L = {"L": "number of leaders"}
 _WHOLE = "all parameters and the optimizer's state"
 FORWARD_BACKWARD = "Each worker computes the gradient of its share of the batch."
-OPTIMIZER = "All workers take the same step, so the copies stay equal."
+OPTIMIZER = "All workers take the same step, so the copies of the model stay equal."
 
 
 def _work(layout: Layout, text: str = FORWARD_BACKWARD) -> Phase:
@@ -32,7 +32,12 @@ def one_device(layout: Layout) -> Parts:
     """One worker; nothing is sent."""
     work = _work(layout, "One worker computes the gradient of the whole batch.")
     phases = (work, _update(layout, "The worker takes the step."))
-    return Parts(diagrams.workers(layout, _WHOLE), phases, {}, "nothing is sent")
+    return Parts(
+        diagrams.workers(layout, _WHOLE),
+        phases,
+        {},
+        "Robbins and Monro, A Stochastic Approximation Method, 1951",
+    )
 
 
 def mirrored(layout: Layout) -> Parts:
@@ -43,7 +48,8 @@ def mirrored(layout: Layout) -> Parts:
     units, notes = {**M, **many}, []
     if asked == "auto":
         notes.append(
-            "allreduce=auto measures and takes the fastest. The diagram shows the backend's way."
+            "allreduce=auto measures the algorithms and takes the fastest. The diagram shows the "
+            "backend's algorithm."
         )
     unit = "M" if compress == "none" else "C"
     if unit == "C":
@@ -54,7 +60,7 @@ def mirrored(layout: Layout) -> Parts:
         phases = _gathered(layout)
         source = "ring all-gather; Aji and Heafield, Sparse Communication, EMNLP 2017"
     if algorithm == "backend" and compress == "none":
-        notes.append("Gradients travel in buckets while backward still runs.")
+        notes.append("Gradients are sent in buckets during backward.")
     return Parts(
         diagrams.workers(layout, _WHOLE),
         (_work(layout), *phases, _update(layout)), units, source, tuple(notes),
@@ -72,7 +78,10 @@ def _gathered(layout: Layout) -> tuple[Phase, ...]:
         Arrow(a, b, "gradients", size, n - 1)
         for a, b in zip(layout.ids, following, strict=True)
     )  # fmt: skip
-    text = "The largest values of all workers, with their positions, travel around the ring."
+    text = (
+        "The largest values of each worker's gradient, with their positions, are sent around "
+        "the ring."
+    )
     return (Phase("All-gather", text, arrows=arrows, formula="C, N-1 rounds"),)
 
 
@@ -99,7 +108,7 @@ def _chains(layout: Layout) -> tuple[tuple[int, ...], ...]:
 def _held_by(server: int, chains: tuple[tuple[int, ...], ...], holds: str) -> str:
     own = [holds] if server < len(chains) else []
     followed = [f"s{chain[0]}" for chain in chains if server in chain[1:]]
-    copy = [f"a copy of what {followed[0]} holds"] if followed else []
+    copy = [f"a copy of the part of {followed[0]}"] if followed else []
     return "; ".join(own + copy)
 
 
@@ -107,10 +116,16 @@ def central_storage(layout: Layout) -> Parts:
     """Send gradients to the single server, and parameters back."""
     ids = ("s0",)
     push = diagrams.exchange_with_server(
-        layout, ids, "M", "gradients", "Push", "Each worker sends its gradient.", up=True
+        layout,
+        ids,
+        "M",
+        "gradients",
+        "Push",
+        "Each worker sends its gradient to the server.",
+        up=True,
     )
     pull = diagrams.exchange_with_server(
-        layout, ids, "M", "weights", "Pull", "Each worker gets the new parameters.", up=False
+        layout, ids, "M", "weights", "Pull", "Each worker receives the new parameters.", up=False
     )
     step = Phase("Optimizer", "The server adds up all gradients and takes one step.", ids)
     copy = diagrams.copies(layout, _chains(layout), "M", together=True)
@@ -127,53 +142,56 @@ def parameter_server(layout: Layout) -> Parts:
     together = bool(layout.options["sync"])
     push = diagrams.exchange_with_server(
         layout, ids, "M", "gradients", "Push",
-        "Each server receives the gradient of its part.", up=True,
+        "Each server receives the gradient of the parameters that it holds.", up=True,
     )  # fmt: skip
     pulled = diagrams.exchange_with_server(
-        layout, ids, "M", "weights", "Pull", "The newest parameters come back.", up=False
+        layout, ids, "M", "weights", "Pull", "Each worker receives the newest parameters.", up=False
     )
     pull = Phase(pulled.title, pulled.text, (), pulled.arrows, every, every - 1, pulled.formula)
-    alone = "Every push is a separate step, taken when it arrives."
-    step = Phase(
-        "Optimizer", "One step with all workers' gradients." if together else alone, ids
-    )  # fmt: skip
+    alone = "Every push is a separate step, which the server takes when the push arrives."
+    common = "The servers take one step with the gradients of all workers."
+    step = Phase("Optimizer", common if together else alone, ids)
     notes = (
-        [] if together else ["No worker waits for another: each takes its steps at its own speed."]
+        []
+        if together
+        else [("No worker waits for another worker: each takes its steps at its own speed.")]
     )
     if bound is not None:
-        notes = [f"A worker more than {bound} steps ahead of the slowest is held back."]
+        notes = [f"A worker that is more than {bound} steps ahead of the slowest worker must wait."]
     copy = diagrams.copies(layout, _chains(layout), "M", together=together)
     return _with_servers(
-        layout, "its part of parameters and optimizer", (_work(layout), push, step, *copy, pull),
+        layout, "its part of the parameters and the optimizer",
+        (_work(layout), push, step, *copy, pull),
         "Li et al., Parameter Server, OSDI 2014; Ho et al., SSP, NIPS 2013", tuple(notes),
     )  # fmt: skip
 
 
 def sharded(layout: Layout) -> Parts:
     """Layers are gathered to compute, gradients scattered to their owners."""
-    gather = "Layer by layer, all shards are gathered, used and freed."
+    gather = "The shards of one layer after the other are gathered, used and freed."
     forward = diagrams.scatter_ring(layout.ids, "weights", "M", "All-gather, forward", gather)
     again: tuple[Phase, ...] = ()
     units = {**M, **N}
     if layout.options["reshard"]:
         again = diagrams.scatter_ring(
             layout.ids, "weights", "U", "All-gather, backward",
-            "Layers that were freed after forward are gathered again.",
+            "The layers that were freed after forward are gathered again.",
         )  # fmt: skip
         units["U"] = (
-            "bytes of the layers that are gathered separately (unit_mb) and freed in between"
+            "bytes of the layers that are gathered separately (unit_mb), and freed between "
+            "forward and backward"
         )
     scatter = diagrams.scatter_ring(
         layout.ids, "gradients", "M", "Reduce-scatter",
-        "Each worker ends with the summed gradient of its own shard.",
+        "Each worker receives the summed gradient of its own shard.",
     )  # fmt: skip
-    compute = "Each worker computes on its share of the batch."
+    compute = "Each worker computes its share of the batch."
     phases = (
         *forward, Phase("Forward", compute, layout.ids),
         *again, Phase("Backward", compute, layout.ids), *scatter,
-        _update(layout, "Each worker updates its shard; the optimizer's state is sharded as well."),
+        _update(layout, "Each worker updates its own shard. The optimizer's state is sharded too."),
     )  # fmt: skip
-    holds = "1/N of parameters, gradients and optimizer"
+    holds = "1/N of parameters, gradients and optimizer state"
     source = "Rajbhandari et al., ZeRO, SC 2020, section 7; Zhao et al., FSDP, VLDB 2023"
     return Parts(diagrams.workers(layout, holds), phases, units, source)
 
@@ -215,7 +233,7 @@ def hybrid(layout: Layout) -> Parts:
         column = [row[place] for row in rows]
         for phase in diagrams.ring_at_once(column, "gradients", f"G{place}", "", "", by="D"):
             arrows += phase.arrows
-    text = "The workers that hold the same stage add up its gradients."
+    text = "The workers that hold the same stage add up their gradients."
     meet = (Phase("All-reduce by stage", text, (), tuple(arrows), formula="G/D, 2(D-1) rounds"),)
     units = diagrams.handed_units(stages) if width > 1 else {}
     units |= {f"G{p}": f"bytes of the gradients of stage {p}'s worker" for p in range(width)}
@@ -236,7 +254,7 @@ def _flow(layout: Layout, chains: list[list[str]], batches: int) -> tuple[Phase,
     backward = tuple(a for one in chains for a in diagrams.chain(one, batches, backward=True))
     size = "A/m, m microbatches" if batches > 1 else "A"
     text = "Each stage computes its activations and sends them to the next stage."
-    back = "The gradients of the activations come back, stage by stage."
+    back = "The gradients of the activations are sent back, from stage to stage."
     return (
         Phase("Forward", text, layout.ids, forward, formula=size if forward else ""),
         Phase("Backward", back, layout.ids, backward, formula=size if backward else ""),
@@ -252,8 +270,8 @@ def _mixed(batches: int) -> tuple[str, ...]:
     if batches == 1:
         return ()
     return (
-        "Microbatches follow each other, so stages work at the same time; the "
-        "schedule decides in which order forward and backward run.",
+        "Microbatches follow each other, so the stages work at the same time. The schedule "
+        "decides the order of forward and backward.",
     )
 
 
@@ -261,21 +279,24 @@ def tensor_parallel(layout: Layout) -> Parts:
     """Partial results are added up inside forward and backward."""
     forward = diagrams.ring_at_once(
         layout.ids, "activations", "Y", "All-reduce, forward",
-        "The parts of a layer pair's output are added up.",
+        "Each worker has a part of the output of a pair of layers. These parts are added up.",
     )  # fmt: skip
     backward = diagrams.ring_at_once(
         layout.ids, "gradients", "X", "All-reduce, backward",
-        "The parts of the gradient of the pair's input are added up.",
+        "Each worker has a part of the gradient of the pair's input. These parts are added up.",
     )  # fmt: skip
-    every = "Every worker sees the whole batch and computes its part of each divided layer."
+    every = "Every worker reads the whole batch and computes its part of each divided layer."
     phases = (
         Phase("Forward", every, layout.ids), *forward,
         Phase("Backward", every, layout.ids), *backward,
-        _update(layout, "Each worker updates the part it holds."),
+        _update(layout, "Each worker updates its own part of the layers."),
     )  # fmt: skip
     units = {
-        "Y": "bytes of the outputs of all divided pairs of layers, for a batch",
-        "X": "bytes of the gradients of these pairs' inputs; none for a first layer",
+        "Y": "bytes of the outputs of all divided pairs of layers, for one batch",
+        "X": (
+            "bytes of the gradients of the inputs of these pairs; the first layer of the model "
+            "needs none"
+        ),
         **N,
     }
     nodes = diagrams.workers(layout, "1/N of the divided layers")
@@ -289,20 +310,20 @@ def local_sgd(layout: Layout) -> Parts:
     outer, fragments = options["outer"] == "nesterov", int(options["fragments"])
     holds, source = _WHOLE, "Stich, Local SGD, ICLR 2019"
     if options["fraction"] < 1:
-        notes.append("In each round some workers are not drawn. They send zeros to the sum.")
+        notes.append("In each round some workers are not drawn, and send zeros to the sum.")
     if outer:
         holds = f"{_WHOLE}; the parameters at the start of the round and the outer momentum"
         source = "Douillard et al., DiLoCo, 2023, algorithm 1"
         notes.append(
-            "The outer step starts from the parameters at the start of the round and "
-            "adds the workers' mean change: "
-            f"learning rate {options['outer_lr']:g}, Nesterov momentum "
-            f"{options['outer_momentum']:g}. Nothing else is sent for it."
+            "The outer step starts from the parameters at the start of the round. It adds the "
+            f"workers' mean change, with learning rate {options['outer_lr']:g} and Nesterov "
+            f"momentum {options['outer_momentum']:g}. This needs no other messages."
         )
     if fragments > 1:
         source = f"{source}; Douillard et al., Streaming DiLoCo, 2025"
     phases = (
-        _work(layout), _update(layout, "Workers take separate steps: copies drift apart."),
+        _work(layout), _update(layout, "Workers take separate steps, so the copies of the "
+        "model become different."),
         *_meetings(layout, "take an outer step from their mean" if outer else "become their mean"),
     )  # fmt: skip
     units = {"P": "bytes of parameters and floating-point buffers", **N}
@@ -316,20 +337,23 @@ def _meetings(layout: Layout, what: str) -> tuple[Phase, ...]:
     every, fragments = int(layout.options["every"]), int(layout.options["fragments"])
     ring = partial(diagrams.ring_at_once, layout.ids, "average", "P", fragments=fragments)
     if fragments == 1:
-        often = "All" if every == 1 else f"Every {every} steps all"
+        often = "All" if every == 1 else f"Every {every} steps, all"
         return ring("Average", f"{often} parameters {what}.", every=every)
     turns = schedules.turns(layout.options)
     if (
         every % fragments == 0
     ):  # the turns are equally far apart, so one phase describes all of them
-        text = f"The parameters of one fragment {what}; each of the {fragments} has its turn "
+        text = (
+            f"The parameters of one fragment {what}. Each of the {fragments} fragments has its "
+            "turn "
+        )
         return ring("Average in turn", f"{text}every {every} steps.", every=turns[0])
     return tuple(
         phase
         for place, turn in enumerate(turns, 1)
         for phase in ring(
             f"Average, fragment {place}",
-            f"In step {turn} of each {every} the fragment's parameters {what}.",
+            f"In step {turn} of each {every} steps, the parameters of this fragment {what}.",
             every=every, turn=turn,
         )
     )  # fmt: skip
@@ -342,7 +366,7 @@ def gossip(layout: Layout) -> Parts:
     meet = tuple(
         Phase(
             "Mix" if len(rounds) == 1 else f"Mix, hop {hops[0]}",
-            "Each worker mixes its parameters with those it receives.",
+            "Each worker mixes its parameters with the parameters that it receives.",
             (),
             tuple(
                 Arrow(layout.ids[r], layout.ids[(r + hop) % n], "average", size)
@@ -353,7 +377,8 @@ def gossip(layout: Layout) -> Parts:
         for index, hops in enumerate(rounds)
     )  # fmt: skip
     phases = (
-        _work(layout), _update(layout, "Workers take separate steps: copies drift apart."), *meet
+        _work(layout), _update(layout, "Workers take separate steps, so the copies of the "
+        "model become different."), *meet
     )  # fmt: skip
     units = {"P": "bytes of parameters and floating-point buffers"} if n > 1 else {}
     source = "Lian et al., D-PSGD, NIPS 2017; Ying et al., exponential graphs, NeurIPS 2021"
@@ -371,7 +396,7 @@ def _graph(graph: str, n: int) -> list[list[int]]:
 
 _TENSORFLOW_WHOLE = "all variables and the optimizer's state"
 _SHARE = "Each replica computes the gradient of its share of the batch."
-_EQUAL = "Each replica applies the same sum, so the copies stay equal."
+_EQUAL = "Each replica applies the same sum, so the copies of the model stay equal."
 GUIDE = "https://www.tensorflow.org/guide/distributed_training"
 
 
@@ -391,7 +416,12 @@ def tensorflow_one_device(layout: Layout) -> Parts:
         ),
         Phase("Optimizer", "The worker takes the step.", layout.ids),
     )
-    return Parts(_devices(layout, _TENSORFLOW_WHOLE), phases, {}, "nothing is sent")
+    return Parts(
+        _devices(layout, _TENSORFLOW_WHOLE),
+        phases,
+        {},
+        "tf.distribute.OneDeviceStrategy; Robbins and Monro, 1951",
+    )
 
 
 def _replicated(
@@ -408,7 +438,11 @@ def _replicated(
 def tensorflow_mirrored(layout: Layout) -> Parts:
     """All-reduce between the devices of one engine."""
     asked = str(layout.options["cross_device_ops"])
-    notes = ("auto: NCCL's ring on GPUs; on CPUs, the way drawn here.",) if asked == "auto" else ()
+    notes = (
+        ("With `auto`, GPUs use NCCL's ring, and CPUs use the algorithm of this diagram.",)
+        if asked == "auto"
+        else ()
+    )
     pattern, source = diagrams.ALL_REDUCE["reduce_to_one" if asked == "auto" else asked]
     phases = pattern(layout.ids, "gradients", "M")
     return _replicated(layout, _devices(layout, _TENSORFLOW_WHOLE), phases, source, notes)
@@ -422,7 +456,7 @@ def multi_worker_mirrored(layout: Layout) -> Parts:
 
 def tpu(layout: Layout) -> Parts:
     """All-reduce over the TPU's own links, compiled into the step."""
-    text = "XLA compiles the sum into the step and chooses the route over the torus."
+    text = "XLA compiles this sum into the step and chooses its route through the TPU's network."
     phases = diagrams.ring_at_once(layout.ids, "gradients", "M", "All-reduce", text)
     nodes = tuple(
         Node(name, "device", f"core {rank}", _TENSORFLOW_WHOLE, rank)
@@ -437,7 +471,7 @@ def tensorflow_central_storage(layout: Layout) -> Parts:
     home = "h" if apart else layout.ids[0]
     others = [name for name in layout.ids if name != home]
     size = diagrams.whole("M")
-    devices = _devices(layout, "nothing between steps")
+    devices = _devices(layout, "nothing between two steps")
     nodes = devices
     if apart:
         nodes = diagrams.around(devices, (Node("h", "store", "host", _TENSORFLOW_WHOLE),))
@@ -447,13 +481,14 @@ def tensorflow_central_storage(layout: Layout) -> Parts:
     push = tuple(Arrow(one, home, "gradients", size) for one in others)
     phases = [
         Phase("Forward and backward", _SHARE, layout.ids),
-        Phase("Optimizer", "The device adds up the gradients and applies them once.", (home,)),
+        Phase("Optimizer", "One device adds up the gradients and applies the sum once.", (home,)),
     ]
     if others:
-        phases.insert(0, Phase("Read", "Every device reads the variables.", arrows=read,
+        phases.insert(0, Phase("Read", "Every device reads the variables from the device that "
+        "holds them.", arrows=read,
                                formula="M to each"))  # fmt: skip
-        phases.insert(2, Phase("Send", "Every device sends its gradients to the "
-                               "variables' device.", arrows=push, formula="M"))  # fmt: skip
+        phases.insert(2, Phase("Send", "Every device sends its gradients to the device that "
+        "holds the variables.", arrows=push, formula="M"))  # fmt: skip
     return Parts(nodes, tuple(phases), M, f"tf.distribute.CentralStorageStrategy, {GUIDE}")
 
 
@@ -468,13 +503,13 @@ def tensorflow_model_split(layout: Layout) -> Parts:
     phases = (
         Phase("Forward", "The stages compute the whole batch one after another.", ids,
               diagrams.chain(ids, 1, backward=False), formula=formula),
-        Phase("Backward", "The gradients of the activations come back.", ids,
-              diagrams.chain(ids, 1, backward=True), formula=formula),
+        Phase("Backward", "The gradients of the activations are sent back, from stage to stage.",
+              ids, diagrams.chain(ids, 1, backward=True), formula=formula),
         Phase("Optimizer", "Each device updates its own layers.", ids),
     )  # fmt: skip
     units = diagrams.handed_units(len(ids))
     source = "Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, section 3"
-    notes = ("While one stage computes, the others are idle.",) if len(ids) > 1 else ()
+    notes = ("While one stage computes, the other stages are idle.",) if len(ids) > 1 else ()
     return Parts(nodes, phases, units, source, notes)
 
 
@@ -483,26 +518,27 @@ def tensorflow_parameter_server(layout: Layout) -> Parts:
     servers = tuple(f"s{index}" for index in range(layout.servers))
     inner = (
         Node("c", "coordinator", "coordinator", "the order of the steps"),
-        *(Node(name, "server", f"server {name[1:]}", "its part of the variables and optimizer")
+        *(Node(name, "server", f"server {name[1:]}", "its part of the variables and the optimizer")
           for name in servers),
     )  # fmt: skip
     size = diagrams.whole("T")
     work = tuple(Arrow("c", worker, "work", size) for worker in layout.ids)
     phases = (
-        Phase("Schedule", "A free worker gets the next step.", ("c",), work,
+        Phase("Schedule", "The coordinator gives the next step to a free worker.", ("c",), work,
               formula="T each"),
         diagrams.exchange_with_server(layout, servers, "M", "weights", "Pull",
-                                      "The worker reads the variables.", up=False),
-        Phase("Forward and backward", "It computes the gradient of its batch.", layout.ids),
+                                      "The worker reads the variables from the servers.", up=False),
+        Phase("Forward and backward", "The worker computes the gradient of its batch.", layout.ids),
         diagrams.exchange_with_server(layout, servers, "M", "gradients", "Push",
-                                      "It sends the gradients to the servers.", up=True),
-        Phase("Optimizer", "Every push is a separate step, taken when it arrives.", servers),
+                                      "The worker sends the gradients to the servers.", up=True),
+        Phase("Optimizer", "Every push is a separate step, which the server takes when the push "
+        "arrives.", servers),
     )  # fmt: skip
     units = {
         **M, **diagrams.server_units("M", len(servers)),
-        "T": "bytes of a closure and of its samples",
+        "T": "bytes of a closure and of the samples that it needs",
     }  # fmt: skip
-    nodes = diagrams.around(diagrams.workers(layout, "nothing between steps"), inner)
+    nodes = diagrams.around(diagrams.workers(layout, "nothing between two steps"), inner)
     source = "tf.distribute.ParameterServerStrategy; Li et al., Parameter Server, OSDI 2014"
-    notes = ("No worker waits for another: each takes its steps at its own speed.",)
+    notes = ("No worker waits for another worker: each takes its steps at its own speed.",)
     return Parts(nodes, phases, units, source, notes)

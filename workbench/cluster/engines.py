@@ -221,7 +221,7 @@ class Engines:
                 "This engine does not exist.",
                 seen=engine,
                 allowed=f"one of {self.ids}",
-                next_step=f"%cluster restart {engine}",
+                next_step="%cluster lists the engines",
                 code="WB-CLUSTER-005",
             )
         call = calls.submit(
@@ -294,9 +294,7 @@ class Engines:
         if info is None or info.state == "dead" or self.launch.launcher != LOCAL:
             return
         if not lives(info.pid):
-            self._lost(
-                info, processes.Ending(signal="SIGKILL", hint="it is not known how it ended")
-            )
+            self._lost(info, processes.Ending(signal="SIGKILL", hint="the cause is not known"))
 
     def interrupt(self, ids: Iterable[int]) -> None:
         """Send SIGINT to engines."""
@@ -413,7 +411,7 @@ class Engines:
                 if info.state != "dead":
                     self._ground.signal(info.id, info.pid, signals.SIGKILL)
                     since = self._ground.broken
-                    how = processes.Ending(what="out of reach", since=since, with_all=True)
+                    how = processes.Ending(what="not reachable", since=since, with_all=True)
                     self._lost(info, how)
 
     def _lost(self, info: EngineInfo, how: processes.Ending) -> None:

@@ -213,11 +213,11 @@ PIDFD_POLL_S = 0.5
 _MEANING = {
     "SIGSEGV": "a segmentation fault: native code used memory that is not its own",
     "SIGBUS": "native code used memory that does not exist; shared memory may be full",
-    "SIGABRT": "native code gave up",
+    "SIGABRT": "native code called abort()",
     "SIGFPE": "an arithmetic error in native code",
     "SIGILL": "native code used an instruction that this processor does not have",
     "SIGTERM": "another process or a user asked it to end",
-    "SIGXCPU": "its limit of CPU time was reached",
+    "SIGXCPU": "the process reached its limit of CPU time",
 }
 _NOISE = re.compile(r"\[IPEngine\]|\[IPController\]|^\s*$|^\d{4}-\d\d-\d\d [\d:., ]+\[")
 _CELL = re.compile(r'"[^"]*/ipykernel_\d+/\d+\.py"')
@@ -255,10 +255,10 @@ class Ending:
             return f"killed by {self.signal}"
         if self.code is not None:
             return f"exited with code {self.code}"
-        return self.what or "how is not known"
+        return self.what or "for an unknown reason"
 
     def __str__(self) -> str:
-        since = f", since {self.since}" if self.since else ""
+        since = f", because {self.since}" if self.since else ""
         return f"{self._said}{since}" + (f" ({self.hint})" if self.hint else "")
 
 
@@ -333,9 +333,8 @@ class MemoryWatch:
             return ""
         least = min(limit for limit, refused in limits if refused)
         return (
-            f"perhaps because this container can have at most {least} processes and threads, "
-            "and the next process was refused: raise the limit (docker run --pids-limit=-1), or "
-            "start fewer engines"
+            f"perhaps the container reached its limit of {least} processes and threads: raise the "
+            "limit (docker run --pids-limit=-1), or start fewer engines"
         )
 
 
@@ -346,12 +345,12 @@ def ending(end: Exit, memory: Memory = Memory(), by_us: str = "") -> Ending:
         by_us: Why Workbench ended it; empty if it did not.
     """
     if end.signal is None:
-        hint = "os._exit, or a library that ends the process" if end.code else ""
+        hint = "the cell called os._exit, or a library ended the process" if end.code else ""
         if end.code and memory.refused:
             hint = memory.refused
         return Ending(code=end.code, hint=hint)
     if end.parent:
-        return Ending(what=f"it ended with {end.parent}", with_all=True)
+        return Ending(what=f"it ended together with {end.parent}", with_all=True)
     if by_us:
         return Ending(end.text, hint=by_us)
     held = f"it held {end.held_bytes / 1e9:.1f} GB" if end.held_bytes else ""
@@ -365,9 +364,10 @@ def ending(end: Exit, memory: Memory = Memory(), by_us: str = "") -> Ending:
 
 def _why_killed(held_bytes: int, held: str, memory: Memory) -> str:
     if memory.logged:
-        return f"out of memory, says the system's log: {held}" if held else "out of memory"
+        return f"out of memory according to the system's log: {held}" if held else "out of memory"
     if memory.kills > 0:
-        return f"out of memory, by the system's count of such kills: {held}"
+        words = "out of memory according to the system's counter"
+        return f"{words}: {held}" if held else words
     if memory.total_bytes and held_bytes >= LIKELY_SHARE * memory.total_bytes:
         return f"perhaps out of memory: {held}"
     return held

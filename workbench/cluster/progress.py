@@ -127,7 +127,7 @@ def queued(state: str, reason: str = "", position: int = 0, waited_s: float = 0.
         position: The place of the job among the waiting jobs; 0: not known.
     """
     parts = [state.lower() or "waiting", f"({reason})" if reason else ""]
-    place = f", number {position} in line" if position else ""
+    place = f", at position {position}" if position else ""
     waited = f", {_waited(waited_s)} so far" if waited_s >= 1 else ""
     return Progress(
         "queue", 0, 1, f"job in the queue: {' '.join(filter(None, parts))}{place}{waited}"

@@ -178,7 +178,7 @@ class ClusterServices:
             raise ClusterError(
                 "The cluster's controller did not start.",
                 seen=str(self._error),
-                next_step=f"its log is in {self.folder / 'log'}",
+                next_step=f"read the controller's log in {self.folder / 'log'}",
                 code="WB-CLUSTER-011",
             ) from self._error
 
@@ -261,13 +261,13 @@ class ClusterServices:
     def signal(self, engine: int, pid: int, sig: int) -> None:
         """Signal one engine: by pid where it is on this machine, else through its nanny."""
         if self.hosted is not None:
-            by_us = "by Workbench: it did not answer" if sig == signals.SIGKILL else ""
+            by_us = "by Workbench, because it did not answer" if sig == signals.SIGKILL else ""
             self.hosted.signal(engine, sig, by_us)
             return
         forked = self.starter.pids.get(engine)
         if forked is not None:
             if sig == signals.SIGKILL:
-                self._ended_by_us[forked] = "by Workbench: it did not answer"
+                self._ended_by_us[forked] = "by Workbench, because it did not answer"
             self.parents.signal(forked, sig)
         elif self.launcher == LOCAL and pid > 0:
             with contextlib.suppress(ProcessLookupError):
@@ -490,7 +490,7 @@ class Starter:
             raise ClusterError(
                 f"Engines {missing} did not start"
                 + (f": {', '.join(how)}." if how else f" within {timeout_s:g} s."),
-                seen=logs or "nothing in their logs",
+                seen=logs or "the engines' logs are empty",
                 next_step="%cluster stop, then start again",
                 code="WB-CLUSTER-018",
             )
@@ -520,7 +520,7 @@ class Starter:
         said = "".join(one.read_text(errors="replace") for one in logs if one.exists())
         return ClusterError(
             f"Engines {list(engines)} did not connect, or ended before they connected.",
-            seen=said[-LOG_CHARS:] or "nothing in their logs",
+            seen=said[-LOG_CHARS:] or "the engines' logs are empty",
             next_step="%cluster stop, then start again",
             code="WB-CLUSTER-070",
         )

@@ -29,36 +29,36 @@ class _Written(NamedTuple):
 
 _RECIPES = {
     "digits_mlp": _Written(
-        "Classifies handwritten digits (8 x 8) with three fully connected layers; takes a "
-        "second or two.",
+        "Classifies handwritten digits (8 x 8) with three fully connected layers. Takes one or "
+        "two seconds.",
         {"torch": digits.MLP_TORCH, "tensorflow": digits.MLP_TENSORFLOW},
     ),
     "digits_cnn": _Written(
         "Classifies handwritten digits (8 x 8) with two convolutions and two fully connected "
-        "layers; takes seconds.",
+        "layers. Takes a few seconds.",
         {"torch": digits.CNN_TORCH, "tensorflow": digits.CNN_TENSORFLOW},
     ),
     "char_transformer": _Written(
-        "Predicts the next character of Python's own sources with a transformer of any size; "
-        "by default takes under a minute.",
+        "Predicts the next character in Python's own source files, with a transformer of any "
+        "size. Takes less than a minute by default.",
         {"torch": transformer.TORCH, "tensorflow": transformer.TENSORFLOW},
         transformer.check,
     ),
     "recommender": _Written(
-        "Predicts users' ratings of items with two embedding tables of any size; by default "
-        "takes seconds.",
+        "Predicts how users rate items, with two embedding tables of any size. Takes a few "
+        "seconds by default.",
         {"torch": recommender.TORCH, "tensorflow": recommender.TENSORFLOW},
         recommender.check,
     ),
     "tissue_cnn": _Written(
-        "Classifies simulated microscopy images of tissue (3 x 96 x 96) as healthy or abnormal "
-        "with a small residual network of any width; by default takes under a minute.",
+        "Classifies simulated microscope images of tissue (3 x 96 x 96) as healthy or abnormal, "
+        "with a small residual network of any width. Takes less than a minute by default.",
         {"torch": tissue.TORCH, "tensorflow": tissue.TENSORFLOW},
         tissue.check,
     ),
     "fraud_mlp": _Written(
         "Classifies simulated card payments, of which 2 % are fraud, with three fully connected "
-        "layers; by default takes seconds.",
+        "layers. Takes a few seconds by default.",
         {"torch": fraud.TORCH, "tensorflow": fraud.TENSORFLOW},
         fraud.check,
     ),

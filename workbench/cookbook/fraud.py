@@ -21,7 +21,7 @@ def fraud_mlp(samples=100_000, branches=5, width=32, lr=3e-3):
     share = float(payments("test", arrays=True)[1].mean())  # of the test payments is fraud
 
     def recall(out, y):
-        """The share of the fraud that the model finds; the mean over all batches is exact."""
+        """The share of the frauds that the model finds; the mean over all batches is exact."""
         found = (out.argmax(-1) == 1) & (y == 1)
         return found.float().mean() / share
 
@@ -50,7 +50,7 @@ def fraud_mlp(samples=100_000, branches=5, width=32, lr=3e-3):
     share = float(payments("test", arrays=True)[1].mean())  # of the test payments is fraud
 
     def recall(out, y):
-        """The share of the fraud that the model finds; the mean over all batches is exact."""
+        """The share of the frauds that the model finds; the mean over all batches is exact."""
         found = (out[:, 1] > out[:, 0]) & (y == 1)
         return keras.ops.cast(found, "float32") / share
 

@@ -97,10 +97,11 @@ class Recipe:
         for index, value in enumerate(self.args):
             if not is_plain(value):
                 raise PlanError(
-                    f"{self.function} got an argument that cannot be written into a cell.",
+                    f"The function `{self.function}` got an argument that cannot be written as "
+                    "source code.",
                     seen=f"argument {index}: {type(value).__name__}",
-                    allowed="numbers, text, true or false, None, and lists and dicts of them",
-                    next_step="create the value inside the function",
+                    allowed="numbers, text, True, False, None, and lists and dicts of these",
+                    next_step="create this value inside the function",
                     code="WB-PLAN-032",
                 )
         return f"{self.source.rstrip()}\n\n\n{self.call(*map(repr, self.args))}\n"
@@ -115,17 +116,17 @@ class Recipe:
         for name, value in values.items():
             if name not in self.parameters:
                 raise unknown(
-                    f"parameter of {self.name or self.origin}",
+                    f"parameter of recipe {self.name or self.origin}",
                     name,
                     self.parameters,
-                    "parameters are the arguments that have a default",
+                    "the parameters are the arguments that have a default",
                 )
             if not is_plain(value):
                 raise PlanError(
-                    f"The value of {name} cannot be written as source code.",
+                    f"The value of `{name}` cannot be written as source code.",
                     seen=type(value).__name__,
-                    allowed="numbers, text, true or false, None, and lists and dicts of them",
-                    next_step="create the value inside the function",
+                    allowed="numbers, text, True, False, None, and lists and dicts of these",
+                    next_step="create this value inside the function",
                     code="WB-PLAN-033",
                 )
         return replace(self, parameters={**self.parameters, **values})
@@ -139,15 +140,16 @@ class Recipe:
         """
         if given and not self.parameters:
             raise PlanError(
-                f"{self.name or 'This cell'} has no parameters.",
+                f"{self.name or 'This cell'} has no parameters, so -p cannot be used.",
                 seen=", ".join(f"-p {name}" for name in given),
-                allowed="a recipe that is a function: its arguments are its parameters",
-                next_step="put @wb.recipe above def name(lr=0.1): ..., or remove -p",
+                allowed="a recipe that is a function: the function's arguments are the parameters",
+                next_step="write the recipe as a function: @wb.recipe above def name(lr=0.1): "
+                "...; or remove -p",
                 code="WB-PLAN-269",
             )
         values = {
             name: read_like(
-                self.parameters[name], value, f"The value of {name} has the wrong type."
+                self.parameters[name], value, f"The value of `{name}` has the wrong type."
             )
             if isinstance(value, str) and name in self.parameters
             else value
@@ -168,24 +170,26 @@ class Recipe:
             source = textwrap.dedent(inspect.getsource(function))
         except (OSError, TypeError) as error:
             raise PlanError(
-                "The function's source cannot be read, so it cannot be sent to the engines.",
+                "Workbench cannot read the function's source, so it cannot send the function to "
+                "the engines.",
                 seen=repr(function),
-                next_step="define the function in a cell or a module, or pass its source as text",
+                next_step="define the function in a cell or a module, or pass the source as text",
                 code="WB-PLAN-034",
             ) from error
         name = function.__name__
         if name == "<lambda>":
             raise PlanError(
                 "A lambda cannot be a recipe.",
-                next_step="give it a name with def",
+                next_step="define a function with a name: def name(): ...",
                 code="WB-PLAN-035",
             )
         free = inspect.getclosurevars(function).nonlocals
         if free:
             raise PlanError(
-                "The function uses variables of an enclosing function, which engines do not have.",
+                "The function uses variables of the function around it, which do not exist on "
+                "the engines.",
                 seen=", ".join(sorted(free)),
-                next_step="pass the variables as args=(...)",
+                next_step="pass the variables as arguments: args=(...)",
                 code="WB-PLAN-036",
             )
         return Recipe(source=undecorated(source), origin=name, function=name, args=args)
@@ -216,13 +220,21 @@ def read_like(default: Any, text: str, otherwise: str = "Not understood.") -> An
         if default is None:
             return text
         raise PlanError(
-            otherwise, seen=text, allowed=f"like {default!r}", code="WB-PLAN-068"
+            otherwise,
+            seen=text,
+            allowed=f"a value of the same type as {default!r}",
+            code="WB-PLAN-068",
         ) from None
     wanted = float if isinstance(default, float) else type(default)
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if default is not None and type(value) is not wanted:
-        raise PlanError(otherwise, seen=text, allowed=f"like {default!r}", code="WB-PLAN-069")
+        raise PlanError(
+            otherwise,
+            seen=text,
+            allowed=f"a value of the same type as {default!r}",
+            code="WB-PLAN-069",
+        )
     return value
 
 
@@ -249,7 +261,7 @@ def framework_of(source: str) -> str:
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-NEXT = "put @wb.recipe above def name(lr=0.1): ..."
+NEXT = "write a function: @wb.recipe above def name(lr=0.1): ..."
 
 
 def recipe_of(function: Callable[..., Any], name: str = "", summary: str = "") -> Recipe:
@@ -272,8 +284,8 @@ def recipe_of(function: Callable[..., Any], name: str = "", summary: str = "") -
         )
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise PlanError(
-            "A recipe must be a plain function that trains when it is called.",
-            seen=f"{function.__name__}, which is async or yields",
+            "A recipe must be a normal function that trains when it is called.",
+            seen=f"{function.__name__}, which is async or contains yield",
             next_step=NEXT,
             code="WB-PLAN-029",
         )
@@ -295,9 +307,9 @@ def check_name(name: object) -> str:
     text = name if isinstance(name, str) else ""
     if not text.strip() or text != text.strip() or not text.isprintable() or text[0] in "-#%":
         raise PlanError(
-            "This name is not valid for a recipe.",
+            "This name cannot be used for a recipe.",
             seen=name,
-            allowed="one line of text that does not start with -, # or %",
+            allowed="one line of text that does not begin with -, # or %",
             code="WB-PLAN-030",
         )
     return text
@@ -314,10 +326,11 @@ def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
             found[parameter.name] = parameter.default
     if bare:
         raise PlanError(
-            "A recipe is run by name only, so every argument needs a default.",
+            "A recipe is started only by its name, so every argument needs a default.",
             seen=", ".join(bare),
             allowed=f"def {function.__name__}({bare[0]}=...)",
-            next_step="add a default, or call cluster.run(function, args=(...), strategy=...)",
+            next_step="add a default for each argument, or call cluster.run(function, "
+            "args=(...), strategy=...)",
             code="WB-PLAN-031",
         )
     return found
@@ -327,7 +340,7 @@ WORDS: dict[Way, str] = {
     "fit": "wb.fit",
     "prepare": "wb.prepare",
     "keras": "model.fit",
-    "loop": "its own loop",
+    "loop": "strategy.run",
 }
 
 
@@ -367,7 +380,7 @@ def misfit(entry: Strategy, use: Use) -> str:
     """Return why a strategy cannot train such a recipe, in one sentence; empty if it can."""
     if use.way is not None and use.way not in entry.ways:
         able = " or ".join(WORDS[way] for way in entry.ways)
-        return f"This recipe trains with {WORDS[use.way]}; {entry.name} needs {able}."
+        return f"This recipe trains with {WORDS[use.way]}, but {entry.name} needs {able}."
     missing = sorted(use.features - entry.supports)
     if missing:
         return f"This recipe uses {', '.join(missing)}, which {entry.name} does not support."

@@ -21,7 +21,7 @@ from torch import nn
 NOISE = 0.5
 
 class Lookup(nn.Module):
-    """A user's row and an item's, side by side: a bias each, and what they like and are."""
+    """The rows of a user and of an item. The first value of a row is its bias."""
 
     def __init__(self, rows, dim, sparse):
         super().__init__()
@@ -34,7 +34,7 @@ class Lookup(nn.Module):
         return torch.stack([self.users(pairs[:, 0]), self.items(pairs[:, 1])], 1)
 
 class Match(nn.Module):
-    """What one gives the other: the biases, and how well the rest of the rows agrees."""
+    """The rating: the mean, both biases, and the dot product of the other values."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class Match(nn.Module):
         return self.mean + user[:, 0] + item[:, 0] + agreement
 
 def excess(out, y):
-    """By how much the squared error is above what the noise alone makes: 0 is the best."""
+    """The squared error minus the error of the noise alone; 0 is the best value."""
     return ((out - y) ** 2).mean() - NOISE**2
 
 def recommender(rows=1000, dim=8, sparse=False, lr=0.3, samples=200_000):
@@ -71,7 +71,7 @@ from keras import layers
 NOISE = 0.5
 
 class Lookup(layers.Layer):
-    """A user's row and an item's, side by side: a bias each, and what they like and are."""
+    """The rows of a user and of an item. The first value of a row is its bias."""
 
     def __init__(self, rows, dim):
         super().__init__()
@@ -86,7 +86,7 @@ class Lookup(layers.Layer):
         return keras.ops.stack([self.users(pairs[:, 0]), self.items(pairs[:, 1])], 1)
 
 class Match(layers.Layer):
-    """What one gives the other: the biases, and how well the rest of the rows agrees."""
+    """The rating: the mean, both biases, and the dot product of the other values."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ class Match(layers.Layer):
         return self.mean + user[:, :1] + item[:, :1] + agreement
 
 def excess(out, y):
-    """By how much the squared error is above what the noise alone makes: 0 is the best."""
+    """The squared error minus the error of the noise alone; 0 is the best value."""
     return (out[:, 0] - y) ** 2 - NOISE**2
 
 def recommender(rows=1000, dim=8, lr=0.3, samples=200_000):
@@ -123,9 +123,10 @@ def check(parameters: Mapping[str, Any]) -> None:
     sparse = parameters.get("sparse", False)
     if not isinstance(sparse, bool):
         raise PlanError(
-            "sparse of recommender must be true or false.",
+            "`sparse` of recipe recommender must be true or false.",
             seen=sparse,
-            allowed="true: gradients hold the rows that were used; false: whole tables",
-            next_step="-p sparse=true",
+            allowed="true: gradients contain only the rows that were used; false: gradients "
+            "contain all rows",
+            next_step="use -p sparse=true or -p sparse=false",
             code="WB-PLAN-266",
         )

@@ -15,10 +15,10 @@ def check_counts(recipe: str, parameters: Mapping[str, Any], names: Iterable[str
         value = parameters[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise PlanError(
-                f"{name} of {recipe} must be a whole number of at least 1.",
+                f"`{name}` of recipe {recipe} must be a whole number of at least 1.",
                 seen=value,
                 allowed="a whole number, at least 1",
-                next_step=f"-p {name}=N",
+                next_step=f"give a number with -p {name}=N",
                 code="WB-PLAN-264",
             )
 
@@ -28,9 +28,9 @@ def check_rate(recipe: str, value: Any) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
         raise PlanError(
-            f"lr of {recipe} must be a number above 0.",
+            f"`lr` of recipe {recipe} must be a number above 0.",
             seen=value,
-            allowed="above 0, and finite",
+            allowed="a finite number above 0",
             next_step="for example -p lr=0.001",
             code="WB-PLAN-265",
         )

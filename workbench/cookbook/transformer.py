@@ -24,7 +24,7 @@ from torch.nn import functional as F
 VOCABULARY = len(wb.data.VOCABULARY)
 
 class Embed(nn.Module):
-    """What a character is, plus where it stands."""
+    """The embedding of each character plus the embedding of its position."""
 
     def __init__(self, width, context):
         super().__init__()
@@ -35,7 +35,7 @@ class Embed(nn.Module):
         return self.character(x) + self.position(torch.arange(x.shape[1], device=x.device))
 
 class Attention(nn.Module):
-    """Each character looks at those before it, and at itself."""
+    """Each character attends to itself and to the characters before it."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -95,7 +95,7 @@ from keras import layers as kl
 VOCABULARY = len(wb.data.VOCABULARY)
 
 class Embed(kl.Layer):
-    """What a character is, plus where it stands."""
+    """The embedding of each character plus the embedding of its position."""
 
     def __init__(self, width, context):
         super().__init__()
@@ -108,7 +108,7 @@ class Embed(kl.Layer):
         return self.character(x) + self.position
 
 class Block(kl.Layer):
-    """Each character looks at those before it, then thinks for itself."""
+    """Each character attends to itself and to earlier ones; two dense layers follow."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -153,18 +153,20 @@ def check(parameters: Mapping[str, Any]) -> None:
     if width % heads:
         fitting = [n for n in range(1, min(width, 64) + 1) if width % n == 0]
         raise PlanError(
-            "The heads of a transformer share its width equally, so heads must divide width.",
+            "`width` must be divisible by `heads`, because all attention heads have the same "
+            "width.",
             seen=f"width={width}, heads={heads}",
-            allowed=f"heads={', '.join(map(str, fitting))} for this width",
-            next_step=f"-p heads={max(n for n in fitting if n <= heads)}, or -p width="
-            f"{-(-width // heads) * heads}",
+            allowed=f"for this width: heads={', '.join(map(str, fitting))}",
+            next_step=f"use -p heads={max(n for n in fitting if n <= heads)}, or -p "
+            f"width={-(-width // heads) * heads}",
             code="WB-PLAN-267",
         )
     if context >= TEST_CHARACTERS:
         raise PlanError(
-            "context is longer than the recipe's test text.",
+            "`context` must be shorter than the recipe's test text.",
             seen=f"context={context}",
             allowed=f"1 to {TEST_CHARACTERS - 1} characters",
-            next_step="for example -p context=256: attention's time grows with its square",
+            next_step="for example -p context=256; attention needs time that grows with the "
+            "square of context",
             code="WB-PLAN-268",
         )

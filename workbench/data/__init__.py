@@ -71,7 +71,7 @@ def _digits_table() -> NDArray[np.float64]:
             return np.loadtxt(path, delimiter=",")
     raise DataError(
         "The digits data set needs scikit-learn, which is not installed.",
-        next_step="pip install scikit-learn",
+        next_step="run pip install scikit-learn",
         code="WB-DATA-004",
     )
 
@@ -84,7 +84,7 @@ def corpus_arrays(split: str, block: int) -> Pair:
     count = (len(part) - 1) // block
     if count < 1:
         raise DataError(
-            "The text is shorter than one block.",
+            "The block is longer than the text.",
             seen=block,
             allowed=f"1 to {len(part) - 1}",
             code="WB-DATA-005",
@@ -99,7 +99,8 @@ def _corpus() -> NDArray[np.int64]:
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     if not paths:
         raise DataError(
-            "The corpus needs Python's own source files, which this Python lacks.",
+            "The data set `corpus` needs the source files of Python's standard library, which "
+            "this Python does not have.",
             seen=sysconfig.get_path("stdlib"),
             code="WB-DATA-006",
         )
@@ -113,10 +114,10 @@ def _corpus() -> NDArray[np.int64]:
 
 
 def encode(text: str) -> NDArray[np.int64]:
-    """Return the places of a text's characters in `VOCABULARY`, shape (len(text),).
+    """Return the positions of a text's characters in `VOCABULARY`, of shape (len(text),).
 
     Args:
-        text: Any text; a character that is not in the vocabulary counts as a space.
+        text: Any text. A character that is not in the vocabulary is treated as a space.
     """
     table = np.full(0x110000, VOCABULARY.index(" "), np.int64)
     table[[ord(character) for character in VOCABULARY]] = np.arange(len(VOCABULARY))
@@ -139,19 +140,20 @@ class OwnData:
 
 
 def own(data: Any) -> OwnData:
-    """Mark data as this worker's own: the other workers have other samples.
+    """Mark data that only this worker has; the other workers have other samples.
 
-    `wb.fit` then trains each worker on its own samples only, and no sample is sent. Each worker
-    takes the same number of samples per step. In an epoch the workers together take as many
-    samples as all of them have. A worker with few samples uses them several times, and a worker
-    with many samples does not use all of them. So each worker has the same weight in the result.
+    `wb.fit` then trains each worker only on the worker's own samples, and no sample is sent. Each
+    worker takes the same number of samples in a step. In an epoch the workers together take as many
+    samples as they have in total. So a worker with few samples uses its samples several times, and
+    a worker with many samples does not use all of its samples. Each worker has the same weight in
+    the result.
 
     Args:
-        data: A PyTorch data set, a pair of arrays, or a DataLoader, which `wb.fit` accepts. Read
-            it by the worker's number, for example from `f"client_{rank}.npy"`.
+        data: A PyTorch data set, a pair of arrays, or a `DataLoader`. Each worker must read its own
+            data, for example from the file `f"client_{rank}.npy"`.
 
     Returns:
-        The data, to be passed to `wb.fit` as `data`.
+        The marked data; pass it to `wb.fit` as `data`.
         Source: McMahan et al., Communication-Efficient Learning of Deep Networks from
         Decentralized Data, AISTATS 2017 (federated learning).
     """
@@ -159,22 +161,22 @@ def own(data: Any) -> OwnData:
 
 
 def digits(split: str = "train", *, arrays: bool = False, as_mnist: bool = False) -> Any:
-    """Return handwritten digits: 1,437 for training, 360 for testing.
+    """Return images of handwritten digits: 1,437 for training, 360 for testing.
 
     Args:
         split: `train` or `test`; the split is fixed.
         arrays: Return `(x, y)` as NumPy arrays instead of a PyTorch data set.
-        as_mnist: Enlarge the 8 x 8 images to MNIST's 28 x 28. They are real digits, but not the
-            digits of MNIST: there are fewer, and they are blurred.
+        as_mnist: Enlarge the images from 8 x 8 to 28 x 28 pixels, the size of MNIST's images. They
+            are not the images of MNIST: there are fewer of them, and they are blurred.
 
     Returns:
-        Pairs of x, float32 in 0..1 of shape (1, 8, 8) or (1, 28, 28), and y, int64 in 0..9.
-        As arrays, `as_mnist` gives x without the channel, (n, 28, 28), as
-        `keras.datasets.mnist.load_data()` does (there they are 0..255).
+        Pairs of x, float32 in 0..1 of shape (1, 8, 8) or (1, 28, 28), and y, int64 in 0..9. With
+        `as_mnist` and `arrays`, x has no channel: its shape is (n, 28, 28), like that of
+        `keras.datasets.mnist.load_data()`, whose values are in 0..255.
         Source: scikit-learn's `load_digits` (UCI Optical Recognition of Handwritten Digits).
 
     Raises:
-        DataError: There is no such split.
+        DataError: The split does not exist.
     """
     pair = digits_arrays(_split(split), as_mnist)
     if arrays or _takes_arrays():
@@ -187,16 +189,16 @@ def corpus(split: str = "train", *, block: int = 64, arrays: bool = False) -> An
 
     Args:
         split: `train` (the first nine tenths) or `test`.
-        block: Characters in a sample.
+        block: Number of characters in a sample.
         arrays: Return `(x, y)` as NumPy arrays instead of a PyTorch data set.
 
     Returns:
-        Pairs of x and y, int64 of shape (block,): y is x shifted by one character. A number is
-        the character's place in `wb.data.VOCABULARY`; the data set has `.vocabulary`,
+        Pairs of x and y, int64 of shape (block,): y is x shifted by one character. Each number is
+        the position of a character in `wb.data.VOCABULARY`. The data set has `.vocabulary`,
         `.encode(text)` and `.decode(numbers)`. The text depends on the version of Python.
 
     Raises:
-        DataError: There is no such split, or no block of that length.
+        DataError: The split does not exist, or the text has no block of this length.
     """
     pair = corpus_arrays(_split(split), _count("block", block))
     return pair if arrays or _takes_arrays() else _torch_sets().TextSet(pair, VOCABULARY)
@@ -213,10 +215,10 @@ def synthetic(
     """Return artificial samples of any size, generated when they are requested.
 
     Args:
-        samples: How many.
-        shape: Shape of one x.
-        classes: How many classes. Each class has a pattern, and x is the pattern plus noise.
-        seed: Another seed gives other samples.
+        samples: Number of samples.
+        shape: Shape of the x of one sample.
+        classes: Number of classes. Each class has a pattern, and x is the pattern plus noise.
+        seed: Seed of the random samples.
         arrays: Return `(x, y)` as NumPy arrays, all in memory.
 
     Returns:
@@ -243,32 +245,33 @@ def ratings(
 ) -> Any:
     """Return artificial ratings of items by users, generated when they are requested.
 
-    All users rate equally often, but a few items get most of the ratings. A rating is a sum: half
-    the user's bias, half the item's bias, 0.7 times how well their four tastes agree, and noise. So
-    its variance is 0.99 + noise**2. A model's mean squared error can only be below noise**2 by
-    chance. Biases and tastes are fixed numbers of each user and item, with mean 0 and variance 1.
+    All users rate equally often, but a few items get most of the ratings. Each user and each item
+    has a bias and four tastes. These are fixed random numbers with mean 0 and variance 1. A rating
+    is a sum: half the user's bias, half the item's bias, 0.7 times the agreement of their tastes,
+    and noise. So the variance of a rating is 0.99 + noise**2. A model's mean squared error can only
+    be below noise**2 by chance.
 
     Args:
         split: `train` or `test`. Both have the same users and items, but different ratings.
-        rows: How many users there are, and how many items.
-        samples: Number of training ratings. The test has a tenth of this number, at least 1.
-        noise: Standard deviation of the random part.
-        seed: Another seed gives other users and items.
+        rows: Number of users, which is also the number of items.
+        samples: Number of training ratings. The test split has a tenth of this number, at least 1.
+        noise: Standard deviation of the noise.
+        seed: Seed of the random users and items.
         arrays: Return `(x, y)` as NumPy arrays, all in memory.
 
     Returns:
-        Pairs of x, int64 of shape (2,): the user's row and the item's, each in 0..rows-1; and y,
-        float32.
+        Pairs of x, int64 of shape (2,): the user's number and the item's number, each in 0..rows-1;
+        and y, the rating, float32.
 
     Raises:
-        DataError: There is no such split, a size is below 1, or the noise is below 0.
+        DataError: The split does not exist, a size is below 1, or the noise is below 0.
     """
     count, least = _count("samples", samples), isinstance(noise, (int, float)) and noise >= 0
     if not least or not math.isfinite(noise):
         raise DataError(
-            "noise must be a standard deviation of at least 0.",
+            "`noise` is a standard deviation, so it must be at least 0.",
             seen=noise,
-            allowed="0 or more, and finite",
+            allowed="a finite number, 0 or more",
             code="WB-DATA-007",
         )
     test = _split(split) == "test"
@@ -287,25 +290,26 @@ def ratings(
 def tissue(
     split: str = "train", *, samples: int = 1500, seed: int = 0, arrays: bool = False
 ) -> Any:
-    """Return simulated microscopy images of tissue, generated when they are asked for.
+    """Return simulated microscopy images of tissue, generated when they are requested.
 
-    No image is from a patient, and a model of them says nothing about patients. An image has the
-    size of those of PatchCamelyon (Veeling et al., Rotation Equivariant CNNs for Digital Pathology,
-    MICCAI 2018). It shows up to 16 nuclei in coloured tissue. The label is 1 where at least about
-    half of the nuclei are abnormal: larger, and with an irregular edge. Images with the label 0
-    have more nuclei, at most 15 % of them abnormal. So the mean colour tells little.
+    The images are not from patients, so a model that was trained on these images says nothing about
+    patients. An image has the same size as the images of PatchCamelyon (Veeling et al., Rotation
+    Equivariant CNNs for Digital Pathology, MICCAI 2018). It shows up to 16 nuclei in coloured
+    tissue. The label is 1 if at least about half of the nuclei are abnormal: larger, and with an
+    irregular edge. Images with the label 0 have more nuclei, and at most 15 % of their nuclei are
+    abnormal. So the mean colour of an image says little about its label.
 
     Args:
-        split: `train` or `test`: other images, by the same rules.
-        samples: Images to train with. The test has a fifth as many, at least 1.
-        seed: Another seed gives other images.
+        split: `train` or `test`. The two splits have different images, made by the same rules.
+        samples: Number of training images. The test split has a fifth of this number, at least 1.
+        seed: Seed of the random images.
         arrays: Return `(x, y)` as NumPy arrays, all in memory: 111 kB per image.
 
     Returns:
         Pairs of x, float32 in 0..1 of shape (3, 96, 96): red, green, blue; and y, int64: 0 or 1.
 
     Raises:
-        DataError: There is no such split, or `samples` is not a whole number of at least 1.
+        DataError: The split does not exist, or `samples` is not a whole number of at least 1.
     """
     count = _count("samples", samples)
     test = _split(split) == "test"
@@ -323,29 +327,30 @@ def payments(
     seed: int = 0,
     arrays: bool = False,
 ) -> Any:
-    """Return simulated card payments, generated when they are asked for. About 2 % are fraud.
+    """Return simulated card payments, generated when they are requested. About 2 % are fraud.
 
     The branches of the bank differ. Their sizes are in proportion to 1, 1/2, 1/3, and so on. The
-    last branch has 12 times the fraud of the first: with five branches 0.6 % to 7.7 % of the
-    payments. Whether a payment is fraud is drawn with a chance that depends on x alone;
-    `fraud_chance` returns this chance. So no model can have a lower expected loss than
-    `fraud_chance`.
+    share of fraud is 12 times as large in the last branch as in the first: with five branches it is
+    0.6 % to 7.7 % of the payments. Whether a payment is fraud is random, with a probability that
+    depends only on x; `fraud_chance` returns this probability. So no model can have a lower
+    expected loss than `fraud_chance`.
 
     Args:
-        split: `train` or `test`: other payments, by the same rules.
-        samples: Payments to train with. The test has a fifth as many, at least 1.
-        branches: Branches of the bank.
-        seed: Another seed gives other payments.
+        split: `train` or `test`. The two splits have different payments, made by the same rules.
+        samples: Number of training payments. The test split has a fifth of this number, at least 1.
+        branches: Number of branches of the bank.
+        seed: Seed of the random payments.
         arrays: Return `(x, y)` as NumPy arrays, all in memory.
 
     Returns:
-        Pairs of x, float32 of shape (6 + branches,), and y, int64: 1 where the payment is fraud.
-        x has the amount, the distance from home and the pace of recent payments (each on a log
-        scale, with mean 0 and variance 1), 1 for a shop where the card is new, the sine and the
-        cosine of the hour, and the branch: 1 in its place, 0 in the places of the others.
+        Pairs of x, float32 of shape (6 + branches,), and y, int64: 1 if the payment is fraud. x
+        contains the amount, the distance from home and the frequency of recent payments (each on a
+        log scale, with mean 0 and variance 1). The fourth value is 1 if the card was never used in
+        this shop before, otherwise 0. Then follow the sine and the cosine of the hour, and the
+        branch in one-hot encoding.
 
     Raises:
-        DataError: There is no such split, or a size is not a whole number of at least 1.
+        DataError: The split does not exist, or a size is not a whole number of at least 1.
     """
     count, test = _count("samples", samples), _split(split) == "test"
     made = Payments(
@@ -360,24 +365,25 @@ def payments(
 
 
 def fraud_chance(x: Any) -> NDArray[np.float64]:
-    """Return the true chance that each of these payments is fraud: no model can be better.
+    """Return the true probability that each of these payments is fraud; no model can be better.
 
     Args:
-        x: Payments of `payments`, shape (n, 6 + branches): an array, or a tensor on the CPU.
+        x: Payments from `payments`, of shape (n, 6 + branches): an array, or a tensor on the CPU.
 
     Returns:
-        Chances in 0..1, shape (n,).
+        Probabilities in 0..1, of shape (n,).
 
     Raises:
-        DataError: x does not have the shape of payments.
+        DataError: The shape of x is not (n, 6 + branches).
     """
     table = np.asarray(x)
     if table.ndim != 2 or table.shape[1] <= FEATURES:
         raise DataError(
-            "fraud_chance needs a table of payments.",
+            "wb.data.fraud_chance needs the inputs x of wb.data.payments.",
             seen=f"shape {table.shape}",
-            allowed=f"shape (payments, {FEATURES} + branches), as wb.data.payments returns x",
-            next_step='x, y = wb.data.payments("test", arrays=True); wb.data.fraud_chance(x)',
+            allowed=f"the shape (payments, {FEATURES} + branches)",
+            next_step='for example: x, y = wb.data.payments("test", arrays=True); '
+            "wb.data.fraud_chance(x)",
             code="WB-DATA-008",
         )
     return chance_of_fraud(table)
@@ -400,7 +406,7 @@ def _torch_sets() -> Any:
         raise DataError(
             "A PyTorch data set needs PyTorch, which is not installed.",
             seen=str(error),
-            next_step="pass arrays=True for NumPy arrays",
+            next_step="pass arrays=True to get NumPy arrays",
             code="WB-DATA-001",
         ) from error
 
@@ -410,7 +416,7 @@ def _split(name: object) -> str:
         return str(name)
     guess = nearest(str(name), SPLITS)
     raise DataError(
-        "This split does not exist.",
+        "The data set does not have this split.",
         seen=name,
         allowed=" or ".join(map(repr, SPLITS)),
         next_step=f"did you mean {guess!r}?" if guess else None,
@@ -421,7 +427,7 @@ def _split(name: object) -> str:
 def _count(what: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 1:
         raise DataError(
-            f"{what} must be a whole number of at least 1.",
+            f"`{what}` must be a whole number of at least 1.",
             seen=value,
             allowed="a whole number, at least 1",
             code="WB-DATA-003",

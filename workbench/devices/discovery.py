@@ -179,7 +179,9 @@ class _Reader:
                 self.notes.append(f"GPU {number} is not used: NVML says {str(error)!r}.")
         if not all(one.uuid for one in found):  # CUDA takes numbers too, but not both kinds
             found = [replace(one, uuid=str(one.number)) for one in found if one.part < 0]
-        return [replace(one, index=i) for i, one in enumerate(found)], "no GPU can be used"
+        return [replace(one, index=i) for i, one in enumerate(found)], (
+            "none of the GPUs can be used"
+        )
 
     def cuda(self) -> tuple[int, int] | None:
         """Return the newest CUDA that the driver supports."""
@@ -191,7 +193,8 @@ class _Reader:
         mode = self._ask("nvmlDeviceGetComputeMode", handle)
         if mode == self._nvml.NVML_COMPUTEMODE_PROHIBITED:
             self.notes.append(
-                f"GPU {number} is not used: its compute mode is PROHIBITED (nvidia-smi -c 0)."
+                f"GPU {number} is not used: its compute mode is PROHIBITED. An administrator can "
+                "change this: nvidia-smi -c 0"
             )
             return []
         mig = self._ask("nvmlDeviceGetMigMode", handle)
@@ -201,7 +204,7 @@ class _Reader:
         return [replace(self._describe(handle), number=number, exclusive=exclusive)]
 
     def _instances(self, number: int, gpu: Any) -> list[Device]:
-        found, why = [], "it has no instance (nvidia-smi mig -lgi)"
+        found, why = [], "it has no MIG instance (nvidia-smi mig -lgi lists them)"
         parent = _text(self._nvml.nvmlDeviceGetUUID(gpu))
         for part in range(int(self._ask("nvmlDeviceGetMaxMigDeviceCount", gpu) or 7)):
             try:
@@ -210,9 +213,9 @@ class _Reader:
                 found.append(replace(one, number=number, part=part, parent=parent))
             except self._nvml.NVMLError as error:  # noqa: PERF203
                 if error.value == self._nvml.NVML_ERROR_NO_PERMISSION:
-                    why = f"its instances cannot be read: NVML says {str(error)!r}"
+                    why = f"its MIG instances cannot be read: NVML says {str(error)!r}"
         if not found:
-            self.notes.append(f"GPU {number} is not used: it is in MIG mode, and {why}.")
+            self.notes.append(f"GPU {number} is not used: it is in MIG mode, but {why}.")
         return found
 
     def _describe(self, handle: Any) -> Device:
@@ -259,8 +262,8 @@ def _visible(found: Sequence[Device], wanted: str | None, notes: list[str]) -> l
             if word not in ("", "-1", "NoDevFiles"):
                 said = "twice" if fresh else ", which does not exist"
                 notes.append(
-                    f"CUDA_VISIBLE_DEVICES names {word}{' ' if fresh else ''}{said}: CUDA sees "
-                    f"only the GPUs listed before it ({len(chosen)} of {len(found)})."
+                    f"CUDA_VISIBLE_DEVICES contains {word}{' ' if fresh else ''}{said}. CUDA sees "
+                    f"only the GPUs that are listed before it ({len(chosen)} of {len(found)})."
                 )
             break
         chosen += fresh
@@ -268,9 +271,9 @@ def _visible(found: Sequence[Device], wanted: str | None, notes: list[str]) -> l
     numbers = re.fullmatch(r"[\d,\s]*", wanted) and chosen
     if numbers and not by_bus and len({one.name for one in found}) > 1:
         notes.append(
-            f"CUDA_VISIBLE_DEVICES={wanted} is read in bus order, as in nvidia-smi; CUDA itself "
-            "counts the fastest GPU first, and these GPUs are of different kinds. "
-            "Set CUDA_DEVICE_ORDER=PCI_BUS_ID, so that both use the same order."
+            f"Workbench reads CUDA_VISIBLE_DEVICES={wanted} in the order of the PCI bus, as "
+            "nvidia-smi does. But CUDA counts the fastest GPU first, and these GPUs are of "
+            "different kinds. Set CUDA_DEVICE_ORDER=PCI_BUS_ID, so that both use the same order."
         )
     return [replace(device, index=index) for index, device in enumerate(chosen)]
 
@@ -399,15 +402,15 @@ def _unfit(framework: str, driver: tuple[int, int] | None) -> str:
         return ""
     if not build.cuda:
         return (
-            f"The GPUs are not used: torch {build.version} is built without CUDA. "
-            "pytorch.org/get-started has the command that installs a build with CUDA."
+            f"The GPUs are not used, because torch {build.version} is built without CUDA. "
+            "pytorch.org/get-started shows the command that installs a torch with CUDA."
         )
     major = build.cuda.partition(".")[0]
     if driver is not None and major.isdecimal() and driver[0] < int(major):
         return (
-            f"The GPUs are not used: the driver knows CUDA up to {driver[0]}.{driver[1]}, torch "
-            f"{build.version} needs CUDA {build.cuda}. A newer driver, or a torch built for CUDA "
-            f"{driver[0]}, is needed."
+            f"The GPUs are not used: torch {build.version} needs CUDA {build.cuda}, but the "
+            f"driver supports CUDA only up to {driver[0]}.{driver[1]}. Install a newer driver, "
+            f"or a torch built for CUDA {driver[0]}."
         )
     return ""
 
@@ -421,6 +424,6 @@ def _signs(kind: str, framework: str, why: str) -> list[str]:
         if files and (sure or (build and (build.cuda if kind == "cuda" else build.hip))):
             return [
                 f"{files[0]} exists, but no GPU was found, so workers compute on the CPU: {why}. "
-                "Run nvidia-smi (rocm-smi) to see what the driver finds."
+                "Run nvidia-smi (for AMD: rocm-smi) to see what the driver finds."
             ]
     return []

@@ -109,8 +109,9 @@ class Leases:
                     f"{lease.sharers} workers cannot share {lease.label}: its compute mode is "
                     "EXCLUSIVE_PROCESS, so only one process can use it.",
                     seen=f"{len(self.leases)} workers",
-                    allowed=f"{len({one.gpu for one in self.leases})}",
-                    next_step="use -n 1 or --devices cpu; administrators: run  nvidia-smi -c 0",
+                    allowed=f"{len({one.gpu for one in self.leases})} workers, one for each GPU",
+                    next_step="use -n 1 or --devices cpu; an administrator can allow sharing: "
+                    "nvidia-smi -c 0",
                     code="WB-PLAN-161",
                 )
 
@@ -162,7 +163,7 @@ def parse_devices(devices: str | Sequence[int]) -> str | tuple[int, ...]:
     raise PlanError(
         "--devices has an invalid value.",
         seen=devices,
-        allowed="auto, cpu, cuda, or GPU numbers such as 0,1",
+        allowed="`auto`, `cpu`, `cuda`, or GPU numbers such as 0,1",
         code="WB-PLAN-025",
     )
 
@@ -218,11 +219,14 @@ def choose(
         return Choice(cpu=True)
     if not gpus:
         raise ClusterError(
-            "--devices asks for GPUs, but none can be used.",
+            "--devices requires GPUs, but no GPU can be used.",
             seen=devices,
-            allowed=f"GPUs that NVML reports, within CUDA_VISIBLE_DEVICES{_limit()}",
+            allowed=f"GPUs that NVML reports and CUDA_VISIBLE_DEVICES contains{_limit()}",
             next_step=" ".join(found.notes)
-            or "train on the CPU with --devices cpu; nvidia-smi shows what the driver finds",
+            or (
+                "train on the CPU with --devices cpu; or run nvidia-smi to see what the driver "
+                "finds"
+            ),
             code="WB-CLUSTER-004",
         )
     if not isinstance(wanted, str):
@@ -237,10 +241,11 @@ def _numbered(wanted: Sequence[int], gpus: Sequence[Device]) -> tuple[Device, ..
     for position, index in enumerate(wanted):
         if index not in known or index in wanted[:position]:
             raise PlanError(
-                "There is no such GPU, or the list names it twice.",
+                "--devices contains a GPU that does not exist, or the same GPU twice.",
                 seen=index,
                 allowed=", ".join(map(str, known)) + _limit(),
-                next_step="use numbers within CUDA_VISIBLE_DEVICES, or remove --devices for auto",
+                next_step="use only GPUs in CUDA_VISIBLE_DEVICES; or remove --devices, so that "
+                "Workbench chooses",
                 code="WB-PLAN-024",
             )
     return tuple(known[index] for index in wanted)
@@ -280,16 +285,25 @@ def _cpu_words(workers: int, gpus: Sequence[Device], taken: Mapping[str, Holder]
         said.append("MIG instances cannot form an NCCL group")
     count = f"{workers} worker{'s' if workers > 1 else ''}"
     have = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
-    ways = ["-n 1 takes one GPU"] if workers > 1 and len(held) < len(gpus) else []
-    ways.append("--devices cuda shares them" if workers > 1 else "--devices cuda takes it anyway")
+    ways = (
+        ["with -n 1, the one worker takes a GPU"] if workers > 1 and len(held) < len(gpus) else []
+    )
+    ways.append(
+        "with --devices cuda, the workers share the GPUs"
+        if workers > 1
+        else ("with --devices cuda, the worker takes the GPU anyway")
+    )
     because = f" ({'; '.join(said)})" if said else ""
-    return f"{count}, {have}{because}, so all compute on the CPU. {'; '.join(ways)}."
+    return (
+        f"{count}, but {have}{because}, so all workers compute on the CPU. Other choices: "
+        f"{'; '.join(ways)}."
+    )
 
 
 def _limit() -> str:
     """Return the administrator's limit as the end of a sentence about what is allowed."""
     source = limits.load().sources.get("devices")
-    return f", and the administrator's limit ({source})" if source else ""
+    return f", within the administrator's limit ({source})" if source else ""
 
 
 def give(choice: Choice, workers: int) -> Leases:
@@ -316,8 +330,9 @@ def _sharing_words(workers: int, gpus: int) -> str:
     if workers <= gpus:
         return ""
     return (
-        f"{workers} workers share {gpus} GPU{'s' if gpus > 1 else ''} and take turns. Their "
-        "step times say little about real parallel training, and gloo replaces NCCL."
+        f"{workers} workers share {gpus} GPU{'s' if gpus > 1 else ''} and take turns. So their "
+        "step times do not show the speed of parallel training, and gloo is used instead of "
+        "NCCL."
     )
 
 
@@ -348,7 +363,10 @@ def once(text: str) -> str:
     return text
 
 
-NOT_PROVED = "not yet tested on a GPU of this kind: run  workbench doctor --gpu-test"
+NOT_PROVED = (
+    "Workbench was not yet tested on a GPU of this kind. To test it, run workbench "
+    "doctor --gpu-test"
+)
 
 
 def held_words() -> list[str]:
@@ -433,8 +451,9 @@ class DevicePool:
         self._found = found.devices
         busy = [gpu for gpu in choice.gpus if gpu.exclusive and set(gpu.pids) - set(own)]
         self._notes = found.notes + tuple(
-            f"{gpu.place} is in compute mode EXCLUSIVE_PROCESS and another process is on it (pid "
-            f"{gpu.pids[0]}), so no engine can use it; nvidia-smi shows the owner."
+            f"{gpu.place} is in compute mode EXCLUSIVE_PROCESS, and another process already uses "
+            f"it (pid {gpu.pids[0]}), so no engine can use it. nvidia-smi shows the owner of "
+            "this process."
             for gpu in busy
         )
         self._names |= {gpu.uuid: gpu.name for gpu in choice.gpus}
@@ -481,8 +500,8 @@ class DevicePool:
             self._open.clear()
         raise ClusterError(
             f"Another notebook holds GPUs that this cluster's engines need: {'; '.join(notes)}.",
-            allowed="the GPUs that the engines started with, once they are free again",
-            next_step="run %cluster restart to use free GPUs; variables are lost",
+            allowed="the GPUs with which the engines started, as soon as they are free again",
+            next_step="run %cluster restart to use GPUs that are free; all variables will be lost",
             code="WB-CLUSTER-056",
         )
 
@@ -494,7 +513,8 @@ class DevicePool:
         self._open.clear()
         said = [once(note) for note in self._notes]
         said += [
-            f"{note}: memory may be short there, and measured times mean little." for note in held
+            f"{note}, so memory may be too small there, and measured times are not reliable."
+            for note in held
         ]
         if not leases.on_gpus:
             said.append(once(leases.warning))
@@ -540,8 +560,8 @@ class DevicePool:
         who += [f"{found.get(gpu, gpu)}: {holder}" for gpu, holder in others.items()]
         held = {*others, *self.reservations.files}
         free = [place for gpu, place in found.items() if gpu not in held]
-        who += [f"{', '.join(free)}: nobody"] if free else []
-        return [*said, f"Reserved: {'; '.join(who)}."]
+        who += [f"{', '.join(free)}: free"] if free else []
+        return [*said, f"GPU reservations: {'; '.join(who)}."]
 
     def _others(self) -> dict[str, Holder]:
         """Return which GPUs other notebooks of this machine hold."""

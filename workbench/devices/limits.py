@@ -43,9 +43,11 @@ VARIABLES = {
 }
 _ALLOWED = {
     "max_engines": "a whole number, at least 1",
-    "devices": '"all", "cpu", or GPUs as nvidia-smi lists them: "0,2", "GPU-5f3e"',
-    "idle_timeout": 'a time: "45m", "2h", "90s", or "never"',
-    "hosts": "true or false: whether engines may run on other machines",
+    "devices": (
+        '"all", "cpu", or GPUs with their numbers or names from nvidia-smi: "0,2", "GPU-5f3e"'
+    ),
+    "idle_timeout": 'a time such as "45m", "2h" or "90s", or "never"',
+    "hosts": "true if engines may run on other machines, otherwise false",
 }
 _ORDERED = {"max_engines": "max_engines", "idle_timeout": "idle_timeout_s", "hosts": "hosts"}
 _PER_UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -79,15 +81,18 @@ class Limits:
         """
         if self.max_engines is None or wanted + elsewhere <= self.max_engines:
             return
-        others = f"; other clusters of yours have {elsewhere}" if elsewhere else ""
+        others = f"; your other clusters have {elsewhere}" if elsewhere else ""
         raise PlanError(
-            f"The administrator limits engines to {self.max_engines} per user{others}.",
+            f"The administrator limits the engines of each user to {self.max_engines}{others}.",
             seen=wanted,
-            allowed=f"up to {max(0, self.max_engines - elsewhere)} here"
-            f" ({self.sources.get('max_engines')})",
-            next_step="workbench ps lists the other clusters; workbench stop ID ends one of them"
+            allowed=f"{max(0, self.max_engines - elsewhere)} or fewer engines here "
+            f"({self.sources.get('max_engines')})",
+            next_step=(
+                "run workbench ps to see your other clusters, and workbench stop ID to end "
+                "one of them"
+            )
             if elsewhere
-            else "use a smaller number with -n or %cluster start",
+            else "use a smaller number in -n or %cluster start",
             code="WB-PLAN-055",
         )
 
@@ -97,9 +102,9 @@ class Limits:
         if (listen or elsewhere) and not self.hosts:
             flag = f"--launcher {launcher}" if elsewhere else f"--listen {listen}"
             raise PlanError(
-                "The administrator allows no engines on other hosts.",
+                "The administrator does not allow engines on other hosts.",
                 seen=flag,
-                allowed=f"engines of this machine ({self.sources.get('hosts')})",
+                allowed=f"engines on this machine ({self.sources.get('hosts')})",
                 next_step=f"remove {flag.split()[0]}",
                 code="WB-PLAN-056",
             )
@@ -158,10 +163,10 @@ def _of_file(path: Path) -> Limits:
         given = read_toml(path)
     except (OSError, ValueError) as error:
         raise PlanError(
-            "The machine's limits cannot be read, so no engine is started.",
+            "The file with this machine's limits cannot be read, so no engine is started.",
             seen=f"{path}: {error}",
             allowed="a TOML file that every user can read",
-            next_step="tell the administrator of this machine",
+            next_step="inform the administrator of this machine",
             code="WB-PLAN-057",
         ) from error
     unknown = sorted(set(given) - set(VARIABLES))
@@ -229,7 +234,7 @@ def _misunderstood(where: str, name: str, value: object, allowed: str) -> PlanEr
         f"The limit {name} in {where} is invalid, so no engine is started.",
         seen=value,
         allowed=allowed,
-        next_step="correct the limit, or tell the administrator of this machine",
+        next_step="correct the limit, or inform the administrator of this machine",
         code="WB-PLAN-058",
     )
 
@@ -318,20 +323,19 @@ def listening(listen: str) -> str:
         return ""
     if listen in EVERY:
         raise PlanError(
-            "Workbench listens on one address, never on all of them.",
+            "Workbench listens on one address, never on all addresses of a machine.",
             seen=listen,
             allowed=_choices(here),
-            next_step="give the network of the other machines: --listen 10.0.0.0/8",
+            next_step="give the network of the other machines, for example --listen 10.0.0.0/8",
             code="WB-PLAN-163",
         )
     found = here.get(listen) or _of_network(listen, here) or _of_name(listen, here)
     if not found:
         raise PlanError(
-            "--listen names no address of this machine. It takes this machine's own address in "
-            "the network, not the addresses of other machines.",
+            "--listen needs an address of this machine, not of another machine.",
             seen=listen,
             allowed=_choices(here),
-            next_step="remove --listen; name the other machines with --launcher ssh --on HOSTS",
+            next_step="remove --listen, and name the other machines with --launcher ssh --on HOSTS",
             code="WB-PLAN-164",
         )
     return found[0]
@@ -339,7 +343,9 @@ def listening(listen: str) -> str:
 
 def _choices(here: Mapping[str, list[str]]) -> str:
     own = ", ".join(f"{name} ({', '.join(each)})" for name, each in here.items())
-    return f"an interface or its IPv4 address: {own}; a network (10.0.0.0/8); this machine's name"
+    return (
+        f"an interface or its IPv4 address: {own}; a network (10.0.0.0/8); or this machine's name"
+    )
 
 
 def _of_network(listen: str, here: Mapping[str, list[str]]) -> list[str]:
@@ -399,12 +405,13 @@ def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = Fa
     """
     if launcher == "local":
         return (
-            f"--listen {listen}: the traffic on this address is signed, but not encrypted; engines "
-            f"of this machine do not need --listen, so remove it ({PAGE})"
+            f"--listen {listen}: the traffic on this address is signed, but not encrypted. "
+            f"Engines on this machine do not need --listen, so remove it (see {PAGE})"
         )
     whose = "workers'" if encrypted else "engines'"
     return (
-        f"--launcher {launcher}: {whose} traffic is not encrypted; use a private network ({PAGE})"
+        f"--launcher {launcher}: {whose} traffic is not encrypted. Use a private network (see "
+        f"{PAGE})"
     )
 
 

@@ -152,9 +152,9 @@ def show(kind: str, gpus: Sequence[str], uses: int, *, counted: bool = False) ->
     elif not fits(kind, gpus, uses=uses):
         name = KINDS[kind].mask
         raise EngineSpentError(
-            "This engine has already used other GPUs than those of this run.",
+            "This engine has already used other GPUs, so it cannot use the GPUs of this run.",
             seen=f"{name}={os.environ.get(name, '')}",
             allowed=",".join(gpus),
-            next_step="%cluster restart",
+            next_step="run %cluster restart",
             code="WB-CLUSTER-050",
         )

@@ -162,8 +162,9 @@ def trouble() -> str:
     if os.environ.get(VARIABLE) == "off" or _folder(make=True) is not None:
         return ""
     return (
-        f"GPUs cannot be reserved: {_path()} is not a folder that every user can write to (mode "
-        "1777). Other notebooks may choose the same GPUs; the administrator can create this folder."
+        f"GPUs cannot be reserved, because {_path()} is not a folder that every user can write to "
+        "(mode 1777). So other notebooks may use the same GPUs. An administrator can create "
+        "this folder."
     )
 
 

@@ -29,14 +29,16 @@ class _Doctor(ModuleType):
     """This package as a callable: `wb.doctor()` runs all checks."""
 
     def __call__(self, on: str = "", *, ports: str = "", listen: str = "") -> Report:
-        """Check this machine; takes at most about 30 seconds.
+        """Check this machine, for at most about 30 seconds.
 
         Args:
-            on: Hosts to check too, over ssh, separated by commas.
-            ports, listen: Settings of the notebook, as for `%cluster start`.
+            on: Other hosts to check over ssh, separated by commas.
+            ports, listen: The ports and the address on which the notebook would listen, as for
+                `%cluster start`.
 
         Returns:
-            The results: a table in a notebook; `.to_dict()`, `.json()` and `.text()` elsewhere.
+            The results, which a notebook shows as a table; in programs use `.to_dict()`, `.json()`
+            or `.text()`.
         """
         from .command import examine
 

@@ -11,8 +11,8 @@ from typing import Any
 from .report import Report
 
 ABOUT = """\
-Checks this machine for Workbench: each line is ok, a warning, a failure, or cannot be checked here,
-and says what to do next. Exit status: 0 ok or warnings, 1 something failed."""
+Checks this machine for Workbench. The result of each check is ok, a warning, a failure, or "cannot
+be checked here", with the next step. Exit status: 0 ok or warnings, 1 something failed."""
 
 
 def add_doctor_command(commands: Any) -> None:
@@ -27,18 +27,23 @@ def add_doctor_command(commands: Any) -> None:
 def add_arguments(doctor: argparse.ArgumentParser) -> None:
     """Add the flags."""
     add = doctor.add_argument
-    add("--json", action="store_true", help="one JSON document, for programs")
+    add("--json", action="store_true", help="print one JSON document, for programs")
     add("--on", metavar="HOST[,HOST]", default="", help="also check these hosts, over ssh")
     add("--ports", metavar="A-B", default="",
         help="with --on: ports on which the notebook can listen")  # fmt: skip
     add("--listen", metavar="WHERE", default="",
-        help="with --on: where the notebook listens: an address, interface or network")  # fmt: skip
+        help="with --on: address, interface or network on which the notebook listens")  # fmt: skip
     add("--gpu-test", action="store_true",
         help="test with real engines for ten minutes and write a report")  # fmt: skip
-    add("--on-cpu", action="store_true", help="--gpu-test with CPU engines only")
-    add("--quick", action="store_true", help="the shortest form of --gpu-test")
-    add("--only", metavar="STAGE[,STAGE]", default="", help="only these stages of --gpu-test")
-    add("--minutes", type=float, default=10.0, help="time limit of --gpu-test (default 10)")
+    add("--on-cpu", action="store_true", help="run --gpu-test on CPU engines only")
+    add("--quick", action="store_true", help="run the shortest form of --gpu-test")
+    add("--only", metavar="STAGE[,STAGE]", default="", help="run only these stages of --gpu-test")
+    add(
+        "--minutes",
+        type=float,
+        default=10.0,
+        help="time limit of --gpu-test in minutes (default 10)",
+    )
     add("--out", type=Path, help="folder for the report (default: workbench-gpu-test-DATE)")
     add("--device", default="", help=argparse.SUPPRESS)  # a kind that discovery does not know,
     add("--gpus", type=int, help=argparse.SUPPRESS)  # and how many of it there are
@@ -96,7 +101,7 @@ def _gpu_test(given: argparse.Namespace) -> int:
     unknown = sorted(set(only) - {stage.name for stage in stages})
     if unknown:
         known = ", ".join(stage.name for stage in stages)
-        print(f"There is no stage {', '.join(unknown)}; there are: {known}", file=sys.stderr)
+        print(f"There is no stage {', '.join(unknown)}. The stages are: {known}", file=sys.stderr)
         return 2
     out = given.out or Path(time.strftime("workbench-gpu-test-%Y%m%d-%H%M%S"))
     asked = gpus.Asked(out.resolve(), device, gpus_here, given.quick, only, 60 * given.minutes)
@@ -106,7 +111,7 @@ def _gpu_test(given: argparse.Namespace) -> int:
         print(report.json())
     elif report.failed:
         print("\n" + gpus.summary(report))
-    tell(f"The report is in {out}/report.txt. To attach all files to an issue: {out}.zip")
+    tell(f"The report is in {out}/report.txt. {out}.zip has all files, for an issue.")
     return report.exit_status
 
 

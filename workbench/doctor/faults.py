@@ -135,9 +135,11 @@ def _after(cluster: Any, fault: Fault, before: Mapping[int, int]) -> list[str]:
     soon(lambda: len(cluster.worker_ids) == 2)
     found = cell(cluster, AFTER, 2 * STEP_S)
     if not all(found.values()):
-        wrong.append(f"the next cell is wrong: {found}")
+        wrong.append(f"the next cell has wrong results: {found}")
     now, keepers = pids(cluster), [0, 1] if fault.keeps else [0]
-    wrong += [f"engine {e} is another process" for e in keepers if now.get(e) != before[e]]
+    wrong += [
+        f"engine {e} was replaced by another process" for e in keepers if now.get(e) != before[e]
+    ]
     if not wrong:
         kept = cluster.pull(["kept"], keepers)
         wrong += [f"engine {e} lost its variables" for e in keepers if kept[e]["kept"] != 41 + e]

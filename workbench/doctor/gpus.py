@@ -156,7 +156,7 @@ def _why_not(probe: Probe, gpus: int) -> str:
 
 def _last(tail: str) -> str:
     lines = [line for line in tail.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "without a message"
+    return lines[-1][:300] if lines else "no message"
 
 
 def _where(ended: children.Ended) -> str:
@@ -198,12 +198,12 @@ def driver(nvml: Mapping[str, Any]) -> tuple[Status, str, str]:
         cuda = ".".join(map(str, nvml.get("cuda_driver", [])))
         status: Status = "ok" if names else "fail"
         return status, f"{nvml['driver']}, CUDA up to {cuda}, GPUs: {', '.join(names) or 'none'}", (
-            "" if names else "if nvidia-smi -L lists none either, look at dmesg"
+            "" if names else "if `nvidia-smi -L` lists no GPU either, look at `dmesg`"
         )  # fmt: skip
     why = nvml.get("error", "NVML does not answer")
     if files:
         return "fail", f"{files[0]} exists, but: {why}", (
-            "in a container: docker run --gpus all; after an update of the driver: restart"
+            "in a container: docker run --gpus all; after a driver update: restart the machine"
         )  # fmt: skip
     return "unknown", "no GPU here", ""
 
@@ -222,13 +222,13 @@ def runtime(
     has = [int(part) for part in nvml.get("cuda_driver", [0, 0])]
     said = f"torch {build['version']} for CUDA {build['cuda']}, driver up to {has[0]}.{has[1]}"
     if has[0] < wants[0]:
-        return "fail", said, f"a newer driver, or a torch built for CUDA {has[0]}"
+        return "fail", said, f"install a newer driver, or a torch built for CUDA {has[0]}"
     unfit = [
         f"{gpu['name']} (sm_{gpu['capability'][0]}{gpu['capability'][1]})"
         for gpu in gpus if gpu.get("capability") and not fits(gpu["capability"], build["archs"])
     ] if build.get("archs") else []  # fmt: skip
     if unfit:
-        return "fail", f"{said}; no code for {', '.join(unfit)}", (
+        return "fail", f"{said}; torch has no code for {', '.join(unfit)}", (
             f"install a torch built for this GPU; yours is built for {', '.join(build['archs'])}"
         )  # fmt: skip
     if has < wants:
@@ -286,7 +286,7 @@ def mig(gpus: Sequence[Mapping[str, Any]]) -> tuple[Status, str, str]:
     if not cut:
         return "ok", "off", ""
     return "warn", f"on for GPU {', '.join(map(str, cut))}", (
-        "use one worker per instance; NCCL cannot connect instances (docs: GPUs, MIG)"
+        "use one worker per MIG instance; NCCL cannot connect instances (docs/gpus.md)"
     )  # fmt: skip
 
 
@@ -323,7 +323,7 @@ def health(gpus: Sequence[Mapping[str, Any]], xid: Sequence[str]) -> tuple[Statu
         return "warn", f"the kernel's log has Xid errors: {xid[-1][-160:]}", (
             "docs.nvidia.com/deploy/xid-errors explains the number"
         )  # fmt: skip
-    return "ok", "no GPU lost, no uncorrected memory errors", ""
+    return "ok", "no GPU is lost, and there are no uncorrected memory errors", ""
 
 
 def pids(said: Mapping[str, Any]) -> tuple[Status, str, str]:
@@ -333,8 +333,8 @@ def pids(said: Mapping[str, Any]) -> tuple[Status, str, str]:
         return "unknown", "no process of Workbench was on a GPU", ""
     if seen:
         return "ok", "yes", ""
-    return "warn", "NVML lists other pids than this container's", (
-        "GPU use is shown for the whole GPU; docker run --pid=host shows it per process"
+    return "warn", "NVML does not list the pids of this container", (
+        "GPU use is shown for the whole GPU; `docker run --pid=host` shows it per process"
     )  # fmt: skip
 
 
@@ -349,7 +349,7 @@ def visible(
         return "ok", said, ""
     if not left:
         return "warn", f"{said}: none of {len(gpus)} GPUs is visible", (
-            "unset CUDA_VISIBLE_DEVICES, or set it to GPUs that nvidia-smi -L lists"
+            "unset CUDA_VISIBLE_DEVICES, or set it to GPUs that `nvidia-smi -L` lists"
         )  # fmt: skip
     return "ok", f"{said}: {left} of {len(gpus)} GPUs", ""
 
@@ -361,8 +361,9 @@ def iommu(
     on = root.is_dir() and any(root.iterdir())
     if not on or len(gpus) < 2:
         return "ok", "none" if not on else "on; with one GPU nothing is copied between GPUs", ""
-    return "warn", "on, and there are several GPUs", (
-        "if gpu.p2p fails, turn off ACS or the IOMMU, or export NCCL_P2P_DISABLE=1"
+    return "warn", "on, and this machine has several GPUs", (
+        "if the check of copies between GPUs fails, turn off ACS or the IOMMU, or "
+        "export NCCL_P2P_DISABLE=1"
     )  # fmt: skip
 
 
@@ -506,7 +507,7 @@ def _stage(stage: Stage, asked: Asked, logs: Path, began: float) -> list[Line]:
             whole(
                 "unknown",
                 f"not started: the limit of {asked.total_s:g} s was reached",
-                "run this stage alone with --only",
+                "run only this stage: --only",
             )
         ]
     told = {

@@ -351,13 +351,13 @@ def _notebook(here: Host, hosts: Sequence[Host], ports: str, listen: str) -> lis
         here.interface = here.ask("towards", address=here.address)["interface"]
     except (WorkbenchError, HostError) as error:
         said = str(error).splitlines()
-        step = getattr(error, "next_step", None) or "use an address of this machine for --listen"
+        step = getattr(error, "next_step", None) or "use --listen with an address of this machine"
         return [Line(id, "fail", what, " ".join(map(str.strip, said[:2])), step)]
     here.ports = settings.ports
     for host in hosts:
         host.ports = settings.ports
     status: Status = "ok"
-    step, which = SEE, "any free ones"
+    step, which = SEE, "any free ports"
     figures: dict[str, Any] = {"address": here.address, "sockets": LEAST_PORTS - 1}
     if settings.ports is not None:
         free = len(free_ports(here.address, settings.ports))
@@ -370,7 +370,7 @@ def _notebook(here: Host, hosts: Sequence[Host], ports: str, listen: str) -> lis
             )
     if here.address.startswith("127.") and not _same(here, hosts):
         status, step = "fail", "use --listen with the address at which the hosts reach this machine"
-    found = f"on {here.address} ({here.interface or 'no interface'}) only, {LEAST_PORTS - 1} ports"
+    found = f"{LEAST_PORTS - 1} ports, only on {here.address} ({here.interface or 'no interface'})"
     return [Line(id, status, what, f"{found}: {which}", step, figures=figures)]
 
 
@@ -385,11 +385,11 @@ def _engines(here: Host, hosts: Sequence[Host]) -> list[Line]:
         return []
     store, ports = hosts[0], here.ports
     where = ", ".join(f"{h.address or '?'} ({h.interface or '?'}) on {h.name}" for h in hosts)
-    range_of = f"within {ports[0]}-{ports[1]}" if ports else "any"
+    range_of = f"within {ports[0]}-{ports[1]}" if ports else "any port"
     return [
         Line("hosts.engines", "ok", "where engines would listen",
-             f"{where}, each on any ports; ports for the store on {store.name}: "
-             f"one, {range_of}. TensorFlow's servers listen on all interfaces of their hosts", SEE),
+             f"{where}, on any ports. The store listens on one port of {store.name} "
+             f"({range_of}). TensorFlow's servers listen on all interfaces of their hosts", SEE),
         Line("hosts.encrypted", "ok", "encrypted",
              "all traffic between the notebook and the hosts (ssh, CURVE)", SEE),
         Line("hosts.open", "ok" if _same(here, hosts) else "warn", "not encrypted",
@@ -404,7 +404,7 @@ def _of_one(here: Host, host: Host) -> list[Line]:
         ("versions", "the same versions", _versions),
         ("name", "host names resolve", _names),
         ("user", "the same user", _user),
-        ("disk", "free disk", _disk),
+        ("disk", "free disk space", _disk),
         ("shared", "shared folder", _shared),
         ("clock", "clock", _clock),
     ]
@@ -425,13 +425,13 @@ def _versions(here: Host, host: Host) -> tuple[Any, ...]:
     ours, theirs = dict(here.facts["versions"]), dict(host.facts["versions"])
     ours["python"] = ".".join(here.facts["python"].split(".")[:2])
     theirs["python"] = ".".join(host.facts["python"].split(".")[:2])
-    other = [f"{n} {theirs[n] or 'missing'} (here {ours[n]})" for n in ours
+    other = [f"{n} {theirs[n] or 'missing'} (this machine: {ours[n]})" for n in ours
              if ours[n] and ours[n] != theirs.get(n)]  # fmt: skip
     if other:
         return (
             "fail",
             ", ".join(other),
-            f"install the same versions for {host.facts['executable']} there",
+            f"on this host, install the same versions for {host.facts['executable']}",
             {"versions": theirs},
         )
     shown = ", ".join(f"{n} {v}" for n, v in theirs.items() if v)
@@ -455,14 +455,18 @@ def _names(here: Host, host: Host) -> tuple[Any, ...]:
         way = host.ask("towards", address=here.address)
         host.address, host.interface = way["address"], way["interface"]
     back = found.get((host.called, mine), [])
-    words = f"{name} is {', '.join(known) or 'not known here'}; "
-    words += f"there {mine} is {', '.join(back) or 'not known'}"
+    words = f"here, {name} is {', '.join(known) or 'not known'}; "
+    words += f"on the host, {mine} is {', '.join(back) or 'not known'}"
     if back and all(one.startswith("127.") for one in back):
         return "fail", words, f"in /etc/hosts of {name}, give {mine} the address {here.address}"
     if any(one.startswith("127.") for one in known) and name not in ("localhost", "127.0.0.1"):
         return "fail", words, f"in /etc/hosts of this machine, give {name} its own address"
     if not back or not known:
-        return "warn", words, f"addresses are used instead: {here.address} and {host.address}"
+        return (
+            "warn",
+            words,
+            f"Workbench uses addresses instead of names: {here.address} and {host.address}",
+        )
     return "ok", words
 
 
@@ -481,8 +485,8 @@ def _ssh_address(name: str) -> str:
 def _user(here: Host, host: Host) -> tuple[Any, ...]:
     mine, theirs = here.facts["uid"], host.facts["uid"]
     if mine != theirs:
-        return "warn", f"uid {theirs} there, {mine} here", (
-            "use the same uid, otherwise files in a shared folder belong to another user"
+        return "warn", f"uid {theirs} on the host, {mine} on this machine", (
+            "use the same uid; otherwise files in a shared folder belong to another user"
         )  # fmt: skip
     return "ok", f"uid {mine}"
 
@@ -494,7 +498,7 @@ def _disk(here: Host, host: Host) -> tuple[Any, ...]:
         return (
             "warn",
             f"{free / (1 << 30):.1f} GB in the temporary folder",
-            "make room there",
+            "free disk space in the host's temporary folder",
             figures,
         )
     return "ok", f"{free / (1 << 30):.1f} GB in the temporary folder", "", figures
@@ -516,9 +520,9 @@ def _shared(here: Host, host: Host) -> tuple[Any, ...]:
     finally:
         (folder / name).unlink(missing_ok=True)
     if seen == token:
-        return "ok", f"{folder} is the same there"
-    return "warn", f"{folder} is another folder there", (
-        f"checkpoints need one folder for all: export {SHARED_VARIABLE}=/a/shared/folder"
+        return "ok", f"the host has the same {folder}"
+    return "warn", f"on the host, {folder} is another folder", (
+        f"checkpoints need one folder for all hosts: export {SHARED_VARIABLE}=/a/shared/folder"
     )  # fmt: skip
 
 
@@ -536,8 +540,13 @@ def _clock(here: Host, host: Host) -> tuple[Any, ...]:
     words = f"{1e3 * offset:+.2f} ± {1e3 * bound:.2f} ms"
     figures = {"offset_s": offset, "bound_s": bound}
     if abs(offset) > MUCH_OFFSET_S + bound:
-        return "warn", f"{words} from this machine's", "set both clocks with chrony or ntp", figures
-    return "ok", f"{words} from this machine's", "", figures
+        return (
+            "warn",
+            f"{words} ahead of this machine's clock",
+            "set both clocks with chrony or ntp",
+            figures,
+        )
+    return "ok", f"{words} ahead of this machine's clock", "", figures
 
 
 def _reach(a: Host, b: Host) -> Line:
@@ -554,13 +563,11 @@ def _reach(a: Host, b: Host) -> Line:
     except HostError as error:
         said = str(error)
         if "refused" in said or "route" in said:
-            step = f"check firewall and route to {where}; open all ports between engines' hosts"
+            step = f"check the firewall and the route to {where}; open all ports between the hosts"
             if not b.name:
-                step = (
-                    "set --listen and --ports here and in %cluster start to choose where to listen"
-                )
+                step = "set --listen and --ports, here and in %cluster start"
         elif "timed out" in said or "no answer" in said:
-            step = f"packets to {where} are dropped (firewall), or are too large (MTU)"
+            step = f"check the firewall (it may drop packets to {where}) and the MTU"
         else:
             step = f"try: ping -M do -s 1472 {where}"
         return Line(id, "fail", what, f"{where}: {said}", step)
@@ -591,11 +598,11 @@ def _twins(ends: Sequence[Host]) -> list[Line]:
             same_name = a.facts["hostname"] == b.facts["hostname"]
             if same_boot and same_net:
                 lines.append(Line(id, "warn", what, "they are the same machine",
-                                  "start engines without ssh: both are one machine"))  # fmt: skip
+                                  "both are one machine: start engines without ssh"))  # fmt: skip
             elif same_name:
                 lines.append(Line(id, "warn", what, f"both are called {a.facts['hostname']}",
-                                  "give each host its own name: gloo uses it"))  # fmt: skip
+                                  "gloo uses names: give each host its own name"))  # fmt: skip
             else:
-                words = "one kernel, two networks (containers)" if same_boot else "yes"
+                words = "yes: containers with one kernel and two networks" if same_boot else "yes"
                 lines.append(Line(id, "ok", what, words))
     return lines

@@ -124,9 +124,9 @@ def frameworks(found: dict[str, str | None] | None = None) -> Found:
     have = {name: version(name) for name in FRAMEWORKS} if found is None else found
     old = [f"{n} {v} < {FRAMEWORKS[n]}" for n, v in have.items() if v and older(v, FRAMEWORKS[n])]
     if old:
-        return "fail", "; ".join(old), "install a newer one", dict(have)
+        return "fail", "; ".join(old), "install a newer version", dict(have)
     if not any(have.values()):
-        return "fail", "neither torch nor tensorflow", (
+        return "fail", "neither torch nor tensorflow is installed", (
             "pytorch.org/get-started has the command that installs torch for your driver"
         ), dict(have)  # fmt: skip
     words = [f"{name} {one}" if one else f"no {name}" for name, one in have.items()]
@@ -145,7 +145,7 @@ def cores() -> Found:
         return (
             "warn",
             found,
-            "workers share one core, so more workers bring no speedup",
+            "all workers share one core, so more workers bring no speed-up",
             figures,
         )
     return "ok", found, "", figures
@@ -194,14 +194,14 @@ def shm(folder: Path = Path("/dev/shm")) -> Found:
     """Check whether DataLoader's workers, servers and NCCL have enough shared memory."""
     if not folder.is_dir():
         return ("unknown" if sys.platform != "linux" else "fail"), f"there is no {folder}", (
-            "mount a tmpfs there"
+            f"mount a tmpfs at {folder}"
         )  # fmt: skip
     usage = shutil.disk_usage(folder)
     found = f"{usage.free / GB:.2f} of {usage.total / GB:.2f} GB are free"
     figures = {"free_bytes": usage.free, "total_bytes": usage.total}
-    step = "docker run --shm-size=8g (Kubernetes: an emptyDir with medium: Memory)"
+    step = "docker run --shm-size=8g (Kubernetes: an emptyDir with `medium: Memory`)"
     if not os.access(folder, os.W_OK):
-        return "fail", "it is not writable", step, figures
+        return "fail", f"{folder} is not writable", step, figures
     if usage.free < SHM_BYTES:
         return "warn", f"{found}: DataLoader workers and NCCL need more", step, figures
     return "ok", found, "", figures
@@ -216,7 +216,7 @@ def open_files(soft: int | None = None) -> Found:
         return (
             "warn",
             f"{limit} at most",
-            f"ulimit -n {max(4096, LEAST_FILES)} before JupyterLab is started",
+            f"run `ulimit -n {max(4096, LEAST_FILES)}` before you start JupyterLab",
             figures,
         )
     return "ok", f"{_count(limit)} at most", "", figures
@@ -235,7 +235,7 @@ def tasks(most: int | None = None) -> Found:
         return (
             "warn",
             f"{most} at most",
-            "each engine has about 20 threads: docker run --pids-limit -1",
+            "raise the limit (docker run --pids-limit -1): each engine has about 20 threads",
             {"most": most},
         )
     return "ok", f"{_count(most)} at most", "", {"most": most}
@@ -250,8 +250,8 @@ def memlock() -> Found:
     if infiniband and soft != resource.RLIM_INFINITY:
         return (
             "warn",
-            f"{words}, and there is InfiniBand",
-            "set `ulimit -l unlimited`; otherwise NCCL cannot use InfiniBand",
+            f"{words}, and this machine has InfiniBand",
+            "run `ulimit -l unlimited`; otherwise NCCL cannot use InfiniBand",
             figures,
         )
     return "ok", words, "", figures
@@ -303,22 +303,26 @@ def fork() -> Found:
     import subprocess
 
     if not hasattr(os, "fork"):
-        return "warn", "there is no fork here", "engines start one by one, each in seconds"
+        return (
+            "warn",
+            "this system has no fork",
+            "no action needed; each engine takes seconds to start",
+        )
     done = subprocess.run(
         [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=10, check=False
     )
     if done.returncode:
-        return "fail", f"it failed: {done.stderr.strip()[-200:]}", "check the limit of processes"
+        return "fail", f"fork failed: {done.stderr.strip()[-200:]}", "check the limit of processes"
     return "ok", "works"
 
 
 def temporary(folder: Path | None = None) -> Found:
     """Check whether the temporary folder can be used, and its path is short enough for sockets."""
     folder = folder or Path(tempfile.gettempdir())
-    step = "export TMPDIR=/tmp, or another short path with room"
+    step = "export TMPDIR=/tmp, or another folder with a short path and free space"
     status, found, figures = _place(folder)
     if status == "ok" and len(str(folder)) + UNDER_TMP > SOCKET_PATH:
-        return "fail", f"{folder}: its path is too long for sockets in it", step, figures
+        return "fail", f"{folder}: this path is too long for sockets", step, figures
     return status, found, "" if status == "ok" else step, figures
 
 
@@ -330,7 +334,7 @@ def runs() -> Found:
     if status == "ok" and (moved := folders.moved()):
         status, found = "warn", moved
     return status, found, "" if status == "ok" else (
-        "make room there, or export WORKBENCH_HOME=/another/folder"
+        "free disk space in this folder, or export WORKBENCH_HOME=/another/folder"
     ), figures  # fmt: skip
 
 
@@ -341,7 +345,7 @@ def _place(folder: Path) -> tuple[Status, str, dict[str, Any]]:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return "fail", f"{folder} cannot be written to: {error.strerror}", {}
+        return "fail", f"{folder} is not writable: {error.strerror}", {}
     free = shutil.disk_usage(folder).free
     found = f"{folder}, {free / GB:.1f} GB are free"
     return ("warn" if free < DISK_BYTES else "ok"), found, {"free_bytes": free}
@@ -350,9 +354,9 @@ def _place(folder: Path) -> tuple[Status, str, dict[str, Any]]:
 def encoding() -> Found:
     """Check whether text with characters outside ASCII can be written."""
     files, preferred = sys.getfilesystemencoding(), locale.getpreferredencoding(False)
-    found = f"files {files}, text {preferred}"
+    found = f"file names: {files}, text: {preferred}"
     if {name.lower().replace("-", "") for name in (files, preferred)} != {"utf8"}:
-        return "warn", found, "export LC_ALL=C.UTF-8 before JupyterLab is started"
+        return "warn", found, "run `export LC_ALL=C.UTF-8` before you start JupyterLab"
     return "ok", found
 
 
@@ -371,13 +375,13 @@ def clock(source: str | None = None) -> Found:
     for _ in range(10_000):
         time.perf_counter()
     each_ns = (time.perf_counter() - began) / 10_000 * 1e9
-    found = f"{source or 'source not known'}, {each_ns:.0f} ns per reading"
+    found = f"{source or 'unknown source'}, {each_ns:.0f} ns to read it"
     figures = {"source": source, "each_ns": round(each_ns, 1)}
     if source in SLOW_CLOCKS or each_ns > 5_000:
         return (
             "warn",
             found,
-            "use tsc or kvm-clock: a slow clock makes short steps longer",
+            "use the clock source tsc or kvm-clock: a slow clock makes short steps longer",
             figures,
         )
     return "ok", found, "", figures
@@ -413,7 +417,7 @@ def widgets(roots: Sequence[Path] | None = None) -> Found:
     lab = version("jupyterlab")
     words = ", ".join(
         [
-            f"jupyterlab {lab}" if lab else "no jupyterlab here",
+            f"jupyterlab {lab}" if lab else "jupyterlab is not installed here",
             *(f"{n} {v}" for n, v in found.items()),
         ]
     )
@@ -422,8 +426,10 @@ def widgets(roots: Sequence[Path] | None = None) -> Found:
         return "ok", words, "", {"jupyterlab": lab, **found}
     if lab is None:
         return "unknown", f"{words}; {', '.join(lacking)} not found", (
-            "if JupyterLab runs elsewhere, install ipywidgets and anywidget there too"
+            "if JupyterLab runs in another environment, install ipywidgets and anywidget "
+            "in that environment too"
         )  # fmt: skip
     return "warn", f"{words}; {', '.join(lacking)} not found", (
-        "pip install -U ipywidgets anywidget, then reload the page; until then text is shown"
+        "run `pip install -U ipywidgets anywidget`, then reload the page; without widgets, "
+        "Workbench shows text"
     )  # fmt: skip

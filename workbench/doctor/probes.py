@@ -109,7 +109,7 @@ def cuda(child: Child) -> None:
     ])  # fmt: skip
     if not seen:
         child.say("fail", "gpu.matmul", "products and convolutions on each GPU",
-                  "torch sees no GPU", "see the check of driver and torch")  # fmt: skip
+                  "torch sees no GPU", "see 'driver and torch are compatible'")  # fmt: skip
         return
     _matmul(child, torch, len(seen))
     _own_pid(child)
@@ -131,20 +131,26 @@ def _own_pid(child: Child) -> None:
 
 def _matmul(child: Child, torch: Any, gpus: int) -> None:
     what = "products and convolutions on each GPU"
-    with child.trying("gpu.matmul", what, "run with CUDA_LAUNCH_BLOCKING=1; see dmesg for Xid"):
+    with child.trying(
+        "gpu.matmul", what, "run with CUDA_LAUNCH_BLOCKING=1; look for Xid in `dmesg`"
+    ):
         worst = {i: compute(torch, f"cuda:{i}")[0] for i in range(gpus)}
-        wrong = [f"GPU {i} is off by {off:.1e}" for i, off in worst.items() if not off < 1e-9]
+        wrong = [
+            f"GPU {i} differs from the CPU by {off:.1e}"
+            for i, off in worst.items()
+            if not off < 1e-9
+        ]
         if wrong:
             child.say("fail", "gpu.matmul", what, "; ".join(wrong),
                       "exclude this GPU: its results cannot be trusted")  # fmt: skip
         else:
-            child.say("ok", "gpu.matmul", what, f"as on the CPU, {gpus} of {gpus} GPUs",
+            child.say("ok", "gpu.matmul", what, f"{gpus} of {gpus} GPUs have the CPU's results",
                       difference=max(worst.values()))  # fmt: skip
 
 
 def _pinned(child: Child, torch: Any) -> None:
     what = "256 MB of pinned memory"
-    with child.trying("gpu.pinned", what, "raise ulimit -l and the container's memory"):
+    with child.trying("gpu.pinned", what, "raise `ulimit -l` and the container's memory limit"):
         host = torch.empty(PINNED_BYTES, dtype=torch.uint8).pin_memory()
         host.fill_(7)
         there = torch.empty_like(host, device="cuda:0")
@@ -155,7 +161,7 @@ def _pinned(child: Child, torch: Any) -> None:
         rate = PINNED_BYTES / (time.perf_counter() - began) / 1e9
         right = bool((there == 7).all())
         child.say("ok" if right else "fail", "gpu.pinned", what,
-                  f"{rate:.1f} GB/s to the GPU" if right else "arrived changed",
+                  f"{rate:.1f} GB/s to the GPU" if right else "the data was changed on the way",
                   bandwidth_gb_s=round(rate, 2))  # fmt: skip
 
 
@@ -180,10 +186,11 @@ def _copies(child: Child, torch: Any, gpus: int) -> None:
                     wrong.append(f"{a} to {b}")
         pairs = gpus * (gpus - 1)
         if wrong:
-            child.say("fail", "gpu.p2p", what, f"data arrives changed: {', '.join(wrong)}",
+            child.say("fail", "gpu.p2p", what,
+                      f"copies between these GPUs are wrong: {', '.join(wrong)}",
                       "turn off ACS or the IOMMU, or export NCCL_P2P_DISABLE=1")  # fmt: skip
         else:
-            child.say("ok", "gpu.p2p", what, f"correct, {direct} of {pairs} pairs directly, "
+            child.say("ok", "gpu.p2p", what, f"correct, {direct} of {pairs} pairs copy directly, "
                       f"{min(rates):.1f} to {max(rates):.1f} GB/s",
                       direct=direct, pairs=pairs)  # fmt: skip
 
@@ -197,7 +204,8 @@ def _events(child: Child, torch: Any) -> None:
         torch.cuda.synchronize()
         steps = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
         least = min(step for step in steps if step > 0)
-        child.say("ok" if least < 50 else "warn", "gpu.events", what, f"{least:.1f} µs between two",
+        child.say("ok" if least < 50 else "warn", "gpu.events", what,
+                  f"{least:.1f} µs between two events",
                   resolution_us=round(least, 2))  # fmt: skip
 
 
@@ -367,8 +375,8 @@ def nccl(child: Child) -> None:
             pair.until(0, "ABORTS")
             took_s = max(0.0, float(pair.until(0, "BACK").split()[1]))
             child.say("ok" if took_s < ABORT_S else "fail", "gpu.abort",
-                      "aborting an NCCL collective", f"back after {took_s:.2f} s",
-                      "" if took_s < ABORT_S else "engines are replaced after an interrupt",
+                      "aborting an NCCL collective", f"the abort took {took_s:.2f} s",
+                      "" if took_s < ABORT_S else "after an interrupt, engines are replaced",
                       took_s=took_s)  # fmt: skip
     finally:
         pair.close()
@@ -391,7 +399,7 @@ def _contexts(child: Child, pids: list[int]) -> None:
             return
         many = [i for i, here in on_gpu.items() if len(set(pids) & set(here)) > 1]
         child.say("fail" if many else "ok", "gpu.contexts", what,
-                  f"both ranks are on GPU {many}" if many else "one process each")  # fmt: skip
+                  f"both ranks are on GPU {many}" if many else "one process per GPU")  # fmt: skip
 
 
 # -- frameworks and engines ------------------------------------------------------------------------
@@ -420,7 +428,7 @@ def tensorflow(child: Child) -> None:
         used = int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
         good = off < 1.0 and used < 1 << 30  # TF32 can round products of 512 terms
         child.say("ok" if good else "warn", "gpu.tensorflow", what,
-                  f"{len(gpus)} GPUs, {used / 1e6:.0f} MB used, products off by {off:.1e}",
+                  f"{len(gpus)} GPUs, {used / 1e6:.0f} MB used, difference from the CPU {off:.1e}",
                   used_bytes=used)  # fmt: skip
 
 
@@ -455,18 +463,21 @@ def warm(child: Child) -> None:
     figures: dict[str, Any] = {"libcuda_mapped": mapped, "device_files": opened}
     if answer != "ok":
         child.say("fail", "machine.warm", what, f"a forked child cannot compute: {answer}",
-                  "find the module that uses the GPU at import", **figures)  # fmt: skip
+                  "find the module that uses the GPU when it is imported", **figures)  # fmt: skip
     elif opened:
         child.say("warn", "machine.warm", what, f"importing torch opens {opened[0]}", **figures)
     else:
-        child.say("ok", "machine.warm", what, "importing torch uses no GPU, and forks compute",
+        child.say("ok", "machine.warm", what,
+                  "importing torch uses no GPU, and a forked child can compute",
                   **figures)  # fmt: skip
 
 
 def cluster(child: Child) -> None:
     """Measure the time until two engines have done an all-reduce in a cell."""
     what = "two engines start and all-reduce"
-    with child.trying("machine.cluster", what, "look at workbench ps and at the log in the error"):
+    with child.trying(
+        "machine.cluster", what, "look at `workbench ps` and at the log in the error"
+    ):
         from ..session.cluster import Cluster
 
         began = time.perf_counter()

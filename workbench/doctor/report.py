@@ -118,7 +118,7 @@ class Report:
         """Return one sentence about all lines."""
         words = {
             "ok": "ok",
-            "warn": "to look at",
+            "warn": "with a warning",
             "fail": "failed",
             "unknown": "cannot be checked here",
         }
@@ -176,7 +176,7 @@ def together(lines: Sequence[Line]) -> list[Line]:
             shown.append(line)
         elif line is alike[0]:
             what = ", ".join(one.what for one in alike)
-            found = f"{line.found}, so not checked: {what}"
+            found = f"{line.found}. These checks were not made: {what}"
             shown.append(Line(line.id, "unknown", f"{len(alike)} checks", found, line.next_step))
     return shown
 
@@ -218,7 +218,7 @@ class Check:
         except Exception as error:
             status, found, rest = (
                 "unknown",
-                f"the check failed to run: {type(error).__name__}: {error}",
+                f"the check could not run: {type(error).__name__}: {error}",
                 [],
             )
         step = rest[0] if rest else ""

@@ -116,7 +116,10 @@ def surroundings(child: Child) -> None:
             child.say("ok", f"surroundings.{name.partition('.')[0]}", what, f"in {name}")
         else:
             child.say(
-                "unknown", f"surroundings.{name.partition('.')[0]}", what, "not meaningful here"
+                "unknown",
+                f"surroundings.{name.partition('.')[0]}",
+                what,
+                "this command has no output here",
             )
 
 
@@ -130,8 +133,8 @@ def devices(child: Child) -> None:
     if names == ["cuda"]:
         names = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         if not names:
-            child.say("fail", "devices.count", "torch sees the GPUs", "torch sees none",
-                      "run workbench doctor to see why")  # fmt: skip
+            child.say("fail", "devices.count", "torch sees the GPUs", "torch sees no GPU",
+                      "run `workbench doctor` to see why")  # fmt: skip
     for name in names:
         with child.trying(f"devices.computes.{name}", f"products and convolutions on {name}"):
             worst, seconds = compute(torch, name)
@@ -139,7 +142,7 @@ def devices(child: Child) -> None:
             child.say(
                 "ok" if worst < 1e-9 else "fail", f"devices.computes.{name}",
                 f"products and convolutions on {title}",
-                f"largest difference from the CPU {worst:.1e}, {seconds:.2f} s including the start",
+                f"largest difference from the CPU {worst:.1e}, {seconds:.2f} s with the start",
                 difference=worst,
             )  # fmt: skip
 
@@ -360,7 +363,7 @@ def _strategies(child: Child, place: Place) -> None:
             except TimeoutError:
                 print(cluster.stacks(), flush=True)
                 child.say("fail", id, what, f"hangs: not finished within {STEP_S:g} s",
-                          "see the log of the stage for the stacks")  # fmt: skip
+                          "the stage's log has the stacks")  # fmt: skip
                 end(cluster)
                 cluster = stack.enter_context(cluster_of(child, place))
                 continue
@@ -393,12 +396,12 @@ def _compare(child: Child, id: str, what: str, run: Any, wanted: Any, seconds: f
     if wanted is None:
         first, last = losses_of(run)
         child.say("ok" if last < first else "fail", id, what,
-                  f"loss {first:.3f} to {last:.3f}, {seconds:.1f} s")  # fmt: skip
+                  f"loss from {first:.3f} to {last:.3f}, {seconds:.1f} s")  # fmt: skip
         return
     got = run.weights()
     worst = max(float(np.abs(got[name] - wanted[name]).max()) for name in wanted)
     child.say("ok" if worst <= 1e-9 else "fail", id, what,
-              f"weights differ from one device's by {worst:.1e}, {seconds:.1f} s",
+              f"weights differ from those of `one_device` by {worst:.1e}, {seconds:.1f} s",
               difference=worst, run_s=round(seconds, 2))  # fmt: skip
 
 

@@ -60,7 +60,8 @@ def _telemetry(child: Child, place: Place, cluster: Any) -> None:
     exact = place.title.endswith("GPUs")  # workers that share cores or a GPU really wait
     id, what = f"telemetry.{slug(place)}", f"{place.title}: "
     child.say("ok" if wait_ms < FALSE_WAIT_MS or not exact else "fail", f"{id}.quiet",
-              f"{what}sync wait without a fault", f"{wait_ms:.2f} of {quiet['step_s'][0]:.2f} ms",
+              f"{what}sync wait without a fault",
+              f"{wait_ms:.2f} ms of a step of {quiet['step_s'][0]:.2f} ms",
               wait_ms=wait_ms)  # fmt: skip
     for where in ("forward",) if child.asked["quick"] else ("data", "forward", "backward"):
         with child.trying(f"{id}.{where}", f"{what}50 ms in {where} of rank 1"):
@@ -177,7 +178,7 @@ def checkpoints(child: Child) -> None:
     from ..notebook.session import resume
 
     place = places(child)[0]
-    what = f"{place.title}: checkpoint at step 10, resumed to 20"
+    what = f"{place.title}: checkpoint at step 10, resumed until step 20"
     with (
         child.trying("checkpoints.resume", what),
         tempfile.TemporaryDirectory() as folder,
@@ -191,7 +192,8 @@ def checkpoints(child: Child) -> None:
         again = resumed.wait(STEP_S).weights()
         worst = max(float(np.abs(whole[name] - again[name]).max()) for name in whole)
         child.say("ok" if worst <= 1e-12 else "fail", "checkpoints.resume", what,
-                  f"weights differ by {worst:.1e}", difference=worst)  # fmt: skip
+                  f"weights differ from an uninterrupted run's by {worst:.1e}",
+                  difference=worst)  # fmt: skip
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -225,16 +227,19 @@ def memory(child: Child) -> None:
         held = cell(cluster, HELD)
         cluster.free()
         now = gpu_used()
+        what = "`%cluster free` releases 256 MB"
         if place.devices == "cpu":
             rss = [psutil.Process(e.pid).memory_info().rss / 1e6 for e in cluster.engines]
             before = [one.rss / 1e6 for one in idle]
             more = max(b - a for a, b in zip(before, rss, strict=True))
-            child.say("ok" if more < 128 else "fail", "memory.free", "256 MB given back by free",
-                      f"{more:.0f} MB more than before", more_mb=round(more, 1))  # fmt: skip
+            child.say("ok" if more < 128 else "fail", "memory.free", what,
+                      f"the engine uses {more:.0f} MB more than before",
+                      more_mb=round(more, 1))  # fmt: skip
             return
         left = max((one.get("reserved", 0) for one in held.values()), default=0)
-        child.say("ok" if left < 32 << 20 else "fail", "memory.free", "256 MB given back by free",
-                  f"{left >> 20} MB reserved in the engine", reserved_bytes=left)  # fmt: skip
+        child.say("ok" if left < 32 << 20 else "fail", "memory.free", what,
+                  f"{left >> 20} MB are still reserved in the engine",
+                  reserved_bytes=left)  # fmt: skip
         grown = {i: (now[i] - used.get(i, 0)) >> 20 for i in now}
         child.say("ok", "memory.gpu", "memory of engines on each GPU", f"{grown} MB",
                   grown_mb=grown)  # fmt: skip
@@ -277,7 +282,9 @@ def refusals(child: Child) -> None:
             child.say("ok" if fine else "fail", id, what,
                       f"{error.what} ({error.code}), after {took:.1f} s")  # fmt: skip
         except Exception as error:
-            child.say("fail", id, what, f"{type(error).__name__} instead of a sentence: {error}")
+            child.say(
+                "fail", id, what, f"{type(error).__name__} instead of an error with a code: {error}"
+            )
         else:
             child.say("fail", id, what, "it was accepted")
 
@@ -300,7 +307,9 @@ def tensorflow(child: Child) -> None:
     from ..errors import WorkbenchError
 
     if find_spec("tensorflow") is None:
-        child.say("unknown", "tensorflow.all", "TensorFlow's strategies", "it is not installed")
+        child.say(
+            "unknown", "tensorflow.all", "TensorFlow's strategies", "TensorFlow is not installed"
+        )
         return
     place = places(child)[0]
     workers = max(2, place.workers) if place.devices == "cpu" else place.workers
@@ -327,11 +336,11 @@ def tensorflow(child: Child) -> None:
             first, last = losses_of(run)
             fell = last < first
             child.say("ok" if fell else "fail", id, what,
-                      f"loss {first:.2f} to {last:.2f}")  # fmt: skip
+                      f"loss from {first:.2f} to {last:.2f}")  # fmt: skip
         found = cell(cluster, "import torch\nfound = float(torch.ones(2, device=device).sum())",
                      3 * STEP_S, framework="torch")  # fmt: skip
         child.say("ok" if set(found.values()) == {2.0} else "fail", "tensorflow.then_torch",
-                  "then PyTorch in the same cluster", str(found))  # fmt: skip
+                  "PyTorch after TensorFlow, in the same cluster", str(found))  # fmt: skip
 
 
 # -- speed -----------------------------------------------------------------------------------------
@@ -421,7 +430,7 @@ def speed(child: Child) -> None:
             first_s = time.perf_counter() - began
             child.say("ok" if first_s < 30 else "warn", "speed.first_step",
                       f"{place.title}: from start to the first step",
-                      f"{first_s:.1f} s, of which engines {start_s:.1f} s",
+                      f"{first_s:.1f} s; {start_s:.1f} s of this to start the engines",
                       start_s=round(start_s, 2), first_step_s=round(first_s, 2))  # fmt: skip
             script = Path(folder) / "plain.py"
             threads = max(1, (os.cpu_count() or 1) // place.workers)
@@ -436,7 +445,7 @@ def speed(child: Child) -> None:
         # On the CPU the data reaches the model in another way, and two cores are noisy, so this is
         # only a figure.
         status: Any = "ok" if not gpu or ratio >= 0.97 else "warn"
-        child.say(status, "speed.mirrored", f"{place.title}: mirrored against torchrun's DDP",
+        child.say(status, "speed.mirrored", f"{place.title}: `mirrored` and torchrun's DDP",
                   f"{statistics.median(ours):.0f} steps/s, {ratio:.3f} of torchrun's rate",
                   ratio=round(ratio, 4), ours=ours, theirs=theirs)  # fmt: skip
 
@@ -486,7 +495,7 @@ def labs(child: Child) -> None:
         took = time.perf_counter() - began
         what = f"cells of {name.removesuffix('_solved.ipynb')}"
         child.say("fail" if failed else "ok", f"labs.{name.partition('_solved')[0]}", what,
-                  "; ".join(failed[:3]) or f"all {len(code)} run, {took:.0f} s")  # fmt: skip
+                  "; ".join(failed[:3]) or f"all {len(code)} cells run, {took:.0f} s")  # fmt: skip
 
 
 TRIALS = {

@@ -71,7 +71,8 @@ class Rendezvous:
                         seen=f"no {topic} from "
                         + ", ".join((names or {}).get(rank, str(rank)) for rank in missing),
                         allowed=f"an answer within {timeout_s:g} s",
-                        next_step="see in %cluster which engines are alive, then %cluster restart",
+                        next_step="run %cluster to see which engines are alive, then %cluster "
+                        "restart",
                         code="WB-CLUSTER-025",
                     )
                 self._changed.wait(left_s)
@@ -119,6 +120,7 @@ class RunContext:
         membership: The present workers, if the set of workers can change during training.
         departure: Handles the order to end this process.
         checkpoints: Writes and reads this cell's checkpoints; made when first needed.
+        streams: How many streams of samples the cell has given to training so far.
         train_s, eval_s: Wall time of training without evaluation and pauses; of evaluation.
         weights: Called at the end of the run for the final weights; None if nothing was trained.
     """
@@ -145,6 +147,7 @@ class RunContext:
     failed: bool = False
     settle: Callable[[], object] = lambda: None
     fetch_s: float = 0.0
+    streams: int = 0
     train_s: float = 0.0
     eval_s: float = 0.0
     links: list[Link] = field(default_factory=list)

@@ -225,10 +225,10 @@ class Strategy(ABC):
         """
         raise FitError(
             f"Strategy {self.context.spec.strategy} trains one model and one optimizer per cell.",
-            seen="wb.prepare, called again",
-            allowed="one wb.fit or wb.prepare; several pairs under one_device and mirrored",
-            next_step="use mirrored, or one module that holds both models, with one optimizer; put "
-            "a second training into its own cell",
+            seen="a second call of wb.prepare",
+            allowed="one call of wb.fit or wb.prepare; one_device and mirrored allow several",
+            next_step="use mirrored, or put both models into one module with one optimizer; a "
+            "second training needs its own cell",
             code="WB-FIT-070",
         )
 

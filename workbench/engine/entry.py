@@ -579,7 +579,7 @@ def import_framework(framework: str) -> list[str]:
         raise ClusterError(
             f"{framework} could not be imported on this engine.",
             seen=str(error),
-            next_step=f"install it where the engine runs: "
+            next_step=f"on the host of this engine, install {framework}: "
             f"pip install 'distributed-workbench[{framework}]'",
             code="WB-CLUSTER-026",
         ) from error

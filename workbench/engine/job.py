@@ -102,7 +102,8 @@ class Conductor:
                 seen=f"exit status {status}"
                 if status is not None
                 else f"no message within {CONDUCT_S} s",
-                next_step="read its messages above, and check that the installation is complete",
+                next_step="read the messages of this process above, and check that Workbench is "
+                "fully installed",
                 code="WB-CLUSTER-081",
             )
         parts: list[About] = answer["parts"]
@@ -171,7 +172,8 @@ class _Tee:
         if self._left > 0:
             self._left -= len(text)
             with contextlib.suppress(OSError, ValueError):  # a full disk
-                self._file.write(text if self._left > 0 else f"{text}\n[the log ends here]\n")
+                end = "" if self._left > 0 else f"\n[the log ends at {MOST_LOG_BYTES >> 20} MiB]\n"
+                self._file.write(text + end)
                 self._file.flush()
         return self._stream.write(text)
 
@@ -203,19 +205,20 @@ _running = False
 
 
 def run_job(script: str | os.PathLike[str]) -> None:
-    """Join the run that `run.json` next to the script describes, and end with it.
+    """Join the run that `run.json` (next to the script) describes, and end with this run.
 
-    The script calls this first. The script is then executed once more, as the cell of the run; in
-    that execution this call returns at once. When it has ended, so does this process. The call also
-    returns at once in the script's own processes of multiprocessing (`spawn`).
+    The script calls this function first. The function then executes the script once more, as the
+    cell of the run; in this second execution the call returns immediately. When the second
+    execution has ended, the process ends too. The call also returns immediately in processes that
+    the script starts with `multiprocessing` (`spawn`).
 
     Args:
-        script: `__file__`.
+        script: The path of the script, `__file__`.
 
     Raises:
-        PlanError: There is no `run.json`, it is not Workbench's, or it asks for another number of
+        PlanError: There is no `run.json`, Workbench did not write it, or it needs another number of
             processes.
-        SystemExit: Always at the end: 0 if all went well, else 1.
+        SystemExit: Always raised at the end: with 0 if the run succeeded, otherwise with 1.
     """
     if _running or sys._getframe(1).f_globals.get("__name__") == "__mp_main__":
         return  # in the second case it is a process that the script started, not a rank
@@ -280,10 +283,10 @@ def _described(folder: Path) -> About:
         version = found["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(
-            f"The script's folder holds no job: {DESCRIPTION} cannot be read.",
+            f"The script's folder contains no job: {DESCRIPTION} cannot be read.",
             seen=f"{path}: {type(error).__name__}: {error}",
             allowed="the folder as run.to_job(DIR) wrote it",
-            next_step="write it again: run.to_job(DIR)",
+            next_step="write the folder again: run.to_job(DIR)",
             code="WB-PLAN-194",
         ) from error
     if version != FORMAT:
@@ -306,8 +309,9 @@ def _take_part(path: Path, job: About) -> bool:
         raise PlanError(
             "The job needs a different number of processes.",
             seen=f"{where.world_size} processes",
-            allowed=f"{wanted}: {_launch_words(job['launch'])}",
-            next_step=f"start it with torchrun --standalone --nproc-per-node {wanted} {path.name}",
+            allowed=f"{wanted} processes: {_launch_words(job['launch'])}",
+            next_step=f"start the job with torchrun --standalone --nproc-per-node {wanted} "
+            f"{path.name}",
             code="WB-PLAN-196",
         )
     conductor = Conductor() if where.rank == 0 else None

@@ -82,10 +82,10 @@ class Surroundings:
                 raise ValueError(f"RANK={rank} of WORLD_SIZE={world_size}")
         except (KeyError, ValueError) as error:
             raise PlanError(
-                "The environment names a rank, but some of torchrun's variables are missing.",
+                "RANK is set, but torchrun's variables are not complete or not valid.",
                 seen=str(error),
                 allowed="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
-                next_step="start it with torchrun, or unset RANK to run it in one process",
+                next_step="start the script with torchrun, or unset RANK to run it in one process",
                 code="WB-PLAN-190",
             ) from None
         has_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -204,14 +204,14 @@ class InStore:
                     answer: About = json.loads(self._ours.get(self._word))
                     return answer
                 time.sleep(LOOK_S)  # `wait` would log each time-out
-        raise _no_meeting(f"nothing from rank 0 within {MEET_S:g} s")
+        raise _no_meeting(f"no message from rank 0 within {MEET_S:g} s")
 
     @contextlib.contextmanager
     def _hearing(self, who: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            raise _no_meeting(f"nothing from {who} within {MEET_S:g} s ({error})") from error
+            raise _no_meeting(f"no message from {who} within {MEET_S:g} s ({error})") from error
 
 
 class AtFirstAddress:
@@ -241,7 +241,7 @@ class AtFirstAddress:
             end = time.monotonic() + MEET_S
             while missing := set(range(self._where.world_size)) - set(found):
                 if time.monotonic() > end:
-                    raise _no_meeting(f"nothing from ranks {sorted(missing)}")
+                    raise _no_meeting(f"no message from ranks {sorted(missing)}")
                 with contextlib.suppress(TimeoutError):
                     connection, _ = listener.accept()
                     silent.add(connection)
@@ -287,7 +287,7 @@ class AtFirstAddress:
                     answer = self._receive(connection)
                 if answer is not None:
                     return answer
-                why = f"its answer is not signed with {KEY}"
+                why = f"the answer is not signed with {KEY}"
             except OSError as error:
                 why = str(error)
             time.sleep(0.1)
@@ -323,7 +323,7 @@ def meeting_of(where: Surroundings) -> Meeting:
     key = os.environ.get(KEY, "")
     if len(key) < LEAST_KEY and (key or len(where.addresses) > 1):
         raise PlanError(
-            f"{KEY} proves that processes belong to one job, and it is "
+            f"{KEY} proves that processes belong to one job, but the key is "
             + ("too short." if key else "not set: TensorFlow's processes need it to meet."),
             seen=f"{len(key)} characters" if key else "nothing",
             allowed=f"the same {LEAST_KEY} characters or more in each process",
@@ -350,8 +350,8 @@ def _no_meeting(seen: str) -> ClusterError:
     return ClusterError(
         "The job's processes did not find each other.",
         seen=seen,
-        allowed=f"all processes of the job within {MEET_S:g} s",
-        next_step="look at the logs of the other processes: one of them may have failed earlier; "
-        "between hosts, the port must be open",
+        allowed=f"all processes of the job must start within {MEET_S:g} s",
+        next_step="look at the logs of the other processes: one of them may have failed earlier. "
+        "Between hosts, the port must be open",
         code="WB-CLUSTER-080",
     )

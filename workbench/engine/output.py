@@ -62,7 +62,7 @@ class Throttle:
         self._let_through()
         if self.left_out:
             self._write(
-                f"\n[about {_size(self.left_out)} more were printed and left out; "
+                f"\n[about {_size(self.left_out)} of further output is not shown; "
                 "write long output to a file]\n"
             )
 

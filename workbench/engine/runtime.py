@@ -145,7 +145,7 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> CellOu
 LOST = (
     "The GPU failed, and this engine can no longer use it. A new engine replaces this engine, "
     "whose variables are lost. Set CUDA_LAUNCH_BLOCKING=1 in the environment to see the line that "
-    "failed; often a label or an index is out of range."
+    "failed. Often a label or an index is out of range."
 )
 
 
@@ -390,7 +390,7 @@ def _ensure_group(engine: Engine, spec: RunSpec, framework: Any) -> None:
 
 NOT_BROUGHT = (
     "The final weights were not kept: this engine is on another machine, from which Workbench "
-    "copies no files. Save them in the cell, or start engines by ssh, slurm or mpi "
+    "copies no files. Save the weights in the cell, or start engines by ssh, slurm or mpi "
     "(%cluster start --launcher)."
 )
 
@@ -422,7 +422,7 @@ def _save_weights(run: RunContext, framework: Any) -> str | None:
             events.Noted(
                 rank=run.spec.rank,
                 text=f"The final weights ({size_bytes / 1e9:.1f} GB) are too large to be stored "
-                "with the run; save them in the cell.",
+                "with the run. Save the weights in the cell.",
             )
         )
         return None

@@ -394,8 +394,8 @@ def replacement_words(ids: Sequence[int], why: str) -> str:
     """Return the note on engines that must be replaced."""
     reason = why.partition("\n")[0]
     if len(ids) == 1:
-        return f"Engine {ids[0]} is replaced by a new one and loses its variables: {reason}"
-    return f"Engines {ranges(ids)} are replaced by new ones and lose their variables: {reason}"
+        return f"A new engine replaces engine {ids[0]}, whose variables are lost: {reason}"
+    return f"New engines replace engines {ranges(ids)}, whose variables are lost: {reason}"
 
 
 class Replacer:
@@ -475,9 +475,10 @@ def bring(engines: Engines, ids: Iterable[int], framework: str) -> list[int]:
 def _say(ids: list[int], framework: str) -> None:
     one = len(ids) == 1
     sys.stdout.write(
-        f"{'Engine' if one else 'Engines'} {ranges(ids)} hold{'s' if one else ''} variables, so "
-        f"{'it imports' if one else 'they import'} {framework} too. This happens once and takes "
-        "some seconds.\n"
+        f"{'Engine' if one else 'Engines'} {ranges(ids)} hold{'s' if one else ''} variables and "
+        f"{'is' if one else 'are'} not restarted, so {'it imports' if one else 'they import'} "
+        f"{framework} too. This "
+        "happens once and takes some seconds.\n"
     )
 
 

@@ -184,7 +184,7 @@ class RunExecution:
         missing = self.pool.engines.call(fresh, BORROW, (dict(packed),), LOAN_TIMEOUT_S)
         if names := sorted({name for one in missing.values() for name in one}):
             self.run.note(
-                "What earlier cells had defined was copied to the new engines, except "
+                "The new engines received the variables and functions of earlier cells, except "
                 f"{', '.join(names)}, which cannot be copied."
             )
 
@@ -219,7 +219,8 @@ class RunExecution:
                 "There is no GPU for another worker, and the run's workers cannot share one.",
                 seen=f"{wanted} workers",
                 allowed=f"the {len(run.members)} workers that the run has",
-                next_step="%cluster free in a notebook that holds GPUs, or --devices cpu",
+                next_step="run %cluster free in another notebook that holds GPUs, or %cluster "
+                "start --devices cpu",
                 code="WB-RUN-144",
             )
         free = [one for one in pool.worker_ids if one not in run.members][:count]
@@ -436,7 +437,7 @@ class Recoverer:
         how = "; ".join(
             f"{run.called(i)} left ({left[i]})"
             if i in left
-            else f"{run.called(i)} died: {task.outcomes[i].how or 'how is not known'}"
+            else f"{run.called(i)} died: {task.outcomes[i].how or 'the reason is unknown'}"
             for i in dead
         )
         run.advance("recover")
@@ -466,13 +467,12 @@ class Recoverer:
         try:
             if not left or set(dead) & set(launch.servers):
                 raise PlanError(
-                    "a run can continue only after the death of workers, and only if at least one "
-                    "worker still lives",
+                    "a run can continue only if at least one worker and all servers are alive",
                     code="WB-PLAN-112",
                 )
             check_fewer(launch.plan, len(left))
         except PlanError as error:
-            return f"It could not continue with fewer workers: {error.what}"
+            return f"The run could not continue with fewer workers: {error.what}"
         return ""
 
     def _go(self, dead: Sequence[int], how: str, began: float) -> None:
@@ -486,7 +486,7 @@ class Recoverer:
                 needed = [*run.members, *launch.servers]
                 dead = [i for i in needed if i not in launch.pool.ids]
                 again = isinstance(error, ClusterError) and bool(dead)
-                why = self._hopeless(dead) if again else "It could not continue."
+                why = self._hopeless(dead) if again else "The run could not continue."
                 if why:
                     run.finish(RunError(f"{how}.\n  {why}\n  {error}", code="WB-RUN-083"))
                     return
@@ -495,7 +495,7 @@ class Recoverer:
                 log.exception("Run %r could not continue", run.name)
                 run.finish(
                     RunError(
-                        f"{how}.\n  It could not continue: {type(error).__name__}: {error}",
+                        f"{how}.\n  The run could not continue: {type(error).__name__}: {error}",
                         code="WB-RUN-084",
                     )
                 )
@@ -561,7 +561,8 @@ class Recoverer:
             raise RunError(
                 "All workers with the trained weights have died, and there is no checkpoint.",
                 allowed="at least one surviving worker, or --checkpoint DIR",
-                next_step="add --checkpoint DIR, so that trained weights survive the last worker",
+                next_step="add --checkpoint DIR: the run can then continue from "
+                "the last checkpoint",
                 code="WB-RUN-138",
             )
         if not self._origin:
@@ -605,7 +606,7 @@ class Recoverer:
             path = files.brought(furthest, str(path), run.folder / RESCUED)
         except (ClusterError, RunError, OSError) as error:
             why = error.what if isinstance(error, WorkbenchError) else disk.reason_of(error)
-            run.note(f"The state of {run.called(furthest)} could not be written: {why}")
+            run.note(f"The trained state of {run.called(furthest)} could not be written: {why}")
             return None
         return Checkpoint(path, kept[furthest])
 

@@ -43,7 +43,7 @@ def await_all(logs: Sequence[RunLog], note: Callable[[str], None]) -> None:
     for log in logs:
         while not log.wait(0.1):
             if time.monotonic() > end:
-                note(f"--log is still being written, {LINGER_S:g} s after the end.")
+                note(f"--log is still being written {LINGER_S:g} s after the end of the run.")
                 return
 
 
@@ -93,7 +93,9 @@ class RunLog:
         try:
             self._write()
         except Exception as error:  # the run continues, and a note tells its user
-            self._run.note(f"--log ended before the run did: {type(error).__name__}: {error}")
+            self._run.note(
+                f"--log ended before the end of the run: {type(error).__name__}: {error}"
+            )
         finally:
             _open.discard(self)
             self._done.set()
@@ -161,7 +163,7 @@ class RunLog:
             words = str(error).strip().splitlines() or [""]
             said = error.what if isinstance(error, WorkbenchError) else words[0]
             self._run.note(
-                f"--log {text} failed and receives no more data of this run: "
+                f"--log {text} failed and receives no more data from this run: "
                 f"{type(error).__name__}: {said[:200]}"
             )
 
@@ -254,7 +256,7 @@ def log_to(run: RunData, logs: list[RunLog], targets: Sequence[str]) -> RunLog:
     """
     texts = parse_targets(targets)
     if not texts:
-        raise PlanError("--log has no target.", allowed=ALLOWED, code="WB-PLAN-118")
+        raise PlanError("--log was given no target.", allowed=ALLOWED, code="WB-PLAN-118")
     check_targets(texts)
     log = RunLog(run, texts)
     logs.append(log)

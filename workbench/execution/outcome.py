@@ -126,9 +126,9 @@ def left_behind(outcome: CellOutcome, host: Host | None) -> str | None:
     if not (cwd / name).is_dir() and not (cwd / f"{name}.py").is_file():
         return None
     return (
-        f"{name} is in the notebook's folder {cwd}, which {host.name} does not share: work in a "
-        f"folder on a shared disk, or copy {name} to each host, or define its contents in a "
-        "%%distributed cell"
+        f"{name} is in the notebook's folder {cwd}, which does not exist on {host.name}: work in "
+        f"a folder on a shared disk, or copy {name} to each host, or define its functions and "
+        "classes in a %%distributed cell"
     )
 
 
@@ -142,13 +142,15 @@ def death_words(first: int, outcomes: Outcomes, member: Callable[[int], Member])
     one, who = outcomes[first], member(first)
     text = f"{who.title} {who.verb} gone: {one.evalue}"
     if one.log:
-        text += "\n  its log ends:" + "".join(f"\n    {line}" for line in one.log.splitlines())
+        text += "\n  end of the engine's log:" + "".join(
+            f"\n    {line}" for line in one.log.splitlines()
+        )
     others = [engine for engine in dead_engines(outcomes) if engine != first]
     for engine in others[:NAMED]:
         how = "" if outcomes[engine].how == one.how else f": {outcomes[engine].how}"
         text += f"\n  also gone: {member(engine).title} (engine {engine}){how}"
     if len(others) > NAMED:
-        text += f"\n  also gone: {len(others) - NAMED} more"
+        text += f"\n  also gone: {len(others) - NAMED} more engines"
     return text
 
 
@@ -272,8 +274,9 @@ class CellEnd:
         if not missed or all(one.status != "ok" for one in self.outcomes.values()):
             return None
         return (
-            "the name may exist on another rank only, for example after a run whose replicas share "
-            "an engine: run the cell with %%rank 0, or define the name in a %%distributed cell"
+            "the name may exist only on another rank, for example after a run whose replicas all "
+            "use one engine: run the cell with %%rank 0, or define the name in a %%distributed "
+            "cell"
         )
 
     def _reason(self, cause: int) -> tuple[str, list[int]]:
@@ -281,7 +284,7 @@ class CellEnd:
         outcome, outcomes = self.outcomes[cause], self.outcomes
         if outcome.ended and outcome.failed_of:
             who = f"{self.names.of(cause)} (engine {cause})"
-            ended = "The engine did not clean up, so it was killed"
+            ended = "The engine did not clean up after the error, so it was killed"
             return f"{who} failed: {outcome.failed_of}\n  {ended}", [cause]
         if outcome.ended:
             stalled = f"{self.names.of(cause)} hung: it made no progress, ignored the interrupt "
@@ -311,7 +314,7 @@ class CellEnd:
             return None
         what = "".join(f"\n  {text}" for text in ended.values())
         return RunError(
-            f"Interrupted: the cell was ended on all its engines.{what}",
+            f"Interrupted: the cell was ended on all engines.{what}",
             next_step=next_step(self.outcomes),
             code="WB-RUN-067",
         )
@@ -333,11 +336,13 @@ HONOURED_ANYWAY = frozenset({"seed"})
 _TRAINS = {
     "torch": (
         "a call of wb.fit, wb.prepare or model.fit in the cell",
-        "call one of them, or remove the strategy to run the cell on every worker",
+        "train with wb.fit, wb.prepare or model.fit, or remove the strategy to run the cell on "
+        "every worker",
     ),
     "tensorflow": (
-        "model.fit, wb.fit, or strategy.run of a step that computes gradients and applies them",
-        "train in the cell; to only evaluate or predict, use %%rank 0 without a strategy",
+        "model.fit, wb.fit, or strategy.run with a step that computes and applies gradients",
+        "train in the cell; if the cell only evaluates or predicts, use %%rank 0 "
+        "without a strategy",
     ),
 }
 """Which calls count as training, and the advice for a cell that does not train."""
@@ -381,20 +386,20 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
             return _no_step(loops)
         if any(loop.updates for loop in loops):
             return RunError(
-                "The cell trained, but not under the strategy: the strategy did not get the cell's "
-                "optimizer.",
+                "The cell trained, but not under the strategy: the cell did not give its optimizer "
+                "to the strategy.",
                 seen=f"{max(loop.updates for loop in loops)} optimizer steps on a worker, "
-                "none of them recorded",
+                "and no recorded step",
                 allowed="wb.fit, a loop with wb.prepare, or wb.watch around a loop that "
                 "distributes itself",
-                next_step="put wb.watch(model, optimizer, loader) before the loop; a trainer with "
-                "a loop of its own (Lightning, Accelerate) runs under %%distributed without a "
+                next_step="put wb.watch(model, optimizer, loader) before the loop; trainers that "
+                "have their own loop (Lightning, Accelerate) run under %%distributed without a "
                 "strategy",
                 code="WB-RUN-091",
             )
         allowed, next_step = _TRAINS.get(run.plan.framework, _TRAINS["torch"])
         return RunError(
-            "Nothing was distributed: the cell trained nothing.",
+            "Nothing was distributed, because the cell trained no model.",
             seen=f"strategy {run.plan.strategy}, 0 steps",
             allowed=allowed,
             next_step=next_step,
@@ -404,8 +409,8 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
     if ignored and not any(o.options_read for o in outcomes.values()):
         name = ignored[0]
         return RunError(
-            "The cell's first line sets an option that the cell's own loop does not read, so it "
-            "was ignored.",
+            "The cell's first line sets an option that the cell's own loop does not read, so the "
+            "option had no effect.",
             seen=", ".join(f"--{one.replace('_', '-')}" for one in ignored),
             allowed="wb.fit, or a loop that reads wb.options",
             next_step=f"use wb.options.get({name!r}, default) in the loop, or remove the flag",
@@ -418,8 +423,8 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
             "The cell's first line sets a value that the cell did not read, so the value had no "
             "effect.",
             seen=", ".join(f"--set {one}" for one in sorted(unread)),
-            allowed="names that the cell reads from wb.options",
-            next_step=f"wb.options.get({name!r}, default) where the cell needs the value, or "
+            allowed="values that the cell reads from wb.options",
+            next_step=f"use wb.options.get({name!r}, default) where the cell needs the value, or "
             "remove the flag",
             code="WB-RUN-128",
         )
@@ -428,7 +433,7 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
             "The cell's own loop did not load the initial weights, so it started from new weights.",
             seen=f"--init-from {run.plan.init_from}",
             allowed="wb.fit, wb.prepare, wb.watch or model.fit",
-            next_step="use one of them, or remove the flag",
+            next_step="train with wb.fit, wb.prepare, wb.watch or model.fit, or remove --init-from",
             code="WB-RUN-094",
         )
     return None
@@ -443,17 +448,17 @@ def _no_step(loops: list[OwnLoop]) -> RunError:
         return RunError(
             "No step of the loop was recorded: the optimizer took steps without a batch or a loss.",
             seen=seen,
-            allowed="batches from the loader that wb.prepare returned, a loss.backward(), then "
-            "optimizer.step()",
+            allowed="in each step: a batch from the loader that wb.prepare returned, then "
+            "loss.backward(), then optimizer.step()",
             next_step="model, optimizer, loader = wb.prepare(model, optimizer, loader), and "
             "iterate over that loader",
             code="WB-RUN-095",
         )
     return RunError(
-        "No step of the loop was recorded: a step ends with optimizer.step(), which was never "
-        "called.",
+        "No step of the loop was recorded, because the loop never called optimizer.step(), with "
+        "which a step ends.",
         seen=seen,
-        allowed="optimizer.step() after each backward; changing parameters by hand is not a step",
+        allowed="optimizer.step() after each backward(); changing parameters by hand is not a step",
         next_step="use torch.optim.SGD(model.parameters(), lr) in place of p.data.add_(...)",
         code="WB-RUN-096",
     )
@@ -478,7 +483,7 @@ def refusals(runs: Sequence[RunData]) -> RunError | None:
         return None
     if not all(run.error is not None and is_refusal(run.error) for run in refused):
         return RunError(
-            f"{len(refused)} of {len(runs)} runs failed; the others are done.",
+            f"{len(refused)} of {len(runs)} runs failed; the other runs have finished.",
             seen="; ".join(
                 f"{run.name}: {str(run.error).partition(chr(10))[0]}" for run in refused
             ),
@@ -487,7 +492,8 @@ def refusals(runs: Sequence[RunData]) -> RunError | None:
         )
     reasons = {run.plan.strategy: _reason(run.error) for run in refused}
     return RunError(
-        f"{len(refused)} of {len(runs)} runs were refused by their strategy; the others are done.",
+        f"{len(refused)} of {len(runs)} runs were refused by their strategy; the other runs have "
+        "finished.",
         seen="; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
         next_step=f"leave {'this strategy' if len(reasons) == 1 else 'these strategies'} out, or "
         "change the cell",
@@ -512,8 +518,8 @@ def short_handed(dead: Sequence[int], living: int) -> str:
     ids = ", ".join(map(str, dead))
     one = len(dead) == 1
     return (
-        f"Engine{'' if one else 's'} {ids} {'is' if one else 'are'} dead, so there "
-        f"{'is' if living == 1 else 'are'} {living} of {living + len(dead)} workers; "
+        f"Engine{'' if one else 's'} {ids} {'is' if one else 'are'} dead, so "
+        f"{living} of {living + len(dead)} workers {'is' if living == 1 else 'are'} left; "
         f"%cluster restart {' '.join(map(str, dead))} brings {'it' if one else 'them'} back."
     )
 
@@ -547,9 +553,9 @@ def _unlike_copies(outcomes: Outcomes) -> list[str]:
     odd = sorted(end.rank for end in ends if end.digest != usual)
     who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))}"
     return [
-        f"The copies of the model differ at the end of the cell ({who}): the cell changed the "
-        "model on some ranks only. Rank 0's copy is kept. Make each change of the model on every "
-        "rank, or on rank 0 after the run. This also applies to loading the model's best weights."
+        f"The copies of the model differ at the end of the cell ({who}), because the cell changed "
+        "the model on some ranks only. Rank 0's copy is kept. Change the model on every rank, or "
+        "on rank 0 after the run. Loading the model's best weights changes the model too."
     ]
 
 
@@ -558,8 +564,8 @@ def _reassigned(outcomes: Outcomes) -> list[str]:
     if not names:
         return []
     return [
-        f"The cell overwrote {', '.join(names)}. Before the next cell "
-        f"{'they are' if len(names) > 1 else 'it is'} reset."
+        f"The cell overwrote {', '.join(f'`{name}`' for name in names)}. Before the next cell, "
+        f"Workbench resets {'them' if len(names) > 1 else 'it'}."
     ]
 
 
@@ -573,7 +579,7 @@ def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
     else:
         text += "A new engine replaced it, and the run continued"
     if not saved:
-        text += " from its beginning"
+        text += " from the first step"
     elif done.lost_steps == 0 and on_failure == "continue":
         text += f" from step {done.step}, with the state of the worker that had done the most steps"
     else:

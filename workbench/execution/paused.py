@@ -148,7 +148,7 @@ class Paused:
             if stop is None:
                 raise RunError(
                     f"Rank {engine} is not paused.",
-                    allowed=self.names() or "nobody is",
+                    allowed=self.names() or "no rank is paused",
                     code="WB-RUN-073",
                 )
             self._answers.pop(engine, None)
@@ -194,7 +194,7 @@ class Paused:
             if not self._until(lambda: engine in self._served, timeout_s):
                 raise RunError(
                     f"Rank {engine} does not answer.",
-                    next_step="%cluster stacks",
+                    next_step="%cluster stacks shows where the rank is in the code",
                     code="WB-RUN-075",
                 )
             return self._served.pop(engine)
@@ -233,8 +233,8 @@ def everyone() -> list[Paused]:
 
 
 HELP = (
-    "w u d l p pp a locals n s c q, or any expression; `rank 2` shows another paused rank, "
-    "`all c` sends c to all of them, `leave` closes this prompt"
+    "type w u d l p pp a locals n s c q, or any expression; `rank 2` shows another paused rank, "
+    "`all c` sends `c` to all paused ranks, `leave` closes this prompt"
 )
 
 
@@ -336,7 +336,10 @@ class Prompt:
         write_out(f"rank {stop.engine} is paused at {stop.where}{also}\n{stop.text}({HELP})\n")
         if not others:
             patience = _spell(stop.patience_s)
-            write_out(f"(ranks that wait for this one in a collective wait at most {patience})\n")
+            write_out(
+                f"(a rank that waits for rank {stop.engine} in a collective waits at most "
+                f"{patience})\n"
+            )
 
     def _dropped(self, engine: int) -> None:
         """Close the prompt of a rank that continues; called on the router's thread."""
@@ -409,9 +412,9 @@ class Prompt:
         words, others = line.split(), [e for e in self._paused.stops if e != engine]
         if not reply.paused and others and words and words[0] not in GO_ON:
             write_out(
-                f"(rank {engine} runs again and has not stopped since: it may be waiting in a "
-                f"collective for the paused rank{'s' if len(others) > 1 else ''} "
-                f"{ranges(others)}; `all {line}` sends {line} to all ranks)\n"
+                f"(rank {engine} runs again and has not paused yet. It may wait in a collective "
+                f"for the paused rank{'s' if len(others) > 1 else ''} {ranges(others)}; `all "
+                f"{line}` sends `{line}` to all ranks)\n"
             )
 
     def _tell(self, engine: int, line: str) -> Reply:

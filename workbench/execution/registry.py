@@ -35,11 +35,12 @@ class Closable(Protocol):
 
 
 class Runs(Mapping[str, Run]):
-    """Runs by name or position, newest last: `runs["base"]`, `runs[-1]`.
+    """All runs by name or position: `runs["base"]`, `runs[-1]` (the newest run).
 
-    If a name is used again, the older run becomes `name@1`.
+    If a new run has the name of an older run, the older run is renamed to `name@1`.
 
-    A thread can read while another thread adds a run; the reader then does not see the new run.
+    A thread can read the runs while another thread adds a run. The reading thread then does not see
+    the new run.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,7 @@ class Runs(Mapping[str, Run]):
             raise PlanError(
                 f"Run {name} has not ended.",
                 seen=run.state,
-                next_step="stop it first: run.stop()",
+                next_step="stop the run first: run.stop()",
                 code="WB-PLAN-113",
             )
         with self._lock:
@@ -132,7 +133,7 @@ class Runs(Mapping[str, Run]):
 
     def __repr__(self) -> str:
         lines = [f"  {name}: {run!r}" for name, run in self._runs.items()]
-        return "\n".join(["runs:", *lines]) if lines else "no runs yet"
+        return "\n".join(["runs:", *lines]) if lines else "there are no runs yet"
 
 
 class MissingRunError(KeyError, PlanError):
@@ -143,17 +144,18 @@ class MissingRunError(KeyError, PlanError):
             told = PlanError(
                 "There is no run yet.",
                 seen=name,
-                next_step="run the cells above that train, or a first %%distributed mirrored",
+                next_step="run a cell that trains first, for example one with %%distributed "
+                "mirrored",
                 code="WB-PLAN-114",
             )
         elif isinstance(name, str):
             told = unknown("run", name, names)
         else:
             told = PlanError(
-                "There is no such run.",
+                "There is no run with this name or position.",
                 seen=name,
                 allowed=f"a name: {', '.join(sorted(names))}; or a position: -{len(names)} to "
-                f"{len(names) - 1}, -1 is the newest",
+                f"{len(names) - 1}, where -1 is the newest run",
                 next_step="wb.runs.latest is the newest run",
                 code="WB-PLAN-115",
             )
@@ -249,9 +251,9 @@ def _stop_all() -> None:
 def load(path: str | Path) -> Run:
     """Return a run from the folder that `run.save(path)` wrote.
 
-    Also reads the folder of a run whose notebook died, because the engines wrote every record
-    there. If files are damaged or missing, a warning and a note of the run name them. The other
-    files can still be used.
+    `load` also reads the folder of a run whose notebook died, because the engines wrote every
+    record into it. If files are damaged or missing, a warning and a note of the run name these
+    files. The other files can still be used.
 
     Args:
         path: The run's folder.
@@ -297,6 +299,6 @@ def _words(run: Run, damaged: Sequence[str]) -> str:
         f"Run {run.name} is damaged on disk; figures, plots and comparisons show the undamaged "
         "part.\n"
         f"  seen:    {run.folder}: {'; '.join(damaged)} ({steps} whole steps can be read)\n"
-        "  allowed: the files as run.save(path) or the end of the run wrote them\n"
+        "  allowed: unchanged files, as run.save(path) or the end of the run wrote them\n"
         "  next:    load another copy of the folder, or train again: run.to_cell() returns the cell"
     )

@@ -275,7 +275,7 @@ def check_travels(values: Mapping[str, object]) -> None:
                 f"{name} cannot be sent to the engines: it cannot be pickled.",
                 seen=type(value).__name__,
                 allowed="data, arrays, models, functions and classes",
-                next_step="create it on the engines: put its line under %%distributed",
+                next_step=f"create {name} on the engines: move its line into a %%distributed cell",
                 code="WB-PLAN-099",
             )
 
@@ -295,26 +295,26 @@ def check_arrived(found: Mapping[int, Mapping[str, object]]) -> None:
 
 def _why(unread: Unread, name: str) -> dict[str, Any]:
     parcel = unread.parcel
-    parts = "pull its contents as numbers, arrays and lists"
+    parts = f"on the engines, put the contents of {name} into arrays or lists, and pull these"
     if parcel.parts:
-        parts = f"pull its contents: run parts = {parcel.parts} on the engines, then %pull parts"
+        parts = f"run `parts = {parcel.parts}` on the engines, then %pull parts"
     if unread.lacks and unread.module == "__main__":
         return {
             "seen": f"the notebook does not define {unread.lacks}",
-            "allowed": "objects of classes that the notebook has too",
+            "allowed": "objects whose class the notebook defines too",
             "next_step": f"define {unread.lacks} in the notebook too, or {parts}",
         }
     if unread.lacks:
         return {
             "seen": f"the notebook has no {unread.module}.{unread.lacks}",
-            "allowed": "objects of modules that the notebook can import too",
+            "allowed": "objects whose module the notebook can import",
             "next_step": f"make {unread.module} importable in the notebook, or {parts}",
         }
     if parcel.remade:
         return {
-            "seen": f"{parcel.kind} was defined again after {name} was made",
-            "allowed": "objects of the current class",
-            "next_step": f"make {name} again, or {parts}",
+            "seen": f"{parcel.kind} was defined again after {name} had been created",
+            "allowed": "objects of the newest definition of the class",
+            "next_step": f"create {name} again, or {parts}",
         }
     return {
         "seen": unread.fault,
@@ -333,7 +333,7 @@ def check_size(what: str, count: object) -> int:
     checked = check_count(what, count)
     if checked > MAX_ENGINES:
         raise PlanError(
-            f"{what} is more workers than one notebook can serve.",
+            f"{what} is higher than one notebook can serve.",
             seen=checked,
             allowed=f"1 to {MAX_ENGINES}",
             code="WB-PLAN-100",
@@ -372,10 +372,10 @@ def check_members(ids: Sequence[int], members: Sequence[int]) -> None:
     strange = [i for i in ids if i not in members]
     if strange:
         raise PlanError(
-            "There is no such engine among the workers.",
+            "These engine ids do not belong to workers.",
             seen=", ".join(map(str, strange)),
             allowed=", ".join(map(str, members)),
-            next_step="%cluster lists them",
+            next_step="%cluster lists the workers",
             code="WB-PLAN-101",
         )
 
@@ -391,7 +391,7 @@ def check_framework(framework: str) -> None:
         raise unknown("framework", framework, catalog.FRAMEWORKS)
     if not installed(framework):
         raise ClusterError(
-            f"{framework} is not installed here.",
+            f"{framework} is not installed in the notebook's environment.",
             seen=framework,
             next_step=f"pip install 'distributed-workbench[{framework}]', then restart the kernel",
             code="WB-CLUSTER-036",
@@ -412,7 +412,9 @@ def to_recipe(source: str | Callable[..., Any] | Recipe, args: tuple[Any, ...] =
     if callable(source):
         return Recipe.from_function(source, args)
     raise PlanError(
-        "A recipe is source code or a function.", seen=type(source).__name__, code="WB-PLAN-102"
+        "A recipe must be source code or a function.",
+        seen=type(source).__name__,
+        code="WB-PLAN-102",
     )
 
 
@@ -441,13 +443,13 @@ def check_folder(engines: Engines, ids: Sequence[int], folder: str) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         file.write_text(token)
-        why = dict.fromkeys((one.id for one in far.values()), "not asked")
+        why = dict.fromkeys((one.id for one in far.values()), "it was not checked")
         why = engines.call([one.id for one in far.values()], BLIND, (str(file), token))
     except OSError as error:
         raise PlanError(
-            "Checkpoints cannot be written there.",
+            "Checkpoints cannot be written to this folder.",
             seen=f"{folder} ({disk.reason_of(error)})",
-            next_step="name another folder",
+            next_step="use --checkpoint with another folder",
             code="WB-PLAN-189",
         ) from error
     finally:
@@ -461,8 +463,8 @@ def check_folder(engines: Engines, ids: Sequence[int], folder: str) -> None:
             "Not every host of the run shares the checkpoint folder with the notebook.",
             seen=f"{folder} ({'; '.join(sorted(seen))})",
             allowed="a folder on a disk shared by the notebook's machine and all hosts of the run",
-            next_step="use --checkpoint with such a folder (on many clusters: the home folder or "
-            "scratch); without a shared disk remove --checkpoint",
+            next_step="use --checkpoint with a shared folder (on many clusters: the home folder or "
+            "scratch); if there is no shared disk, remove --checkpoint",
             code="WB-PLAN-188",
         )
 
@@ -547,8 +549,8 @@ class FarFiles:
             raise RunError(
                 f"The run's initial weights could not be sent to {host.name}.",
                 seen=error.seen or error.what if isinstance(error, ClusterError) else error,
-                next_step=f"make room in {host.facts.folder} there, or set TMPDIR by --setup "
-                "'export TMPDIR=...'; a folder on a shared disk needs no sending",
+                next_step=f"free disk space in {host.facts.folder} on {host.name}, or set TMPDIR "
+                "with --setup 'export TMPDIR=...'. Weights on a shared disk need not be sent",
                 code="WB-RUN-100",
             ) from error
         return told

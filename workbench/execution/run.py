@@ -45,10 +45,10 @@ def _nowhere(engine: int, message: Down) -> None: ...
 
 
 class Run:
-    """A training run, running or ended.
+    """One training run, which is running or has ended.
 
     Attributes:
-        name: Its name in `wb.runs`.
+        name: Name of the run in `wb.runs`.
         plan: The plan of the run.
         engines: Engine id of each rank; an engine with several replicas is listed several times.
         members: The engines that run the cell, each listed once.
@@ -57,12 +57,12 @@ class Run:
         error: The error of the run; None if it did not fail.
         results: The value of the cell's last expression on each engine.
         recoveries: One entry for each time that the run continued after the death of an engine.
-        faults: The faults that are active now, as `inject` takes them; without `kill`.
-        init_from: Folder of the run whose weights the model starts from; empty: none.
-        resume_from: The checkpoint (`DIR/step-N`) that the run continues from; empty: none.
-        folder: Where records, events and final weights are on disk.
-        far: Writes the data of engines on other machines to that folder.
-        color: Number of its colour in all views (`registry.Runs.color`); None: it has none yet.
+        faults: The faults that are active now, in the form that `inject` takes, without `kill`.
+        init_from: Folder of the run from whose weights the model started, or empty.
+        resume_from: The checkpoint (`DIR/step-N`) from which the run continued, or empty.
+        folder: The folder of the records, the events and the final weights.
+        far: The object that writes the data of engines on other machines into `folder`.
+        color: Number of the run's colour in all views; None if it has no colour yet.
         logs: The writers of `--log` and `log_to`.
     """
 
@@ -131,7 +131,7 @@ class Run:
         return self.over.is_set()
 
     def wait(self, timeout: float | None = None) -> Run:
-        """Wait for the end and return the run; if it failed, raise its error.
+        """Wait for the end of the run and return the run; if the run failed, raise its error.
 
         Raises:
             RunError: A rank failed, died, or the run was interrupted.
@@ -357,13 +357,13 @@ class Run:
 
     @property
     def evals(self) -> list[dict[str, Any]]:
-        """One mapping per evaluation: step, epoch, loss and metrics."""
+        """One mapping per evaluation, with the step, the epoch, the loss and the metrics."""
         return self.history.evals
 
     # -- controls -------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End the run at a step that all workers agree on; returns at once."""
+        """Stop the run after a step on which all workers agree; return immediately."""
         with self._lock:
             if self.is_over or self._state == "stopping":
                 return
@@ -371,29 +371,29 @@ class Run:
             self._halting.halt("stop")
 
     def pause(self) -> None:
-        """Pause the run after a step that all workers agree on; returns at once."""
+        """Pause the run after a step on which all workers agree; return immediately."""
         with self._lock:
             if self.is_over or self._state in ("paused", "stopping"):
                 return
             self._halting.halt("pause")
 
     def resume(self) -> None:
-        """Continue after a pause."""
+        """Continue the run after a pause."""
         self._halting.resume()
 
     def step(self, steps: int = 1) -> None:
-        """While paused: take this many steps, then pause again."""
+        """Take this many steps in a paused run, then pause again."""
         self._send(Advance(run=self.number, steps=int(steps)))
 
     def scale(self, workers: int, *, wait: bool = True) -> None:
-        """Continue with this many workers, more or fewer; `wait` until all have joined or left.
+        """Change the number of workers; with `wait`, return after all have joined or left.
 
-        Raises PlanError or RunError if that is not possible; the error says what is possible.
+        Raises PlanError or RunError if this number is impossible; the error says what is possible.
         """
         scaling.scale(self, workers, wait=wait)
 
     def inject(self, *faults: str) -> None:
-        """Replace the run's faults while it trains: `run.inject("slow=1:50ms")`; none clears.
+        """Replace the run's faults: `run.inject("slow=1:50ms")`; without arguments, remove them.
 
         Raises:
             PlanError: A fault is not valid, or names a worker that the run does not have.
@@ -418,7 +418,7 @@ class Run:
         return snapshot.elapsed_s / snapshot.step if snapshot.step else float("nan")
 
     def interrupt(self) -> None:
-        """Interrupt the cell on all engines; does nothing after the end of the run."""
+        """Interrupt the cell on all engines; after the end of the run, do nothing."""
         if self.task is not None and not self.is_over:
             self.task.interrupt()
 
@@ -444,7 +444,7 @@ class Run:
         return replace(snapshot, banner=banner, color=self.color or 0, staffing=staffing)
 
     def meta(self) -> dict[str, Any]:
-        """The content of `run.json` about the run."""
+        """Return the content of `run.json` about the run."""
         plan = self.plan
         return {
             "name": self.name, "number": self.number,
@@ -463,9 +463,9 @@ class Run:
 
     @property
     def clock_bound_s(self) -> list[float | None]:
-        """The uncertainty of each rank's clock in seconds; 0: the notebook's clock; None: unknown.
+        """The largest error of each rank's clock in seconds; 0 for the notebook's clock.
 
-        Times of two workers (`start_s`) are comparable to the sum of their uncertainties.
+        None: unknown. A difference of two workers' times (`start_s`) is wrong by at most the sum.
         """
         if self.task is not None and not self.is_over:
             self._clock_bound_s = self.task.engines.router.clock_bounds(self.engines)
@@ -473,43 +473,43 @@ class Run:
 
     @property
     def trained_before(self) -> bool:
-        """Whether an earlier run had already trained the model, which makes comparisons unfair."""
+        """Whether an earlier run had already trained the model; a comparison is then unfair."""
         return Topic.TRAINED_BEFORE in self.history.story.facts
 
     def summary(self) -> Any:
-        """A table of the run's figures: throughput, shares, waits, final loss."""
+        """A table of the run's key figures: throughput, shares, waits and final loss."""
         from ..views.tables import summary_table
 
         return summary_table(self.summarise())
 
     def summarise(self) -> RunSummary:
-        """The run's key figures as data, from which tables and comparisons are made."""
+        """Return the run's key figures as data; tables and comparisons use them."""
         return replace(summarise(self.history, self.meta()), color=self.color)
 
     def plot(self) -> Any:
-        """The run's figure, as shown below the cell at the end."""
+        """Return the run's figure, which is also shown below the cell at the end of the run."""
         from ..views.live.figure import RunPicture
 
         return RunPicture(self.snapshot())
 
     def step_picture(self, step: int | None = None) -> StepDrawing:
-        """The measured messages between workers in a step, and the work of each worker.
+        """Return a picture of a step: the measured messages between workers, and their work.
 
         Args:
-            step: Its number; the latest by default (in a pause: that of `run.step()`).
+            step: By default the latest step (in a pause, the step of `run.step()`).
 
         Raises:
-            RunError: No such step is in the history.
+            RunError: The history does not have this step.
         """
         from ..views.explain import diagram
 
         return diagram.step_picture(self, step)
 
     def blame(self, first: int | None = None, last: int | None = None) -> BlameMatrix:
-        """The seconds that each worker waited for each other worker.
+        """Return for how many seconds each worker waited for each other worker.
 
         Args:
-            first, last: Steps to count, both included; all of them by default.
+            first, last: The first and the last step to count; by default all steps.
         """
         from ..views.explain import diagram
 
@@ -519,13 +519,14 @@ class Run:
         self, without: int | None = None, first: int | None = None, last: int | None = None,
         *, variants: Sequence[Mapping[str, Any]] | None = None, **changes: Any,
     ) -> Any:  # fmt: skip
-        """The run with one worker as fast as the others' median, or with other `changes`.
+        """Return the run as it would be if one worker were as fast as the median of the others.
 
         Args:
-            without: The rank to replace; by default the rank that the others waited for longest.
-            first, last: Steps to recompute, both included; all that are stored by default.
-            variants: Several sets of changes to rank: `[{"link": "1GB/s"}, {"bucket_mb": 5}]`
-            changes: `link=`, `batch_size=`, any option (docs/predicting.md); `beside=`: more runs.
+            without: Its rank; by default the rank for which the others waited longest.
+            first, last: The first and the last step to compute again; by default all stored steps.
+            variants: Sets of changes, which are ranked: `[{"link": "1GB/s"}, {"bucket_mb": 5}]`.
+            changes: Changes instead of a faster worker: `link=`, `batch_size=`, or any option
+                (docs/predicting.md). `beside=` gives more runs as measurements.
         """
         from ..views.explain import diagram, prediction
 
@@ -534,19 +535,19 @@ class Run:
         return diagram.what_if(self, without, first, last)
 
     def predict(self, workers: int | Sequence[int], *beside: Run, **given: Any) -> Any:
-        """Predict other numbers of workers; see `views.explain.prediction.predict`."""
+        """Predict the run with other numbers of workers; `wb.predict` lists the arguments."""
         from ..views.explain.prediction import predict
 
         return predict([self, *beside], workers, **given)
 
     def weights(self, rank: int | None = None) -> dict[str, np.ndarray[Any, Any]]:
-        """The final weights as NumPy by parameter name.
+        """Return the final weights as a mapping from parameter names to NumPy arrays.
 
         Args:
-            rank: The rank of the weights; by default rank 0, or all ranks if the model is split.
+            rank: Whose weights are returned; by default rank 0, or all ranks of a divided model.
 
         Raises:
-            RunError: The run has not ended, left no weights, or they are damaged.
+            RunError: The run has not ended or left no weights, or the weights are damaged.
         """
         why = self.history.story.facts.get(Topic.NOT_ON_DISK)
         return disk.final_weights(
@@ -565,34 +566,34 @@ class Run:
 
     @property
     def profiles(self) -> list[Path]:
-        """The Chrome traces that `--profile` has written, by rank."""
+        """The paths of the Chrome traces that `--profile` has written, by rank."""
         return disk.profiles(self.folder)
 
     def to_cell(self) -> str:
-        """The cell that repeats this run; PlanError if no cell can (`plan.cell_of`)."""
+        """Return a cell that repeats this run; raise PlanError if no cell can repeat it."""
         from .allocator import notebook_framework
 
         return cell_of(self.plan, framework=notebook_framework())
 
     def to_job(self, folder: str | Path, **about: Any) -> Path:
-        """Write a folder that repeats this training under torchrun; see `export.folder.job_of`."""
+        """Write a job folder that repeats this training under torchrun; see `wb.job`."""
         from ..export.folder import job_of
 
         return job_of(self, folder, **about)
 
     def trace(self, path: str | Path | None = None) -> Path:
-        """Write the run's steps as a Chrome trace for https://ui.perfetto.dev; return the path."""
+        """Write the steps as a Chrome trace for https://ui.perfetto.dev, and return its path."""
         from ..history.analysis.series import write
 
         return write(self, path)
 
     def save(self, path: str | Path) -> Path:
-        """Copy the run to a folder: records, events, `weights.pt` (plain tensors), `run.json`.
+        """Copy the run to a folder: its records, events, `weights.pt` (tensors) and `run.json`.
 
-        If the disk was full, rows and events come from memory, and the weights are missing.
+        If the disk was full, rows and events are written from memory; the weights are missing.
 
         Raises:
-            RunError: The run cannot be written there.
+            RunError: The run cannot be written to this folder.
         """
         history = self.history
         unwritten = Topic.NOT_ON_DISK in history.story.facts
@@ -607,7 +608,7 @@ class Run:
             self.task = None
 
     def discard(self) -> None:
-        """Remove the run's files; its history stays."""
+        """Remove the files of the run; its history in memory stays."""
         with contextlib.suppress(RunError):  # they are gone already
             self.history.wake()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -621,7 +622,7 @@ class Run:
         """Also write the run to tensorboard:DIR, mlflow:URI, wandb:PROJECT or trackio:PROJECT.
 
         Returns:
-            The writer: `.places` names the targets, `.wait()` waits for the end.
+            The writer. `.places` names the targets; `.wait()` waits until everything is written.
 
         Raises:
             PlanError: A target is not valid, or cannot be written to.

@@ -210,7 +210,7 @@ class Task:
             outcome = replace(
                 outcome,
                 failed_of=self._shown_by(call.engine),
-                ended=f"ended, since it did not answer an interrupt for {self._kill_s:g} s",
+                ended=f"killed, because it did not answer an interrupt for {self._kill_s:g} s",
             )
         if outcome.ename == "ModuleNotFoundError":
             host = self.engines.host_of(call.engine)
@@ -233,7 +233,7 @@ class Task:
         self.changed.set()
         if spared:
             name = self.names.of(call.engine)
-            text = f"{name} is gone, the others continue: {outcome.evalue}"
+            text = f"{name} is gone, and the others continue: {outcome.evalue}"
             _guarded(self._on_loss, text, [call.engine])
         if complete:
             self._end()
@@ -463,5 +463,5 @@ def _outcome_of(result: object) -> CellOutcome:
 
 def unreadable(error: BadMessageError) -> CellOutcome:
     """Return an outcome for a cell whose engine sent an outcome that this version does not know."""
-    why = f"how the cell ended on this engine cannot be read: {error}"
+    why = f"the result of the cell on this engine cannot be read: {error}"
     return CellOutcome(status="error", ename="RunError", evalue=why, group_broken=True)

@@ -29,13 +29,16 @@ _MAGIC = re.compile(r"^\s*(?:[\w.,\s\[\]()*]+=\s*)?(%{1,2}|!{1,2}|\?{1,2})\s*(\w
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 """Line ends as Python counts them; str.splitlines also splits at form feeds and others."""
 _INSTEAD = {
-    "%matplotlib": "remove the line: a script cannot show figures; plt.savefig(...) writes a file",
-    "%pip": "remove the line, and add the package to requirements.txt",
-    "%time": "remove the line, because every step is timed, or use time.perf_counter()",
-    "%env": "os.environ[...] = ...",
-    "%run": "import what the file defines, and send the file along: files=[...]",
-    "!": "subprocess.run([...], check=True)",
-    "?": "remove the line: in the notebook, help(...) prints the same",
+    "%matplotlib": (
+        "remove the line, because a script cannot show figures; plt.savefig(...) "
+        "writes a figure to a file"
+    ),
+    "%pip": "remove the line, and add the package to requirements.txt of the job folder",
+    "%time": "remove the line, because Workbench times every step, or use time.perf_counter()",
+    "%env": "write os.environ[...] = ... instead",
+    "%run": "import what you need from the file, and send the file with the job: files=[...]",
+    "!": "write subprocess.run([...], check=True) instead",
+    "?": "remove the line, and call help(...) in the notebook instead",
 }
 
 
@@ -71,10 +74,10 @@ def read_cell(source: str) -> Cell:
         raise _no_python(source, SyntaxError(str(error))) from None
     if found := next(_awaits(tree.body), None):
         raise PlanError(
-            "The cell uses await outside a function, which only a notebook allows.",
+            "The cell uses `await` outside a function, which works only in a notebook.",
             seen=f"line {found.lineno}: {_line(source, found.lineno)}",
-            allowed="await inside async def",
-            next_step="put the code into `async def main(): ...`, and call asyncio.run(main())",
+            allowed="`await` in a function that begins with async def",
+            next_step="put the code into async def main(): ..., and call asyncio.run(main())",
             code="WB-PLAN-203",
         )
     text, future = source, []
@@ -97,7 +100,7 @@ def _no_python(source: str, error: SyntaxError) -> PlanError:
         return PlanError(
             "The cell is not valid Python.",
             seen=f"line {number}: {line.strip()} ({error.msg})",
-            next_step="run the cell once; the notebook shows where the error is",
+            next_step="run the cell in the notebook, which shows where the error is",
             code="WB-PLAN-204",
         )
     mark, word = (magic[1] or "?")[0], magic[2] or ""
@@ -109,7 +112,7 @@ def _no_python(source: str, error: SyntaxError) -> PlanError:
         "The cell contains a line that works only in a notebook, not in a script.",
         seen=f"line {number}: {line.strip()}",
         allowed="Python",
-        next_step=_INSTEAD.get(key, "remove the line, or write it in Python"),
+        next_step=_INSTEAD.get(key, "remove the line, or replace it by Python code"),
         code="WB-PLAN-202",
     )
 
@@ -174,10 +177,10 @@ def check_cell(
     missing = _missing_names(source, tree)
     if missing:
         raise PlanError(
-            "The cell uses names that it does not define and that do not exist in the job.",
+            "The cell uses names that it does not define, so they will not exist in the job.",
             seen=", ".join(f"{name} (line {line})" for name, line in sorted(missing.items())),
-            allowed="what the cell defines or imports, and "
-            f"{', '.join(sorted(ENGINE_NAMES))}; %push does not work for a job",
+            allowed="names that the cell defines or imports, and "
+            f"{', '.join(sorted(ENGINE_NAMES))}; values from %push do not reach a job",
             next_step="; ".join(_advice(name, names) for name in sorted(missing)),
             code="WB-PLAN-205",
         )
@@ -186,8 +189,8 @@ def check_cell(
     stay, lost = [], []
     for path, line in _paths(tree):
         if not (here / path).exists():
-            lost.append(f"line {line} reads {path}, which is not next to the notebook: it must "
-                        "exist where the job runs")  # fmt: skip
+            lost.append(f"line {line} reads {path}, which does not exist next to the notebook, so "
+            "it must exist where the job runs")  # fmt: skip
         elif not {(here / path).resolve(), *(here / path).resolve().parents} & travel:
             stay.append((path, line))
     for module, line in _modules(tree):
@@ -199,10 +202,11 @@ def check_cell(
     if stay:
         given = [str(file) for file in files] + list(dict.fromkeys(path for path, _ in stay))
         raise PlanError(
-            "The cell reads files that the job will not have.",
+            "The cell reads files that are not sent with the job.",
             seen=", ".join(f"{path} (line {line})" for path, line in stay),
-            allowed="files that are sent with the job; it does not run in the notebook's folder",
-            next_step=f"files={given!r}, or an absolute path that exists where the job runs",
+            allowed="files that are sent with the job, because the job does not run in the "
+            "notebook's folder",
+            next_step=f"use files={given!r}, or an absolute path that exists where the job runs",
             code="WB-PLAN-206",
         )
     return lost
@@ -210,13 +214,13 @@ def check_cell(
 
 def _advice(name: str, names: Mapping[str, object] | None) -> str:
     if name in NOTEBOOKS_OWN:
-        return f"remove {name}: a script does not have it" + (
-            " (print shows values)" if name == "display" else ""
+        return f"remove {name}, because a script does not have it" + (
+            " (use print to show values)" if name == "display" else ""
         )
     if names is None or name not in names:
         guess = nearest(name, names) if names else None
         spelled = f" (did you mean {guess}?)" if guess and not guess.startswith("_") else ""
-        unknown = "" if names is None else " (the notebook does not have it either)"
+        unknown = "" if names is None else " (the notebook does not define it either)"
         return f"define {name} in the cell{unknown}{spelled}"
     value = names[name]
     if isinstance(value, ModuleType):
@@ -227,8 +231,8 @@ def _advice(name: str, names: Mapping[str, object] | None) -> str:
     if isinstance(module, str) and module not in ("__main__", "builtins") and called:
         return f"from {module} import {called}{'' if called == name else f' as {name}'}"
     if callable(value) and called:
-        return f"define {name} in this cell: it is defined in another cell"
-    return f"write {name} = ... in the cell ({type(value).__name__} in the notebook)"
+        return f"define {name} in this cell, because another cell defines it"
+    return f"write {name} = ... in the cell (in the notebook it is of type {type(value).__name__})"
 
 
 def _missing_names(source: str, tree: ast.Module) -> dict[str, int]:

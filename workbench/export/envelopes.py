@@ -185,9 +185,9 @@ def memory_bytes(text: str) -> int:
     size = int(float(found[1]) * (1 << _UNITS[found[2].upper()])) if found else 0
     if size < 1 << 20:
         raise PlanError(
-            "memory is not a valid amount of memory for a node.",
+            "The value of `memory` must be an amount of memory for one node.",
             seen=text,
-            allowed="a number and K, M, G or T: 16G, 512M, 1.5T; at least 1M",
+            allowed="a number with K, M, G or T: 16G, 512M, 1.5T; at least 1M",
             code="WB-PLAN-221",
         )
     return size
@@ -230,9 +230,9 @@ def checked(envelope: Envelope, folder: Path, job: JobFacts, resources: Resource
     """Raise PlanError if the job cannot run there with these resources."""
     if not (folder / "train.py").is_file():
         raise PlanError(
-            "This is not a job folder: it has no train.py.",
+            "This folder is not a job folder, because it has no train.py.",
             seen=str(folder),
-            allowed="a folder that wb.job(plan, DIR) or run.to_job(DIR) wrote",
+            allowed="a folder that was written by wb.job(plan, DIR) or run.to_job(DIR)",
             code="WB-PLAN-222",
         )
     _check_numbers(resources)
@@ -240,17 +240,17 @@ def checked(envelope: Envelope, folder: Path, job: JobFacts, resources: Resource
     if job.framework not in envelope.frameworks:
         others = [one.name for one in ENVELOPES.values() if job.framework in one.frameworks]
         raise PlanError(
-            f"The envelope of {envelope.name} cannot start {job.framework}.",
-            seen=f"{job.framework}, {job.processes} processes",
-            allowed=f"on {envelope.name}: " + ", ".join(envelope.frameworks),
-            next_step=f"for {job.framework} use one of: " + ", ".join(others),
+            f"The envelope `{envelope.name}` cannot start a job with {job.framework}.",
+            seen=f"a job with {job.framework}, {job.processes} processes",
+            allowed=f"envelope {envelope.name} with " + ", ".join(envelope.frameworks),
+            next_step=f"for {job.framework}, use one of these envelopes: " + ", ".join(others),
             code="WB-PLAN-223",
         )
     if envelope.limit and resources.nodes > envelope.limit:
         raise PlanError(
-            f"{envelope.name} runs on one machine only.",
+            f"The platform `{envelope.name}` runs a job on only one machine.",
             seen=f"nodes={resources.nodes}",
-            next_step="nodes=1, or another platform: slurm, ray, skypilot",
+            next_step="use nodes=1, or another platform, for example slurm, ray or skypilot",
             code="WB-PLAN-224",
         )
     _check_processes(envelope, job, resources)
@@ -259,16 +259,16 @@ def checked(envelope: Envelope, folder: Path, job: JobFacts, resources: Resource
         needs.append("accelerator")
     if missing := [need for need in needs if not getattr(resources, need)]:
         raise PlanError(
-            f"{envelope.name} needs more arguments: {', '.join(missing)}.",
+            f"The platform `{envelope.name}` needs more arguments: {', '.join(missing)}.",
             seen="nothing",
             next_step=", ".join(f"{need}=..." for need in missing),
             code="WB-PLAN-225",
         )
     if envelope.name == "ssh" and len(resources.hosts) != resources.nodes:
         raise PlanError(
-            "There must be one host for each node.",
+            "The number of hosts must equal the number of nodes.",
             seen=f"nodes={resources.nodes}, {len(resources.hosts)} hosts",
-            next_step=f"nodes={len(resources.hosts)}, or name as many hosts as nodes",
+            next_step=f"use nodes={len(resources.hosts)}, or name one host for each node",
             code="WB-PLAN-226",
         )
 
@@ -285,7 +285,7 @@ def _check_numbers(resources: Resources) -> None:
         fits = whole and least.get(one.name, 0) <= number <= most
         if isinstance(number, bool) or not fits:
             raise PlanError(
-                f"{one.name} is out of range.",
+                f"The value of `{one.name}` is out of range.",
                 seen=number,
                 allowed=f"a number from {least.get(one.name, 0)} "
                 + (f"to {most}" if one.name == "port" else "on"),
@@ -300,7 +300,7 @@ def _check_names(resources: Resources) -> None:
     for host in resources.hosts:
         if not _HOST.fullmatch(host):
             raise PlanError(
-                "This is not a valid host for ssh.",
+                "This is not a valid host name for ssh.",
                 seen=host,
                 allowed="[user@]host",
                 code="WB-PLAN-228",
@@ -309,18 +309,18 @@ def _check_names(resources: Resources) -> None:
         value = getattr(resources, name)
         if value and "@" not in value and not all(map(_DNS.fullmatch, value.split("."))):
             raise PlanError(
-                f"This {name.replace('_', ' ')} is not valid in Kubernetes.",
+                f"The value of `{name}` is not a valid name in Kubernetes.",
                 seen=value,
-                allowed="small letters, digits and '-', at most 63 (RFC 1123)",
+                allowed="lower-case letters, digits and '-', at most 63 characters (RFC 1123)",
                 code="WB-PLAN-229",
             )
     for name in ("partition", "account", "qos"):
         value = getattr(resources, name)
         if value and not _SLURM_WORD.fullmatch(value):
             raise PlanError(
-                f"This {name} is not valid in Slurm.",
+                f"The value of `{name}` is not a valid name in Slurm.",
                 seen=value,
-                allowed="letters, digits, and any of _ . , : + @ / -",
+                allowed="letters, digits, and the characters _ . , : + @ / -",
                 code="WB-PLAN-230",
             )
 
@@ -329,14 +329,14 @@ def _check_processes(envelope: Envelope, job: JobFacts, resources: Resources) ->
     each = resources.workers_per_node or job.processes // resources.nodes
     if each * resources.nodes != job.processes:
         fit = [n for n in range(1, job.processes + 1) if job.processes % n == 0]
-        servers = f" ({job.servers} of them servers)" if job.servers else ""
+        servers = f" ({job.servers} of them are servers)" if job.servers else ""
         per_node = f", workers_per_node={resources.workers_per_node}"
         raise PlanError(
-            f"The job's {job.processes} processes{servers} do not fill these nodes evenly.",
+            f"The nodes cannot have equal shares of the job's {job.processes} processes{servers}.",
             seen=f"nodes={resources.nodes}" + (per_node if resources.workers_per_node else ""),
             allowed="nodes: " + ", ".join(map(str, fit[:12])),
             next_step="choose nodes and workers_per_node so that their product is "
-            f"{job.processes}, or run the plan with another number of workers",
+            f"{job.processes}, or give the plan another number of workers",
             code="WB-PLAN-231",
         )
 
@@ -402,10 +402,10 @@ def _header(envelope: Envelope, job: JobFacts, values: Values) -> str:
     lines = [
         f"Made by Workbench: {envelope.summary}.", f"How it was checked: {envelope.note}.",
         f"Start: {envelope.start}",
-        f"Records: {'none: the script does not use Workbench' if job.plain else envelope.records}",
+        f"Records: {'none (the script does not use Workbench)' if job.plain else envelope.records}",
     ]  # fmt: skip
     if name != job.name:
-        lines.append(f"The job's name {json.dumps(job.name)} is not allowed there; it is {name}.")
+        lines.append(f"The name {json.dumps(job.name)} is not allowed, so the name is {name}.")
     return "\n".join(f"# {line}" for line in lines)
 
 
@@ -506,11 +506,11 @@ def _of_kubernetes(
             or (kind == "trainjob" and not key)
         ):
             raise PlanError(
-                f"{kind} does not accept this secret.",
+                f"This form of a secret is not valid for `{kind}`.",
                 seen=secret,
-                allowed="SECRET:KEY, which becomes the variable KEY"
-                + ("" if kind == "trainjob" else "; or SECRET, whose keys all become variables"),
-                next_step="name a Secret of the namespace, never its value",
+                allowed="SECRET:KEY, which sets the environment variable KEY"
+                + ("" if kind == "trainjob" else "; or SECRET, which sets a variable per key"),
+                next_step="give the name of a Secret in the namespace, never the secret value",
                 code="WB-PLAN-232",
             )
         if key:
@@ -614,11 +614,11 @@ def _config_maps(envelope: Envelope, values: Values, texts: Mapping[str, str]) -
     if sum(sizes.values()) > MAP_BYTES or all_bytes > MOST_MAP_BYTES:
         largest = {**sizes, **{name: len(data) for name, data in parts}}
         raise PlanError(
-            "The job's files are too large for the ConfigMaps that bring them to the pods.",
+            "The job's files are too large for ConfigMaps, which bring them to the pods.",
             seen=", ".join(f"{name}: {size / 1024:.0f} KiB" for name, size in largest.items()),
             allowed=f"{MAP_BYTES // 1000} kB of text, and {MOST_MAP_BYTES >> 20} MiB in total",
-            next_step="copy the job's folder to a PersistentVolumeClaim and name the claim: "
-            "volume_claim='NAME'; or build an image with Workbench: image=..., installed=True",
+            next_step="copy the job folder to a PersistentVolumeClaim: volume_claim='NAME'; or "
+            "build an image that contains Workbench: image=..., installed=True",
             code="WB-PLAN-233",
         )
     encoded = [({name: base64.b64encode(data).decode()}) for name, data in parts]

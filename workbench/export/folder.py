@@ -241,8 +241,8 @@ def write_job(
         raise PlanError(
             f"The job folder cannot be written: {error.strerror or error}.",
             seen=str(goal),
-            allowed="a folder that this user can write to, on a disk with free space",
-            next_step="free disk space there, or name another folder",
+            allowed="a folder in which this user can write, on a disk with free space",
+            next_step="free disk space, or use another folder",
             code="WB-PLAN-208",
         ) from error
     finally:
@@ -274,10 +274,11 @@ def _portable(plan: Plan, initial: Path | None) -> Plan:
     """Return the plan without data about this machine; its paths are inside the folder."""
     if plan.init_from and initial is None:
         raise PlanError(
-            "The initial weights must be sent with the job, but their folder is not known.",
+            "The job needs the weights of the run in --init-from, but the folder of this run is "
+            "not known.",
             seen=f"--init-from {plan.init_from}",
             allowed="a run whose folder is known",
-            next_step="write_job(..., initial=run.folder), or remove --init-from",
+            next_step="use write_job(..., initial=run.folder), or remove --init-from",
             code="WB-PLAN-209",
         )
     recipe = plan.recipe
@@ -311,12 +312,12 @@ def _portable_target(target: str) -> str:
     if bad or (where.startswith("/") and kind == "mlflow"):
         shown = where.partition("://")[0] + "://***" if "://" in where else "***"
         raise PlanError(
-            "The log target contains a user name or a secret, which would be written to the "
-            "folder.",
+            "The log target would be written to the job folder, but it contains a user name, a "
+            "secret, or a path of this machine.",
             seen=f"--log {kind}:{shown}",
-            allowed="an address without user, password and query",
-            next_step="set user and password where the job runs (MLFLOW_TRACKING_USERNAME, "
-            "MLFLOW_TRACKING_PASSWORD)",
+            allowed="an address without user name, password and query",
+            next_step="set user name and password where the job runs: MLFLOW_TRACKING_USERNAME, "
+            "MLFLOW_TRACKING_PASSWORD",
             code="WB-PLAN-213",
         )
     return target
@@ -334,18 +335,18 @@ def _placed(files: Sequence[Path], here: Path) -> dict[str, Path]:
         place = path.relative_to(here).as_posix() if inside else path.name
         if not path.exists() or not place:
             raise PlanError(
-                "A file to send with the job does not exist.",
+                "A file that should be sent with the job does not exist.",
                 seen=str(file),
-                allowed="paths of files and folders, from the notebook's folder",
+                allowed="paths of files and folders, relative to the notebook's folder",
                 code="WB-PLAN-210",
             )
         if place.split("/")[0] in _OURS or place in found or place.endswith(".whl"):
             raise PlanError(
-                "A file to send with the job has the name of another file, or a name that the job "
+                "A file for the job has the same name as another file, or a name that the job "
                 "folder itself uses.",
                 seen=place,
-                allowed=f"other names than {', '.join(_OURS)}",
-                next_step="rename the file, here and in the cell",
+                allowed=f"all names except {', '.join(_OURS)}",
+                next_step="rename the file, and change its name in the cell",
                 code="WB-PLAN-211",
             )
         found[place] = path
@@ -384,9 +385,9 @@ def _copy_weights(run: Path, goal: Path) -> None:
         files = []
     if not files:
         raise PlanError(
-            "The run to start from has no weights that can be sent with the job.",
+            "The run in --init-from has no weights that can be sent with the job.",
             seen=run.name,
-            allowed="the folder of a finished run, with weights.npz",
+            allowed="the folder of a finished run that contains weights.npz",
             next_step="start from another run, or remove --init-from",
             code="WB-PLAN-212",
         )
@@ -406,30 +407,30 @@ def _check_goal(goal: Path, *, force: bool) -> list[str]:
     about = _about(goal) if goal.is_dir() else None
     if about is None:
         raise PlanError(
-            "The target is not a job folder and not empty, so nothing was written.",
+            "The folder is not empty, and it is not a job folder, so nothing was written.",
             seen=str(goal),
-            allowed="a new path, an empty folder, or a job folder written before",
-            next_step="name another folder",
+            allowed="a new path, an empty folder, or a job folder that Workbench wrote",
+            next_step="use another folder",
             code="WB-PLAN-214",
         )
     for alive in (goal / RUNS).glob("*/alive"):
         with contextlib.suppress(OSError):
             if time.time() - alive.stat().st_mtime < _ALIVE_S and not _is_over(alive.parent):
                 raise PlanError(
-                    "A run of this job folder is active, so its script cannot be replaced.",
+                    "A run of this job folder is still active, so its script cannot be replaced.",
                     seen=str(alive.parent),
                     allowed="a job folder without an active run",
-                    next_step="stop the run, wait for its end, or name another folder",
+                    next_step="stop the run or wait for its end, or use another folder",
                     code="WB-PLAN-215",
                 )
     written: dict[str, str] = about.get("files") or {}
     wanted, path = written.get("train.py"), goal / "train.py"
     if wanted and not force and path.is_file() and _digest(path.read_bytes()) != wanted:
         raise PlanError(
-            "The script in this job folder was changed by hand since it was written.",
+            "Somebody has changed the script in this job folder since Workbench wrote it.",
             seen=str(path),
-            allowed="a new folder, or replace=True to overwrite it",
-            next_step="copy the changes into the cell, or name another folder",
+            allowed="a new folder, or replace=True, which overwrites the changes",
+            next_step="copy the changes into the cell, or use another folder",
             code="WB-PLAN-216",
         )
     gone = {META, *written, *_HOLDING}
@@ -484,27 +485,30 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
     launch = about["launch"]
     processes, torch = launch["processes"], plan.framework == "torch"
     title = "".join(c if c.isprintable() else " " for c in about["name"])
-    lines = [f"# {title}", "", "A training job, made from a cell of a notebook by Workbench.", ""]
+    lines = [f"# {title}", "", "Workbench made this training job from a cell of a notebook.", ""]
     lines += [f"- strategy: {plan.strategy} ({plan.entry.term}), {plan.framework}"]
     lines += [f"- {launch['workers']} workers, {launch['servers']} servers: {processes} processes"]
     lines += [f"- seed {about['seed']}, Python {about['pins']['python']}", ""]
     lines += ["## Install", "", "    pip install -r requirements.txt", ""]
     if wheel:
-        lines += [f"Workbench itself is in the folder: {wheel}.", ""]
+        lines += [f"The folder contains Workbench itself: {wheel}.", ""]
     lines += ["## Start", ""]
     if torch and processes > 1:
         lines += ["On one host:", "", f"    torchrun --nproc-per-node {processes} train.py", ""]
-        lines += [f"On several hosts, start this on each host; N times P must be {processes}:", ""]
+        lines += [
+            (f"On several hosts, run this command on each host. N times P must be {processes}:"),
+            "",
+        ]
         lines += ["    torchrun --nnodes N --nproc-per-node P --rdzv-backend c10d "
                   "--rdzv-endpoint HOST:29500 train.py", ""]  # fmt: skip
     else:
         lines += ["    python train.py", ""]
     if not torch and processes > 1:
-        lines += [f"Start this once for each of the {processes} processes; each process finds its "
-                  "rank and the others in `TF_CONFIG`.", ""]  # fmt: skip
+        lines += [f"Run this command once for each of the {processes} processes. Each process "
+        "finds its rank and the other processes in `TF_CONFIG`.", ""]  # fmt: skip
     if wheel:
         lines += [
-            "Or let Workbench start all processes of this host:",
+            "Workbench can also start all processes of this host:",
             "",
             "    workbench run .",
             "",
@@ -512,10 +516,14 @@ def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[st
         lines += _recorded(plan)
     else:
         lines += ["The script does not use Workbench, so nothing is recorded."]
-        lines += ["What `wb.fit` or `wb.prepare` trained is in `weights.pt`."] if torch else []
+        lines += (
+            ["The weights that `wb.fit` or `wb.prepare` trained are in `weights.pt`."]
+            if torch
+            else []
+        )
         lines += [""]
     if notes:
-        lines += ["## Mind", "", *(f"- {note}" for note in notes), ""]
+        lines += ["## Notes", "", *(f"- {note}" for note in notes), ""]
     return "\n".join(lines)
 
 
@@ -527,21 +535,26 @@ def _recorded(plan: Plan) -> list[str]:
     ]
     lines += ["same data as in a notebook: rows, events, logs, final weights. In a notebook:", ""]
     lines += ["    import workbench as wb", '    wb.follow("PATH/OF/THIS/FOLDER")', ""]
-    lines += ["shows the live dashboard, also later and from another machine "
-              '(`"ssh://host/path"`).', ""]  # fmt: skip
+    lines += ["This shows the live dashboard, also after the run, or from another machine with "
+    '`"ssh://host/path"`.', ""]  # fmt: skip
     lines += ["## Stop and continue", "", "    workbench control . stop", ""]
-    lines += ["stops the run at the end of a step, like Stop in the dashboard.", ""]
+    lines += ["This command stops the run at the end of a step, like Stop in the dashboard.", ""]
     if plan.checkpoint:
-        lines += [f"Checkpoints are in `{CHECKPOINTS}/`, one every {plan.checkpoint_every} steps. "]
+        lines += [
+            (
+                f"Checkpoints are in `{CHECKPOINTS}/`, one after every {plan.checkpoint_every} "
+                "steps. "
+            )
+        ]
         lines += [
             "If a run was interrupted, the next start continues from the last checkpoint.",
             "",
         ]
     else:
         lines += [
-            "The job writes no checkpoints, so each start begins again. `--checkpoint DIR` on the"
+            "The job writes no checkpoints, so each start begins at the first step. If you use"
         ]
-        lines += ["notebook's line makes the job write checkpoints.", ""]
+        lines += ["`--checkpoint DIR` in the notebook, the job writes checkpoints.", ""]
     return lines
 
 
@@ -561,27 +574,28 @@ def read_job(folder: Path) -> JobFolder:
         about = None
     except (OSError, ValueError, RecursionError) as error:
         raise PlanError(
-            f"{META} of the job folder is damaged or incomplete.",
+            f"The file {META} of the job folder is damaged or incomplete.",
             seen=f"{path}: {str(error)[:200]}",
-            allowed="the file as it was written",
+            allowed="the file as Workbench wrote it",
             next_step="write the folder again from the notebook: run.to_job(...)",
             code="WB-PLAN-217",
         ) from error
     kind = str(about.get("format", "")) if isinstance(about, dict) else ""
     if not kind.startswith("workbench-job/"):
         raise PlanError(
-            "This is not a job folder.",
+            "This folder is not a job folder.",
             seen=str(path),
-            allowed="a folder that run.to_job(...) wrote, with train.py and run.json",
-            next_step="name the folder above its runs/" if kind or about else None,
+            allowed="a folder that was written by run.to_job(...), with train.py and run.json",
+            next_step="use the folder that contains `runs/`" if kind or about else None,
             code="WB-PLAN-218",
         )
     if kind != FORMAT:
         raise PlanError(
-            "The job folder was written by a newer Workbench.",
+            "This version of Workbench cannot read the job folder, which a newer version wrote.",
             seen=kind[:60],
             allowed=FORMAT,
-            next_step="pip install -U distributed-workbench, or the wheel in the folder",
+            next_step="run pip install -U distributed-workbench, or install the wheel in the "
+            "folder",
             code="WB-PLAN-219",
         )
     try:
@@ -593,9 +607,9 @@ def read_job(folder: Path) -> JobFolder:
             raise KeyError("launch, train.py")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(
-            f"{META} of the job folder does not describe a job.",
+            f"The file {META} of the job folder does not describe a job.",
             seen=f"{path}: {type(error).__name__} {str(error).splitlines()[:1]}",
-            allowed="the folder as it was written",
+            allowed="the folder as Workbench wrote it",
             next_step="write the folder again from the notebook: run.to_job(...)",
             code="WB-PLAN-220",
         ) from error

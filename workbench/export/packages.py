@@ -71,13 +71,18 @@ def _is_distribution(name: str) -> bool:
 
 
 def requirements(packages: Mapping[str, str], wheel: str) -> str:
-    lines = ["# The versions of the notebook. A build for another device (CUDA, CPU) of the same"]
-    lines += ["# version gives the same results up to rounding."]
+    lines = [
+        (
+            "# These are the package versions of the notebook. A build of the same version for "
+            "another"
+        )
+    ]
+    lines += ["# device (CUDA, CPU) gives the same results up to rounding."]
     for name, version in packages.items():
         with contextlib.suppress(metadata.PackageNotFoundError):
             url = metadata.distribution(name).read_text("direct_url.json") or ""
             if '"file:' in url:
-                lines.append(f"# {name} was installed from a folder, not from an index:")
+                lines.append(f"# {name} was installed from a folder, not from a package index:")
         lines.append(f"{name}=={version}")
     return "\n".join([*lines, *([f"./{wheel}"] if wheel else [])]) + "\n"
 
@@ -170,11 +175,11 @@ def packed_files(folder: Path) -> bytes:
     size_bytes = sum(path.stat().st_size for path in files.values())
     if size_bytes > MOST_UNPACKED_BYTES:
         raise PlanError(
-            "The files that the cell reads are too large for the ConfigMaps that bring them to the "
+            "The files that the cell reads are too large for ConfigMaps, which bring them to the "
             "pods.",
             seen=f"{', '.join(names)}: {size_bytes >> 20} MiB",
-            allowed=f"{MOST_UNPACKED_BYTES >> 20} MiB, and less after packing",
-            next_step="copy the job's folder to a PersistentVolumeClaim and name the claim: "
+            allowed=f"{MOST_UNPACKED_BYTES >> 20} MiB before packing, and less after packing",
+            next_step="copy the job folder to a PersistentVolumeClaim and give its name: "
             "volume_claim='NAME'",
             code="WB-PLAN-262",
         )

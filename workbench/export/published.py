@@ -212,11 +212,11 @@ def check_document(envelope: Envelope, document: Any, name: str, definition: str
         first = min(inner, key=lambda one: one.validator != "additionalProperties")
         where = "/".join(map(str, errors[0].absolute_path)) or "the document"
         raise PlanError(
-            f"The files do not match the schema of {envelope.name}.",
+            f"The job's files do not match the schema of the platform `{envelope.name}`.",
             seen=f"{where}: {first.message[:300]}",
             allowed=envelope.note,
-            next_step="correct this resource; if you did not set it, the platform may have "
-            "changed: report it with this message",
+            next_step="correct this value. If you did not set it, the platform may have changed: "
+            "report this message to the authors of Workbench",
             code="WB-PLAN-234",
         )
 
@@ -238,10 +238,11 @@ def check_options(envelope: Envelope, script: str) -> None:
                 option = word[2:].partition("=")[0]
                 if option not in known[command]:
                     raise PlanError(
-                        f"{command} does not have this option.",
+                        f"The command `{command}` does not have this option.",
                         seen=f"--{option}",
                         allowed=", ".join(known[command]),
-                        next_step=f"report it: the envelope of {envelope.name} is wrong",
+                        next_step="report this message to the authors of Workbench, because the "
+                        f"envelope `{envelope.name}` is wrong",
                         code="WB-PLAN-235",
                     )
 
@@ -277,9 +278,13 @@ def check_calls(envelope: Envelope, script: str) -> None:
         wrong = [one for one in given if parameters is not None and one not in parameters]
         if parameters is None or wrong or len(node.args) + len(given) > len(parameters):
             raise PlanError(
-                f"{envelope.name} does not publish this call.",
+                f"The library of `{envelope.name}` does not have this function, or not with these "
+                "arguments.",
                 seen=f"{called}({', '.join(wrong or given)})",
-                allowed="nothing with this name" if parameters is None else ", ".join(parameters),
-                next_step=f"report it: the envelope of {envelope.name} is wrong",
+                allowed="no function with this name"
+                if parameters is None
+                else ", ".join(parameters),
+                next_step="report this message to the authors of Workbench, because the envelope "
+                f"`{envelope.name}` is wrong",
                 code="WB-PLAN-236",
             )

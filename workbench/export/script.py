@@ -42,14 +42,21 @@ def train_py(plan: Plan) -> str:
     start = "python train.py" if alone else f"torchrun --nproc-per-node {processes} train.py"
     lines = [f'"""{_title(plan)}', "", f"Start it:  {start}", ""]
     if plan.framework != "torch" and processes > 1:
-        lines += [f"once for each of its {processes} processes, which TF_CONFIG describes.", ""]
+        lines += [
+            (f"Run this once for each of the {processes} processes, which TF_CONFIG describes."),
+            "",
+        ]
     lines += [
-        "Records, logs and weights go to runs/1, runs/2, ... next to this file; run.json holds"
+        "Records, logs and weights go to runs/1, runs/2, ... next to this file. run.json contains"
     ]
-    lines += ["the plan, requirements.txt what to install, README.md the rest.", '"""', ""]
+    lines += [
+        "the plan, requirements.txt lists the packages, and README.md explains the rest.",
+        '"""',
+        "",
+    ]
     lines += [*cell.future, ""] if cell.future else []
     lines += ["import workbench as wb", ""]
-    join = "joins the run that run.json describes; the cell follows"
+    join = "joins the run that run.json describes; the notebook's cell follows"
     lines += [f"wb.run_job(__file__)  # {join}", "", cell.text]
     return "\n".join(lines)
 
@@ -76,9 +83,10 @@ _PLAIN = {
     "tensorflow": ("one_device", "mirrored", "multi_worker_mirrored"),
 }
 _PLAIN_ABLE = (
-    "PyTorch: wb.fit under one_device, mirrored and sharded; wb.prepare and loops that distribute "
-    "themselves under one_device and mirrored. TensorFlow: model.fit and own loops under "
-    "one_device and mirrored, own loops under multi_worker_mirrored"
+    "PyTorch: wb.fit with the strategies one_device, mirrored and sharded; wb.prepare, or a loop "
+    "that uses torch.distributed itself, with one_device and mirrored. TensorFlow: model.fit "
+    "with one_device and mirrored; your own loop with one_device, mirrored and "
+    "multi_worker_mirrored"
 )
 _LEFT_OUT = {"precision", "compile", "callbacks"}
 _DATA = {
@@ -127,7 +135,7 @@ def plain_py(plan: Plan) -> str:
     _check_collisions(cell, script)
     read = {node.id for node in ast.walk(cell.tree) if isinstance(node, ast.Name)}
     if lost := sorted(read & ENGINE_NAMES - bound_on_top(ast.parse(script))):
-        raise _refused(", ".join(lost), "remove it")
+        raise _refused(", ".join(lost), "remove this name from the cell")
     return script
 
 
@@ -135,13 +143,19 @@ def _plain_head(plan: Plan, cell: Cell) -> str:
     alone = plan.framework != "torch" or plan.workers == 1
     start = "python train.py" if alone else f"torchrun --nproc-per-node {plan.workers} train.py"
     words = "PyTorch" if plan.framework == "torch" else "TensorFlow"
-    lines = [f'"""{_title(plan)}', "", f"A plain {words} script, made from a notebook's cell."]
+    lines = [
+        f'"""{_title(plan)}',
+        "",
+        (f"Workbench made this plain {words} script from a notebook's cell."),
+    ]
     lines += [f"Start it:  {start}"]
     if plan.strategy == "multi_worker_mirrored":
-        lines += [f"once for each of its {plan.workers} workers, which TF_CONFIG describes."]
+        lines += [
+            (f"Run this once for each of the {plan.workers} workers, which TF_CONFIG describes.")
+        ]
     if plan.framework == "torch" and plan.strategy != "one_device":
         lines += [
-            "The order of samples, and so the result, is the same with any number of workers."
+            "The order of samples is the same with any number of workers, and so is the result."
         ]
     return "\n".join([*lines, '"""', "", *cell.future, *([""] if cell.future else []), ""])
 
@@ -194,19 +208,23 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
         raise _refused("import workbench in the cell", "remove the import: wb is already defined")
     known = _MEMBERS | {f"data.{name}" for name in (*_DATA, "VOCABULARY")}
     if strange := sorted(used - known):
-        raise _refused(", ".join(f"wb.{name}".rstrip(".") for name in strange), "remove it")
+        raise _refused(
+            ", ".join(f"wb.{name}".rstrip(".") for name in strange),
+            "remove this name from the cell",
+        )
     if plan.framework == "tensorflow" and way in ("fit", "prepare"):
-        raise _refused("wb.fit in a cell of TensorFlow", "train with model.fit(...)")
+        raise _refused("wb.fit in a TensorFlow cell", "train with model.fit(...)")
     if way is not None and way not in entry.ways:
         raise _refused(f"{WORDS[way]} under {plan.strategy}", "use wb.fit")
     if plan.strategy == "multi_worker_mirrored" and way == "keras":
         raise _refused(
-            "model.fit under multi_worker_mirrored, for which Keras 3 needs Workbench's repairs",
-            "write the loop with strategy.run, or remove --plain",
+            "model.fit with strategy multi_worker_mirrored, which needs Workbench's changes to "
+            "Keras 3",
+            "write your own loop with strategy.run, or remove --plain",
         )
     features = set(use_of(source).features) & _LEFT_OUT
     if features:
-        raise _refused(f"wb.fit(..., {', '.join(sorted(features))}=...)", "remove it")
+        raise _refused(f"wb.fit(..., {', '.join(sorted(features))}=...)", "remove this argument")
     odd = {"compress": "none", "sync_batchnorm": False, "cross_device_ops": "auto"}
     for name, usual in odd.items():
         if plan.options.get(name, usual) != usual:
@@ -214,23 +232,26 @@ def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
     lost = set(plan.overrides) - {"seed"}
     if lost and way != "fit":
         flags = ", ".join("--" + name.replace("_", "-") for name in sorted(lost))
-        raise _refused(flags, "write the number in the cell")
+        raise _refused(flags, "write the value in the cell")
     for name in ("faults", "init_from", "checkpoint", "values"):
         if getattr(plan, name):
             flag = {"faults": "--inject", "values": "--set"}.get(
                 name, "--" + name.replace("_", "-")
             )
-            raise _refused(flag, "remove it, or remove --plain")
+            raise _refused(flag, "remove the option, or remove --plain")
     if plan.framework != (framework_of(source) or plan.framework):
-        raise _refused("a cell of the other framework", f"--framework {framework_of(source)}")
+        raise _refused(
+            "a cell that uses another framework than the job",
+            f"use --framework {framework_of(source)}",
+        )
 
 
 def _refused(seen: str, next_step: str) -> PlanError:
     return PlanError(
-        "A script without Workbench cannot do exactly the same.",
+        "A script without Workbench would not train in exactly the same way.",
         seen=seen,
         allowed=_PLAIN_ABLE,
-        next_step=f"{next_step}; the export without --plain has all strategies",
+        next_step=f"{next_step}; without --plain, every strategy can be exported",
         code="WB-PLAN-207",
     )
 
@@ -245,9 +266,9 @@ def _check_collisions(cell: Cell, script: str) -> None:
     for name in bound_on_top(cell.tree):
         meant = same.get(name)
         if name in theirs and (meant is None or meant.split(".")[0] != theirs[name].split(".")[0]):
-            raise _refused(f"the cell's own {name}", f"give {name} another name")
+            raise _refused(f"the name {name}, which the cell defines", f"give {name} another name")
         if name.startswith("_") and name in functions:
-            raise _refused(f"the cell's own {name}", f"give {name} another name")
+            raise _refused(f"the name {name}, which the cell defines", f"give {name} another name")
 
 
 def _imports(tree: ast.Module) -> dict[str, str]:

@@ -125,7 +125,7 @@ class FarWriter:
             self._waiting_bytes += _size(message)
             behind = self._waiting_bytes > MOST_WAITING_BYTES
         if behind:
-            self._give_up(TimeoutError(errno.ETIMEDOUT, "the disk is slower than the run"))
+            self._give_up(TimeoutError(errno.ETIMEDOUT, "the disk is too slow for the run's data"))
         else:
             self._put((rank, message))
 
@@ -206,8 +206,8 @@ def unwritten(
     reason = reason_of(error)
     text = (
         f"Not all of this run could be written to disk: {reason} ({run_dir}). The run continues, "
-        "and its history is kept in memory; its final weights can be missing. Free disk space "
-        "there, or set WORKBENCH_HOME to another folder; the next run will be written there."
+        "and its history is kept in memory, but its final weights can be missing. Free disk space, "
+        "or set WORKBENCH_HOME to another folder for later runs."
     )
     return Noted(rank=rank, text=text, topic=Topic.NOT_ON_DISK.value, value=reason)
 
@@ -305,9 +305,9 @@ def read_weights(path: Path, written: Sequence[int] = ()) -> dict[str, np.ndarra
         what = f"{type(error).__name__}: {error}"
     plain = path.with_suffix(".pt")
     raise RunError(
-        "The weights of the run are damaged.",
+        "The file with the run's weights is damaged.",
         seen=f"{path}: {what}",
-        allowed="the file as the run wrote it",
+        allowed="an unchanged file, as the run wrote it",
         next_step=f"torch.load({str(plain)!r}, weights_only=True) has the same weights"
         if plain.is_file() and plain.stat().st_size
         else "restore the folder from a copy, or train again: run.to_cell() gives the cell",
@@ -370,7 +370,7 @@ def save(
         raise RunError(
             "The target contains something that is not a run, so nothing was saved.",
             seen=str(goal),
-            allowed="a new path, an empty folder, or a run saved before",
+            allowed="a new path, an empty folder, or the folder of a saved run",
             code="WB-RUN-041",
         )
     if memory is None and goal.exists() and goal.samefile(source):
@@ -379,10 +379,10 @@ def save(
         _copy(source, goal, meta, memory)
     except OSError as error:
         raise RunError(
-            f"The run cannot be saved there: {reason_of(error)}.",
+            f"The run cannot be saved to this path: {reason_of(error)}.",
             seen=str(goal),
-            allowed="a folder that this user may write to, on a disk with room",
-            next_step="free disk space there, or name another folder",
+            allowed="a folder that this user may write to, on a disk with free space",
+            next_step="free disk space, or use another folder",
             code="WB-RUN-042",
         ) from error
     return goal
@@ -591,9 +591,9 @@ def final_weights(
     files = weights_files(folder, files_of, rank)
     if not files and why is not None:
         raise RunError(
-            f"Run {name} has no weights: they could not be written to disk.",
+            f"Run {name} has no weights, because they could not be written to disk.",
             seen=why,
-            next_step="free disk space there, and train again",
+            next_step="free disk space, and train again",
             code="WB-RUN-086",
         )
     if not files:
@@ -601,7 +601,7 @@ def final_weights(
         raise RunError(
             f"Run {name} has no weights{whose}.",
             seen=state,
-            allowed="a run that finished or was stopped, trained by wb.fit or wb.prepare",
+            allowed="a run that used wb.fit or wb.prepare, and that finished or was stopped",
             code="WB-RUN-087",
         )
     found: dict[str, NDArray[np.generic]] = {}

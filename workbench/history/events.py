@@ -135,7 +135,7 @@ class Story:
                 self._checkpoint(event)
                 self._moment(t_s, event.name, f"checkpoint at step {event.step}")
             case Injected():
-                self._moment(t_s, event.name, ", ".join(event.faults) or "faults end")
+                self._moment(t_s, event.name, ", ".join(event.faults) or "no more faults")
             case EpochBegan():
                 self.epoch = max(self.epoch, int(event.epoch))
             case WasCut():
@@ -215,9 +215,8 @@ class Story:
         kib = int(event.size_bytes) / 1024
         size = f"{kib:.1f} KiB" if kib < 1024 else f"{kib / 1024:.1f} MiB"
         text = (
-            f"Checkpoint at step {event.step}: {size}, on "
-            f"disk after {seconds:.2g} s; training paused for {stall_ms:.2g} ms "
-            f"({event.path})."
+            f"Checkpoint at step {event.step}: {size}, written to disk in {seconds:.2g} s; "
+            f"training paused for {stall_ms:.2g} ms ({event.path})."
         )
         self.notes = [note for note in self.notes if note != self._last_checkpoint]
         self._last_checkpoint = text
@@ -254,20 +253,20 @@ class Story:
 
 
 def _change_words(event: Healed) -> str:
-    """Return a short text on workers that left or joined: `healed without rank 1 at step 60: 2
-    workers, after 9 ms`.
+    """Return a short text on workers that left or joined: `rank 1 died at step 60: 2 workers
+    continued after 9 ms`.
     """
     if isinstance(event, Shed):
         return f"shares {' + '.join(map(str, event.shares))} from step {event.step} on"
     ranks = f"rank{'s' if len(event.ranks) > 1 else ''} {', '.join(map(str, event.ranks))}"
     who = ranks if event.ranks else "a server"
     did = {
-        Healed.name: "healed without", Joined.name: "joined by", Left.name: "left by",
-        Replaced.name: "replaced",
+        Healed.name: "died", Joined.name: "joined", Left.name: "left",
+        Replaced.name: "were replaced" if len(event.ranks) > 1 else "was replaced",
     }  # fmt: skip
     return (
-        f"{did[event.name]} {who} at step {event.step}: "
-        f"{event.workers} workers, after {1e3 * event.seconds:.0f} ms"
+        f"{who} {did[event.name]} at step {event.step}: {event.workers} "
+        f"worker{'s' * (event.workers != 1)} continued after {1e3 * event.seconds:.0f} ms"
     )
 
 

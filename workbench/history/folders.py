@@ -43,9 +43,9 @@ def moved() -> str:
     if root == wanted:
         return ""
     return (
-        f"Runs are kept in {root}, because {wanted} cannot be written. The system can empty "
-        f"temporary folders: set {HOME_VARIABLE} to a permanent folder of yours, and "
-        "restart the kernel."
+        f"Runs are saved in {root}, because {wanted} cannot be written. The system may empty this "
+        f"temporary folder. To keep runs, set {HOME_VARIABLE} to a folder of yours, and restart "
+        "the kernel."
     )
 
 

@@ -44,17 +44,21 @@ _FIRST_HEARD, _MOST_HEARD = 100, 20_000
 class RunHistory(Mapping[str, NDArray[Any]]):
     """One row per worker and step, in bounded memory.
 
-    Appending only queues bytes. Rows are joined over ranks and reduced in batches when a reader
-    needs them or after `_FOLD_ROWS` rows. All methods can be called from any thread. A history that
-    rests (`rest`) keeps its rows on disk only, and reads them again when they are needed.
+    To append rows only puts bytes into a queue. The rows of all ranks are joined and reduced in
+    batches, when a reader needs them or after `_FOLD_ROWS` rows. All methods can be called from any
+    thread. After `rest`, a history keeps its rows only on disk, and reads them again when they are
+    needed.
 
     Args:
-        ranks: Engine ids by rank.
-        memory_limit_bytes: Bound of the stored rows; above it complete steps are dropped evenly.
-            `stride` shows this, and `totals` stays exact.
-        clock: The clock for events without a time.
-        joined: Whether ranks take each step together. Asynchronous strategies' rows stand alone.
-        data_parallel: Whether workers take shares of the batch; else all see the same samples.
+        ranks: The engine id of each rank.
+        memory_limit_bytes: Largest size of the stored rows. Above this limit the rows of every
+            second step are removed, then those of every second remaining step, and so on. `stride`
+            shows the distance of the remaining steps, and `totals` stays exact.
+        clock: The clock that gives a time to events without a time.
+        joined: Whether all ranks take each step together. Rows of asynchronous strategies are not
+            joined.
+        data_parallel: Whether each worker takes a share of the batch; otherwise all workers use the
+            same samples.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns."""
+        """The names of the columns."""
         with self._lock:
             self._fold()
             hidden = {name for name in RARE if self._reduced.curves[name].empty}
@@ -99,9 +103,9 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             return take_snapshot.column(name, self._reduced, self.engines)[self._table.order()]
 
     def together(self, *names: str) -> dict[str, NDArray[Any]]:
-        """Return columns of one moment, so they have equal length even while rows arrive.
+        """Return several columns at the same moment, so their lengths are equal during training.
 
-        A column that this history does not have is NaN throughout.
+        If the history does not have a column, all values of this column are NaN.
         """
         with self._lock:
             rows = len(self)
@@ -130,7 +134,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
 
     @property
     def stride(self) -> int:
-        """Distance between stored steps; 1: all steps are stored."""
+        """The distance between two stored steps; it is 1 if all steps are stored."""
         return self._table.stride
 
     @property
@@ -142,14 +146,14 @@ class RunHistory(Mapping[str, NDArray[Any]]):
 
     @property
     def totals(self) -> Totals:
-        """A copy of the exact sums over all rows received, whatever `stride` is."""
+        """The exact sums over all rows that were received, as a copy; independent of `stride`."""
         with self._lock:
             self._fold()
             return copy.deepcopy(self._reduced.totals)
 
     @property
     def unmeasured(self) -> dict[str, str]:
-        """Columns without values, with the reason."""
+        """The columns without values, and the reason for each."""
         with self._lock:
             self._fold()
             names = self.columns if len(self._table) else ()
@@ -165,7 +169,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
 
     @property
     def evals(self) -> list[dict[str, Any]]:
-        """One mapping per evaluation: step, epoch, then the metrics."""
+        """One mapping per evaluation, with the step, the epoch and the metrics."""
         with self._lock:
             return [dict(one) for one in self.story.evals]
 
@@ -203,7 +207,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             return float(first.min()) if np.isfinite(first).any() else float("nan")
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return all columns as a pandas DataFrame, a row per worker and step."""
+        """Return all columns as a pandas `DataFrame`, with one row per worker and step."""
         import pandas as pd
 
         with self._lock:
@@ -329,7 +333,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
 
     @property
     def phases(self) -> list[history_events.Phase]:
-        """The steps from which the run had fewer workers, with the ranks of these workers."""
+        """The steps at which the workers changed, each with the ranks that train from then on."""
         return list(self._phases)
 
     def finish(self) -> None:
@@ -475,7 +479,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             raise RunError(
                 "The rows of this run were on disk and have been deleted.",
                 seen=str(self._rests_in),
-                next_step="run.save(path) keeps a copy elsewhere",
+                next_step="for later runs, run.save(path) keeps a copy in another folder",
                 code="WB-RUN-045",
             )
         try:
@@ -546,7 +550,13 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         step, rank = int(event.step), int(event.rank)
         for name, value in dict(event.values or {}).items():
             if name in COLUMNS:
-                self.story.fold(Noted(text=f"wb.log: {name} is already a column"), t_s)
+                self.story.fold(
+                    Noted(
+                        text=f"wb.log cannot use the name `{name}`, because the history has this "
+                        "column already"
+                    ),
+                    t_s,
+                )
                 continue
             if name == "memory_bytes":
                 self.story.memory_bytes[rank] = float(value)
@@ -589,7 +599,7 @@ def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], RunHistory]:
             "The run was saved by another version of Workbench, whose rows have another format.",
             seen=f"rows of {row_bytes or 'unknown'} bytes",
             allowed=f"{RECORD.itemsize} bytes",
-            next_step="load it with the version that saved it",
+            next_step="load the run with the version of Workbench that saved it",
             code="WB-RUN-039",
         )
     ranks = meta.get("ranks") or range(1 + max(disk.ranks_on_disk(folder), default=0))

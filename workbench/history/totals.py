@@ -323,13 +323,13 @@ class LossWatch:
             return (
                 f"The loss is not a number (NaN) from the first step on (step {self.step}), so "
                 f"nothing is "
-                "learned: look for NaN in the data, and for a loss that does not fit the model's "
+                "learned. Look for NaN in the data, and for a loss that does not fit the model's "
                 "output. Training continues."
             )
         return (
-            f"The loss is not a number (NaN) since step {self.step}, so nothing more is learned: "
-            "look for NaN in the data; else lower the learning rate, or use wb.fit(..., "
-            "clip_norm=1.0). Training continues."
+            f"The loss is not a number (NaN) since step {self.step}, so nothing more is learned. "
+            "Look for NaN in the data. If there is none, lower the learning rate, or use "
+            "wb.fit(..., clip_norm=1.0). Training continues."
         )
 
 

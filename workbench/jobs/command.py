@@ -58,7 +58,7 @@ something could not be checked; 130 interrupted."""
 def add_job_commands(commands: Any) -> None:
     """Add the commands to the parser of `workbench`."""
     run = _command(
-        commands, "run", "train a job folder, a script or a cell here, and record the run"
+        commands, "run", "run a job folder, a script or a cell on this machine, and record it"
     )
     add_run_arguments(run)
     compare = _command(commands, "compare", "compare runs with the first one, also in CI")
@@ -69,7 +69,9 @@ def add_job_commands(commands: Any) -> None:
     jobs = _command(
         commands, "jobs", "list the jobs that you submitted; cancel one; show its output"
     )
-    jobs.add_argument("words", nargs="*", metavar="[cancel|logs] NAME", help="default: list all")
+    jobs.add_argument(
+        "words", nargs="*", metavar="[cancel|logs] NAME", help="without words: list all jobs"
+    )
     jobs.add_argument(
         "--last", type=int, default=200, metavar="N", help="number of log lines (default 200)"
     )
@@ -78,12 +80,12 @@ def add_job_commands(commands: Any) -> None:
         help="a folder, ssh://host/dir, or a command that prints the run's lines")  # fmt: skip
     follow.add_argument("--until-end", action="store_true", help="print only how the run ended")
     follow.add_argument("--wait", type=float, default=60.0, metavar="SECONDS",
-        help="wait for a run that has not begun (default 60; inf: no limit)")  # fmt: skip
+        help="how long to wait until the run begins (default 60; inf: no limit)")  # fmt: skip
     control = _command(commands, "control", "stop, pause or slow down a run on another machine")
     control.add_argument("--stdin", action="store_true",
         help='read orders from standard input, one per line: {"do": "stop"}')  # fmt: skip
     control.add_argument(
-        "place", metavar="PLACE", help="the run's folder or address, as for workbench follow"
+        "place", metavar="PLACE", help="the run's folder or address, as for `workbench follow`"
     )
     control.add_argument("order", nargs="*", metavar="ORDER",
         help="stop | pause | resume | step [N] | inject [FAULT ...]")  # fmt: skip
@@ -94,7 +96,7 @@ def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
         name, help=what, description=what[0].upper() + what[1:] + "." + _STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     return parser
 
 
@@ -231,7 +233,7 @@ def _control(given: argparse.Namespace) -> int:
         print_json({"sent": asdict(order), "run": run.name})
     else:
         words = " ".join(given.order)
-        say(f"{run.name}: {words} was sent; it takes effect at the end of a step")
+        say(f"{run.name}: `{words}` was sent and takes effect at the end of a step")
     return WELL
 
 
@@ -277,7 +279,7 @@ def _jobs(given: argparse.Namespace) -> int:
     verb = words.pop(0) if words[:1] in (["cancel"], ["logs"]) else "list"
     if verb != "list" and not words:
         raise PlanError(
-            f"workbench jobs {verb} needs the name of a job.",
+            f"`workbench jobs {verb}` needs the name of a job.",
             allowed=", ".join(jobs) or "none: there is no job",
             next_step=f"workbench jobs {verb} NAME",
             code="WB-PLAN-260",

@@ -326,8 +326,9 @@ class Conductor:
         elif kept and (is_twin or checkpoints.latest(kept) is not None):
             of_number = (f"{kept}-{one}" for one in itertools.count(number))
             kept = next(one for one in of_number if checkpoints.latest(one) is None)
-            why = "An earlier run " + ("has not ended" if is_twin else "has checkpoints there")
-            self._beside = f"{why}, so this run's checkpoints are in {Path(kept).name}."
+            old, new = Path(self.plan.checkpoint).name, Path(kept).name
+            why = "has not ended" if is_twin else f"has checkpoints in {old}"
+            self._beside = f"An earlier run {why}, so this run's checkpoints are in {new}."
         self.plan = replace(self.plan, checkpoint=kept)
 
     def _initial(self) -> str:
@@ -431,7 +432,7 @@ class Conductor:
         if self.task.first_failed is not None:
             return  # torchrun ends the others after one has failed
         self.run.job["preempted"] = True
-        self.run.note(f"The platform asked the job to end ({why}). It stops after this step.")
+        self.run.note(f"The platform asked the job to end ({why}). The job stops after this step.")
         self.run.stop()
 
     def _settled(self, task: Task) -> None:
@@ -476,7 +477,7 @@ class Conductor:
                 late_at = late_at or now + GONE_S
             if late_at is not None and now > late_at:
                 for engine in self.task.unfinished():
-                    self.engines.died(engine, "was stopped with the others")
+                    self.engines.died(engine, "was stopped together with the other processes")
             if now - alive_at >= ALIVE_S:
                 alive_at = now
                 self._say_alive()

@@ -65,8 +65,8 @@ class Order:
             raise PlanError(
                 f"This order cannot be given to a run: {wrong}.",
                 seen=str(self.do)[:80],
-                allowed=f"{', '.join(get_args(Does))}; steps from 1 to {MOST_STEPS}; faults with "
-                "inject alone",
+                allowed=f"{', '.join(get_args(Does))}; `steps` from 1 to {MOST_STEPS}; "
+                "`faults` only with `inject`",
                 code="WB-PLAN-237",
             )
 
@@ -76,17 +76,17 @@ def _wrong(order: Order) -> str:
     if order.do not in get_args(Does):
         return "there is no order with this name"
     if type(order.steps) is not int or not 1 <= order.steps <= MOST_STEPS:
-        return "steps is not a number of steps"
+        return "`steps` is not a number of steps"
     if type(order.number) is not int or not 0 <= order.number < 1 << 63:
-        return "number is invalid"
+        return "`number` is invalid"
     if not isinstance(order.faults, tuple) or len(order.faults) > MOST_FAULTS:
-        return f"faults is not a tuple of at most {MOST_FAULTS}"
+        return f"`faults` is not a tuple with at most {MOST_FAULTS} faults"
     if order.faults and order.do != "inject":
-        return "only inject takes faults"
+        return "only `inject` takes faults"
     if not all(isinstance(text, str) for text in order.faults):
         return "a fault is not a string"
     if sum(map(len, order.faults)) > ORDER_BYTES // 2:
-        return "faults is too long"
+        return "`faults` is too long"
     for text in order.faults:
         fault = parse_fault(text)
         if not all(map(math.isfinite, (fault.delay_s, fault.factor, fault.bytes_per_s))):
@@ -116,7 +116,7 @@ def read_order(text: bytes) -> Order:
         raise PlanError(
             "The message to the run is not an order.",
             seen=text[:80],
-            allowed="a line of JSON with do, steps, faults and number",
+            allowed="a line of JSON with `do`, `steps`, `faults` and `number`",
             code="WB-PLAN-238",
         ) from error
 
@@ -164,9 +164,9 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if path.is_symlink():
-            raise _unsafe(path, "it is a link") from None
+            raise _unsafe(path, "it is a symbolic link") from None
         raise RunError(
-            f"The run takes no orders from here: its key cannot be read ({error.strerror}).",
+            f"This user cannot send orders: the run's key cannot be read ({error.strerror}).",
             seen=str(path),
             next_step="send the order as the user who started the job, after the job has begun",
             code="WB-RUN-108",
@@ -174,11 +174,11 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
     try:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode):
-            raise _unsafe(path, "it is not a file")
+            raise _unsafe(path, "it is not a regular file")
         if about.st_uid != os.getuid():
             raise _unsafe(path, "it belongs to another user")
         if about.st_mode & 0o077:
-            raise _unsafe(path, "others can read or write it")
+            raise _unsafe(path, "other users can read or write it")
         text = os.read(handle, 4 * KEY_BYTES)
     finally:
         os.close(handle)
@@ -188,7 +188,7 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
             raise ValueError("too short, or too long")
     except ValueError as error:
         raise RunError(
-            "The run takes no orders: its key is damaged.",
+            "The run takes no orders, because its key is damaged.",
             seen=str(path),
             next_step="cancel the job with its platform's own command",
             code="WB-RUN-110",
@@ -198,10 +198,10 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
 
 def _unsafe(path: Path, why: str) -> RunError:
     return RunError(
-        f"The run's key is not safe, so it is not used for orders: {why}.",
+        f"The run's key is not safe, so Workbench does not use it: {why}.",
         seen=str(path),
         allowed="a file of this user that no other user can read (mode 0600)",
-        next_step="keep job folders on a disk where each file has its owner and mode",
+        next_step="keep job folders on a file system that stores the owner and mode of each file",
         code="WB-RUN-109",
     )
 
@@ -219,7 +219,7 @@ def put(run_dir: str | os.PathLike[str], signed: bytes) -> None:
         raise RunError(
             f"The order cannot be written into the run's folder: {error.strerror}.",
             seen=str(Path(run_dir) / INBOX),
-            next_step="send the order as the user who started the job, and make room on the disk",
+            next_step="send the order as the user who started the job, and free some disk space",
             code="WB-RUN-111",
         ) from error
 

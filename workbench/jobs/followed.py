@@ -178,7 +178,11 @@ class FollowedJob(Run):
             self._why = (
                 self._gone()
                 or self._keeper_died()
-                or ((self.place.problem or "its place has ended") if self.place.over else "")
+                or (
+                    (self.place.problem or "its source of data has ended")
+                    if self.place.over
+                    else ""
+                )
             )
             self._ended_at = now if self._why else None
         if self._ended_at is not None and now - max(self._ended_at, self._heard_at) > GONE_S:
@@ -210,7 +214,7 @@ class FollowedJob(Run):
             here = about["host"] == socket.gethostname()
             silent = time.time() - float(about["t"]) > 3 * ALIVE_S
             if here and silent and not psutil.pid_exists(int(about["pid"])):
-                return "the process that wrote its records has ended"
+                return "the process that wrote the job's records has ended"
         return ""
 
     def _end(self, state: str, error: object) -> None:
@@ -226,7 +230,7 @@ class FollowedJob(Run):
     def close(self) -> None:
         """Stop following; the job continues."""
         if not self.is_over:
-            self.note("Following has stopped.")
+            self.note("Workbench no longer follows this run. The job continues.")
             self.history.finish()
             self.over.set()
 
@@ -355,7 +359,7 @@ def _await_meta(place: Place, wait_s: float | None, gone: Callable[[], str]) -> 
             raise RunError(
                 "The job ended before its run began.",
                 seen=why or place.problem or place.where,
-                next_step="look at its output with job.logs(), or in the platform's own log",
+                next_step="look at the job's output with job.logs(), or in the platform's own log",
                 code="WB-RUN-103",
             )
         if wait_s is not None and now - began > wait_s:

@@ -218,7 +218,7 @@ def far_put(folder: str, line: bytes) -> str:
     try:
         signed = base64.b64decode(line, validate=True)
         if not folder or os.path.islink(inbox) or len(signed) > 4096:
-            return "there is no inbox"
+            return "the run has no inbox for orders"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         handle = os.open(os.path.join(inbox, "." + name), flags, 0o600)
         with open(handle, "wb") as file:
@@ -489,7 +489,7 @@ class Process:
     def write(self, data: bytes) -> None:
         """Write all data, or raise OSError."""
         if os.write(self._in[0], data) < len(data):
-            raise BlockingIOError("it does not send data")
+            raise BlockingIOError("the connection does not take data")
 
     def wait(self, wait_s: float) -> None:
         """Wait until there is something to read."""

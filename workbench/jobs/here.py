@@ -89,7 +89,7 @@ def add_run_arguments(run: argparse.ArgumentParser) -> None:
         "-n",
         type=int,
         metavar="N",
-        help="processes (default 1; a job folder sets its own)",
+        help="number of processes (default 1; a job folder has its own number)",
     )
     add(
         "--strategy",
@@ -167,7 +167,9 @@ def _checked(given: argparse.Namespace) -> Path:
     is_folder = what.is_dir()
     if not what.exists() or (is_folder and not is_job(what)):
         raise PlanError(
-            "There is nothing to run." if not what.exists() else "This folder is not a job folder.",
+            "This file or folder does not exist."
+            if not what.exists()
+            else "This folder is not a job folder.",
             seen=given.what,
             allowed="a Python file, or a folder that run.to_job(DIR) has written",
             next_step="workbench run train.py",
@@ -206,11 +208,11 @@ def _write_job(given: argparse.Namespace, script: Path) -> Path:
                "another -n": given.n and request.workers not in (None, given.n)}  # fmt: skip
     if len(request.strategies) != 1 or any(ignored.values()):
         raise PlanError(
-            "workbench run trains a cell once, under one strategy.",
+            "`workbench run` trains a cell once, under one strategy.",
             seen=f"--strategy {shlex.quote(given.strategy)}",
             allowed="a strategy and its flags, without " + ", ".join(ignored),
             next_step="workbench run --strategy 'mirrored --seed 1' "
-            f"{shlex.quote(given.what)}; --out DIR and --plain come before --strategy",
+            f"{shlex.quote(given.what)} (write --out and --plain before --strategy, not into it)",
             code="WB-PLAN-261",
         )
     recipe = Recipe(source, origin=script.name, framework=framework_of(source))
@@ -276,7 +278,7 @@ def torchrun(count: int, *command: str) -> tuple[str, ...]:
     """
     if find_spec("torch") is None:
         raise PlanError(
-            "PyTorch, whose torchrun starts the processes, is not installed in this Python.",
+            "PyTorch is not installed in this Python, so `torchrun` cannot start the processes.",
             seen=sys.executable,
             next_step="pip install 'distributed-workbench[torch]'",
             code="WB-PLAN-258",

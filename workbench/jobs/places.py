@@ -126,7 +126,7 @@ def open_place(
     elif isinstance(place, Sequence) and place and all(isinstance(one, str) for one in place):
         return LinesPlace(list(place), control)
     raise PlanError(
-        "A run cannot be followed there.",
+        "A run cannot be followed at this place.",
         seen=place,
         allowed="a folder, ssh://[user@]host[:port]/folder, or a command as a list of words",
         code="WB-PLAN-239",
@@ -145,10 +145,13 @@ _WRONG = {
         "There is no such folder.",
         "check the path; it must exist on the given host",
     ),
-    "closed": ("The folder cannot be read.", "follow as the user who started the job"),
+    "closed": ("The folder cannot be read.", "follow the run as the user who started the job"),
     "empty": ("The folder is empty because no run has begun there.", "give the job's own folder"),
     "other": ("The folder is neither a run nor a job.", "give a folder with a run.json"),
-    "absent": ("The job has no run with this number.", "remove the number to follow the newest"),
+    "absent": (
+        "The job has no run with this number.",
+        "remove the number to follow the newest run",
+    ),
     "gone": ("The folder of the run no longer exists.", "follow the job again"),
     "shrank": (
         "The files of the run became shorter because it was started again.",
@@ -217,9 +220,9 @@ class _Streamed:
         self.folder = folders.new_run_dir(name)
         if not self.folder.is_dir():
             raise RunError(
-                "There is not enough room for a mirror of the run.",
+                "There is not enough disk space for a copy (mirror) of the run.",
                 seen=str(self.folder.parent),
-                next_step=f"make room there, or set {folders.HOME_VARIABLE} to another folder",
+                next_step=f"free disk space, or set {folders.HOME_VARIABLE} to another folder",
                 code="WB-RUN-113",
             )
         with contextlib.suppress(OSError):
@@ -234,7 +237,7 @@ class _Streamed:
     @property
     def problem(self) -> str:
         """Why data no longer arrives, or only part of it."""
-        return self._lost or ("lines are missing" if self._mirror.missing else "")
+        return self._lost or ("some lines are missing" if self._mirror.missing else "")
 
     def refresh(self) -> None:
         """Fetch new data."""
@@ -247,15 +250,15 @@ class _Streamed:
                 try:
                     self._process = self._start()
                 except OSError as error:
-                    return self._wait_to_start(f"it cannot be started: {error.strerror}")
+                    return self._wait_to_start(f"its program cannot be started: {error.strerror}")
             process = self._process
             try:
                 self._take_some(process)
                 self._settle()
             except OSError as error:
-                self._give_up(f"The mirror of the run cannot be written: {error.strerror}.")
+                self._give_up(f"The copy (mirror) of the run cannot be written: {error.strerror}.")
             if self._mirror.full:
-                self._give_up("The mirror of the run is full and takes no more data.")
+                self._give_up("The copy (mirror) of the run is full and takes no more data.")
             if process.ended and not self._waiting and not self.over:
                 words = process.close()
                 self._process = None
@@ -319,7 +322,7 @@ class _Streamed:
         wait_s = BACKOFF_S[min(self._tries, len(BACKOFF_S) - 1)]
         self._tries += 1
         self._again_s = time.monotonic() + wait_s
-        self._lost = f"{self.where} was lost: {why}"
+        self._lost = f"No data comes from {self.where}: {why}"
 
     def _give_up(self, why: str) -> None:
         self._lost, self.over = why, True
@@ -360,7 +363,7 @@ class SshPlace(_Streamed):
         if self.over and not self._met:
             raise _not_there(self._wrong, self.where)
         if not self._met:
-            words = self._lost or "it did not answer"
+            words = self._lost or "the host did not answer"
             raise RunError(
                 "The run cannot be followed over ssh.",
                 seen=words,
@@ -402,9 +405,9 @@ class SshPlace(_Streamed):
                 raise self._unsent(self.problem or "the run is over")
             if not self._key:
                 raise RunError(
-                    "The run takes no orders from here because this user cannot read its key.",
+                    "This user cannot send orders, because the run's key cannot be read.",
                     seen=self.where,
-                    next_step="follow as the user who started the job, after its run has begun",
+                    next_step="after the run has begun, follow it as the user who started the job",
                     code="WB-RUN-116",
                 )
             order = orders.later(order, self._newest)
@@ -413,12 +416,12 @@ class SshPlace(_Streamed):
             try:
                 process.write(base64.b64encode(orders.packed(order, self._key)) + b"\n")
             except OSError as error:
-                raise self._unsent(str(error.strerror)) from error
+                raise self._unsent(str(error.strerror or error)) from error
             while self._answer is None and self._process is process and time.monotonic() < until:
                 process.wait(0.05)
                 self.refresh()
             if self._answer is None:
-                raise self._unsent(self._lost or "it does not answer")
+                raise self._unsent(self._lost or "the host does not answer")
             if self._answer:
                 raise self._unsent(self._answer)
 
@@ -475,7 +478,7 @@ class LinesPlace(_Streamed):
         except (OSError, ValueError) as error:
             self.close()
             raise RunError(
-                f"The command to follow cannot be started: {getattr(error, 'strerror', error)}.",
+                f"The given command cannot be started: {getattr(error, 'strerror', error)}.",
                 seen=self.where,
                 next_step="try the command in a shell",
                 code="WB-RUN-117",
@@ -530,14 +533,15 @@ class LinesPlace(_Streamed):
             raise RunError(
                 "A run that is followed through its output takes no orders.",
                 seen=self.where,
-                allowed="kubectl logs -f POD, where kubectl exec sends the orders",
+                allowed="a command for the output (kubectl logs -f) and a command for orders "
+                "(kubectl exec)",
                 next_step="give a command that sends orders: wb.follow(..., control=[...])",
                 code="WB-RUN-118",
             )
         folder = self._about.get("dir")
         if not (isinstance(folder, str) and folder.startswith("/") and folder.isprintable()):
             raise RunError(
-                "The run has not reported its place yet.",
+                "The run has not reported its folder yet.",
                 seen=self.where,
                 next_step="try again after the run's first step",
                 code="WB-RUN-119",
@@ -553,7 +557,7 @@ class LinesPlace(_Streamed):
             done, why = None, str(error)
         if done is None or done.returncode:
             raise RunError(
-                "The command for orders failed.",
+                "The command that sends orders failed.",
                 seen=f"{shlex.join(command)}\n{why}",
                 next_step="try the command in a shell",
                 code="WB-RUN-120",

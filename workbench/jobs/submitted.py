@@ -201,7 +201,7 @@ class Submitted:
             early = {False: " before its first step", True: " after its first step"}
             return "failed" + early.get(now.stepped, "")  # type: ignore[arg-type]
         if now.gone:
-            return "is no longer known there"
+            return "is no longer known to the platform"
         return {"pending": "waits", "running": "runs", "cancelled": "was cancelled",
                 "finished": "has finished"}.get(now.state, "is in an unknown state")  # fmt: skip
 
@@ -242,7 +242,7 @@ class Submitted:
         if lines and self._why():
             said = lines[1:]  # its first is the reason
         else:
-            said = ["It printed last:", *lines] if lines else []
+            said = ["End of its output:", *lines] if lines else []
         return Table(COLUMNS, [self.row(now)], notes=[*said, f"Folder: {self.folder}"])
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
@@ -263,13 +263,14 @@ COLUMNS = (
 
 
 class Jobs(Mapping[str, Submitted]):
-    """Jobs by name, id or position, newest last: `jobs["train"]`, `jobs["17"]`, `jobs[-1]`.
+    """All jobs by name, id or position: `jobs["train"]`, `jobs["17"]`, `jobs[-1]` (the newest).
 
-    If a name is used again, the older job becomes `name@1`. Jobs of other notebooks are included.
+    If a new job has the name of an older job, the older job is renamed to `name@1`. Jobs of other
+    notebooks are included.
 
     Attributes:
         follower: The function that `job.follow()` calls with the job.
-        notes: One sentence for each file that could not be read or written.
+        notes: Texts, one for each file that could not be read or written.
     """
 
     def __init__(self, folder: Callable[[], Path] | None = None) -> None:
@@ -352,7 +353,7 @@ class Jobs(Mapping[str, Submitted]):
                 if not job.answered:  # the other jobs of this platform would wait as long
                     silent.add(job.platform)
             rows.append(job.row(now))
-        return Table(COLUMNS, rows[::-1], "" if rows else "no jobs yet", self.notes)
+        return Table(COLUMNS, rows[::-1], "" if rows else "There are no jobs yet.", self.notes)
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -461,7 +462,7 @@ class Jobs(Mapping[str, Submitted]):
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         table = self.table()
         if not table.rows:
-            return {"text/plain": "\n".join(["no jobs yet", *table.notes])}
+            return {"text/plain": "\n".join(["There are no jobs yet.", *table.notes])}
         return {"text/html": table.html(), "text/plain": table.text()}
 
     def __repr__(self) -> str:
@@ -478,10 +479,10 @@ class MissingJobError(KeyError, PlanError):
             told = PlanError(
                 "There is no such job." if names else "There is no job yet.",
                 seen=name,
-                allowed=f"a name: {', '.join(names)}; an id; or a position, -1 is the newest"
+                allowed=f"a name: {', '.join(names)}; an id; or a position (-1: the newest job)"
                 if names
                 else None,
-                next_step="wb.jobs shows all" if names else 'wb.submit(plan, on="slurm")',
+                next_step="wb.jobs shows all jobs" if names else 'wb.submit(plan, on="slurm")',
                 code="WB-PLAN-245",
             )
         PlanError.__init__(self, told.what, code=told.code, seen=told.seen, allowed=told.allowed,

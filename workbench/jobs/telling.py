@@ -36,79 +36,84 @@ FORMAT = "workbench-job/1"
 _ALIVE_S = 30.0
 
 ABOUT = {
-    "run": "its name",
-    "place": "the place as given",
+    "run": "the run's name",
+    "place": "the place as you wrote it",
     "folder": "the run folder that was read",
-    "strategy": "name of the strategy",
+    "strategy": "the name of the strategy",
     "framework": "`torch` or `tensorflow`",
-    "state": "`finished`, `stopped` or `failed`; `running` and others before its end",
+    "state": "`finished`, `stopped` or `failed`; before the end of the run `running` or another "
+    "state",
     "error": "the error of a failed run",
-    "seed": "its seed, if one was given",
-    "diverged": "whether its loss became NaN or infinite",
+    "seed": "the run's seed, if you gave one",
+    "diverged": "whether the loss became NaN or infinite",
 }
 """The description of a run, by key of the JSON; these values are not compared between runs."""
 
 METRICS = {
     "workers": "number of workers",
     "steps": "steps that all workers completed",
-    "warm_up_steps": "number of first steps that rates and shares exclude",
-    "samples_per_s": "samples per second of all workers, after warm-up",
-    "samples_per_s_low": "lower end of its 95 % interval",
-    "samples_per_s_high": "upper end of its 95 % interval",
-    "all_samples_per_s": "samples per second of all workers, over all steps",
-    "step_s": "mean seconds of a worker's step, after warm-up",
-    "step_median_s": "median seconds of a worker's step, after warm-up",
-    "wall_s": "seconds from the first step to the end of the last one, without pauses",
-    "data_wait_share": "share of a step that a worker waits for data, 0 to 1",
+    "warm_up_steps": "the number of steps at the beginning that rates and shares do not include",
+    "samples_per_s": "samples per second of all workers together, after the warm-up steps",
+    "samples_per_s_low": "lower end of the 95 % interval of `samples_per_s`",
+    "samples_per_s_high": "upper end of the 95 % interval of `samples_per_s`",
+    "all_samples_per_s": "samples per second of all workers together, over all steps",
+    "step_s": "mean duration of a worker's step in seconds, after the warm-up steps",
+    "step_median_s": "median duration of a worker's step in seconds, after the warm-up steps",
+    "wall_s": "seconds from the start of the first step to the end of the last step, without "
+    "pauses",
+    "data_wait_share": "share of a step in which the worker waits for data, 0 to 1",
     "compute_share": "share of a step in which the worker computes",
     "sync_wait_share": "share of a step in which the worker waits for other workers",
-    "bubble_share": "share of a step in which the worker is idle in a pipeline",
+    "bubble_share": "share of a step in which a stage of a pipeline has nothing to do",
     "transfer_share": "share of a step in which the worker communicates",
-    "other_share": "share of a step for everything else",
-    "sent_bytes_per_step": "bytes that all workers send in a step",
-    "sent_bytes": "bytes that all workers have sent",
-    "memory_bytes_per_worker": "bytes of model, gradients and optimizer state, on the worker with "
-    "the most",
-    "staleness_mean": "updates between a worker's pull and its push, in asynchronous strategies",
-    "loss": "loss of the last step",
+    "other_share": "the remaining share of a step",
+    "sent_bytes_per_step": "bytes that all workers together send in a step",
+    "sent_bytes": "bytes that all workers have sent in the whole run",
+    "memory_bytes_per_worker": "bytes of the model, the gradients and the optimizer state, on the "
+    "worker that holds the most bytes",
+    "staleness_mean": "mean number of updates by others between a worker's pull and its push, in "
+    "asynchronous strategies",
+    "loss": "the loss of the last step",
 }
 """Figures of a run; those of its last evaluation are `eval_NAME`. A value that was not measured is
 null."""
 
 PROGRESS = {
     "event": "`progress`",
-    "t": "time of the line, seconds since 1970",
+    "t": "the time of the line, in seconds since 1970",
     "state": "`pending`, `starting`, `running`, `paused`, `stopping`, ...",
     "step": "steps that all workers completed",
-    "total_steps": "number of steps in total, null while unknown",
-    "loss": "loss of the latest step",
-    "samples_per_s": "samples per second of all workers, over the latest seconds",
-    "compute_share": "share of the workers' time spent in compute, 0 to 1",
-    "sync_wait_share": "share of the workers' time spent waiting for each other, 0 to 1",
-    "slow_rank": "the worker that the others wait for; null where there is no straggler",
+    "total_steps": "the total number of steps; null while it is unknown",
+    "loss": "the loss of the latest step",
+    "samples_per_s": "samples per second of all workers together, over the last seconds",
+    "compute_share": "share of the workers' time in which they compute, 0 to 1",
+    "sync_wait_share": "share of the workers' time in which they wait for each other, 0 to 1",
+    "slow_rank": "the rank of the worker for which the others wait; null if there is no straggler",
 }
 
 JOB = {
-    "name": "its name in `wb.jobs` and for the commands",
+    "name": "the job's name in `wb.jobs` and in the commands",
     "platform": "`slurm`, `ray`, ...",
-    "id": "the platform's name or number for the job",
+    "id": "the name or number that the platform gave to the job",
     "state": "`pending`, `running`, `finished`, `failed`, `cancelled`, or `unknown`",
-    "reason": "the reason, in the platform's words",
+    "reason": "the reason for the state, in the platform's words",
     "over": "whether the job is over",
-    "folder": "its job folder on this machine",
-    "submitted_s": "when it was submitted, seconds since 1970",
-    "began_s": "when it began to run, seconds since 1970; null: not yet, or not known",
+    "folder": "the job's folder on this machine",
+    "submitted_s": "the time at which the job was submitted, in seconds since 1970",
+    "began_s": "the time at which the job began to run, in seconds since 1970; null if it has not "
+    "begun, or if the time is not known",
 }
 """A submitted job."""
 
 END = {
     "event": "`end`",
-    "t": "time of the line, seconds since 1970",
+    "t": "the time of the line, in seconds since 1970",
     "state": "`finished`, `stopped` or `failed`",
-    "error": "its error, otherwise null",
-    "folder": "its run folder; null if nothing was recorded",
-    "figures": "the run as in `workbench compare --json`; null if nothing was recorded",
-    "exit_code": "of the command",
+    "error": "the run's error; null if there is none",
+    "folder": "the run's folder; null if nothing was recorded",
+    "figures": "the run's figures, an object as in `runs` of `workbench compare --json`; null if "
+    "nothing was recorded",
+    "exit_code": "the exit status of the command",
 }
 
 
@@ -184,7 +189,7 @@ def run_folder(place: str | Path) -> Path:
             "There is no such folder.",
             seen=str(place),
             allowed="a run folder, a job folder, or what run.save(path) wrote",
-            next_step="workbench follow takes ssh://host/dir too; copy the folder here to compare",
+            next_step="to compare, copy the folder to this machine; `workbench follow` takes ssh://host/dir",
             code="WB-PLAN-249",
         )
     if runs := runs_in(folder):
@@ -298,7 +303,7 @@ class Condition:
             return self._told(later, None, None, f"{self.metric} of {who} was not measured")
         if not self.absolute:
             if first is not later and first["state"] not in ("finished", "stopped"):
-                words = f"the first run, {first['place']}, is {first['state']}"
+                words = f"the state of the first run, {first['place']}, is {first['state']}"
                 return self._told(later, None, None, words)
             if not base:
                 words = "was not measured" if base is None else "is 0, so there is no ratio"
@@ -338,8 +343,8 @@ class Checked:
     def sentence(self) -> str:
         """The check in words."""
         if self.held is None:
-            return f"{self.condition}: could not be checked: {self.why}"
-        return f"{self.condition}: {'HOLDS' if self.held else 'does not hold'}: {self.why}"
+            return f"{self.condition}: not checked: {self.why}"
+        return f"{self.condition}: {'TRUE' if self.held else 'false'}: {self.why}"
 
 
 def _called(later: Mapping[str, Any], first: Mapping[str, Any]) -> str:

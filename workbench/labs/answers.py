@@ -85,7 +85,7 @@ class Check:
         if "value" not in found:
             self.wrong(
                 f"The notebook has no `{name}`.",
-                f"run the cell of exercise {self.number}, and those above it in order",
+                f"run the cell of exercise {self.number}, and the cells above it in order",
             )
         value = unpack(found["value"])
         if value is None or value is Ellipsis:
@@ -138,7 +138,7 @@ class Check:
         found = list(value)
         if count is not None:
             self.need(
-                len(found) == count, f"`{name}` has {len(found)} items, but must have {count}."
+                len(found) == count, f"`{name}` has {len(found)} items, but it must have {count}."
             )
         return found
 
@@ -147,9 +147,15 @@ class Check:
         try:
             found = np.asarray(self.value(name), dtype=float)
         except (TypeError, ValueError):
-            self.wrong(f"`{name}` cannot be read as an array of numbers.")
+            self.wrong(
+                f"`{name}` cannot be read as an array of numbers.",
+                "give a list, a tuple or an array of numbers",
+            )
         if shape is not None and found.shape != shape:
-            self.wrong(f"`{name}` has the shape {found.shape}, but must have {shape}.")
+            self.wrong(
+                f"`{name}` has the shape {found.shape}, but the shape must be {shape}.",
+                "a list of n numbers has the shape (n,), and one number has the shape ()",
+            )
         self.need(bool(np.isfinite(found).all()), f"`{name}` has numbers that are not finite.")
         return found
 
@@ -181,13 +187,14 @@ class Check:
         if "raised" in found:
             self.wrong(
                 f"{asked} raised {found['raised']}",
-                "call it with these values in a new cell to see the line that raised the error",
+                f"call `{name}` with these values in a new cell: which line raises the error?",
             )
         value = unpack(found.get("value"))
         if value is None or value is NotImplemented or value is Ellipsis:
             self.wrong(
                 f"{asked} returned {value}.",
-                f"write its body in the cell of exercise {self.number}, and return the result",
+                f"write the body of `{name}` in the cell of exercise {self.number}, and return the "
+                "result",
             )
         return value, str(found.get("words"))
 
@@ -212,7 +219,8 @@ class Check:
             )
         if found.state != "finished":
             self.wrong(
-                f"The run {name!r} is {found.state}.", "run its cell again and wait for its end"
+                f"The run {name!r} is {found.state}, but it must be finished.",
+                "run the cell that trains this run again, and wait until the cell has ended",
             )
         return found
 
@@ -259,9 +267,9 @@ class Check:
         found = self._side.ask(source, limit_s, framework)
         if "late" in found:
             self.wrong(
-                f"The code did not end within {limit_s:g} s and was interrupted.",
-                "does every receive have a send, in the same order? A worker waits forever for a "
-                "message that nobody sends",
+                f"The code on the engines did not end within {limit_s:g} s and was interrupted.",
+                "does every receive have a send, in the same order? If nobody sends a message, the "
+                "worker that receives it waits forever",
             )
         if "values" not in found:
             self.wrong(str(found.get("wrong")), str(found.get("hint") or hint))
@@ -287,6 +295,15 @@ def number(value: Any) -> float:
 def close(found: float, truth: float, share: float) -> bool:
     """Whether a number is within a share of the truth."""
     return math.isfinite(truth) and abs(found - truth) <= share * abs(truth)
+
+
+def as_read(found: float, truth: float) -> bool:
+    """Whether a number is the positive truth, or the truth cut or rounded to 2 to 6 decimals."""
+    off = found - truth
+    return abs(off) <= 1e-5 * truth or any(
+        -(0.1**places) < off <= 0.1**places / 2 and abs(found - round(found, places)) < 1e-12
+        for places in range(2, 7)
+    )
 
 
 @dataclass(frozen=True)
@@ -341,6 +358,9 @@ class RunFacts:
             None if figures is None else _figures(figures),
             None if weights is None else {str(k): np.asarray(v) for k, v in weights.items()},
         )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"wb.runs[{self.name!r}]"
 
     def summarise(self) -> Figures:
         """The run's key figures.

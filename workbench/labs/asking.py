@@ -53,7 +53,7 @@ def check(exercise: str, namespace: Mapping[str, Any] | Side | None = None) -> R
         looking.findings.append(Finding(False, error.what, error.next_step or ""))
     except (Exception, SystemExit) as error:  # an answer of a kind that the check did not foresee
         words = f"The answer could not be checked: {type(error).__name__}: {error}"
-        hint = f"does it have the form that the text of exercise {asked.number} asks for?"
+        hint = f"does the answer have the form that the text of exercise {asked.number} asks for?"
         looking.findings.append(Finding(False, words, hint))
     if namespace is None:
         _stopped_on_its_way(looking, asked)
@@ -107,8 +107,8 @@ def _up_to_date(looking: Check, asked: Exercise) -> None:
     looking.need(
         not ended.unread,
         f"The cell of exercise {asked.number} is not valid Python: it raised a {ended.error}, and "
-        "none of it was run.",
-        "correct the line that the error points at, run the cell, and check again",
+        "no line of this cell was run.",
+        "correct the line that the error message shows, run the cell, and check again",
     )
     there = asked.cell == "the engines"
     ran = "on the engines" if ended.on_engines else "in the notebook"
@@ -128,7 +128,7 @@ def _stopped_on_its_way(looking: Check, asked: Exercise) -> None:
     wrong = any(not finding.right for finding in looking.findings)
     if ended is not None and ended.error and not ended.unread and wrong:
         words = f"The cell of exercise {asked.number} raised a {ended.error} when it was last run."
-        hint = "the lines below the one that failed were not run, so their variables are old"
+        hint = "the lines after the error were not run, so the variables that they set are old"
         looking.findings.append(Finding(False, words, hint))
 
 
@@ -182,7 +182,7 @@ def begin(
     if others := _others():
         print(  # noqa: T201 - the notebook's output
             f"Other notebooks have a cluster too: {', '.join(others)}. If memory is scarce, as "
-            "on Binder, shut down their kernels."
+            "on Binder, shut down the kernels of these notebooks."
         )
 
 
@@ -197,7 +197,7 @@ def _have(engines: int, framework: str, line: ProgressLine) -> str:
                 next_step="begin the lab in another notebook, or run %cluster stop first",
                 code="WB-PLAN-045",
             )
-        words = f" (a cluster of {len(old.worker_ids)} was stopped)"
+        words = f" (a cluster of {len(old.worker_ids)} engines was stopped)"
         session.stop()
     elif old is not None:
         dropped = sum(old.free().values())

@@ -153,7 +153,7 @@ def case(name: str, student: str | None = None) -> Case:
         play_as(student)
     if _latest(name).runs:
         _plays[name].append(Play(draw(_seed, name, len(_plays[name]))))
-        print(f"Case {name} has been run, so it now has new numbers.")  # noqa: T201
+        print(f"Case {name} has been run before, so it now has new numbers.")  # noqa: T201
     return _latest(name).case
 
 
@@ -252,14 +252,14 @@ def seal(case: Case, strategy: object, samples_per_s: object) -> None:
         return
     if play.runs and play.honest:
         print(  # noqa: T201
-            f"Case {case.name} has been run already: its sealed prediction does not change."
+            f"Case {case.name} has been run already, so its sealed prediction cannot change."
         )
         return
     play.strategy, play.predicted = str(strategy), float(samples_per_s)  # type: ignore[arg-type]
     play.sealed_at, play.late = time.time(), bool(play.runs)
     print(  # noqa: T201
-        f"Case {case.name} is sealed at {time.strftime('%H:%M:%S')}: {play.strategy}, "
-        f"{number(play.predicted)} samples/s."
+        f"The prediction for case {case.name} was sealed at {time.strftime('%H:%M:%S')}: "
+        f"{play.strategy}, {number(play.predicted)} samples/s."
     )
 
 
@@ -279,7 +279,7 @@ def run(case: Case) -> Table | None:
     """Run what was sealed, then all others, and return the scores; nothing without a seal."""
     play = _play_of(case)
     if not play.sealed:
-        print(f"First seal a prediction for case {case.name}: blind.seal(...).")  # noqa: T201
+        print(f"First seal a prediction for case {case.name} with blind.seal(...).")  # noqa: T201
         return None
     for strategy in (play.strategy, *STRATEGIES):
         measure(case, strategy)
@@ -305,7 +305,7 @@ def _result(play: Play) -> Table:
 
 def _words(play: Play) -> str:
     prediction, choice = play.scores
-    said = f"Prediction {prediction:.2f}, choice {choice:.2f} of 1."
+    said = f"Points: prediction {prediction:.2f} of 1, choice {choice:.2f} of 1."
     if play.honest:
         return said
     return f"{said} The prediction does not count: it was sealed after the case had been run."

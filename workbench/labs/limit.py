@@ -130,7 +130,8 @@ class Limit:
             print(  # noqa: T201 - the notebook's output
                 f"The cell of exercise {number} took longer than {self.limit_s:g} s and was "
                 "interrupted. Is there a loop that never ends, or a receive without a send? "
-                "Change the cell and run it again. Nothing else was lost."
+                "Change the cell and run it again. All runs and variables of other cells still "
+                "exist."
             )
 
     def _strike(self, number: str) -> None:

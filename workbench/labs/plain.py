@@ -70,6 +70,9 @@ class NamedRun:
     workers: int = 0
     sent_bytes: float = 0.0
 
+    def __repr__(self) -> str:
+        return f"a run of {self.workers} workers" if self.workers else f"wb.runs[{self.name!r}]"
+
 
 def shown(value: Any) -> str:
     """Return a value in a few words."""

@@ -202,10 +202,10 @@ def _paragraph(who: str, held: Mapping[str, str]) -> str:
 
 _README = """Runs of a lab.
 
-NAME/              a run: wb.load("NAME") loads it, with history, evaluations and weights
+NAME/              a run: wb.load("NAME") loads this run, with history, evaluations and weights
 NAME/history.csv   one row per worker and step; times in seconds, sizes in bytes
-NAME/summary.txt   its key figures
-NAME/run.png       its picture
+NAME/summary.txt   the key figures of the run
+NAME/run.png       the picture of the run
 """
 
 

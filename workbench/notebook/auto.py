@@ -51,7 +51,7 @@ def chooses(request: RunRequest) -> bool:
     mine = [FLAGS[name].long for name in _OWN if getattr(request, name) != UNSAID[name]]
     if mine and not chosen:
         raise PlanError(
-            "These flags only work with strategy auto.",
+            "These flags work only with the strategy `auto`.",
             seen=", ".join(mine),
             next_step="%%distributed auto ...",
             code="WB-PLAN-314",
@@ -60,9 +60,9 @@ def chooses(request: RunRequest) -> bool:
     besides += [f"several of {FLAGS[axis.field].long}" for axis in request.several]
     if chosen and (len(request.strategies) > 1 or besides):
         raise PlanError(
-            "auto chooses one strategy and trains one run under it.",
+            "The strategy `auto` chooses one strategy and trains one run under it.",
             seen=", ".join([*request.strategies, *besides]),
-            next_step="run %%distributed auto first, then the chosen strategy with these flags",
+            next_step="run `%%distributed auto`, then the chosen strategy with these flags",
             code="WB-PLAN-315",
         )
     return chosen
@@ -77,21 +77,23 @@ def choose(
     cluster: Cluster | None = None,
     **settings: Any,
 ) -> ChoicePicture:
-    """Measure one or two strategies, predict the others, return the ranking; no full training.
+    """Measure one or two strategies, predict the others, and return a ranking of all strategies.
 
         found = wb.choose("digits_mlp", workers=2)
         found.winner.candidate.name, found.reason
 
-    At most three short runs are made. Each of them trains the cell from its beginning, separately.
+    Workbench makes at most three short runs. Each short run trains the cell from its beginning. The
+    cell is not trained to its end.
 
     Args:
         source: Source of a cell, a function, a recipe, or the name of a run or recipe.
-        memory_per_worker: Memory limit of a worker for weights, gradients and optimizer state:
-            bytes, or text as `"4GiB"`.
+        memory_per_worker: Memory limit of a worker for weights, gradients and optimizer state: a
+            number of bytes, or a text such as `"4GiB"`.
         allow_stale: Whether to include strategies whose weights differ from those of one device.
         most_s: Time limit of all short runs together, in seconds.
-        cluster: By default the notebook's cluster, or the only cluster.
-        settings: As `Cluster.run` takes them: `workers`, `options`, `batch_size`, `values`, ...
+        cluster: The cluster for the runs; by default the notebook's cluster, or the only cluster.
+        settings: Settings of the runs, as for `Cluster.run`: `workers`, `options`, `batch_size`,
+            `values`, ...
 
     Raises:
         PlanError: The settings are not possible, or no strategy remains.
@@ -165,7 +167,7 @@ class Chooser:
                 next_step=_way_out(self._request),
                 code="WB-PLAN-316",
             )
-        late = ("The time for short runs is used up. --probe-seconds sets a longer time.",)
+        late = ("The time for short runs is used up. `--probe-seconds` sets a longer time.",)
         notes = found.notes if time.monotonic() < ends else (*found.notes, *late)
         found = replace(found, seconds=time.monotonic() - began, workers=self._workers, notes=notes)
         return ChoicePicture(**vars(found))
@@ -279,7 +281,7 @@ def train_chosen(
             return _trained(chooser.line_of(row.candidate), recipe, number, autoreload)
     raise PlanError(
         "Every strategy refused the cell.", seen=", ".join(r.candidate.name for r in found.rows),
-        next_step="name a strategy to see why: %%distributed mirrored", code="WB-PLAN-317",
+        next_step="run one strategy to see why: %%distributed mirrored", code="WB-PLAN-317",
     )  # fmt: skip
 
 
@@ -305,5 +307,5 @@ def _brief(error: WorkbenchError) -> str:
 
 def _way_out(request: RunRequest) -> str:
     if request.memory_per_worker is not None:
-        return "more --memory-per-worker, or more workers"
-    return "name a strategy: %%distributed mirrored"
+        return "allow more memory (--memory-per-worker), or use more workers"
+    return "run one strategy: %%distributed mirrored"

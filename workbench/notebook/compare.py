@@ -88,8 +88,9 @@ class Compared:
 
         Args:
             metric: A name in `run.evals`: `"loss"`, or one of `metrics` of `wb.fit`.
-            largest: Whether the largest value is the best; by default the smallest is the best
-                for names that end in `loss` or `error`, and the largest for others.
+            largest: Whether the largest value is the best. By default the smallest value is the
+                best for names that end in `loss` or `error`, and the largest value for all other
+                names.
 
         Raises:
             PlanError: No run was evaluated with this metric.
@@ -103,7 +104,7 @@ class Compared:
                 "None of these runs was evaluated with this metric.",
                 seen=metric,
                 allowed=", ".join(names) or "nothing: no run was evaluated",
-                next_step="pass eval_data and metrics to wb.fit",
+                next_step="pass `eval_data` and `metrics` to wb.fit",
                 code="WB-PLAN-333",
             )
         if largest is None:
@@ -181,22 +182,23 @@ class Compared:
 
 
 def compare(*runs: Run | str) -> Compared:
-    """Compare runs, also stopped and failed runs.
+    """Compare runs, including stopped and failed runs.
 
     Args:
         runs: Runs, or their names in `wb.runs`.
 
-    Shows loss by time, samples and steps, throughput, speed-up and efficiency. Also shows the parts
-    of a step's time, sent bytes, memory, staleness, final loss and metrics. One sentence says which
-    plan was faster and why, and when more workers would be faster.
+    The comparison shows the loss by time, samples and steps, the throughput, the speed-up and the
+    efficiency. It also shows the parts of a step's time, the sent bytes, the memory, the staleness,
+    the final loss and the metrics. A verdict says which plan was faster and why, and when more
+    workers would be faster.
 
     Raises:
-        PlanError: No run was given, a value is not a run, or no run has the name.
+        PlanError: No run was given, a value is not a run, or no run has this name.
     """
     if not runs:
         raise PlanError(
             "There is nothing to compare.",
-            next_step='name runs: wb.compare("a", "b")',
+            next_step='give the names of runs: wb.compare("a", "b")',
             code="WB-PLAN-103",
         )
     found = [_run(one) for one in runs]
@@ -219,7 +221,7 @@ def _run(one: object) -> Run:
 
 
 def strategies() -> Any:
-    """A table of every strategy: name, term, options, how it can be used, source."""
+    """Return a table of all strategies: name, term, options, how each is used, and source."""
     from ..views.tables import strategies_table
 
     return strategies_table(catalog.CATALOG)
@@ -237,14 +239,14 @@ def diagram(
     """Return the messages of one step: `wb.diagram("parameter_server", workers=3, servers=2)`.
 
     Args:
-        strategy: A name or alias, as `%%distributed` takes it.
-        workers: Number of workers, 1 to 64; a strategy with a lower limit takes fewer.
+        strategy: The name or an alias of a strategy, as in `%%distributed`.
+        workers: Number of workers, 1 to 64. Some strategies have a lower limit.
         framework: `torch` or `tensorflow`, the framework of the strategy.
-        options: Options of the strategy, as `-o` takes them.
+        options: Options of the strategy, as for `-o`.
 
     Returns:
-        A picture (SVG, with its content as text); `.data` are nodes, phases and arrows,
-        `.to_wire()` the same for JSON.
+        A picture (SVG, with its content as text). Its `.data` contains nodes, phases and arrows,
+        and its `.to_wire()` returns the same data for JSON.
 
     Raises:
         PlanError: The strategy or an option is unknown, or the options do not fit the workers.
@@ -318,9 +320,9 @@ class Calibration:
         """The procedure in sentences."""
         workers = len(self.run.engines)
         return (
-            f"Trained a small network under mirrored on {workers} workers and delayed worker 1 by "
-            f"{self.injected_ms:.0f} ms in each step, then read the {self.steps} steps after the "
-            f"first {SETTLE}.",
+            f"Workbench trained a small network under `mirrored` on {workers} workers and delayed "
+            f"worker 1 by {self.injected_ms:.0f} ms in each step. The table shows the {self.steps} "
+            f"steps after the first {SETTLE}.",
             "The measured delay is a median ± half the distance between the quartiles. The error "
             f"is this median minus the injected delay: {self.error_ms:+.1f} ms.",
         )
@@ -335,12 +337,13 @@ class Calibration:
             Reading("the others' sync wait", f"{self.read_ms:.1f} ± {self.spread_ms:.1f} ms",
                     f"{self.injected_ms:.0f} ± {within:.0f} ms", abs(self.error_ms) <= within),
             Reading("worker 1's own wait", milliseconds(self.own_ms), most, self.own_ms <= within),
-            Reading("worker 1 was named", f"{self.named_share:.0%} of {self.steps} steps",
-                    "at least 95%", self.named_share >= 0.95),
+            Reading("worker 1 is named as the cause",
+                    f"in {self.named_share:.0%} of {self.steps} steps", "at least 95%",
+                    self.named_share >= 0.95),
             Reading("time between steps (wall time minus all steps)", shares if known else UNKNOWN,
                     f"at most {MOST_RESIDUAL:.0%}",
                     abs(self.residual) <= MOST_RESIDUAL if known else None),
-            Reading("making the dashboard's frames", _share(self.chart_cpu, self.frames), "", None),
+            Reading("drawing the dashboard", _share(self.chart_cpu, self.frames), "", None),
         )  # fmt: skip
 
     def table(self) -> Table:
@@ -368,9 +371,9 @@ class Calibration:
 
 
 def calibrate(cluster: Cluster | None = None) -> Calibration:
-    """Slow worker 1 by 50 ms a step under `mirrored` and return the measured delay.
+    """Slow worker 1 by 50 ms in each step under `mirrored`, and return the measured delay.
 
-    Meanwhile the live dashboard's frames are made as below a cell, to measure their cost.
+    The live dashboard's frames are computed during this run, as for a cell, to measure their cost.
 
     Args:
         cluster: The cluster for the measurement; by default the notebook's cluster.

@@ -63,25 +63,27 @@ def job(
     args: tuple[Any, ...] = (),
     **asked: Any,
 ) -> Path:
-    """Write a folder that trains something elsewhere: under torchrun, or on a platform.
+    """Write a job folder, from which torchrun or a platform can start the training.
 
     Args:
         what: A run to repeat, a plan, the source of a cell, or a function.
-        folder: The target folder. An existing job is overwritten; its runs stay.
-        on: Platforms for which a file is also written: `slurm`, `trainjob`, `ray`, `skypilot`, ...
-        plain: Write a script that does not use Workbench; it is not recorded.
-        files: Files that the cell reads; copied next to the script.
-        replace: Whether to overwrite a train.py that was changed by hand.
-        strategy: Strategy for a source or a function.
-        args: Arguments of a function.
-        asked: Resources of the platforms (`nodes=2, partition="gpu"`), and further arguments of
+        folder: The job folder. If it already holds a job, the job is overwritten, but its runs
+            stay.
+        on: Platforms for which their files are also written: `slurm`, `trainjob`, `ray`,
+            `skypilot`, ...
+        plain: Whether to write a script that does not use Workbench; its runs are not recorded.
+        files: Files that the cell reads. They are copied next to the script.
+        replace: Whether to overwrite a `train.py` that was changed by hand.
+        strategy: The strategy, if `what` is a source or a function.
+        args: The arguments, if `what` is a function.
+        asked: Resources on the platforms (`nodes=2, partition="gpu"`), and further arguments of
             `cluster.run` (`workers=4, epochs=2`).
 
     Returns:
-        The folder.
+        The path of the folder.
 
     Raises:
-        PlanError: The cell cannot run elsewhere, or the platform cannot run it.
+        PlanError: The cell cannot run outside of the notebook, or the platform cannot run it.
     """
     resources, rest = _parted(asked)
     told: dict[str, Any] = {"plain": plain, "files": [Path(f) for f in files], "replace": replace}
@@ -125,24 +127,27 @@ def submit(
     context: str = "",
     **asked: Any,
 ) -> Submitted:
-    """Submit a job to a platform, and show it below this cell after it has begun.
+    """Submit a job to a platform, and show its run below the cell when the run begins.
 
     Args:
-        what: A value that `wb.job` takes, or the folder of a job.
+        what: A value as for `wb.job`, or the path of a job folder.
         on: `slurm`, `ssh`, `ray`, `kubernetes`, `skypilot` or `local`.
-        folder: the folder; by default a new one next to the runs. Nodes must see it under Slurm.
-        follow: Whether to wait for its beginning and show it; an interrupt ends only the wait. A
-            plain job is not recorded, so there is no wait for it.
-        plot: The kind of view, as for `--plot`.
-        venv: For slurm and ssh: an environment that exists on the nodes. Under Slurm the default is
-            the environment of this notebook. Empty: an environment is made for the job from its
-            requirements.
-        address: Address of a Ray cluster; by default RAY_ADDRESS.
-        context: Context of kubectl; by default the current one.
-        asked: As `wb.job`: `nodes=2, time_s=600, partition="gpu"`, `strategy=`, `workers=`.
+        folder: The job folder; by default a new folder in Workbench's data folder. Under Slurm all
+            nodes must see this folder.
+        follow: Whether to wait until the run begins, and then show it. An interrupt ends only this
+            wait. A job with `plain` is not recorded, so `submit` does not wait for it.
+        plot: How the run is shown, as for `--plot`.
+        venv: For `slurm` and `ssh`: a virtual environment that exists on the nodes. Under Slurm the
+            default is the environment of the notebook. If it is empty, the job makes an environment
+            from its requirements.
+        address: The address of a Ray cluster; by default the variable `RAY_ADDRESS`.
+        context: The context of `kubectl`; by default the current context.
+        asked: Arguments as for `wb.job`: `nodes=2, time_s=600, partition="gpu"`, `strategy=`,
+            `workers=`.
 
     Returns:
-        The job: `.state`, `.reason`, `.logs()`, `.cancel()`, `.follow()`; also in `wb.jobs`.
+        The job, with `.state`, `.reason`, `.logs()`, `.cancel()` and `.follow()`. It is also in
+        `wb.jobs`.
 
     Raises:
         PlanError: The job or a setting is not valid.
@@ -172,8 +177,8 @@ def submit(
     handed = jobs.submit(path, on, resources, name=named, **given_options)
     if follow and read_job(path).plain:
         sys.stdout.write(
-            "The job is not recorded, so it cannot be followed: "
-            f"wb.jobs[{handed.name!r}] has its state and its logs.\n"
+            "The job is not recorded, so it cannot be followed. "
+            f"wb.jobs[{handed.name!r}] shows its state and its logs.\n"
         )
     elif follow:
         try:
@@ -190,24 +195,25 @@ def follow(
     wait_s: float | None = BEGIN_S,
     control: Sequence[str] | None = None,
 ) -> FollowedJob:
-    """Show a run that trains elsewhere, with all methods of a run of this notebook.
+    """Show a run of another machine or process, with all methods of a run of this notebook.
 
-    Data arrives with a delay of at most a second. It is read from the beginning of the run, so a
-    notebook that was closed misses nothing. Stop, Pause, single steps and faults are sent to the
-    run.
+    The records arrive with a delay of at most two seconds. They are read from the beginning of the
+    run, so no record is missing if the notebook was closed meanwhile. Stop, Pause, single steps and
+    faults are sent to the run.
 
     Args:
-        place: A job's folder or a run's; `ssh://[user@]host[:port]/folder`; a command whose output
-            has the records as marked lines, such as `kubectl logs -f POD`; or a submitted job.
-        plot: The kind of view, as for `--plot`.
-        wait_s: How long to wait for a run that has not begun; None: without a limit.
-        control: For a command: the command that takes orders.
+        place: The folder of a job or of a run; `ssh://[user@]host[:port]/folder`; a command whose
+            output contains the records as marked lines, such as `kubectl logs -f POD`; or a
+            submitted job.
+        plot: How the run is shown, as for `--plot`.
+        wait_s: How many seconds to wait for a run that has not begun; None waits without a limit.
+        control: If `place` is a command: the command that sends orders to the run.
 
     Returns:
-        The run, running or ended; also in `wb.runs`.
+        The run, which is running or has ended. It is also in `wb.runs`.
 
     Raises:
-        RunError: There is no run, it did not begin in time, or it cannot be reached.
+        RunError: There is no run, the run did not begin in time, or its place cannot be reached.
         PlanError: The place is not valid.
     """
     if isinstance(place, Submitted):
@@ -331,8 +337,8 @@ def _show_when_begun(handed: Submitted, plot: str = "auto") -> FollowedJob:
             raise
         raise RunError(
             f"Job {handed.name} failed before its run began.",
-            seen=str(handed.look().reason or error.seen),
-            allowed=f"its output ends:\n{handed.logs(20)}",
+            seen=f"{handed.look().reason or error.seen}\n"
+            f"End of the job's output:\n{handed.logs(20)}",
             next_step="fix the error and submit the job again",
             code="WB-RUN-107",
         ) from error

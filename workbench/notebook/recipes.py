@@ -18,10 +18,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Recipes(Mapping[str, Recipe]):
-    """Recipes by name: those of the package, the notebook's cells, its functions.
+    """All recipes by name: built-in recipes, and the cells and functions of the notebook.
 
-    A name is looked up among functions first, then among runs, then among the built-in recipes; the
-    first recipe for the requested framework is used.
+    A name is searched among the functions first, then among the runs, then among the built-in
+    recipes. The first recipe for the requested framework is used.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Recipes(Mapping[str, Recipe]):
             raise PlanError(
                 "Another function is already registered under this name.",
                 seen=made.name,
-                allowed=f"another name than that of {known[0].function}()",
+                allowed=f"a name other than that of {known[0].function}()",
                 next_step=f"@wb.recipe(name=...), or wb.recipes.forget({made.name!r}) first",
                 code="WB-PLAN-111",
             )
@@ -126,7 +126,7 @@ class Recipes(Mapping[str, Recipe]):
         return Table(
             columns,
             rows,
-            notes=["Train one: %distributed mirrored --recipe NAME -p PARAMETER=VALUE"],
+            notes=["To train a recipe: %distributed mirrored --recipe NAME -p PARAMETER=VALUE"],
         )
 
     def __repr__(self) -> str:
@@ -164,20 +164,23 @@ def recipe(*, name: str = "", summary: str = "") -> Callable[[Function], Functio
 def recipe(function: Any = None, *, name: str = "", summary: str = "") -> Any:
     """Register a function of the notebook as a recipe: write `@wb.recipe` above its `def`.
 
-    The engines run its source, followed by a call. Its arguments are the recipe's parameters, so
-    every argument needs a default. If the function is defined again, it replaces the old one.
+    The engines run the source of the function, followed by a call of the function. Its arguments
+    are the parameters of the recipe, so every argument needs a default. If you define the function
+    again, the new definition replaces the old one.
 
     Args:
         function: The training function; every argument needs a default.
         name: The name for `--recipe`; by default the function's name.
-        summary: One line for lists; by default the first line of its docstring.
+        summary: One line for lists of recipes; by default the first line of the function's
+            docstring.
 
     Returns:
-        The unchanged function, which can still be called.
+        The function, which is unchanged and can still be called.
 
     Raises:
-        PlanError: It is not a function, its source cannot be read, it uses names of an enclosing
-            function, an argument has no default, or another function has the name.
+        PlanError: The object is not a function, its source cannot be read, it uses names of an
+            enclosing function, an argument has no default, or another function already has the
+            name.
 
     Example:
         >>> @wb.recipe

@@ -194,7 +194,7 @@ class RunView:
             raise RunError(
                 f"Interrupted: run {self.run.name!r} was stopped after "
                 f"{self.run.history.totals.steps} steps.",
-                next_step="see its history in wb.runs",
+                next_step="the run's history is in wb.runs",
                 code="WB-RUN-088",
             ) from None
         except RunError as error:
@@ -290,9 +290,11 @@ def show_attached(cluster: ClusterAccess) -> Run | None:
 def kept_words(keeping: Keeping) -> str:
     """Print how to find a kept cluster again, and when it ends."""
     name, idle_s = keeping.id, keeping.idle_timeout_s
-    end = f"when idle for {idle_words(idle_s)}" if math.isfinite(idle_s) else "never by itself"
+    end = "never ends by itself"
+    if math.isfinite(idle_s):
+        end = f"also ends when it is idle for {idle_words(idle_s)}"
     return (
         f"the cluster is kept as {name}: %cluster attach {name} opens it again, also in another "
-        "notebook;\n"
-        f"it ends with %cluster stop, with workbench stop {name}, or {end}"
+        "notebook\n"
+        f"%cluster stop or `workbench stop {name}` ends the cluster; it {end}"
     )

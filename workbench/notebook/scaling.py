@@ -195,7 +195,7 @@ def scaled(
     if found is None:
         raise PlanError(
             why_not(summaries),
-            allowed="-n 1,2,4 above the cell, or wb.sweep(..., workers=[1, 2, 4])",
+            allowed="-n 1,2,4 in the cell's first line, or wb.sweep(..., workers=[1, 2, 4])",
             code="WB-PLAN-281",
         )
     return Scaled(found, {one.name: run for one, run in zip(summaries, runs, strict=False)})
@@ -236,7 +236,9 @@ def _predicted(curve: Curve, counts: Iterable[int], runs: Mapping[str, RunData])
         Exception
     ) as error:  # the picture of measured values must not fail because of a prediction
         log.exception("Scaling of %r could not be predicted", curve.name)
-        return Predicted(base.name, point.workers, why_not=f"It failed ({type(error).__name__}).")
+        return Predicted(
+            base.name, point.workers, why_not=f"The prediction failed ({type(error).__name__})."
+        )
     rate = curve.base.samples_per_s.mean
     points = []
     for one in made.points:
@@ -294,7 +296,7 @@ def _written(text: str, path: str | Path | None) -> str:
 
 
 def published() -> Table:
-    """A table of the published scaling curves: numbers, hardware, source, key."""
+    """Return a table of the published scaling curves: numbers, hardware, source and key."""
     from ..views.scaling.published import curves, published_table
 
     return published_table(curves())

@@ -114,7 +114,7 @@ class Session:
             raise ClusterError(
                 "This notebook already has a cluster.",
                 seen=self.cluster.keeping.id,
-                next_step="%cluster stop to end it, or attach in another notebook",
+                next_step="end this cluster with %cluster stop, or attach in another notebook",
                 code="WB-CLUSTER-043",
             )
         found = attach(cluster, take=take)
@@ -142,7 +142,7 @@ class Session:
             raise PlanError(
                 "The notebook's cluster was started with other settings.",
                 seen=wanted,
-                allowed=now or "the settings that it was started with, or none",
+                allowed=now or "the settings with which the cluster was started, or no settings",
                 next_step="%cluster stop, then start again",
                 code="WB-PLAN-127",
             )
@@ -222,7 +222,7 @@ class Session:
             raise PlanError(
                 "These flags need a strategy, but the line names none.",
                 seen=", ".join(given),
-                next_step="name a strategy: %%distributed mirrored ...",
+                next_step="add a strategy: %%distributed mirrored ...",
                 code="WB-PLAN-129",
             )
 
@@ -237,7 +237,7 @@ class Session:
         cluster = self.need_cluster()
         if line.ranks is not None:
             raise PlanError(
-                "A strategy chooses its own workers.",
+                "A strategy chooses its workers itself, so --ranks is not allowed.",
                 seen=f"--ranks {','.join(map(str, line.ranks))}",
                 next_step="use -n for the number of workers",
                 code="WB-PLAN-130",
@@ -252,7 +252,7 @@ class Session:
             raise PlanError(
                 "--price needs runs with different numbers of workers.",
                 seen=f"--price {line.price:g}, and {found[0].workers} workers",
-                next_step="-n 1,2,4, or wb.compare(...).scaling(price=...) for earlier runs",
+                next_step="use -n 1,2,4; for earlier runs use wb.compare(...).scaling(price=...)",
                 code="WB-PLAN-284",
             )
         if len(found) > 1:
@@ -361,12 +361,12 @@ know_notebook(lambda: None if session.cluster is None else session.cluster.frame
 
 
 def queue(plans: Plan | Iterable[Plan] = (), *, keep_going: bool | None = None) -> Queue:
-    """Return the queue of the notebook's cluster, after adding plans to it (`wb.queue`).
+    """Add plans to the queue of the notebook's cluster and return the queue (`wb.queue`).
 
     Args:
         plans: Plans to add, such as `wb.runs["base"].plan`.
-        keep_going: Whether the next plan begins after a plan has failed; None leaves this setting
-            unchanged.
+        keep_going: Whether the queue continues with the next plan after a plan has failed. None
+            leaves this setting unchanged.
 
     Raises:
         ClusterError: The notebook has no cluster.
@@ -390,29 +390,31 @@ def resume(
     cluster: Cluster | None = None,
     **overrides: Any,
 ) -> Run:
-    """Run the cell (or function) of a checkpoint again, from the checkpoint's step.
+    """Run the cell or function of a checkpoint again, from the step of the checkpoint.
 
-    Its code is stored with the checkpoints and runs on the engines. So resume only from folders
-    that you trust. Injected faults are not restored.
+    The code of the run is stored with the checkpoints and runs on the engines. So resume only from
+    folders that you trust. Injected faults are not repeated.
 
     Args:
-        path: The folder that `--checkpoint DIR` named (its last checkpoint), or a `DIR/step-N`.
-        workers: Number of replicas; by default as in the run.
+        path: The folder `DIR` of `--checkpoint DIR` (its last checkpoint is used), or the folder
+            `DIR/step-N` of one checkpoint.
+        workers: Number of workers (replicas); by default as in the earlier run.
         strategy: Another strategy of the same framework.
-        options: Options of the strategy; they override the run's options.
-        checkpoint: Folder for further checkpoints; by default the same folder.
-        checkpoint_every: Steps between checkpoints; by default as before.
-        on_failure: As `--on-failure`; by default as before.
-        name: Name of the run in `wb.runs`; by default as before.
-        args: The function's arguments, if the run began with a function that has arguments.
-        cluster: By default the notebook's, or the only one.
-        overrides: `epochs`, `steps`: how far to train; `seed` and `batch_size` must stay.
+        options: Options of the strategy; they override the options of the earlier run.
+        checkpoint: Folder for new checkpoints; by default the folder of the earlier run.
+        checkpoint_every: Number of steps between two checkpoints; by default as in the earlier run.
+        on_failure: The value of `--on-failure`; by default as in the earlier run.
+        name: Name of the run in `wb.runs`; by default as in the earlier run.
+        args: The arguments of the function, if the run trains a function that has arguments.
+        cluster: The cluster for the run; by default the notebook's cluster, or the only cluster.
+        overrides: `epochs` or `steps`, up to which the run trains. `seed` and `batch_size` cannot
+            be changed.
 
     Returns:
-        The running run; its step numbers continue from the checkpoint's.
+        The run, which has begun. Its step numbers continue from the step of the checkpoint.
 
     Raises:
-        RunError: There is no checkpoint, or it cannot be read.
+        RunError: There is no checkpoint, or the checkpoint cannot be read.
         PlanError: The requested run is not possible.
     """
     one = checkpoints.at(path)
@@ -421,7 +423,7 @@ def resume(
     recipe = before.recipe
     if args is None and about.get("arguments"):
         raise PlanError(
-            "The function was given arguments, which checkpoints do not store.",
+            "The function was called with arguments, and checkpoints do not store them.",
             seen=recipe.origin,
             allowed=f"args=({about['arguments']} values)",
             next_step="wb.resume(path, args=(...))",
@@ -459,7 +461,11 @@ def cluster_here() -> Cluster:
     if len(running) == 1:
         return running[0]
     raise ClusterError(
-        "No cluster is running in this notebook." if not running else "Which cluster?",
-        next_step="run %cluster start 2 first" if not running else "pass cluster=...",
+        "No cluster is running in this notebook."
+        if not running
+        else f"{len(running)} clusters are running, and none of them is given.",
+        next_step="run %cluster start 2 first"
+        if not running
+        else "choose one of them: cluster=...",
         code="WB-CLUSTER-042",
     )

@@ -32,25 +32,27 @@ def sweep(
     cluster: Cluster | None = None,
     **settings: Any,
 ) -> Scaled | Compared:
-    """Train one recipe under every combination of the values in lists; return the results.
+    """Train one recipe under every combination of the listed values, and return the results.
 
         wb.sweep("digits_mlp", ["one_device", "mirrored"], workers=[1, 2, 4], seeds=3)
         wb.sweep(source, "mirrored", options={"bucket_mb": [5, 25]}, values={"lr": [0.1, 0.01]})
 
-    Every plan is checked before an engine is touched. If a run fails, the others still run; the
-    failed run is shown as missing.
+    Every plan is checked before an engine is used. If a run fails, the other runs are still made,
+    and the failed run is shown as missing.
 
     Args:
         source: Source of a cell, a function, a recipe, or the name of a run or recipe.
-        strategies: One or several strategies; `one_device` is run once and is the baseline.
+        strategies: One strategy or several strategies. `one_device` is run only with one worker,
+            and is the baseline.
         seeds: The number of seeds, counted from 0, or a list of seeds.
         price: Price of a worker-hour, in any currency.
-        cluster: By default the notebook's cluster, or the only cluster.
-        settings: Settings of `Cluster.run`; a list gives several values: `workers`, `batch_size`,
-            `batch_per_worker`, `options`, `values`, `epochs`, `steps`, ...
+        cluster: The cluster for the runs; by default the notebook's cluster, or the only cluster.
+        settings: Settings as for `Cluster.run`: `workers`, `batch_size`, `batch_per_worker`,
+            `options`, `values`, `epochs`, `steps`, ... A list gives several values of a setting.
 
     Returns:
-        The speed-up over workers, if there are several numbers of workers; otherwise a comparison.
+        The speed-up by number of workers, if there are several numbers of workers; otherwise a
+        comparison.
 
     Raises:
         PlanError: A plan cannot be run.

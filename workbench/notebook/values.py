@@ -25,7 +25,7 @@ def push_values(cluster: Cluster, line: str, namespace: dict[str, Any]) -> None:
     missing = [name for name in names if name not in namespace]
     if missing:
         raise PlanError(
-            "The notebook has no variable of this name.",
+            "The notebook has no variable with this name.",
             seen=", ".join(missing),
             code="WB-PLAN-134",
         )
@@ -55,7 +55,7 @@ def pull_values(cluster: Cluster, line: str, namespace: dict[str, Any]) -> None:
         if lacking:
             raise PlanError(
                 f"Engines {lacking} have no {name!r}.",
-                next_step="use --rank ID to pull from an engine that has the variable",
+                next_step="pull from an engine that has the variable: --rank ID",
                 code="WB-PLAN-136",
             )
         values = [found[i][name] for i in found]
@@ -78,7 +78,7 @@ def _split(line: str, known: tuple[str, ...], usage: str) -> tuple[list[str], di
         else:
             names.append(word)
     if not names:
-        raise PlanError("Which variables?", allowed=usage, code="WB-PLAN-138")
+        raise PlanError("No variable is given.", allowed=usage, code="WB-PLAN-138")
     return names, flags
 
 

@@ -302,7 +302,7 @@ def check_written_for(recipe: Recipe, framework: str) -> None:
         raise PlanError(
             f"{recipe.name or recipe.origin} is written for {recipe.framework}.",
             seen=framework,
-            next_step=f"choose {recipe.framework} above the cards, or another recipe",
+            next_step=f"choose {recipe.framework} above the cards, or choose another recipe",
             code="WB-PLAN-066",
         )
 
@@ -327,7 +327,7 @@ def _whole(text: str, *, least: int, most: int | None, several: bool = False) ->
         if value >= least and (most is None or value <= most):
             return value
     limits = f"from {least} to {most}" if most is not None else f"{least} or more"
-    more = "; or several: 1,2,4" if several else ""
+    more = "; or several numbers: 1,2,4" if several else ""
     raise PlanError(
         "This value is not valid.",
         seen=text,

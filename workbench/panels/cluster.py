@@ -77,9 +77,12 @@ class ClusterPart(Part):
         if cluster is None or not cluster.is_busy:
             return ""
         busy = cluster.busy
-        what = f"Run {busy.name}" if isinstance(busy, Run) and not busy.is_over else "A cell"
+        what = (
+            f"run {busy.name}" if isinstance(busy, Run) and not busy.is_over else "a running cell"
+        )
         waiting = sum(item.state == "waiting" for item in cluster.queue().items)
-        return f"{what} is running" + (f", {waiting} more in the queue" if waiting else "")
+        queued = f"{waiting} run{'s' if waiting > 1 else ''} in the queue"
+        return f"{what} and {queued}" if waiting else what
 
     def close(self) -> None:
         """Stop sampling, because no panel is shown."""

@@ -83,7 +83,7 @@ class LivePart(Part):
         """Load a saved run and show it."""
         if not path.strip():
             raise RunError(
-                "Which run?",
+                "No folder of a run is given.",
                 next_step="type the folder that run.save(path) wrote",
                 code="WB-RUN-055",
             )

@@ -247,7 +247,7 @@ class Part(ABC):
         found = self._actions.get(name)
         if found is None:
             raise PlanError(
-                f"The panel's {self.name} does not have this control.",
+                f"The panel's section {self.name!r} does not have this control.",
                 seen=name,
                 allowed=", ".join(self._actions),
                 code="WB-PLAN-074",

@@ -104,7 +104,8 @@ def shared() -> Pump:
 def panel() -> PanelView:
     """Return the Workbench panel for display in the notebook.
 
-    Every panel of a notebook shows the same cluster, choice and runs as the magics do.
+    All panels of a notebook show the same cluster, the same settings and the same runs as the
+    magics.
 
     Raises:
         PlanError: This is not a notebook.
@@ -113,7 +114,7 @@ def panel() -> PanelView:
         raise PlanError(
             "The panel needs a notebook.",
             seen="no Jupyter kernel",
-            next_step="use jupyter lab, or in scripts wb.Cluster(...).run(...) and wb.compare(...)",
+            next_step="open JupyterLab; in scripts: wb.Cluster(...).run(...) and wb.compare(...)",
             code="WB-PLAN-076",
         )
     pump = shared()

@@ -82,7 +82,10 @@ class StrategiesPart(Part):
         found["ready"] = not found["problem"]
         none = self.panel.session.cluster is None
         starts = max(choice.workers or 1, choice.engines)
-        found["note"] = f"No engine is running yet. The button Run starts {starts}." if none else ""
+        engines_words = f"{starts} engine{'s' if starts > 1 else ''}"
+        found["note"] = (
+            f"No engine is running yet. The button Run starts {engines_words}." if none else ""
+        )
         return found
 
     def _problem(
@@ -188,9 +191,9 @@ def _swept(choice: Choice, place: Place, recipe: Recipe | None, named: str) -> s
     counts = several.get("workers", (place.workers,))
     on = f"on {_listed(counts)} worker{'s' if counts != (1,) else ''}"
     if "batch_size" in several:
-        on += f", batches of {_listed(several['batch_size'])}"
+        on += f"; batch sizes {_listed(several['batch_size'])}"
     if choice.seeds > 1:
-        on += f", {choice.seeds} seeds each"
+        on += f"; {choice.seeds} seeds each"
     try:
         lines = choice.lines(place.framework)
         plans = [plan for line in lines for plan in drafts(line, recipe or NOTHING, place)]
@@ -235,7 +238,7 @@ def _facts(entry: catalog.Strategy, place: Place) -> list[str]:
         facts.append(f"uses {entry.max_workers} of {place.workers} workers")
     servers = entry.server_count(entry.settings({}))
     if servers:
-        facts.append(f"{servers} more engines" if servers > 1 else "one more engine")
+        facts.append(f"needs {servers} more engines" if servers > 1 else "needs one more engine")
         facts[-1] += " as servers" if servers > 1 else " as server"
     if entry.one_engine and not entry.remote_workers and place.workers > 1:
         facts.append("all replicas in one engine")
@@ -300,12 +303,12 @@ def _common(choice: Choice, engines: int, place: Place) -> dict[str, Wire]:
 
 def _workers_hint(workers: int | None, engines: int, place: Place) -> str:
     if not engines:
-        return "no engine runs yet"
+        return "no engine is running yet"
     if workers is None:
-        return f"all {engines} engines" if engines > 1 else "the one engine"
+        return f"uses all {engines} engines" if engines > 1 else "uses the only engine"
     if workers > engines:
-        return f"starts {workers - engines} more engines, besides the {engines} running"
-    return f"of {engines} engines" if workers < engines else ""
+        return f"Run starts {workers - engines} more; {engines} already running"
+    return f"uses {workers} of {engines} engines" if workers < engines else ""
 
 
 @lru_cache(maxsize=64)

@@ -212,20 +212,23 @@ def _unfit(one: Candidate, workers: int, given: set[str], *, allow_stale: bool) 
     """
     entry, settings = one.entry, dict(one.settings)
     if not entry.anywhere:
-        return "needs special devices"
+        return "needs a special device, such as a TPU"
     if workers > 1 and entry.max_workers is None and entry.takes_turns and "stages" in settings:
         stages = int(settings["stages"] or 2)
         if workers < 2 * stages:
-            return f"needs {2 * stages} workers: fewer are one pipeline, as in model_split"
+            return (
+                f"needs {2 * stages} workers; with fewer workers it is one pipeline, the same "
+                "as model_split"
+            )
     if workers == 1 and entry.max_workers is None:
-        return "needs 2 workers"
+        return "needs at least 2 workers"
     if allow_stale or entry.is_exact(settings):
         return ""
     if entry.exact_with and entry.is_sync(settings):
         differs = [name for name, value in entry.exact_with if settings.get(name) != value]
         if given.issuperset(differs):
             return ""
-    return "its weights differ from those of one device; --allow-stale includes it"
+    return "its final weights differ from those of one device; --allow-stale includes it"
 
 
 @dataclass
@@ -296,17 +299,19 @@ class Race:
         row = self._predicted(one) if run is None else self._measured(one, run)
         if self.most_bytes is not None and row.memory_bytes > self.most_bytes:
             return replace(
-                row, known="out", why="needs more memory than --memory-per-worker allows"
+                row, known="out", why="needs more memory per worker than --memory-per-worker allows"
             )
         return row
 
     def _measured(self, one: Candidate, run: RunData) -> Row:
         rate, held = rate_of(run.history), memory_of(run)
         if rate is None:
-            return Row(one, "out", memory_bytes=held, why="took no step within its time limit")
+            return Row(
+                one, "out", memory_bytes=held, why="did not finish a step within its time limit"
+            )
         parts = dict(zip(PARTS, rate.parts_s, strict=True))
         lost = (parts["sync_wait_s"] + parts["transfer_s"]) / rate.step_s
-        why = f"measured, {rate.steps} steps"
+        why = f"measured over {rate.steps} steps"
         if one.workers > 1 and lost > 0:
             why += f"; waiting and messages take {lost:.0%} of a step"
         return Row(
@@ -317,7 +322,7 @@ class Race:
         """Return the prediction for a candidate from the measured runs."""
         held = self._held(one)
         runs = self._predictable()
-        why = "no measurement to predict it from"
+        why = "no measured run to predict it from"
         if runs and runs[0].plan.workers > 1:
             try:
                 found = predict(runs, one.workers, strategy=one.entry.name,
@@ -329,7 +334,7 @@ class Race:
                 shares = zip(point.share, CAUSES, strict=True)
                 words = ", ".join(f"{share:.0%} {cause}" for share, cause in shares)
                 return Row(one, "predicted", point.samples_per_s, point.step_s[0], held,
-                           f"predicted: {words}")  # fmt: skip
+                           f"predicted; a step consists of {words}")  # fmt: skip
         return self._bounded(one, held, why)
 
     def _bounded(self, one: Candidate, held: float, why: str) -> Row:
@@ -342,7 +347,7 @@ class Race:
         own_s = rate.step_s / (one.workers * one.most_efficient)
         likely_s, least_s = (own_s + one.least_rounds * each_s for each_s in self._message_s())
         return Row(one, "bounded", (samples / likely_s, 0.0, samples / least_s), NAN, held,
-                   f"upper bound; {why}")  # fmt: skip
+                   f"only an upper bound is known: {why}")  # fmt: skip
 
     def _message_s(self) -> tuple[float, float]:
         """Return a message's fixed cost: the likeliest value, and the smallest."""
@@ -407,21 +412,22 @@ def memory_of(run: RunData) -> float:
 
 def _reason(winner: Row | None, rows: Sequence[Row]) -> str:
     if winner is None:
-        return "No strategy remains."
+        return "No strategy is left."
     name, rate = winner.candidate.name, winner.samples_per_s[0]
     if winner.known == "bounded":
-        return f"{name} is the only strategy that remains. Its speed is not known."
+        return f"Only {name} is left, and its speed is not known."
     words = f"{name} on {winner.candidate.workers} worker" + "s" * (winner.candidate.workers > 1)
     words += f": {_rate(rate)} samples/s, {winner.known}"
     alone = next((r for r in rows if r.candidate.entry.name == BASELINE), None)
     if alone is not None and alone is not winner and alone.samples_per_s[0] > 0:
-        words += f", {rate / alone.samples_per_s[0]:.2f} times one device"
+        words += f", which is {rate / alone.samples_per_s[0]:.2f} times the speed of one device"
     second = next((r for r in rows if r is not winner and r.known in ("measured", "predicted")),
                   None)  # fmt: skip
     if second is None:
         return f"{words}."
     return (
-        f"{words}. Next: {second.candidate.name}, {_rate(second.samples_per_s[0])} ({second.why})."
+        f"{words}. The second best: {second.candidate.name} with {_rate(second.samples_per_s[0])} "
+        f"samples/s ({second.why})."
     )
 
 
@@ -432,13 +438,13 @@ def _notes(rows: Sequence[Row], best: Row | None) -> tuple[str, ...]:
             _, low, high = row.samples_per_s
             if row.known == "predicted" and low <= best.samples_per_s[0] < high:
                 found.append(
-                    f"{row.candidate.name} can be as fast ({_rate(low)} to {_rate(high)} predicted)"
-                    ", but was not measured."
+                    f"{row.candidate.name} was not measured. Its predicted speed ({_rate(low)} to "
+                    f"{_rate(high)} samples/s) may exceed the best measured speed."
                 )
     if any(row.known == "bounded" for row in rows):
         found.append(
-            "For some strategies only an upper bound of the speed is known. The bound assumes "
-            "that all workers are always busy."
+            "Some strategies were not measured, and only an upper bound of their speed is known. "
+            "The bound assumes that no worker ever waits."
         )
     return tuple(found)
 

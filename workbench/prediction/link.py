@@ -40,7 +40,7 @@ class Link:
                     words.append(f"{self.bytes_per_s / _UNIT[unit]:g} {unit}B/s")
                     break
         if self.latency_s is not None:
-            words.append(f"{1e3 * self.latency_s:g} ms a message")
+            words.append(f"{1e3 * self.latency_s:g} ms per message")
         return ", ".join(words) or "no limit"
 
 
@@ -59,17 +59,17 @@ def parse_link(text: object, latency: object = None) -> Link:
     matched = _RATE.match(words[0]) if words and len(words) <= 2 else None
     if matched is None:
         raise PlanError(
-            "link is not valid.",
+            "The value of `link` is not valid.",
             seen=text,
-            allowed=f"{FORMS}: bits as `bit`, bytes as `B/s`",
+            allowed=f"forms such as {FORMS}; write bits as `bit` and bytes as `B/s`",
             code="WB-PLAN-285",
         )
     rate = float(matched[1]) * _UNIT[matched[2]] / (1.0 if matched[3] == "B/s" else 8.0)
     if not rate > 0:
         raise PlanError(
-            "link must have a bandwidth above 0, or no step would ever end.",
+            "`link` must have a bandwidth above 0, otherwise no step would ever end.",
             seen=text,
-            allowed="more than 0",
+            allowed="a bandwidth above 0",
             next_step="for example link='1Gbit'",
             code="WB-PLAN-286",
         )
@@ -79,9 +79,9 @@ def parse_link(text: object, latency: object = None) -> Link:
         return Link(rate, parse_duration(wait))
     except ValueError:
         raise PlanError(
-            "latency is not valid.",
+            "The value of `latency` is not valid.",
             seen=wait,
-            allowed="50us, 2ms, 0.1s",
+            allowed="a time such as 50us, 2ms or 0.1s",
             code="WB-PLAN-287",
         ) from None
 

@@ -164,20 +164,21 @@ def predict(
             check_count(name, value)
     if gradient_bytes is not None and not gradient_bytes > 0:
         raise PlanError(
-            "gradient_bytes must be above 0.", seen=f"gradient_bytes={gradient_bytes}",
-            allowed="more than 0", code="WB-PLAN-310",
+            "`gradient_bytes` must be above 0.", seen=f"gradient_bytes={gradient_bytes}",
+            allowed="a number above 0", code="WB-PLAN-310",
         )  # fmt: skip
     base, probes = read(runs)
     target = parse_link(link, latency) if link is not None else None
     if latency is not None and link is None:
         raise PlanError(
-            "latency needs a link as well.", seen=f"latency={latency}",
-            next_step="link='1Gbit', latency=... as well", code="WB-PLAN-289",
+            "`latency` can only be given together with `link`.", seen=f"latency={latency}",
+            next_step="add link, for example link='1Gbit'", code="WB-PLAN-289",
         )  # fmt: skip
     if scaling not in ("strong", "weak"):
         raise PlanError(
-            "scaling is not valid.", seen=scaling,
-            allowed="strong (the batch stays), weak (each worker's samples stay)",
+            "The value of `scaling` is not valid.", seen=scaling,
+            allowed="'strong' (the global batch keeps its size) or 'weak' (each worker's share "
+            "keeps its size)",
             code="WB-PLAN-290",
         )  # fmt: skip
     settings = [target_setting(base, n, strategy, options, per_host) for n in counts]
@@ -203,17 +204,18 @@ def read(runs: Sequence[RunData]) -> tuple[Probe, list[Probe]]:
     """
     if not runs:
         raise PlanError(
-            "There is no run to predict from.", allowed="one or more finished runs",
-            next_step="%%distributed mirrored -n 2 --steps 100, then run.predict(8)",
+            "There is no run from which a prediction can be made.",
+            allowed="one or more finished runs",
+            next_step="start with %%distributed mirrored -n 2 --steps 100, then run.predict(8)",
             code="WB-PLAN-291",
         )  # fmt: skip
     probes = [Probe.of(run) for run in runs]
     links = {probe.link for probe in probes if probe.workers > 1}
     if len(links) > 1:
         raise PlanError(
-            "The runs had different links, so they cannot be combined.",
-            seen=", ".join("none simulated" if one is None else one.text for one in links),
-            next_step="predict from runs with the same --inject bandwidth= and latency=",
+            "The runs had different simulated links, so they cannot be combined.",
+            seen=", ".join("no simulated link" if one is None else one.text for one in links),
+            next_step="predict from runs with the same --inject bandwidth and latency",
             code="WB-PLAN-292",
         )
     return probes[0], probes
@@ -224,13 +226,13 @@ def _counts(workers: int | Sequence[int]) -> list[int]:
     for one in given:
         if isinstance(one, bool) or not isinstance(one, int) or not 1 <= one <= MOST_WORKERS:
             raise PlanError(
-                "workers must be one number or several.", seen=workers,
-                allowed=f"1 to {MOST_WORKERS}: predict([8, 64])", code="WB-PLAN-293",
+                "`workers` must be a number of workers, or a list of such numbers.", seen=workers,
+                allowed=f"numbers from 1 to {MOST_WORKERS}: predict([8, 64])", code="WB-PLAN-293",
             )  # fmt: skip
     if not given:
         raise PlanError(
-            "workers is missing.", seen=workers, next_step="run.predict([8, 64])",
-            code="WB-PLAN-294",
+            "The argument `workers` is missing.", seen=workers,
+            next_step="for example run.predict([8, 64])", code="WB-PLAN-294",
         )  # fmt: skip
     return sorted(set(given))
 
@@ -248,20 +250,22 @@ def target_setting(
     check_predicted(entry)
     if entry.max_workers is not None and workers > entry.max_workers:
         raise PlanError(
-            f"{entry.name} has {entry.max_workers} worker.", seen=f"workers={workers}",
-            next_step="strategy='mirrored'", code="WB-PLAN-295",
+            f"Strategy {entry.name} has at most {entry.max_workers} worker.",
+            seen=f"workers={workers}", next_step="strategy='mirrored'", code="WB-PLAN-295",
         )  # fmt: skip
     same = entry.name == base.setting.entry.name
     if entry.name == "model_split" and not same:
         raise PlanError(
-            "Only a run of model_split shows how a model would be split.",
-            seen=base.setting.entry.name, next_step="%%distributed model_split -n 2 --steps 100",
+            "Only a run of model_split shows how the model is divided into stages.",
+            seen=base.setting.entry.name, next_step="run %%distributed model_split -n 2 --steps "
+            "100, and predict from this run",
             code="WB-PLAN-296",
         )  # fmt: skip
     if base.setting.piped and not same:
         raise PlanError(
-            "The run of a pipeline does not show the size of the gradients.", seen=entry.name,
-            next_step="predict from a run of mirrored", code="WB-PLAN-297",
+            "A run of a pipeline does not show the size of the gradients, so another strategy "
+            "cannot be predicted from it.", seen=entry.name,
+            next_step="predict from a run of strategy `mirrored`", code="WB-PLAN-297",
         )  # fmt: skip
     given = {k: v for k, v in (options or {}).items() if k != "overlap"}
     whole = entry.settings({**(_known(base.setting.options, entry) if same else {}), **given})
@@ -291,9 +295,9 @@ def _samples(base: Probe, workers: int, scaling: str, batch_size: int | None) ->
     if workers > most:
         raise PlanError(
             "There are more workers than samples in a batch, so some workers would have no sample.",
-            seen=f"{workers} workers, a batch of {most:g}",
+            seen=f"{workers} workers, {most:g} samples in a batch",
             allowed=f"up to {most:g} workers",
-            next_step="a larger batch_size=, or scaling='weak'",
+            next_step="give a larger batch_size, or scaling='weak'",
             code="WB-PLAN-298",
         )
     return total / workers
@@ -332,18 +336,18 @@ class Knows:
             size = base.message_bytes / packed_share(str(base.setting.options.get("compress")))
         if needed and not size > 0 and not base.setting.piped:
             raise RunError(
-                "The run sent nothing, so the size of its messages is not known.",
+                "The run sent no messages, so the size of its messages is not known.",
                 seen=f"{base.workers} worker" + ("s" if base.workers > 1 else ""),
-                allowed="a run of 2 or more workers, or gradient_bytes= and link=",
-                next_step="%%distributed mirrored -n 2 --steps 100",
+                allowed="a run with 2 or more workers, or the arguments gradient_bytes and link",
+                next_step="run %%distributed mirrored -n 2 --steps 100, and predict from this run",
                 code="WB-RUN-134",
             )
         if needed and fitted is None and link is None:
             raise RunError(
-                "No run had messages and no link was given, so the cost of messages is not known.",
+                "The cost of messages is not known: no run sent messages, and no `link` was given.",
                 seen=", ".join(p.name for p in probes),
-                allowed="a run of 2 or more workers, or a link",
-                next_step="run.predict(8, link='10Gbit')",
+                allowed="a run with 2 or more workers, or the argument link",
+                next_step="for example run.predict(8, link='10Gbit')",
                 code="WB-RUN-135",
             )
         sizes = tuple(
@@ -443,48 +447,54 @@ class Knows:
         found = []
         if most > FAR * seen:
             found.append(
-                f"{most} workers are {most / seen:.0f} times the {seen} measured: switches, "
-                "hosts and shared links were not measured, so the interval holds only for links "
-                "like the measured one."
+                f"{most} workers are {most / seen:.0f} times as many as were measured ({seen}). "
+                "Switches, hosts and shared links were not measured, so the interval is right "
+                "only if all links are like the measured link."
             )
         values = self.work().seen
         if most > values / 10 and not base.setting.piped:
             found.append(
-                f"The time of the slowest of {most} workers is rarer than {values} measured values "
-                "can show, so this time is extrapolated. More steps improve the estimate."
+                f"{values} measured values are too few to show the time of the slowest of {most} "
+                "workers, so this time is extrapolated. More steps improve the estimate."
             )
         if any(abs(s - base.samples) > 1e-9 for s in samples) and not self.two_sizes:
             found.append(
-                f"One size was measured, {base.samples:g} samples per worker: 0 to "
-                f"{MOST_FIXED:.0%} of the computation time is assumed not to depend on the size. "
-                "A run with another --batch-size measures this part: "
+                f"All runs had the same size: {base.samples:g} samples per worker. The prediction "
+                f"assumes that 0 to {MOST_FIXED:.0%} of the computation time does not depend on "
+                "the number of samples. A run with another --batch-size measures this part: "
                 "wb.predict([run, other], ...)."
             )
         if base.workers == 1:
-            found.append("One worker was measured, so differences between workers are not known.")
+            found.append(
+                "Only one worker was measured, so differences between workers are not known."
+            )
         if self.fitted is not None and not self.fitted.settled and most > 1:
             known = self.fitted.link is not None or (
                 link is not None and link.latency_s is not None
             )
             if not known:
                 found.append(
-                    "One kind of message was measured, so its fixed cost cannot be separated from "
-                    "the cost of its bytes: the interval covers all possibilities. Give link= and "
-                    "latency=, or a second run with other messages (-o compress=fp16)."
+                    "All measured messages had the same size, so the fixed cost of a message and "
+                    "the cost of its bytes cannot be separated. The interval covers all "
+                    "possibilities. Give link= and latency=, or a second run with messages of "
+                    "another size (-o compress=fp16)."
                 )
         if self.fitted is None and link is not None and most > 1:
-            found.append("Nothing was sent in the runs, so messages cost only the link's time.")
+            found.append(
+                "The runs sent no messages, so the prediction counts only the time that "
+                "the link needs."
+            )
         if any(s.overlapped for s in settings) and most > 1:
             found.append(
-                "Two thirds of the computation time are assumed to be backward, which overlaps "
-                "with the buckets."
+                "The prediction assumes that two thirds of the computation time are backward. "
+                "During backward, gradients are already sent in buckets."
             )
         if any(s.piped and s.workers != base.workers for s in settings):
             found.append(
-                "The model's computation is assumed to be divided equally among the stages."
+                "The prediction assumes that the stages share the model's computation equally."
             )
         if any(s.options.get("allreduce") == "auto" for s in settings):
-            found.append("For allreduce=auto the fastest of the algorithms was assumed.")
+            found.append("For allreduce=auto the prediction uses the fastest algorithm.")
         return found
 
 
@@ -517,10 +527,10 @@ def packed_share(compress: str) -> float:
         return 2 * float(amount)
     if kind == "powersgd":
         raise PlanError(
-            "The bytes that PowerSGD sends depend on the shapes of the model's matrices, which "
-            "the run's rows do not show.",
+            "The bytes that PowerSGD sends depend on the shapes of the model's matrices, but the "
+            "run has not recorded these shapes.",
             seen=f"compress={compress}",
-            allowed="none, fp16, bf16, topk:FRACTION",
+            allowed="compress=none, fp16, bf16 or topk:FRACTION",
             next_step="measure a run with -o compress=powersgd:2",
             code="WB-PLAN-299",
         )
@@ -558,7 +568,8 @@ def beside(found: Prediction, runs: Sequence[RunData]) -> Prediction:
     for run in runs:
         if run.plan.strategy != found.strategy:
             raise PlanError(
-                "A run of another strategy cannot be compared with the prediction.",
+                "The measured run has another strategy, so it cannot be compared with the "
+                "prediction.",
                 seen=f"{run.name}: {run.plan.strategy}", allowed=found.strategy,
                 code="WB-PLAN-311",
             )  # fmt: skip

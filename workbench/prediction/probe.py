@@ -28,9 +28,9 @@ Floats = NDArray[np.float64]
 LEAST_STEPS = 20
 """With fewer steps after warm-up, the tail and so a straggler cannot be estimated."""
 NOT_PREDICTED = {
-    "hybrid": "pipelines side by side: the effect of one more worker on the stages is not known",
-    "tensor_parallel": "how a layer's computation divides over more workers is not known",
-    "tpu": "how the compiler changes a step on more cores is not known",
+    "hybrid": "it is not known how one more worker changes the stages of its pipelines",
+    "tensor_parallel": "it is not known how more workers divide the computation of a layer",
+    "tpu": "it is not known how the compiler changes a step for more cores",
 }
 
 
@@ -177,9 +177,9 @@ class Probe:
         table = table.only(late)
         if len(table.step) < LEAST_STEPS:
             raise RunError(
-                "The run has too few steps to predict from.",
+                "The run has too few steps for a prediction.",
                 seen=f"{len(table.step)} steps after the warm-up, in {run.name}",
-                allowed=f"{LEAST_STEPS} or more; 100 show stragglers",
+                allowed=f"{LEAST_STEPS} steps or more, or 100 to predict stragglers too",
                 next_step="train again with --steps 100",
                 code="WB-RUN-131",
             )
@@ -190,10 +190,10 @@ class Probe:
         parts = table.parts_s
         if len(history.engines) > 1 and np.isnan(parts[:, :, [WAIT, TRANSFER]]).any():
             raise RunError(
-                "The workers' waits or transfers were not measured, so computation cannot be "
-                "separated from waiting.",
+                "The workers' waits or transfers were not measured, so computation and waiting "
+                "cannot be separated.",
                 seen=f"{run.name}: {', '.join(sorted(history.unmeasured)) or 'some steps'}",
-                next_step="run.history.unmeasured says why",
+                next_step="run.history.unmeasured shows the reason",
                 code="WB-RUN-132",
             )
         own = table.step_s - np.nan_to_num(parts[:, :, WAIT]) - np.nan_to_num(parts[:, :, TRANSFER])
@@ -214,14 +214,14 @@ def check_predicted(entry: Strategy) -> None:
     """Raise PlanError if a strategy cannot be simulated."""
     why = NOT_PREDICTED.get(entry.name)
     if entry.framework != "torch":
-        why = why or "TensorFlow's own collectives do not report bytes"
+        why = why or "TensorFlow's own collectives do not report their bytes"
     if why:
         raise PlanError(
             f"Strategy {entry.name} cannot be predicted: {why}.",
             seen=f"{entry.name} ({entry.framework})",
-            allowed="mirrored, central_storage, parameter_server, local_sgd, gossip, sharded, "
-            "model_split of PyTorch",
-            next_step="measure the strategy: run %%distributed with -n",
+            allowed="in PyTorch: mirrored, central_storage, parameter_server, local_sgd, gossip, "
+            "sharded, model_split",
+            next_step="run the strategy to measure it: %%distributed with -n",
             code="WB-PLAN-288",
         )
 
@@ -232,8 +232,11 @@ def _check_whole(run: RunData) -> None:
     changed = texts is not None and tuple(texts) != lasting(run.plan.faults)
     if changed or run.history.phases:
         raise RunError(
-            "The run changed while it trained, so its steps cannot be combined.",
-            seen="faults injected during the run" if changed else "workers lost during the run",
+            "Faults or the number of workers changed during the run, so its steps cannot be "
+            "combined.",
+            seen="faults were injected or changed during the run"
+            if changed
+            else ("workers left or joined during the run"),
             next_step="predict from a run without such changes",
             code="WB-RUN-133",
         )

@@ -91,7 +91,7 @@ def rank(
     """
     if not every or not all(every):
         raise PlanError(
-            "No change was given.", seen=list(every), allowed=_allowed(None),
+            "No change was given to `what_if`.", seen=list(every), allowed=_allowed(None),
             next_step="run.what_if(link='1GB/s')", code="WB-PLAN-300",
         )  # fmt: skip
     base, probes = read([run, *beside])
@@ -124,7 +124,7 @@ def _computed(
     workers = change.get("workers", base.workers)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise PlanError(
-            "workers must be a whole number of at least 1.",
+            "`workers` must be a whole number of at least 1.",
             seen=workers,
             allowed="1 or more",
             code="WB-PLAN-301",
@@ -135,12 +135,12 @@ def _computed(
     strange = [key for key in change if key not in known and "strategy" not in change]
     if strange:
         raise PlanError(
-            "This change is not known.", seen=strange[0], allowed=_allowed(base),
+            "`what_if` does not know this change.", seen=strange[0], allowed=_allowed(base),
             next_step="run.what_if(link='1GB/s')", code="WB-PLAN-302",
         )  # fmt: skip
     if "overlap" in change and base.setting.entry.name != "mirrored":
         raise PlanError(
-            "Only the gradients of mirrored can overlap with backward.",
+            "Only strategy `mirrored` can send gradients while backward still runs (`overlap`).",
             seen=base.setting.entry.name, allowed="mirrored", code="WB-PLAN-303",
         )  # fmt: skip
     setting = target_setting(base, workers, change.get("strategy"), options)
@@ -152,7 +152,7 @@ def _computed(
     batch = change.get("batch_size")
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
         raise PlanError(
-            "batch_size must be a number of samples.",
+            "`batch_size` must be a whole number of at least 1.",
             seen=batch,
             allowed="1 or more",
             code="WB-PLAN-304",
@@ -162,8 +162,10 @@ def _computed(
     samples = total / workers if shares else total
     if samples < 1:
         raise PlanError(
-            "There are more workers than samples in a batch.",
-            seen=f"batch_size={total:g}, {workers} workers", allowed=f"{workers} samples or more",
+            "There are more workers than samples in a batch, so some workers would have no "
+            "sample.",
+            seen=f"batch_size={total:g}, {workers} workers", allowed=f"batch_size={workers} or "
+            "more",
             code="WB-PLAN-305",
         )  # fmt: skip
     straggler = "straggler" not in change
@@ -178,7 +180,7 @@ def _link(change: Mapping[str, Any]) -> Link | None:
     link, latency = change.get("link"), change.get("latency")
     if link is None and latency is not None:
         raise PlanError(
-            "latency needs a link as well.", seen=f"latency={latency}",
+            "`latency` can only be given together with `link`.", seen=f"latency={latency}",
             next_step="what_if(link='1Gbit', latency='1ms')", code="WB-PLAN-306",
         )  # fmt: skip
     return None if link is None else parse_link(link, latency)
@@ -190,12 +192,13 @@ def _without(
     """Return the run with its slow worker as fast as the others."""
     if straggler is not None:
         raise PlanError(
-            "straggler only accepts None, which removes the slow worker.", seen=straggler,
-            next_step="run.what_if(1) for worker 1 instead of the slow one", code="WB-PLAN-307",
+            "`straggler` must be None, which removes the slow worker.", seen=straggler,
+            next_step="for another worker use its rank: run.what_if(1)", code="WB-PLAN-307",
         )  # fmt: skip
     if base.setting.piped:
         raise PlanError(
-            "The stages of a pipeline do different work, so their times differ anyway.",
+            "The stages of a pipeline do different work, so a slow worker cannot be recognised "
+            "by its times.",
             seen="straggler=None", next_step="run.what_if() without changes", code="WB-PLAN-308",
         )  # fmt: skip
     if base.slow:
@@ -204,7 +207,7 @@ def _without(
     if worst is None:
         raise PlanError(
             "No worker stands out as slow, so there is no straggler to remove.",
-            seen=f"run {run.name}", next_step="run.what_if(0) for a worker of your choice",
+            seen=f"run {run.name}", next_step="name the worker yourself: run.what_if(0)",
             code="WB-PLAN-309",
         )  # fmt: skip
     marked = Probe(**{**vars(base), "slow": (worst,)})

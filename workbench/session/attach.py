@@ -42,15 +42,17 @@ if TYPE_CHECKING:
 def attach(cluster: str, *, take: bool = False) -> Cluster:
     """Take over a kept cluster whose notebook has ended.
 
-    Its engines keep their variables. An active run is restored completely, in `wb.runs` and
-    `cluster.current`.
+    The engines of the cluster keep their variables. An active run is restored completely, in
+    `wb.runs` and `cluster.current`.
 
     Args:
-        cluster: Its id, as `workbench ps` lists it.
-        take: Take it even if another notebook has it. The other notebook then loses it.
+        cluster: The id of the cluster, as `workbench ps` lists it.
+        take: Whether to take the cluster even if another notebook owns it. The other notebook then
+            loses the cluster.
 
     Raises:
-        ClusterError: The cluster does not exist, was started without `keep`, or has an owner.
+        ClusterError: The cluster does not exist, was started without `keep`, or has an owner and
+            `take` is false.
     """
     found = _find(cluster)
     about = found.about
@@ -74,12 +76,12 @@ def _find(cluster: str) -> folders.Found:
     if found is None or not found.kept:
         ids = [one.id for one in folders.clusters() if one.kept]
         raise ClusterError(
-            "This kept cluster does not exist."
+            "There is no kept cluster with this id."
             if found is None
-            else "This cluster ends with its notebook because it was started without --keep.",
+            else "This cluster was started without --keep, so it ends with its notebook.",
             seen=cluster,
-            allowed=", ".join(ids) or "no cluster is kept here; %cluster start 4 --keep starts one",
-            next_step="workbench ps lists all clusters",
+            allowed=", ".join(ids) or "no kept cluster exists; %cluster start 4 --keep starts one",
+            next_step="in a terminal, `workbench ps` lists all clusters",
             code="WB-CLUSTER-034",
         )
     if found.owner is not None and found.owner["pid"] == os.getpid():
@@ -305,7 +307,7 @@ class Follower:
                 if not page.get("busy") and isinstance(page.get("outcome"), dict):
                     yield engine, _written(page["outcome"])
             elif time.monotonic() - self._began > BEGIN_S:
-                why = "its notebook ended before it asked this engine to start"
+                why = "the notebook ended before this engine began the cell"
                 yield engine, CellOutcome(status="error", ename="RunError", evalue=why)
 
 
@@ -336,7 +338,7 @@ class _Outputs:
                 continue
             if number > self._segment:
                 if number > self._segment + 1:
-                    text = "[... unread output was left out ...]\n"
+                    text = "[... some output was deleted before this notebook could read it ...]\n"
                     yield "stream", {"name": "stderr", "text": text}
                 self._segment, self._at = number, 0
             with contextlib.suppress(OSError), path.open("rb") as file:

@@ -74,17 +74,17 @@ def claim(plan: Plan, resume_from: str = "") -> None:
     name = _name(plan.checkpoint)
     if resume_from:
         raise PlanError(
-            "The folder contains later checkpoints than the one to continue from.",
+            "The folder contains checkpoints of later steps than the checkpoint to continue from.",
             seen=f"{plan.checkpoint}: run {name} at step {last.step}",
-            next_step=f"wb.resume({plan.checkpoint!r}) continues from step {last.step}; or give "
-            "another folder: checkpoint='DIR'",
+            next_step=f"wb.resume({plan.checkpoint!r}) continues from step {last.step}; or "
+            "write to another folder with checkpoint='DIR'",
             code="WB-PLAN-096",
         )
     raise PlanError(
         "The folder already contains checkpoints.",
         seen=f"{plan.checkpoint}: run {name} at step {last.step}",
-        next_step=f"wb.resume({plan.checkpoint!r}) continues this run; another --checkpoint "
-        "DIR starts again",
+        next_step=f"wb.resume({plan.checkpoint!r}) continues run {name}; to start a new run, "
+        "use another --checkpoint DIR",
         code="WB-PLAN-097",
     )
 
@@ -113,7 +113,7 @@ def describe(run: RunData) -> None:
         raise PlanError(
             "Checkpoints cannot be written to this folder.",
             seen=f"{type(error).__name__}: {error}",
-            next_step="name another folder",
+            next_step="use --checkpoint with another folder",
             code="WB-PLAN-098",
         ) from error
 
@@ -128,7 +128,7 @@ def described(folder: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         about = json.loads((Path(folder) / RUN).read_text())
         if about["version"] != VERSION:
-            raise ValueError(f"version {about['version']}, this is {VERSION}")
+            raise ValueError(f"version {about['version']} instead of {VERSION}")
         whole = checkpoints.is_as_sealed(about)
         Plan.from_wire(about["plan"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -142,8 +142,8 @@ def described(folder: str | os.PathLike[str]) -> dict[str, Any]:
         raise RunError(
             "The record of the run was changed or damaged (its checksum differs).",
             seen=str(Path(folder) / RUN),
-            allowed="the file as the run wrote it",
-            next_step="restore the file from a copy; if you changed the file yourself, remove its "
+            allowed="an unchanged file, as the run wrote it",
+            next_step="restore the file from a copy. If you changed the file yourself, remove its "
             'last line ("checksum")',
             code="WB-RUN-061",
         )

@@ -75,28 +75,28 @@ def begins(method: Method) -> Method:
 
 
 class Cluster:
-    """A controller and the engines of this notebook; can be used as a context manager.
+    """A cluster: a controller and its engines. It can be used as a context manager.
 
     Args:
-        workers: Engines to start with.
-        devices: `auto` (one GPU for each worker: the least used that no other notebook holds;
-            otherwise CPUs), `cpu`, `cuda`, or GPU numbers as `0,1`; these may be shared.
-        framework: The framework that engines import at their start; by default torch, if installed.
-        keep: Whether the cluster outlives this kernel; `wb.attach` can then take it over.
-        idle_timeout: `30m`, `never`, or seconds, after which an idle cluster ends;
-            by default never, or after a day for a kept one.
-        progress: Called with a `Progress` (stage, done, total, fraction, text) while engines start;
-            as text it is one line.
+        workers: Number of engines to start.
+        devices: `cpu`, `cuda`, GPU numbers such as `0,1` (with these and `cuda`, workers may share
+            a GPU), or `auto`: a free GPU for each worker, or CPUs if there are too few GPUs.
+        framework: What engines import when they start; by default `torch`, if it is installed.
+        keep: Whether the cluster continues after this kernel; `wb.attach` can then take it over.
+        idle_timeout: How long a cluster may be idle before it ends: `30m`, a number of seconds, or
+            `never`, which is the default. The default of a kept cluster is a day.
+        progress: Called with a `Progress` while engines start; `str(progress)` is one line of text.
         launch: Checked settings of the launcher; by default made from the arguments below.
         launcher: `local`, `ssh`, `slurm`, `mpi`, or the name of one of ipyparallel's launchers.
-        on: Hosts for ssh, with their engines: `node1:4,user@node2:4`, or a list. nodes,
-        gpus_per_node, time, partition, account: Settings of the Slurm job.
-        setup: Lines of shell that run on each host before the engines; those that begin with
+        on: Hosts for ssh, with their numbers of engines: `node1:4,user@node2:4`, or a list.
+        nodes, gpus_per_node, time, partition, account: Settings of the Slurm job.
+        setup: Shell commands that run on each host before the engines start. Lines that begin with
             `#SBATCH` are options of the job.
-        launcher_options: Further options of sbatch, ssh or mpiexec: `{"qos": "high"}`.
-        listen: Where the notebook listens: an address, an interface, a network, a name; `hosts` is
-            the same. ports: First and last port, `20000-20100`.
-        start_timeout: `10m`, or seconds: how long a start may take, including the queue.
+        launcher_options: Further options of `sbatch`, `ssh` or `mpiexec`: `{"qos": "high"}`.
+        listen: Where the notebook listens: an address, an interface, a network or a host name.
+            The argument `hosts` means the same.
+        ports: First and last port that may be used, `20000-20100`.
+        start_timeout: The longest time for a start with its wait in a queue: `10m`, or seconds.
 
     Raises:
         PlanError: The number of engines, the devices or the launcher's arguments are invalid.
@@ -204,8 +204,8 @@ class Cluster:
         self.keeping.end()
         self.vitals.close()
 
-    def release(self, reason: str = "This kernel ended.") -> None:
-        """Release a kept cluster, which continues without this kernel; stop any other one."""
+    def release(self, reason: str = "The notebook's kernel ended.") -> None:
+        """Release a kept cluster, so that it continues without this kernel; else stop it."""
         if not self.keeping.kept:
             self.stop()
             return
@@ -243,16 +243,16 @@ class Cluster:
         autoreload: str = "",
         **asked: Any,
     ) -> Run:
-        """Train a recipe under a strategy; returns at once.
+        """Start training a recipe under a strategy, and return the run immediately.
 
-        With more workers than there are engines, engines are added.
+        If there are fewer engines than workers, engines are added.
 
         Args:
             source: Source of a cell, or a function whose arguments are `args`.
             asked: The settings that the flags of `%%distributed` give.
 
         Raises:
-            PlanError: The plan cannot be run; no engine was touched.
+            PlanError: The plan cannot be run; no engine was used.
             RunError: Another run is active.
         """
         plan = plan_of(
@@ -320,8 +320,8 @@ class Cluster:
         """Return the cluster's queue, which runs plans one after the other in the background.
 
         Args:
-            plans: Plans to add to the queue (`Queue.sweep` makes some).
-            keep_going: Whether the next plan begins after a failure; None: unchanged.
+            plans: Plans to add to the queue. `Queue.sweep` makes and adds plans itself.
+            keep_going: Whether the queue continues after a plan has failed; None: unchanged.
         """
         if keep_going is not None:
             self._queue.keep_going = keep_going
@@ -343,12 +343,12 @@ class Cluster:
         traceback: str = "short",
         viewed: bool = False,
     ) -> Task:
-        """Run a cell on every worker (SPMD), with a process group; returns at once.
+        """Start a cell on every worker (SPMD), with a process group, and return immediately.
 
         Args:
-            framework: The framework that the engines need; by default the cluster's.
+            framework: The framework that the engines need; by default the cluster's framework.
             ids: Engines that run the cell. World size and process group still include all workers.
-            workers: Changes the world size to this many engines, the first ones.
+            workers: The world size; the first engines are used.
             traceback: How errors are shown: `short`, or `full` with every frame.
             viewed: Whether a view waits for the cell and reports a long cell (`when_long`).
         """
@@ -412,7 +412,7 @@ class Cluster:
 
     @property
     def ids(self) -> list[int]:
-        """Ids of the living engines."""
+        """The ids of the living engines."""
         return self.engine_set.ids
 
     @property
@@ -422,7 +422,7 @@ class Cluster:
 
     @property
     def worker_ids(self) -> list[int]:
-        """Ids of the living engines that run cells; the others were started as servers."""
+        """The ids of the living engines that run cells, without the engines that are servers."""
         return self.pool.worker_ids
 
     @property
@@ -443,18 +443,18 @@ class Cluster:
         """Set the default framework of engines, cells and runs.
 
         Raises:
-            ClusterError: It is not installed.
+            ClusterError: The framework is not installed.
         """
         check_framework(framework)
         self.engine_set.framework = framework
 
     @begins
     def add(self, count: int, framework: str = "") -> list[int]:
-        """Start more engines; return their ids."""
+        """Start more engines and return their ids."""
         return self.pool.add(count, framework)
 
     def restart(self, ids: Iterable[int] | None = None) -> list[int]:
-        """Replace engines (all, or the named ones) by new engines with the same ids.
+        """Replace all engines, or those with the given ids, by new engines with the same ids.
 
         An active run or cell on these engines fails.
 
@@ -474,10 +474,10 @@ class Cluster:
 
     @begins
     def free(self) -> dict[int, int]:
-        """Drop the cells' variables on all engines; return the number of dropped names per engine.
+        """Delete the cells' variables on all engines; return the number of names per engine.
 
-        The GPUs become free for other notebooks. The next cell or run takes the same GPUs again, or
-        others if no engine has used one yet.
+        Other notebooks can then use the GPUs. The next cell or run takes the same GPUs again; if no
+        engine has used a GPU yet, it can take other GPUs.
 
         Raises:
             RunError: A cell or a run is active.
@@ -489,7 +489,7 @@ class Cluster:
         return dropped
 
     def logs(self, engine: int) -> str:
-        """The last lines of an engine's log.
+        """Return the last lines of an engine's log.
 
         Raises:
             ClusterError: There is no engine with this id.
@@ -498,7 +498,7 @@ class Cluster:
         return self.engine_set.log_tail(engine)
 
     def stacks(self, ids: Iterable[int] | None = None) -> Stacks:
-        """Return the current stacks of the engines' threads; also works during a cell or a run.
+        """Return the current stacks of the engines' threads, also while a cell or a run is active.
 
         Raises:
             ClusterError: There is no engine with this id.
@@ -506,7 +506,7 @@ class Cluster:
         return gather(self, ids)
 
     def debug(self, rank: int | None = None) -> PostMortem:
-        """Return the frames of the rank whose cell failed (by default the first to fail).
+        """Return the frames of a rank whose cell failed; by default of the rank that failed first.
 
         Raises:
             RunError: The rank has no stored failure, or a cell is active.
@@ -514,7 +514,7 @@ class Cluster:
         return post_mortem(self, rank)
 
     def status(self) -> Any:
-        """A table with one row per engine."""
+        """Return a table with one row per engine."""
         return session_status.table(self)
 
     @property
@@ -524,7 +524,7 @@ class Cluster:
 
     @begins
     def push(self, values: Mapping[str, Any], ids: Sequence[int] | None = None) -> None:
-        """Set variables on engines (all, or those named).
+        """Set variables on all engines, or on those with the given ids.
 
         Raises:
             RunError: A cell or a run is active.
@@ -538,10 +538,10 @@ class Cluster:
     def pull(
         self, names: Sequence[str], ids: Sequence[int] | None = None
     ) -> dict[int, dict[str, Any]]:
-        """Return variables of engines, by engine id.
+        """Return the values of variables, for each engine id.
 
         Raises:
-            RunError: A cell or a run is active, or a value cannot be loaded here.
+            RunError: A cell or a run is active, or the notebook cannot load a value.
         """
         self.claim()
         found = self.engine_set.fetch(ids or self.ids, PULL, (list(names),))
@@ -575,9 +575,9 @@ class Cluster:
         what = f"run {busy.name!r}" if isinstance(busy, Run) else "a cell"
         raise BusyError(
             f"The cluster is busy with {what}.",
-            next_step="wait for the run (run.wait()), or stop it (run.stop())"
+            next_step="wait for the run with run.wait(), or stop the run with run.stop()"
             if isinstance(busy, Run)
-            else "wait for the cell, or interrupt it",
+            else "wait for the cell, or interrupt the cell",
             code="WB-RUN-065",
         )
 

@@ -69,7 +69,7 @@ def check_living(cluster: ClusterAccess, engine: int) -> None:
         raise ClusterError(
             f"Engine {engine} has ended ({info.exit}), so its frames are lost.",
             allowed=", ".join(map(str, cluster.ids)),
-            next_step=f"%cluster logs {engine} shows its last output",
+            next_step=f"%cluster logs {engine} shows the engine's last output",
             code="WB-CLUSTER-037",
         )
 
@@ -84,7 +84,8 @@ def _paused(paused: Paused, engine: int, commands: Sequence[str]) -> None:
         stop = paused.stops[engine]
         write_out(
             f"rank {engine} is paused at {stop.where}\n{stop.text}"
-            f"This front end has no prompt; %cluster debug {engine} -c 'p x' -c c gives commands.\n"
+            "This front end has no prompt. Give commands in the line: "
+            f"%cluster debug {engine} -c 'p x' -c c\n"
         )
 
 
@@ -102,7 +103,7 @@ def serve(cluster: ClusterAccess, engine: int, port: int) -> str:
         found = Served(engine=engine, **answer)
     if found.missing is not None:
         raise ClusterError(
-            "debugpy is not installed on the engines' host.",
+            "debugpy is not installed in the Python of this engine.",
             seen=found.missing,
             next_step="pip install 'distributed-workbench[debug]', then %cluster restart",
             code="WB-CLUSTER-038",
@@ -128,12 +129,12 @@ def attach_words(engine: int, port: int, host: str, *, before: bool) -> str:
         "connect": {"host": "127.0.0.1", "port": port},
         "justMyCode": False,
     }
-    state = "listens already" if before else "listens"
+    state = "already listens" if before else "listens"
     return (
         f"rank {engine}: debugpy {state} on 127.0.0.1:{port} of {host}, until the engine ends.\n"
         f"VS Code, launch.json:\n{json.dumps(entry, indent=2)}\n"
         f"From another machine: ssh -L {port}:127.0.0.1:{port} {host}\n"
-        "While VS Code is attached, breakpoint() stops there. debugpy asks for no password: "
+        "While VS Code is attached, breakpoint() stops in VS Code. debugpy needs no password: "
         "anyone who has an account on this machine can attach."
     )
 
@@ -184,7 +185,7 @@ class PostMortem:
                 f"Rank {engine} has no traceback to inspect.",
                 allowed="a rank whose last cell raised an error; an interrupt leaves no traceback, "
                 "and the next cell or %cluster free drops the traceback",
-                next_step="%cluster debug without a number opens the rank that failed first",
+                next_step="%cluster debug, without a number, opens the rank that failed first",
                 code="WB-RUN-076",
             )
         self.error = str(found["error"])
@@ -255,7 +256,7 @@ def failed_engine(task: Task | None) -> int:
     if cause is None:
         raise RunError(
             "There is nothing to debug: the last cell did not fail, and no rank is paused.",
-            next_step="add breakpoint() to a cell, or name a rank: %cluster debug 1 --port 5678",
+            next_step="add breakpoint() to a cell, or use debugpy: %cluster debug 1 --port 5678",
             code="WB-RUN-080",
         )
     return cause
@@ -263,7 +264,7 @@ def failed_engine(task: Task | None) -> int:
 
 def converse(found: PostMortem, read: Callable[[str], str], write: Callable[[str], object]) -> None:
     """Read commands until `q`."""
-    write(f"{found!r}\n(w u d l p pp a locals, or any expression; q ends)\n")
+    write(f"{found!r}\n(type w u d l p pp a locals, or any expression; `q` ends this prompt)\n")
     while True:
         try:
             line = read(f"rank {found.engine} post-mortem> ")

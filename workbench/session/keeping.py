@@ -131,7 +131,7 @@ class Keeping:
             self._unwritten = why
             log.warning(
                 "The cluster's folder cannot be written: %s (%s). Cells and runs continue, but "
-                "workbench ps and %%cluster attach may not know of them. Free disk space there.",
+                "`workbench ps` and `%%cluster attach` may not find them. Free disk space there.",
                 why,
                 self._cluster.engine_set.folder(),
             )
@@ -170,14 +170,16 @@ class Keeping:
                 self.touch()
             if time.monotonic() - self._last_work > self.idle_timeout_s:
                 self._cluster.stop()
-                self.on_end(f"it was idle for {idle_words(self.idle_timeout_s)} (--idle-timeout)")
+                self.on_end(
+                    f"the cluster was idle for {idle_words(self.idle_timeout_s)} (--idle-timeout)"
+                )
                 return
 
     # -- another owner -----------------------------------------------------------------------------
 
     def _taken(self, pid: int) -> None:
         """Note that another kernel has taken the cluster; called on the warm parent's thread."""
-        reason = f"it was taken over by another notebook (its kernel has pid {pid})"
+        reason = f"another notebook took it over (the other kernel has pid {pid})"
         threading.Thread(target=self._lose, args=(reason,), name="workbench-taken").start()
 
     def _lose(self, reason: str) -> None:
@@ -196,7 +198,7 @@ def _idle_s(asked: str | float | None, keep: bool) -> float:
             given = limits.duration_s(asked)
         except (ValueError, TypeError):
             raise PlanError(
-                "idle_timeout is not a valid time.",
+                "The value of idle_timeout is not a valid time.",
                 seen=asked,
                 allowed='a time: "45m", "2h", "90s", or "never"',
                 code="WB-PLAN-108",

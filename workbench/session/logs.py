@@ -81,7 +81,7 @@ def follow(
             if left:
                 wait(POLL_S)
     except KeyboardInterrupt:
-        write("--- the logs are no longer followed\n")
+        write("--- interrupted: no more lines of the logs are shown\n")
 
 
 def logs(

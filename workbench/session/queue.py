@@ -75,7 +75,7 @@ class Queue:
         with self._lock:
             if self._closed:
                 raise ClusterError(
-                    f"The queue accepts no more plans because {CLOSED}.",
+                    f"The queue does not accept new plans, because {CLOSED}.",
                     next_step="start another cluster",
                     code="WB-CLUSTER-041",
                 )
@@ -234,7 +234,11 @@ class Queue:
 
     def __repr__(self) -> str:
         lines = [f"  {item.number}: {item.name}, {item.state}" for item in self.items]
-        return "\n".join([f"queue, {self.progress:.0%} done:", *lines]) if lines else "empty queue"
+        return (
+            "\n".join([f"queue ({self.progress:.0%} done):", *lines])
+            if lines
+            else "the queue is empty"
+        )
 
     def train(
         self,
@@ -285,9 +289,9 @@ class Queue:
         with self._lock:
             if self._worker is not None:
                 raise RunError(
-                    "The cluster's queue is running.",
-                    seen=f"{len(self._line.waiting)} plans wait",
-                    next_step="queue.wait(), or queue.stop_all()",
+                    "The cluster is still running the plans of its queue.",
+                    seen=f"{len(self._line.waiting)} plans are waiting",
+                    next_step="wait with queue.wait(), or stop all plans with queue.stop_all()",
                     code="WB-RUN-081",
                 )
 
@@ -503,12 +507,14 @@ def sweep(
         missing = "recipe" if not sources else "strategy"
         raise PlanError(
             f"A sweep needs at least one {missing}.",
-            allowed=f"one {missing}, or a list",
+            allowed=f"one {missing}, or a list of them",
             code="WB-PLAN-133",
         )
     settings, axes = several_in(settings)
     asked = replace(from_arguments("", settings), several=axes)
-    wanted = list(range(check_count("seeds", seeds)) if isinstance(seeds, int) else seeds)
+    wanted = list(
+        range(check_count("The number of seeds", seeds)) if isinstance(seeds, int) else seeds
+    )
     found = []
     for number, source in enumerate(sources, 1):
         recipe = to_recipe(source, args)

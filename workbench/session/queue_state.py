@@ -250,7 +250,7 @@ class QueueState:
         item = self.item(number)
         if item.state != "waiting":
             raise PlanError(
-                f"{item.name} is no longer waiting.",
+                f"Plan {item.name} is no longer waiting.",
                 seen=item.state,
                 allowed="a plan that waits",
                 next_step="call queue.stop() to end the current run"

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from ..views.table import Table
     from .access import ClusterAccess
 
-RESIDENT = "Memory is the resident set. Pages that engines share are counted in each of them."
+RESIDENT = (
+    "Memory is the resident set. Pages that several engines share are counted once for each engine."
+)
 
 
 def rows(cluster: ClusterAccess, *, now: bool = False) -> list[dict[str, Any]]:
@@ -82,7 +84,7 @@ def notes(cluster: ClusterAccess) -> list[str]:
     if count:
         said.append(
             f"{count} messages or connections were refused because they had no valid key or were "
-            "sent twice. Another user of this machine or network may have sent them: "
+            "sent twice. Another user of this machine or network may have sent them. See "
             "docs/security.md."
         )
     if (hosted := cluster.engine_set.hosted) is not None:

@@ -138,7 +138,7 @@ def at(path: str | os.PathLike[str]) -> Checkpoint:
     raise RunError(
         "The folder contains no checkpoint.",
         seen=str(path),
-        allowed="a folder that --checkpoint DIR wrote to, or a folder step-N in it",
+        allowed="a folder that was given to --checkpoint, or a folder step-N in it",
         code="WB-RUN-001",
     )
 
@@ -153,10 +153,10 @@ def checked(one: Checkpoint) -> Checkpoint:
         raise refusal(one, [fault])
     if one.about["version"] != VERSION:
         raise RunError(
-            "The checkpoint cannot be read by this version of Workbench.",
+            "This version of Workbench cannot read the checkpoint.",
             seen=f"version {one.about['version']} at {one.path}",
             allowed=f"version {VERSION}",
-            next_step="use the version that wrote the checkpoint",
+            next_step="use the version of Workbench that wrote the checkpoint",
             code="WB-RUN-002",
         )
     return one
@@ -214,11 +214,12 @@ def _instead(one: Checkpoint, found: Sequence[str]) -> str:
     if all(name.startswith("rank-") for name in found):
         workers = 1 if one.about["world_size"] > 1 else 2
         ways.append(
-            f"wb.resume({one.path!r}, workers={workers}) continues without the state that only "
-            "one rank had (random states)"
+            f"wb.resume({one.path!r}, workers={workers}) continues without the "
+            "ranks' own random states"
         )
     return "; ".join(ways) or (
-        "no other checkpoint is intact: start again in another --checkpoint DIR"
+        "all other checkpoints are damaged too, or there are none: start again with another "
+        "--checkpoint DIR"
     )
 
 
@@ -233,7 +234,7 @@ def _manifest_fault(one: Checkpoint) -> str:
     if missing := [key for key in _NEEDED if key not in one.about]:
         return f"{MANIFEST} lacks: {', '.join(missing)}"
     if one.about["step"] != one.step:
-        return f"{MANIFEST} is of step {one.about['step']}"
+        return f"{MANIFEST} belongs to step {one.about['step']}"
     return ""
 
 
@@ -253,14 +254,14 @@ def settings(folder: str, every: object, on_failure: str) -> tuple[str, int, str
     """
     if on_failure and on_failure not in ON_FAILURE:
         raise PlanError(
-            "on_failure is not valid.",
+            "The value of on_failure is not valid.",
             seen=on_failure,
             allowed=", ".join(ON_FAILURE),
             code="WB-PLAN-012",
         )
     if every and not folder:
         raise PlanError(
-            "checkpoint_every was given without a checkpoint folder.",
+            "checkpoint_every was given, but no checkpoint folder.",
             seen=f"checkpoint_every={every}",
             next_step="add --checkpoint DIR",
             code="WB-PLAN-013",
@@ -291,7 +292,7 @@ def _writable(folder: str) -> str:
         raise PlanError(
             "The checkpoint folder is a file.",
             seen=str(path),
-            next_step="name another folder",
+            next_step="use --checkpoint with another folder",
             code="WB-PLAN-016",
         )
     there = path
@@ -360,7 +361,7 @@ def fault(path: Path, written: Sequence[int]) -> str:
         size = path.stat().st_size
         # Without a checksum it may have grown, because rows and events are appended.
         if size < written[0] or (len(written) > 1 and size != written[0]):
-            return f"has {size} of {written[0]} bytes"
+            return f"has {size} bytes instead of {written[0]}"
         if len(written) > 1 and of_file(path) != list(written):
             return "was changed or damaged (its checksum differs)"
     except FileNotFoundError:
@@ -476,10 +477,10 @@ def _kernel(array: NDArray[Any], to_keras: bool, channels: int) -> NDArray[Any]:
 
 def _unlike(seen: str, allowed: str) -> PlanError:
     return PlanError(
-        "The model's parameters do not match the run's.",
+        "The model's parameters do not match the parameters of the run.",
         seen=seen,
         allowed=allowed,
-        next_step="build the model as the cell did",
+        next_step="build the model in the same way as the run's cell",
         code="WB-PLAN-151",
     )
 
@@ -499,7 +500,7 @@ def load_into(model: Any, arrays: Mapping[str, NDArray[Any]], framework: str) ->
         return _into_keras(model, arrays, framework)
     if torch is None or not hasattr(model, "load_state_dict"):
         raise PlanError(
-            "load_into needs a torch module or a Keras model.",
+            "load_into needs a torch module or a Keras model as its argument.",
             seen=type(model).__name__,
             code="WB-PLAN-106",
         )
@@ -516,7 +517,8 @@ def _into_keras(model: Any, arrays: Mapping[str, NDArray[Any]], framework: str) 
         raise PlanError(
             "The Keras model has no weights yet because the shape of its input is unknown.",
             seen=model.name,
-            next_step="call the model on a batch, or give it a keras.layers.Input, then load again",
+            next_step="call the model on a batch, or begin it with keras.layers.Input, then load "
+            "again",
             code="WB-PLAN-107",
         )
     variables: dict[str, Any] = {}

@@ -56,7 +56,7 @@ def export(path: Path, content: bytes) -> Path:
             f"The file cannot be written: {error.strerror}.",
             seen=str(path),
             allowed="a file in an existing folder, on a disk with free space",
-            next_step="free disk space there, or name another file",
+            next_step="free disk space, or use another path",
             code="WB-RUN-058",
         ) from error
     return path
@@ -102,12 +102,12 @@ def listening(host: str, ports: tuple[int, int] | None = None) -> socket.socket:
 
 def cannot_listen(host: str, ports: tuple[int, int] | None, reason: str) -> ClusterError:
     """Return the error of `listening`."""
-    which = "any port" if ports is None else f"each of {ports[0]} to {ports[1]}"
+    which = "any port" if ports is None else f"ports {ports[0]} to {ports[1]}"
     return ClusterError(
         f"No free port is left on {host or 'this host'}.",
         seen=f"{which}: {reason}",
-        allowed="each server, the store and each TensorFlow worker needs one port of its host",
-        next_step="name more ports: %cluster start --ports FIRST-LAST",
+        allowed="one free port for each server, each TensorFlow worker and the store",
+        next_step="allow more ports: %cluster start --ports FIRST-LAST",
         code="WB-CLUSTER-046",
     )
 
@@ -240,7 +240,7 @@ def own_address(towards: str) -> str:
             f"This host ({platform.node()}) cannot reach the other hosts of the run.",
             seen=f"{towards}: {error}",
             allowed="hosts that can reach each other over IPv4 (IPv6 alone is not enough)",
-            next_step="name the network that all hosts share: %cluster start --listen ADDRESS",
+            next_step="give the network that all hosts share: %cluster start --listen ADDRESS",
             code="WB-CLUSTER-073",
         ) from error
 

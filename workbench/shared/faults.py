@@ -74,11 +74,11 @@ class Fault:
         """
         if self.kind in ON_LINKS and not links:
             raise PlanError(
-                "Bandwidth and latency can only be simulated on a strategy's own links. "
-                "This strategy has none.",
+                "The faults `bandwidth` and `latency` need a strategy with its own links, but this "
+                "strategy has no links of its own.",
                 seen=self.text,
-                allowed="slow, jitter and kill with every strategy",
-                next_step="choose a strategy with links: wb.strategies() says which have them",
+                allowed="the faults `slow`, `jitter` and `kill`, with every strategy",
+                next_step="use a strategy with links of its own, for example mirrored in PyTorch",
                 code="WB-PLAN-038",
             )
         if self.rank is not None and not 0 <= self.rank < workers:

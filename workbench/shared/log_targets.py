@@ -64,7 +64,7 @@ def parse_target(text: str) -> Target:
     kind, _, where = text.strip().partition(":")
     if kind not in KINDS:
         raise PlanError(
-            "--log does not know this kind of target.",
+            "--log does not know this type of target.",
             seen=_short(text),
             allowed=ALLOWED,
             code="WB-PLAN-140",
@@ -156,11 +156,11 @@ def _check_host(where: str) -> None:
         raise PlanError("MLflow's URI is malformed.", seen=seen, allowed=_URIS, code="WB-PLAN-146")
     if secret is not None:
         raise PlanError(
-            "The URI holds a password, which would be kept with the run.",
+            "The URI contains a password, which would be saved with the run.",
             seen=f"{parts.scheme}://{parts.username}:***@{host}",
             allowed="a URI without a password",
             next_step="set MLFLOW_TRACKING_URI (or MLFLOW_TRACKING_USERNAME and "
-            "MLFLOW_TRACKING_PASSWORD), and log to mlflow:",
+            "MLFLOW_TRACKING_PASSWORD), and use --log mlflow:",
             code="WB-PLAN-147",
         )
 

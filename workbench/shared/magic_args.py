@@ -22,14 +22,14 @@ class Parser(argparse.ArgumentParser):
         flag = re.search(r"unrecognized arguments: (.*)", message)
         if flag:
             raise PlanError(
-                f"{self.prog} does not know this flag or value.",
+                f"{self.prog} does not have this flag or value.",
                 seen=flag[1],
                 allowed=self.format_usage().replace("usage: ", "").strip(),
-                next_step=f"{self.prog}? shows the help",
+                next_step=f"{self.prog}? shows its help",
                 code="WB-PLAN-155",
             )
         raise PlanError(
-            f"{self.prog}: {message}.", next_step=f"{self.prog}? shows the help", code="WB-PLAN-156"
+            f"{self.prog}: {message}.", next_step=f"{self.prog}? shows its help", code="WB-PLAN-156"
         )
 
 
@@ -88,7 +88,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
         match = re.fullmatch(r"\s*([0-9]{1,4})(?:\s*-\s*([0-9]{1,4}))?\s*", part)
         if not match:
             raise PlanError(
-                "ranks is not valid.",
+                "The ranks are not valid.",
                 seen=_short(text),
                 allowed="0,2 or 0-2 or [0,2], with numbers up to 9999",
                 code="WB-PLAN-159",
@@ -96,7 +96,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise PlanError(
-                "A range of ranks must go upwards.",
+                "The first rank of a range must be the smaller rank.",
                 seen=part.strip(),
                 allowed="0-2",
                 code="WB-PLAN-160",
@@ -141,17 +141,21 @@ def cluster_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="%cluster", add_help=False, description="Start, show and stop engines.")
     add = parser.add_argument
     add("action", nargs="?", default="status", help=", ".join(ACTIONS))
-    add("values", nargs="*", help="start: number of engines; else: engine ids")
-    add("--devices", help="auto, cpu, cuda, or GPU numbers 0,1")
+    add("values", nargs="*", help="start: number of engines; other actions: engine ids")
+    add("--devices", help="`auto`, `cpu`, `cuda`, or GPU numbers such as 0,1")
     add("--framework", metavar="NAME", help="framework to preload: torch or tensorflow")
-    keep = "start: keep the cluster when this notebook ends; attach finds it again"
+    keep = "start: keep the cluster when this notebook ends; `attach` finds it again"
     add("--keep", action="store_true", help=keep)
     add(
         "--idle-timeout",
         metavar="T",
-        help="start: idle time after which the cluster ends: 30m, never",
+        help="start: idle time after which the cluster ends: `30m`, `never`",
     )
-    add("--take", action="store_true", help="attach: take it even if another notebook owns it")
+    add(
+        "--take",
+        action="store_true",
+        help="attach: take the cluster even if another notebook owns it",
+    )
     _launch_flags(add)
     _debug_flags(add)
     return parser
@@ -163,11 +167,19 @@ LAUNCH = ("launcher", "on", "nodes", "gpus_per_node", "time", "partition", "acco
 
 
 def _launch_flags(add: Callable[..., Any]) -> None:
-    add("--launcher", metavar="NAME", help="start: local, ssh, slurm, mpi, or ipyparallel's")
+    add(
+        "--launcher",
+        metavar="NAME",
+        help="start: local, ssh, slurm, mpi, or a launcher of ipyparallel",
+    )
     add("--on", metavar="HOSTS", help="ssh: hosts with their engines: node1:4,user@node2:4")
     add("--nodes", metavar="N", help="slurm: nodes of the job")
     add("--gpus-per-node", metavar="N", help="slurm: GPUs of each node")
-    add("--time", metavar="T", help="slurm: time limit of the job: 90, 1:30:00, 2-12")
+    add(
+        "--time",
+        metavar="T",
+        help="slurm: time limit of the job: 90 (minutes), 1:30:00, 2-12 (days-hours)",
+    )
     add("--partition", metavar="NAME", help="slurm: partition of the job")
     add("--account", metavar="NAME", help="slurm: account of the job")
     add(
@@ -190,10 +202,15 @@ def _launch_flags(add: Callable[..., Any]) -> None:
         "--listen",
         dest="listen",
         metavar="WHERE",
-        help="where the notebook listens: an address, an interface, a network 10.0.0.0/8, a name",
+        help="where the notebook listens: an address, an interface, a network such as 10.0.0.0/8, "
+        "or a host name",
     )
     add("--ports", metavar="A-B", help="range of ports to listen on")
-    add("--start-timeout", metavar="T", help="how long a start may take, including the queue: 10m")
+    add(
+        "--start-timeout",
+        metavar="T",
+        help="how long a start may take, including the wait in a queue: 10m",
+    )
 
 
 def _debug_flags(add: Callable[..., Any]) -> None:
@@ -203,7 +220,7 @@ def _debug_flags(add: Callable[..., Any]) -> None:
         action="append",
         default=[],
         metavar="CMD",
-        help="debug: a command of pdb or an expression, instead of a prompt; may be repeated",
+        help="debug: run this command of pdb or expression without a prompt; may be repeated",
     )
     add("--port", metavar="P", help="debug: serve debugpy on loopback; 0 takes any free port")
     add("-f", "--follow", action="store_true", help="logs: show new lines until interrupted")
@@ -222,12 +239,12 @@ def parse_cluster_line(line: str) -> ClusterLine:
         raise unknown("%cluster action", action, ACTIONS)
     count = None
     if action == "start" and values:
-        count = whole_number("the number of engines", values[0])
+        count = whole_number("The number of engines", values[0])
     if action == "attach" and len(values) != 1:
         raise PlanError(
-            "Which cluster?",
+            "%cluster attach needs the id of one cluster.",
             allowed="%cluster attach ID",
-            next_step="workbench ps, in a terminal, lists them",
+            next_step="in a terminal, `workbench ps` lists the clusters",
             code="WB-PLAN-026",
         )
     numbers = () if action in ("start", "attach") else values
@@ -287,13 +304,13 @@ def parse_window(text: str) -> Window:
         raise PlanError(
             "--profile must be a range of steps, START:STOP.",
             seen=text,
-            allowed="START:STOP, steps counted from 0, STOP not included: 10:15 are five steps",
+            allowed="START:STOP, counted from 0; STOP is not included, so 10:15 means five steps",
             code="WB-PLAN-152",
         )
     start, stop = int(match[1]), int(match[2])
     if start >= stop:
         raise PlanError(
-            "--profile must end after it begins.",
+            "The end of --profile must be greater than its start.",
             seen=text,
             allowed=f"{stop}:{max(start, stop + 1)}",
             code="WB-PLAN-153",
@@ -310,6 +327,6 @@ def check_window(window: Window | None, steps: int | None) -> None:
         "--profile includes steps that the run does not have.",
         seen=f"{window[0]}:{window[1]} of {steps} steps",
         allowed=f"0 to {steps}",
-        next_step=f"--profile {last}:{steps}, or more --steps",
+        next_step=f"use --profile {last}:{steps}, or increase --steps",
         code="WB-PLAN-154",
     )

@@ -44,7 +44,7 @@ def fields_of(kind: Any, data: object, *, strict: bool = True) -> dict[str, Any]
         BadMessageError: A field is unknown, missing, or of another type than is declared.
     """
     if not isinstance(data, Mapping):
-        raise BadMessageError(f"{kind.__name__} is not a table: {type(data).__name__}")
+        raise BadMessageError(f"{kind.__name__} is not a mapping, but a {type(data).__name__}")
     hints, needed = _declared(kind)
     if strict and (unknown := [name for name in data if name not in hints]):
         raise BadMessageError(f"{kind.__name__} has no field {unknown[0]!r}")
@@ -87,7 +87,7 @@ def _checked(value: Any, hint: Any, what: str, strict: bool) -> Any:
         return tuple(_checked(one, get_args(hint)[0], what, strict) for one in value)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return hint(**fields_of(hint, value, strict=strict))
-    raise BadMessageError(f"{what} is a {type(value).__name__}")
+    raise BadMessageError(f"{what} has the wrong type {type(value).__name__}")
 
 
 # -- of either direction -----------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Message:
             BadMessageError: Its fields or buffers are not those of this class.
         """
         if buffers:
-            raise BadMessageError(f"{cls.__name__} has no buffers")
+            raise BadMessageError(f"{cls.__name__} must have no buffers")
         return cls(**fields_of(cls, data))
 
 
@@ -199,7 +199,7 @@ class Records(OfRun):
     def from_wire(cls, data: Mapping[str, Any], buffers: Sequence[Buffer]) -> Records:
         """Return the message that was sent."""
         if len(buffers) != 1 or "rows" in data:
-            raise BadMessageError(f"Records has {len(buffers)} buffers, not 1")
+            raise BadMessageError(f"`Records` has {len(buffers)} buffers instead of 1")
         return cls(**fields_of(cls, data), rows=buffers[0])
 
 

@@ -98,10 +98,10 @@ class Plan(RunSettings):
         if not (self.entry.heals and self.entry.replicated):
             able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated)
             raise PlanError(
-                f"{self.entry.name} cannot change its number of workers during a run.",
+                f"Strategy {self.entry.name} cannot change its number of workers during a run.",
                 seen=self.entry.name,
-                allowed=f"more or fewer workers under {able}",
-                next_step="call run.stop(), then run the cell again with -n",
+                allowed=f"one of these strategies: {able}",
+                next_step="call run.stop(), then run the cell again with another -n",
                 code="WB-PLAN-322",
             )
         if self.on_failure != "heal":
@@ -136,13 +136,13 @@ class Plan(RunSettings):
         if not alone and not self.entry.shares_gpu:
             gpus = len(set(on_gpus))
             raise PlanError(
-                f"{self.strategy} needs a whole GPU for each "
+                f"Strategy {self.strategy} needs a whole GPU for each "
                 f"{'replica' if self.entry.one_engine else 'worker'}; a GPU cannot be shared.",
                 seen=f"{len(devices)} workers, {gpus} GPU{'s' if gpus > 1 else ''}",
                 allowed=f"up to {gpus} workers, or a strategy that can share GPUs: "
                 + ", ".join(one.name for one in catalog.strategies(self.framework)
                             if one.shares_gpu and one.max_workers is None),
-                next_step=f"-n {gpus}, or %cluster start {len(devices)} --devices cpu",
+                next_step=f"use -n {gpus}, or %cluster start {len(devices)} --devices cpu",
                 code="WB-PLAN-162",
             )  # fmt: skip
         if alone and len(on_gpus) == len(devices):
@@ -151,9 +151,9 @@ class Plan(RunSettings):
             if self.options.get(name) == value:
                 default = self.entry.option(name).default
                 raise PlanError(
-                    f"{name}={value} needs a GPU for each replica.",
+                    f"-o {name}={value} needs a GPU for each replica.",
                     seen=", ".join(devices),
-                    allowed=f"another {name} on CPUs: {default} chooses one that works",
+                    allowed=f"on CPUs another value of `{name}`; `{default}` always works",
                     next_step=f"leave -o {name} out, or use -o {name}={default}",
                     code="WB-PLAN-084",
                 )
@@ -204,7 +204,7 @@ def make_plan(
     entry = catalog.lookup(strategy, framework)
     asked = RunSettings(**settings)
     check_name(asked.name)
-    count = check_count("workers", workers)
+    count = check_count("The number of workers", workers)
     if entry.max_workers is not None:
         count = min(count, entry.max_workers)
     chosen = entry.settings(options or {}, catalog.CATALOG)
@@ -215,7 +215,7 @@ def make_plan(
     if not recipe.source.strip():
         raise PlanError(
             "The cell is empty, so there is nothing to train.",
-            next_step="write the training below the magic",
+            next_step="write the training below the line with %%distributed",
             code="WB-PLAN-085",
         )
     builtin.check(recipe)
@@ -228,11 +228,11 @@ def make_plan(
         on_failure = "heal"
     if asked.spares and not (entry.replicated and on_failure == "heal"):
         raise PlanError(
-            "Spare engines are only useful if the run continues when a worker dies.",
+            "--spares is useful only if the run can heal after a worker's death.",
             seen=f"{entry.name} --spares {asked.spares} --on-failure {on_failure}",
-            allowed="--on-failure heal (--spares implies it) under "
+            allowed="--on-failure heal (the default with --spares) under "
             + ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated),
-            next_step="leave out --on-failure, or --spares",
+            next_step="leave --on-failure out, or leave --spares out",
             code="WB-PLAN-331",
         )
     _check_on_failure(entry, on_failure, count, chosen)
@@ -266,11 +266,11 @@ def plan_of(
     overrides = request.overrides
     if request.several:
         raise PlanError(
-            "One run has exactly one value of each flag.",
+            "A single run needs exactly one value for each flag.",
             seen=", ".join(
                 f"{len(axis.values)} values of {_axis(axis)}" for axis in request.several
             ),
-            allowed="several values above a cell, or in wb.sweep(...)",
+            allowed="one value; several values are possible above a cell, or in wb.sweep(...)",
             code="WB-PLAN-274",
         )
     if request.batch_per_worker is not None:
@@ -279,12 +279,12 @@ def plan_of(
                 "The batch size is given twice: for all workers together, and per worker.",
                 seen=f"--batch-size {request.batch_size}, "
                 f"--batch-per-worker {request.batch_per_worker}",
-                next_step="--batch-size for strong scaling (the global batch stays the same), or "
-                "--batch-per-worker for weak scaling",
+                next_step="use --batch-size for strong scaling (the global batch stays the same), "
+                "or --batch-per-worker for weak scaling",
                 code="WB-PLAN-275",
             )
         most = catalog.lookup(chosen, framework).max_workers
-        count = check_count("workers", workers)
+        count = check_count("The number of workers", workers)
         each = check_count("batch_per_worker", request.batch_per_worker)
         overrides["batch_size"] = each * (count if most is None else min(count, most))
     return make_plan(
@@ -321,7 +321,7 @@ def plans_of(request: RunRequest, recipe: Recipe, *, framework: str, workers: in
         raise PlanError(
             "The seeds are given twice.",
             seen=f"--seeds {request.seeds}, together with several values of --seed",
-            next_step="--seeds K for seeds 0 to K-1, or --seed 3,5,8 for these seeds only",
+            next_step="use --seeds K for seeds 0 to K-1, or --seed 3,5,8 for these seeds only",
             code="WB-PLAN-276",
         )
     found: list[Plan] = []
@@ -372,9 +372,9 @@ def _check_values(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict
         if name in OVERRIDES or name in options:
             flag = f"-o {name}=..." if name in options else FLAGS[name].long
             raise PlanError(
-                f"{name} is a separate flag, or an option of the strategy.",
+                f"--set cannot set `{name}`, because {flag.split()[0]} sets it.",
                 seen=f"--set {name}={found[name]}",
-                next_step=flag,
+                next_step=f"use {flag}",
                 code="WB-PLAN-278",
             )
     return found
@@ -386,12 +386,12 @@ def _check_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in given.items():
         if key not in OVERRIDES:
             raise PlanError(
-                "There is no such override.",
+                "A run has no override with this name.",
                 seen=key,
                 allowed=", ".join(OVERRIDES),
                 code="WB-PLAN-086",
             )
-        given[key] = check_seed(value) if key == "seed" else check_count(key, value)
+        given[key] = check_seed(value) if key == "seed" else check_count(f"`{key}`", value)
     return given
 
 
@@ -401,7 +401,7 @@ def _check_layout(
     """Raise PlanError if the number of workers, the options and the batch do not fit each other."""
     if batch is not None and entry.data_parallel and batch < count:
         raise PlanError(
-            "The global batch is smaller than the number of workers, so some would have no sample.",
+            "The global batch is smaller than the number of workers.",
             seen=f"batch_size={batch} on {count} workers",
             allowed=f"batch_size of at least {count}",
             next_step=f"raise --batch-size, or use fewer workers with -n {batch}",
@@ -424,46 +424,46 @@ def _check_on_failure(
         able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.framework == "torch")
         why = entry.unhealed or (
             "TensorFlow fixes its workers at the start" if entry.framework == "tensorflow"
-            else "its workers cannot be replaced yet"
+            else "its workers cannot be replaced"
         )  # fmt: skip
         raise PlanError(
-            f"{entry.name} cannot continue without a restart when a worker dies: {why}.",
+            f"Strategy {entry.name} cannot continue without a restart when a worker dies: {why}.",
             seen="--on-failure heal",
-            allowed=f"heal under {able}; stop, continue, or replace with --checkpoint DIR",
-            next_step="--checkpoint DIR --on-failure replace",
+            allowed=f"`heal` under {able}; `stop`, `continue`, or `replace` with --checkpoint DIR",
+            next_step="use --checkpoint DIR --on-failure replace",
             code="WB-PLAN-320",
         )
     together = entry.copy_workers(settings, count) if on_failure == "heal" else 1
     if together == count > 1:
         raise PlanError(
-            f"{entry.name} cannot continue when a worker dies: all workers form one pipeline, "
-            "so no other worker holds the same stage.",
+            f"Strategy {entry.name} cannot continue when a worker dies. All workers form one "
+            "pipeline, so no other worker holds the same stage.",
             seen=f"--on-failure heal, {count} workers in one pipeline",
-            allowed="at least two pipelines; stop, or replace with --checkpoint DIR",
+            allowed="`heal` with two pipelines or more; `stop`; `replace` with --checkpoint DIR",
             next_step=f"-n {2 * count} -o stages={count}, or --checkpoint DIR --on-failure replace",
             code="WB-PLAN-332",
         )
     for name, value in entry.unhealed_with if on_failure == "heal" else ():
         if settings[name] == value:
             raise PlanError(
-                f"With {name}={value} all servers of {entry.name} apply the pushes in the same "
-                "order. So the run cannot continue without a restart when a worker dies: one "
-                "server may have counted a push that the other servers never receive.",
+                f"With {name}={value}, strategy {entry.name} cannot continue without a restart "
+                "when a worker dies: one server may have counted a push that the other servers "
+                "never receive.",
                 seen=f"--on-failure heal, {name}={value}",
-                allowed=f"heal without {name}={value}; or stop; or replace, with --checkpoint DIR",
+                allowed=f"`heal` without {name}={value}; `stop`; `replace` with --checkpoint DIR",
                 next_step=f"leave out -o {name}={value}",
                 code="WB-PLAN-330",
             )
     if on_failure != "continue":
         return
-    one = "one engine holds all its replicas" if entry.one_engine else ""
-    one = one or ("it has one worker" if count == 1 else "")
+    one = "one engine holds all replicas" if entry.one_engine else ""
+    one = one or ("the run has only one worker" if count == 1 else "")
     if one:
         raise PlanError(
-            f"{entry.name} cannot continue with fewer workers: {one}.",
+            f"Strategy {entry.name} cannot continue with fewer workers: {one}.",
             seen="--on-failure continue",
-            allowed="stop; replace, with --checkpoint DIR",
-            next_step="--checkpoint DIR --on-failure replace",
+            allowed="`stop`; `replace` with --checkpoint DIR",
+            next_step="use --checkpoint DIR --on-failure replace",
             code="WB-PLAN-088",
         )
 
@@ -472,7 +472,7 @@ def check_name(name: object) -> None:
     """Raise PlanError if a run cannot have this name."""
     if not isinstance(name, str):
         raise PlanError(
-            "name must be text.",
+            "The run's name must be text.",
             seen=name,
             allowed=f"text of at most {MOST_NAME} characters",
             code="WB-PLAN-089",
@@ -482,7 +482,7 @@ def check_name(name: object) -> None:
             f"The run's name is too long: {len(name)} characters.",
             seen=f"{name[:40]}...",
             allowed=f"at most {MOST_NAME} characters",
-            next_step="--name with a shorter name",
+            next_step="use --name with a shorter name",
             code="WB-PLAN-090",
         )
 
@@ -503,7 +503,7 @@ def check_seed(value: object) -> int:
     """Return `value` as a seed (0 or more), or raise PlanError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise PlanError(
-            "seed must be a whole number of at least 0.",
+            "`seed` must be a whole number of at least 0.",
             seen=value,
             allowed="0 or more",
             code="WB-PLAN-092",
@@ -549,7 +549,7 @@ def line_of(plan: Plan, *, framework: str = "torch") -> str:
         raise PlanError(
             "The plan cannot be written as a cell because a value contains a line break.",
             seen=next((word for word in words if word.splitlines() != [word]), line),
-            next_step="choose a name without a line break",
+            next_step="remove the line break from this value",
             code="WB-PLAN-010",
         )
     _check_said(plan, parse_cell_line(line), framework)
@@ -621,9 +621,9 @@ def _check_said(plan: Plan, said: RunRequest, framework: str) -> None:
         got = read.get(one.name, getattr(said, one.name, None))
         if got != value:
             raise PlanError(
-                f"The plan cannot be written as a cell because no flag gives this {one.name}.",
+                f"The plan cannot be written as a cell: no flag can set this value of {one.name}.",
                 seen=value,
-                allowed=f"the nearest is {got!r}",
-                next_step="run it with cluster.run(...)",
+                allowed=f"the nearest possible value is {got!r}",
+                next_step="run the plan with cluster.run(...)",
                 code="WB-PLAN-011",
             )

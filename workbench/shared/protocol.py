@@ -91,7 +91,7 @@ def unpack(frames: Sequence[bytes | memoryview], key: bytes) -> Packet:
     if not isinstance(kind, str):
         raise BadMessageError("kind")
     if version != VERSION:
-        raise BadMessageError(f"version {version}, this side speaks {VERSION}")
+        raise BadMessageError(f"version {version} instead of version {VERSION}")
     return Packet(kind, body, tuple(frames[2:]))
 
 
@@ -159,7 +159,7 @@ def records_from(payload: bytes | memoryview) -> np.ndarray[Any, np.dtype[Any]]:
         BadMessageError: The size is not a whole number of rows.
     """
     if len(payload) % RECORD.itemsize:
-        raise BadMessageError(f"{len(payload)} bytes are not a whole number of records")
+        raise BadMessageError(f"{len(payload)} bytes do not contain a whole number of rows")
     return np.frombuffer(payload, RECORD)
 
 

@@ -73,8 +73,8 @@ class RunRequest(RunSettings):
     strategies: tuple[str, ...] = _said(
         "strategy",
         (),
-        help="one of the strategies, or several with commas",
-        without="none: the cell runs on every worker",
+        help="one strategy, or several strategies separated by commas",
+        without="no strategy: the cell runs on every worker",
         example="%%distributed one_device,mirrored",
     )
     workers: int | None = _said(
@@ -100,7 +100,7 @@ class RunRequest(RunSettings):
         metavar="NAME",
         argument="framework",
         help="torch or tensorflow",
-        without="the framework of the recipe, otherwise of the cluster",
+        without="the framework of the recipe, or else of the cluster",
         example="%%distributed --framework tensorflow",
     )
     options: dict[str, Any] = _said(  # noqa: RUF009
@@ -123,8 +123,8 @@ class RunRequest(RunSettings):
         argument="epochs",
         read=number("--epochs"),
         several=True,
-        help="overrides the cell's epochs",
-        without="the argument of `wb.fit`, otherwise 1",
+        help="overrides the cell's number of epochs",
+        without="the argument of `wb.fit`, or else 1",
         example="%%distributed mirrored --epochs 2",
     )
     steps: int | None = _said(
@@ -135,8 +135,8 @@ class RunRequest(RunSettings):
         argument="steps",
         read=number("--steps"),
         several=True,
-        help="overrides the cell's optimizer steps, instead of epochs",
-        without="what `wb.fit` is given",
+        help="overrides the cell's length: number of optimizer steps, instead of epochs",
+        without="the argument of `wb.fit`",
         example="%%distributed mirrored --steps 200",
     )
     batch_size: int | None = _said(
@@ -148,7 +148,7 @@ class RunRequest(RunSettings):
         read=number("--batch-size"),
         several=True,
         help="overrides the cell's global batch size",
-        without="what `wb.fit` is given",
+        without="the argument of `wb.fit`",
         example="%%distributed mirrored --batch-size 256",
     )
     batch_per_worker: int | None = _said(
@@ -158,7 +158,7 @@ class RunRequest(RunSettings):
         argument="batch_per_worker",
         read=number("--batch-per-worker"),
         several=True,
-        help="overrides the batch with N samples for each worker (weak scaling)",
+        help="overrides the global batch size: N samples for each worker (weak scaling)",
         without="the global batch stays the same for any number of workers (strong scaling)",
         example="%%distributed mirrored -n 1,2,4 --batch-per-worker 64",
     )
@@ -171,7 +171,7 @@ class RunRequest(RunSettings):
         read=number("--seed", least=0),
         several=True,
         help="overrides the cell's seed",
-        without="the argument of `wb.fit`, otherwise 0",
+        without="the argument of `wb.fit`, or else 0",
         example="%%distributed mirrored --seed 7",
     )
     seeds: int | None = _said(
@@ -212,8 +212,8 @@ class RunRequest(RunSettings):
     background: bool = _said(
         "--background",
         False,
-        help="return at once; the run continues in the background",
-        without="off: the cell ends with the run",
+        help="return immediately; the run continues in the background",
+        without="off: the cell ends when the run ends",
         example="%%distributed mirrored --background",
     )
     plot: str = _said(
@@ -221,8 +221,8 @@ class RunRequest(RunSettings):
         "auto",
         choices=PLOTS,
         help="how the live dashboard is shown",
-        without="`auto`: the widget in a notebook, else text; `text` and `off` leave out a "
-        "comparison's figure",
+        without="`auto`: the widget in a notebook, otherwise text; `text` and `off` show no figure "
+        "of a comparison",
         example="%%distributed mirrored --plot off",
     )
 
@@ -231,7 +231,7 @@ class RunRequest(RunSettings):
         metavar="PRICE",
         trains=True,
         read=several.price_of,
-        help="price of a worker-hour: tables then also show the cost of an epoch",
+        help="price of a worker-hour, so that tables also show the cost of an epoch",
         without="no costs are shown",
         example="%%distributed one_device,mirrored -n 1,2,4 --price 2.5",
     )
@@ -241,16 +241,16 @@ class RunRequest(RunSettings):
         trains=True,
         read=several.memory_of,
         write=lambda size_bytes: f"{size_bytes:.0f}",
-        help="with auto: memory limit of a worker for weights, gradients and optimizer state",
-        without="any amount",
+        help="with `auto`: memory limit of a worker for weights, gradients and optimizer state",
+        without="no limit",
         example="%%distributed auto --memory-per-worker 4GiB",
     )
     allow_stale: bool = _said(
         "--allow-stale",
         False,
         trains=True,
-        help="with auto: also allow strategies whose weights differ from those of one device",
-        without="only strategies with the same result as one device",
+        help="with `auto`: also allow strategies whose weights differ from those of one device",
+        without="only strategies that give the same result as one device",
         example="%%distributed auto --allow-stale",
     )
     probe_seconds: int | None = _said(
@@ -258,7 +258,7 @@ class RunRequest(RunSettings):
         metavar="S",
         trains=True,
         read=number("--probe-seconds", least=5),
-        help="with auto: time limit for all its short runs together",
+        help="with `auto`: time limit in seconds for all short runs together",
         without="60",
         example="%%distributed auto --probe-seconds 120",
     )
@@ -277,8 +277,8 @@ class RunRequest(RunSettings):
         "--plain",
         False,
         trains=True,
-        help="with --to-job: a script that does not need Workbench",
-        without="Workbench records the job",
+        help="with --to-job: write a script that does not need Workbench",
+        without="the script uses Workbench, which records the job",
         example="%%distributed mirrored -n 2 --to-job job --plain",
     )
 
@@ -381,7 +381,7 @@ def from_arguments(strategy: str, asked: Mapping[str, Any]) -> RunRequest:
     for argument, value in asked.items():
         if argument not in _ARGUMENTS:
             raise PlanError(
-                "A run does not have this argument.",
+                "There is no argument with this name for a run.",
                 seen=argument,
                 allowed=", ".join(_ARGUMENTS),
                 code="WB-PLAN-095",
@@ -464,7 +464,7 @@ def check_straggler(entry: catalog.Strategy, asked: RunSettings, chosen: dict[st
     what = asked.on_straggler
     if what not in ON_STRAGGLER:
         raise PlanError(
-            "on_straggler is not valid.",
+            "The value of on_straggler is not valid.",
             seen=what,
             allowed=", ".join(ON_STRAGGLER),
             code="WB-PLAN-324",
@@ -476,14 +476,14 @@ def check_straggler(entry: catalog.Strategy, asked: RunSettings, chosen: dict[st
     able = [one for one in catalog.CATALOG if one.sheds]
     names = [one.name if one.sync else f"{one.name} -o {one.sync_option}=true" for one in able]
     why = (
-        "its shares are equal"
+        "the shares of its workers must be equal"
         if entry.is_sync(chosen)
-        else "its workers do not wait for each other"
+        else "its workers do not take each step together"
     )
     raise PlanError(
-        f"{entry.name} cannot give a slow worker a smaller share: {why}.",
+        f"Strategy {entry.name} cannot give a slow worker a smaller share: {why}.",
         seen=f"--on-straggler {what}",
-        allowed=f"wait; {what} under {', '.join(names)}, in PyTorch",
+        allowed=f"`wait`; in PyTorch `{what}` under {', '.join(names)}",
         next_step="remove --on-straggler, or use an allowed value",
         code="WB-PLAN-325",
     )
@@ -494,9 +494,9 @@ def _check_replacing(entry: catalog.Strategy, asked: RunSettings) -> None:
     if not (entry.heals and entry.replicated):
         able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated)
         raise PlanError(
-            f"{entry.name} cannot add a new worker while the others train.",
+            f"Strategy {entry.name} cannot add a new worker while the others train.",
             seen="--on-straggler replace",
-            allowed=f"replace under {able}; wait" + ("; shed" if entry.sheds else ""),
+            allowed=f"`replace` under {able}; `wait`" + ("; `shed`" if entry.sheds else ""),
             next_step="remove --on-straggler, or use an allowed value",
             code="WB-PLAN-326",
         )
@@ -504,7 +504,7 @@ def _check_replacing(entry: catalog.Strategy, asked: RunSettings) -> None:
         raise PlanError(
             "--on-straggler replace works only with --on-failure heal.",
             seen=f"--on-straggler replace --on-failure {asked.on_failure}",
-            allowed="--on-failure heal, or no --on-failure",
+            allowed="--on-failure heal, which is also the default with --on-straggler replace",
             next_step="remove --on-failure",
             code="WB-PLAN-327",
         )

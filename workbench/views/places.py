@@ -48,10 +48,12 @@ def here(environment: Mapping[str, str] = os.environ) -> Place | None:
     return None
 
 
-_PICTURES = "Runs are shown as pictures that are updated, because widgets may not load here."
+_PICTURES = (
+    "Runs are shown as pictures, because widgets may not load here. The pictures are updated."
+)
 _ONLY_INTERRUPT = (
-    "While a cell runs, stop it with the notebook's interrupt button: other buttons react when "
-    "the cell has ended."
+    "To stop a running cell, press the notebook's interrupt button. Other buttons react only "
+    "after the cell has ended."
 )
 
 

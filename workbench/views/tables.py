@@ -29,7 +29,7 @@ SHARE_NAMES = {**PHASE_NAMES, "bubble_s": "bubble"}
 
 FOLDED = frozenset({
     "framework", "steps", "95 % interval", "all steps", "data wait", "transfer", "other", "elapsed",
-    "sent/step", "sent", "a worker holds",
+    "sent/step", "sent", "memory/worker",
 })  # fmt: skip
 """Columns that notebooks fold below the others, because all columns are wider than a page."""
 
@@ -127,7 +127,7 @@ def _columns(comparison: Comparison) -> list[_Shown]:
         _Shown("elapsed", lambda row: _spread(row.wall_s, duration), ("wall_s",)),
         _Shown("sent/step", lambda row: size(row.sent_step_bytes), ("sent_bytes_per_step",)),
         _Shown("sent", lambda row: size(row.sent_bytes), ("sent_bytes",)),
-        _Shown("a worker holds", lambda row: size(largest_memory(row)),
+        _Shown("memory/worker", lambda row: size(largest_memory(row)),
                ("memory_bytes_per_worker",)),
     ]  # fmt: skip
     left_out = _left_out(rows)
@@ -150,7 +150,7 @@ def _left_out(rows: Sequence[ComparisonRow]) -> set[str]:
     if not any(row.staleness for row in rows):
         left_out.add("staleness")
     if not any(row.memory_bytes for row in rows):
-        left_out.add("a worker holds")
+        left_out.add("memory/worker")
     return left_out
 
 
@@ -216,9 +216,9 @@ _CLUSTER: dict[str, tuple[str, Callable[[Any], str]]] = {
     "gpu_memory_bytes": ("GPU memory", size),
     "cpu_percent": ("CPU", _percent),
     "gpu_percent": ("GPU", _percent),
-    "log_line": ("last line of its log", lambda v: UNKNOWN if not v else _shortened(str(v))),
-    "heartbeat_s": ("heard", _seconds_ago),
-    "uptime_s": ("up", lambda v: UNKNOWN if v is None else duration(float(v))),
+    "log_line": ("last log line", lambda v: UNKNOWN if not v else _shortened(str(v))),
+    "heartbeat_s": ("heartbeat", _seconds_ago),
+    "uptime_s": ("uptime", lambda v: UNKNOWN if v is None else duration(float(v))),
     "busy": ("busy", _flag),
 }
 """Heading and format of columns of `cluster_table`; other columns are shown unchanged."""
@@ -256,7 +256,7 @@ def summary_table(run: RunSummary) -> Table:
         Column("samples/s"), Column("potential"),
         *(Column(PHASE_NAMES[part]) for part in PARTS), Column("median wait"),
         *([Column("bubble"), Column("beyond ideal")] if run.split else []),
-        *([Column("holds")] if weighed else []),
+        *([Column("memory")] if weighed else []),
     ]  # fmt: skip
     rows = [
         [
@@ -363,7 +363,7 @@ def _change(change: Mapping[str, Any]) -> str:
 def _warmed(run: RunSummary) -> str:
     """Return the steps that a run's rate covers."""
     if not run.warm_up:
-        return "After warm-up (there was none):"
+        return "After warm-up (0 steps):"
     return f"After warm-up ({_count(run.warm_up, 'step')}):"
 
 
@@ -430,7 +430,7 @@ def calibration_table(verdict: str, readings: Sequence[Reading], did: Sequence[s
     rows = [[r.quantity, r.measured, r.allowed, marks[r.passed]] for r in readings]
     columns = [
         Column("", "left", 44), Column("measured", "left"), Column("allowed", "left"),
-        Column("as it should be", "left"),
+        Column("in the allowed range", "left"),
     ]  # fmt: skip
     strong = frozenset(i for i, reading in enumerate(readings) if reading.passed is False)
     return Table(columns, rows, verdict, did, strong)

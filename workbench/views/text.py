@@ -177,7 +177,7 @@ def _window(snapshot: Snapshot) -> str:
 def left_out(snapshot: Snapshot, shown: int) -> str:
     """Return the note that pauses are cut out of the latest `shown` steps; empty if none."""
     later = set(snapshot.timeline.step[-shown:][1:].tolist())
-    return " · pauses left out" if later.intersection(snapshot.timeline.cuts) else ""
+    return " · pauses not shown" if later.intersection(snapshot.timeline.cuts) else ""
 
 
 def dropped(snapshot: Snapshot) -> str:
@@ -447,13 +447,13 @@ class LineWriter:
         stream.flush()
 
 
-COLUMNS = ("stage", "worker", "layers", "parameters", "per microbatch", "hands on")
-NUMERIC = frozenset({"parameters", "per microbatch", "hands on"})
+COLUMNS = ("stage", "worker", "layers", "parameters", "per microbatch", "sends on")
+NUMERIC = frozenset({"parameters", "per microbatch", "sends on"})
 """Columns of `rows` that are aligned right."""
 
 MOST_ROWS = 12
 TITLE = "Pipeline bubble, as a share of a step without its wait for data"
-NAMES = ("schedule's ideal", "excess", "at work")
+NAMES = ("ideal bubble", "excess bubble", "work")
 """Names of the parts of a worker's bar: ideal bubble, excess, the rest."""
 
 

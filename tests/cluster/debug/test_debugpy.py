@@ -27,7 +27,7 @@ def test_debugpy_listens_on_loopback_in_the_engine(book):
     listens = {c.laddr.ip for c in process.net_connections() if c.laddr and c.laddr.port == port}
     assert listens == {"127.0.0.1"}
     assert not process.children(recursive=True), "no adapter that could outlive the engine"
-    assert "listens already" in serve(book, 1)[1]
+    assert "already listens" in serve(book, 1)[1]
     assert serve(book, 1)[0] == port
     book.refused(f"%cluster debug 0 --port {port}", "WB-CLUSTER-039", "Address already in use")
 

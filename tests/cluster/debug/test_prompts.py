@@ -80,7 +80,7 @@ print("total", total)
 def test_q_ends_the_cell(book, monkeypatch):
     Typist(monkeypatch, "q")
     book.refused(
-        "%%distributed\nbreakpoint() if rank == 1 else None\ndist.barrier()", "quit (q)", "Rank 1"
+        "%%distributed\nbreakpoint() if rank == 1 else None\ndist.barrier()", "`q`", "Rank 1"
     )
     monkeypatch.undo()
     book.ok("%%distributed\ndist.barrier()")

@@ -24,7 +24,7 @@ need("torch")
 def test_breakpoint_goes_on_where_nobody_can_answer(book, stop):
     cell = book.ok(f"%%distributed\nfor i in range(50):\n    {stop}\nprint('done', i)")
     assert cell.text.count("breakpoint() at cell line 3") == 2, "said once on each rank"
-    assert "%cluster debug 0 opens" in cell.text
+    assert "%cluster debug 0" in cell.text
     assert cell.text.count("done 49") == 2
 
 
@@ -35,7 +35,7 @@ def test_a_breakpoint_before_the_cell_is_waited_for_reads_the_same(book, monkeyp
     )
     cell = book.ok("%%distributed\nbreakpoint()\nprint('done')")
     assert cell.text.count("breakpoint() at cell line 2") == 2
-    assert "paused" not in re.sub(r"%cluster debug \d [^\n]*frame", "", cell.text)
+    assert "paused" not in re.sub(r"--background[^\n]*", "", cell.text)
     assert cell.text.count("done") == 2
 
 

@@ -203,13 +203,13 @@ def test_collectives_between_epochs_do_not_meet_the_others_all_reduce(source, un
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda text: text.replace("keep=[each_step, each_epoch]", "keep=[]"), "its scheduler"),
+        (lambda text: text.replace("keep=[each_step, each_epoch]", "keep=[]"), "scheduler"),
         (
             lambda text: text.replace(
                 "model, optimizer, loader = wb.prepare(model, optimizer, loader, ",
                 "model, optimizer = wb.prepare(model, optimizer, ",
             ),
-            "wb.prepare was given no loader",
+            "without a loader",
         ),
     ],
 )

@@ -151,7 +151,7 @@ class WarmParent:
             raise ClusterError(
                 "The process that forks the cluster's engines (the warm parent) cannot be reached.",
                 seen=str(error),
-                next_step="workbench ps lists the running clusters",
+                next_step="`workbench ps` lists the running clusters",
                 code="WB-CLUSTER-021",
             ) from error
         if "error" in answer:
@@ -448,13 +448,13 @@ class WarmParent:
                 self._failure = self._failure or "The warm parent ended."
             pending, self._pending = list(self._pending.values()), {}
         for future in pending:
-            future.set_result({"error": "it ended"})
+            future.set_result({"error": "the warm parent ended"})
         self.ready.set()
         parent = ""
         if self._process is not None and not self._stopped:
             code = self._process.wait() or 0  # None of a process that is not our child
             end = Exit(self._process.pid, code if code >= 0 else None, -code if code < 0 else None)
-            parent = f"the warm parent it was forked from (pid {end.pid}): {end.text}"
+            parent = f"its warm parent (pid {end.pid}): {end.text}"
         # Its children died with it (PR_SET_PDEATHSIG), and no process reports this.
         for pid in set() if self._released else self._forked - self._exits.keys():
             self._ended(Exit(pid, None, signal.SIGKILL, parent=parent))

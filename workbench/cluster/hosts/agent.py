@@ -200,7 +200,7 @@ class Agent:
         self._wakeup.set()
 
     def _told_to_end(self, number: int, _frame: FrameType | None) -> None:
-        why = f"it received the order to end ({signal.Signals(number).name})"
+        why = f"its agent was told to end ({signal.Signals(number).name})"
         now = time.monotonic()
         if not self._leaving and number == signal.SIGTERM:
             self._leaving, self._told_at, self._warns = why, now, True
@@ -538,7 +538,7 @@ def main() -> None:
     try:
         join = wire.Join.from_text(told or sys.stdin.buffer.readline().decode())
     except (BadMessageError, UnicodeDecodeError):
-        sys.exit("this program is started by Workbench (%cluster start --launcher ...)")
+        sys.exit("do not start this program yourself: %cluster start --launcher ... starts it")
     os.environ.pop(cluster_env.MARK, None)
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     code = Agent(join, stdin=stdin).run()

@@ -352,7 +352,7 @@ class Agents:
         if self.expected and len(there) >= self.expected:
             return f"all {self.expected} hosts that were started have answered already"
         if (holder := next((one for one in there if one.place == place), None)) is not None:
-            return f"place {place} is taken by {holder.name}"
+            return f"host number {place} has already answered: {holder.name}"
         return ""
 
     def _look(self) -> None:
@@ -474,7 +474,9 @@ class HostFiles:
             target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if (came := self._agents.read_file(host, f"{folder}/{name}", target)) != size:
                 target.unlink(missing_ok=True)
-                raise OSError(errno.EIO, f"{came} of {size} bytes of {name} came from {host.name}")
+                raise OSError(
+                    errno.EIO, f"only {came} of {size} bytes of {name} arrived from {host.name}"
+                )
             names.append(name)
         return names
 

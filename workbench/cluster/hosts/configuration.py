@@ -262,7 +262,7 @@ def _refuse_stray(given: Mapping[str, Given], launcher: str) -> None:
         owners = [other for other in TAKES if name in TAKES[other]]
         flags = ", ".join(f"--{each.replace('_', '-')}" for each in takes)
         raise PlanError(
-            f"The launcher {launcher} does not take {one.shown.split()[0]}.",
+            f"The launcher {launcher!r} does not take {one.shown.split()[0]}.",
             seen=one.shown,
             allowed=flags.replace("--options", "--launcher-option"),
             next_step=f"remove this flag, or use --launcher {' or '.join(owners)}",
@@ -273,7 +273,7 @@ def _refuse_stray(given: Mapping[str, Given], launcher: str) -> None:
 def _check_programs(launcher: str) -> None:
     if missing := _missing(launcher):
         raise PlanError(
-            f"The launcher {launcher} needs {' and '.join(missing)}, which is not installed here.",
+            f"The launcher {launcher!r} needs programs that are not in PATH: {', '.join(missing)}.",
             seen=f"PATH={os.environ.get('PATH', '')}",
             allowed=f"launchers that can be used here: {', '.join(installed())}",
             next_step=f"install Debian's package {PROGRAMS[launcher][1]}, or start Jupyter where"
@@ -436,8 +436,8 @@ def _word(one: Given) -> str:
         raise PlanError(
             "A scheduler does not accept this name.",
             seen=one.shown,
-            allowed="letters and digits, with - _ . , between them",
-            next_step="sinfo lists the partitions; `sacctmgr show user $USER` lists accounts",
+            allowed="letters and digits; inside the name also - _ . ,",
+            next_step="`sinfo` lists partitions; `sacctmgr show user $USER` lists accounts",
             code="WB-PLAN-181",
         )
     return text
@@ -514,7 +514,7 @@ def _ports(one: Given) -> tuple[int, int]:
         raise PlanError(
             "This is not a range of ports.",
             seen=one.shown,
-            allowed="first-last, from 1024 to 65535",
+            allowed="FIRST-LAST: two port numbers from 1024 to 65535",
             next_step="--ports 20000-20100",
             code="WB-PLAN-172",
         )
@@ -522,7 +522,7 @@ def _ports(one: Given) -> tuple[int, int]:
     if last - first + 1 < LEAST_PORTS:
         raise PlanError(
             "The range has too few ports for one notebook.",
-            seen=f"{last - first + 1} in {one.shown}",
+            seen=f"{last - first + 1} ports in {one.shown}",
             allowed=f"at least {LEAST_PORTS} ports; more if several notebooks share the range",
             next_step=f"--ports {first}-{min(first + 99, (1 << 16) - 1)}",
             code="WB-PLAN-173",
@@ -579,7 +579,9 @@ def _checked_options(one: Given, launcher: str) -> dict[str, str]:
                 f"The option {key} has its own flag." if own else f"{key} needs a value.",
                 seen=one.shown,
                 allowed=f"--{key} {value}".strip() if own else f"{key}=value, as for ssh -o",
-                next_step=f"remove {key} from the launcher's options" if own else "man ssh_config",
+                next_step=f"remove {key} from the launcher's options"
+                if own
+                else "`man ssh_config` explains it",
                 code="WB-PLAN-182",
             )
     return found

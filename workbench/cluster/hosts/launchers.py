@@ -119,8 +119,8 @@ def address_of(name: str) -> str:
             "This machine cannot resolve the host's name.",
             seen=f"{name}: {error}",
             allowed="a name that this machine resolves, an address, or a host in ~/.ssh/config",
-            next_step=f"try  ssh {name}  in a terminal; behind a jump host, give the notebook's "
-            "address with --listen",
+            next_step=f"try `ssh {name}` in a terminal; if the host is behind a jump host, give "
+            "the notebook's address with --listen",
             code="WB-CLUSTER-060",
         ) from error
 
@@ -264,8 +264,9 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
         return ClusterError(
             f"{what}: Workbench cannot be used on the host.",
             seen=last.splitlines()[-1],
-            next_step="install the same version there (pip install 'distributed-workbench"
-            "[torch]'), or give the interpreter: --launcher-option python=/path/to/python",
+            next_step="install the notebook's version of Workbench on the host (pip install "
+            "'distributed-workbench[torch]'), or give the host's interpreter: --launcher-option "
+            "python=/path/to/python",
             code="WB-CLUSTER-061",
         )
     if code == wire.NO_ROUTE:
@@ -274,7 +275,7 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
             seen=last.splitlines()[-1],
             allowed="an address of this machine that the hosts can connect to, and open ports",
             next_step="change or remove --listen; set --ports for a firewall; "
-            "workbench doctor --on HOST checks the connection",
+            "`workbench doctor --on HOST` checks the connection",
             code="WB-CLUSTER-062",
         )
     program, _, host = what.partition(" ")
@@ -288,7 +289,8 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
     return ClusterError(
         f"{what} ended before an engine could be started.",
         seen=f"exit code {code}: {last}" if code is not None else last,
-        next_step="try the same command in a terminal; docs/clusters-of-machines.md has examples",
+        next_step="run the launcher's command in a terminal; docs/clusters-of-machines.md has "
+        "examples",
         code="WB-CLUSTER-063",
     )
 
@@ -299,8 +301,8 @@ def refuse_missing(program: str, package: str) -> None:
         raise ClusterError(
             f"{program} is not installed here.",
             seen=f"PATH={os.environ.get('PATH', '')}",
-            next_step=f"install it (Debian: apt-get install {package}), or load its module before "
-            "Jupyter is started",
+            next_step=f"install {program} (Debian: apt-get install {package}), or load its "
+            "environment module before you start Jupyter",
             code="WB-CLUSTER-064",
         )
 

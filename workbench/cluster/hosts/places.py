@@ -151,17 +151,17 @@ class HostedEngines:
     def _late(self, found: int, wanted: int, waits: Queued | None, waited_s: float) -> ClusterError:
         if waits is not None:
             return ClusterError(
-                f"The job did not begin within {waited_s:.0f} s; it was cancelled.",
+                f"The job did not begin within {waited_s:.0f} s, so Workbench cancelled it.",
                 seen=f"{waits.state} ({waits.reason})" if waits.reason else waits.state,
-                next_step="wait longer: --start-timeout 2h; squeue shows the jobs before yours",
+                next_step="wait longer: --start-timeout 2h; `squeue` shows the waiting jobs",
                 code="WB-CLUSTER-066",
             )
         names = ", ".join(one.name for one in self.agents.living) or "none"
         return ClusterError(
             f"Only {found} of {wanted or 'all'} hosts answered within {waited_s:.0f} s.",
             seen=names,
-            next_step="check for a firewall between the hosts and here (--ports, --listen); "
-            "workbench doctor --on HOST checks the connection",
+            next_step="check for a firewall between hosts and this machine (--ports, --listen), or "
+            "run `workbench doctor --on HOST`",
             code="WB-CLUSTER-067",
         )
 
@@ -175,10 +175,10 @@ class HostedEngines:
         bad = [name for name in MUST_AGREE if _keeps_apart(name, differ.get(name, {}))]
         if bad:
             raise ClusterError(
-                "The hosts have other versions than the notebook, so they cannot run cells.",
+                "The hosts cannot run cells, because their versions differ from the notebook's.",
                 seen="; ".join(_words(name, differ[name]) for name in bad),
-                next_step="install the same versions there, or give another interpreter: "
-                "--launcher-option python=/path/to/python",
+                next_step="install the notebook's versions on the hosts, or give another "
+                "interpreter: --launcher-option python=/path/to/python",
                 code="WB-CLUSTER-068",
             )
         self.said = [
@@ -228,12 +228,10 @@ class HostedEngines:
             return ""
         if found is not None:
             return (
-                f"on this host, {cwd} is not the notebook's folder but another folder, so the "
-                "notebook's files are missing"
+                f"{cwd} is not the notebook's folder but another folder, so the notebook's files "
+                "are missing"
             )
-        return (
-            f"the notebook's folder {cwd} does not exist there; engines start in {host.facts.home}"
-        )
+        return f"the notebook's folder {cwd} does not exist, so engines start in {host.facts.home}"
 
     def differences(self, engines: Sequence[int], framework: str) -> list[str]:
         """Return the notes about the hosts of a run's engines, a sentence each."""

@@ -70,15 +70,15 @@ class Sbatch:
             raise ClusterError(
                 "Slurm does not answer.",
                 seen=f"sbatch printed nothing for {SUBMIT_S:g} s",
-                next_step="run squeue to see whether Slurm answers; if squeue lists this job, "
-                "cancel it",
+                next_step="run `squeue` to see whether Slurm answers; if `squeue` lists this "
+                "job, cancel the job",
                 code="WB-CLUSTER-077",
             ) from error
         if done.returncode:
             raise ClusterError(
                 "Slurm refused the job.",
                 seen=done.stderr.strip() or f"exit code {done.returncode}",
-                next_step="run sinfo for the partitions and their limits",
+                next_step="run `sinfo` to see the partitions and their limits",
                 code="WB-CLUSTER-065",
             )
         self.job = done.stdout.strip().partition(";")[0]
@@ -165,7 +165,7 @@ class Sbatch:
             "CANCELLED": "it was cancelled (scancel)",
             "PREEMPTED": "another job needed its nodes",
             "NODE_FAIL": "one of its nodes failed",
-            "OUT_OF_MEMORY": "it needed more memory than it was given (--mem)",
+            "OUT_OF_MEMORY": "it needed more memory than --mem allows",
         }.get(self._state, f"reason {reason}" if reason != "None" else "")
         return self._state + (f": {end}" if end else "")
 

@@ -102,10 +102,11 @@ class Checkpoints:
         about = self.start.about
         if about["base"] != self.context.trained:
             raise FitError(
-                "The checkpoint belongs to another cell: the trainings before this one differ.",
-                seen=f"{self.context.trained} steps before this training, in the checkpoint "
-                f"{about['base']} steps",
-                next_step="continue with the same cell: wb.resume runs the saved cell",
+                "The checkpoint belongs to another cell: it was saved after a different number of "
+                "earlier steps.",
+                seen=f"{self.context.trained} steps before this training; the checkpoint has "
+                f"{about['base']}",
+                next_step="use wb.resume(DIR), which runs the cell that wrote the checkpoint",
                 code="WB-FIT-002",
             )
         self._saved = self.resumed_step = self.start.step
@@ -144,8 +145,9 @@ class Checkpoints:
             raise FitError(
                 "The checkpoint does not fit the model, optimizer or scheduler of the cell.",
                 seen=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                allowed="the model, optimizer and scheduler with which it was saved",
-                next_step="continue with the unchanged cell, or begin again in another folder",
+                allowed="the model, optimizer and scheduler with which the checkpoint was saved",
+                next_step="run the unchanged cell, or start a new run with "
+                "another --checkpoint DIR",
                 code="WB-FIT-003",
             ) from error
         if whole and own is not None:
@@ -165,7 +167,7 @@ class Checkpoints:
             return
         then = int(start.about["world_size"])
         workers = (
-            "" if then == spec.world_size else f" ({then} workers then, {spec.world_size} now)"
+            "" if then == spec.world_size else f" (saved by {then} workers, now {spec.world_size})"
         )
         text = f"Resumed at step {start.step} from {spec.resume_name or start.path}{workers}."
         self.context.emit(events.Noted(rank=0, text=text))
@@ -310,17 +312,17 @@ def checkpoints_of(context: RunContext) -> Checkpoints:
 
 
 def checkpoint() -> None:
-    """Request a checkpoint at the end of the current step; call it on every rank.
+    """Request a checkpoint at the end of the current step. Call this function on every rank.
 
     Raises:
         RunError: There is no run.
-        FitError: The magic's line names no folder for checkpoints.
+        FitError: The run has no folder for checkpoints: `--checkpoint DIR` was not given.
     """
     context = require("wb.checkpoint")
     if not context.spec.checkpoint:
         raise FitError(
             "The run has no folder for checkpoints.",
-            next_step="name a folder in the cell's first line: %%distributed mirrored "
+            next_step="add --checkpoint to the cell's first line: %%distributed mirrored "
             "--checkpoint DIR",
             code="WB-FIT-004",
         )
@@ -328,9 +330,10 @@ def checkpoint() -> None:
 
 
 def resumed_step() -> int:
-    """Return the steps that were done before this run resumed from a checkpoint; 0 for a new run.
+    """Return how many steps were done before the run resumed from a checkpoint; 0 for a new run.
 
-    For loops that make their own batches: `wb.prepare` skips those of its loader automatically.
+    Use this function in loops that make their own batches. The loader of `wb.prepare` skips the
+    batches of these steps automatically.
     """
     context = require("wb.resumed_step")
     return checkpoints_of(context).resumed_step
@@ -462,7 +465,9 @@ class Writer:
             if not temporary.is_dir() or (temporary / "failed").exists():
                 raise RunError("another worker could not write its part", code="WB-RUN-005")
             if clock() > end_s or self._leaving.is_set():
-                raise RunError(f"the part of {missing[0].name} did not come", code="WB-RUN-006")
+                raise RunError(
+                    f"{missing[0].name} did not write its part in time", code="WB-RUN-006"
+                )
             self._leaving.wait(POLL_S)
 
     def _others_sums(self, temporary: Path) -> checkpoints.Sums:
@@ -539,7 +544,7 @@ class Writer:
     def _stands(self) -> str:
         last = checkpoints.latest(self._folder)
         return (
-            f"the last good checkpoint is step {last.step}"
+            f"the last good checkpoint is of step {last.step}"
             if last
             else "there is no earlier checkpoint"
         )

@@ -43,10 +43,10 @@ def blind(path: str, token: str) -> str:
             if Path(path).read_text() == token:
                 os.rmdir(tempfile.mkdtemp(prefix=".workbench-", dir=Path(path).parent))
                 return ""
-            why = "another folder is there"
+            why = "a different folder has this path"
         except FileNotFoundError:
             there = Path(path).parent.is_dir()
-            why = "another folder is there" if there else "it does not exist"
+            why = "a different folder has this path" if there else "it does not exist"
         except OSError as error:
             why = error.strerror or type(error).__name__
         if time.monotonic() > end_s:
@@ -119,7 +119,7 @@ def encode(
             raise FitError(
                 "A checkpoint cannot hold this part of the state.",
                 seen=f"{path}: {type(value).__name__}",
-                allowed="numbers, texts, tensors, arrays, and lists and dicts of these",
+                allowed="numbers, strings, tensors, arrays, and lists and dicts of these",
                 code="WB-FIT-001",
             )
         if isinstance(value, Mapping):

@@ -28,8 +28,8 @@ from . import marks, stdin_bridge
 from .marks import describe
 from .stdin_bridge import Released, StdinBridge
 
-HOW = "run the cell with --background, then %cluster debug {engine} opens the paused frame"
-QUIT = "The debugger was quit (q), which ends the cell."
+HOW = "run the cell with --background, then open the paused frame with %cluster debug {engine}"
+QUIT = "You left the debugger with `q`, which ends the cell."
 _NOT_HERE = ("debug", "interact", "run", "restart")
 _SKIP = [f"{name}{end}" for name in ("workbench", "IPython", "ipykernel", "ipyparallel", "asyncio")
          for end in ("", ".*")]  # fmt: skip
@@ -80,7 +80,7 @@ class Debugger(pdb.Pdb):
         if word is not None and self._means_variable(word, line):
             line = "!" + line
         elif word in _NOT_HERE:
-            self.error(f"{word} needs a terminal, which engines do not have")
+            self.error(f"`{word}` needs a terminal, which engines do not have")
             return False
         done = super().onecmd(line)
         if self.interrupted:
@@ -162,7 +162,7 @@ class LiveDebugger(Debugger):
                 return "continue"
             return asks.next_line()
         except Released as release:
-            tell(f"no longer paused: {release}")
+            tell(f"the pause has ended: {release}")
             asks.deaf = str(release)
             self.clear_all_breaks()
             return "continue"
@@ -182,10 +182,10 @@ class LiveDebugger(Debugger):
         if not was_deaf:
             how = HOW.format(engine=asks.engine)
             tell(
-                f"breakpoint() at {where}: {reason}, so the cell continues, "
-                "also at later breakpoints."
+                f"breakpoint() at {where}: {reason}, so the cell continues "
+                "and ignores later breakpoints too."
             )
-            tell(f"To stop there, {how}.")
+            tell(f"To stop at breakpoints, {how}.")
             asks.deaf = reason
         self.clear_all_breaks()
         return False
@@ -279,14 +279,14 @@ def stop_here(*args: Any, header: str | None = None, **keywords: Any) -> None:
         return
     asks = stdin_bridge.current()
     if asks is None:
-        tell("breakpoint() in a process that the engine started: ignored")
+        tell("breakpoint() was ignored, because the engine started this process")
         return
     if header:
         tell(header)
     if stdin_bridge.stop(frame):
         return
     if asks.busy.locked():
-        tell("breakpoint() while this rank is paused at another breakpoint: ignored")
+        tell("breakpoint() was ignored, because this rank is paused at another breakpoint")
         return
     if _live is None or _live._attention is not asks:
         _live = LiveDebugger(asks)
@@ -319,11 +319,11 @@ def ask(prompt: object = "", *, password: bool = False) -> str:
         finally:
             asks.busy.release()
     elif asks is not None:
-        reason = "this rank is paused already"
+        reason = "this rank is already paused"
     raise RunError(
         f"{name} was called on an engine, where typing is impossible: {reason}.",
         seen=str(prompt),
-        next_step="ask in a cell of the notebook, then %push the value to the engines",
+        next_step="call it in a cell of the notebook, then %push the value to the engines",
         code="WB-RUN-004",
     )
 

@@ -64,8 +64,8 @@ COLLECTIVE = Rule(
 BOARD = Rule("to meet the other engines")
 ALL_REDUCE = Rule("in all_reduce", idle="thread")
 RECEIVE = Rule("in recv", idle="thread", modules=("torch.distributed.pipelining",))
-MESSAGE = Rule("for a message of another worker")
-ANSWER = Rule("for an answer of a server", idle="thread")
+MESSAGE = Rule("for a message from another worker")
+ANSWER = Rule("for an answer from a server", idle="thread")
 OF_TORCH = Rule(
     "in {}", idle="thread", modules=("torch.distributed", "torch.nn.parallel.distributed")
 )

@@ -107,9 +107,7 @@ def command(line: str) -> str | None:
         return None
     word = debugger.parseline(line)[0]
     if word in _RESUME:
-        return (
-            "The cell has ended and cannot be continued; look at it with w u d l p pp a locals.\n"
-        )
+        return "The cell has ended and cannot continue. To inspect it: w u d l p pp a locals.\n"
     try:
         debugger.onecmd(debugger.precmd(line))
     except KeyboardInterrupt:
@@ -121,7 +119,7 @@ def evaluate(index: int, expression: str) -> dict[str, str]:
     """Evaluate in a frame; return `value` (its repr), or `error`."""
     debugger = _open()
     if debugger is None:
-        return {"error": "no failure is kept"}
+        return {"error": "this rank has no traceback to inspect"}
     if not 0 <= index < len(debugger.stack):
         return {"error": f"frames are numbered 0 to {len(debugger.stack) - 1}"}
     frame = debugger.stack[index][0]

@@ -134,7 +134,7 @@ class StdinBridge:
     def _ends(self, word: ToUser | _Release) -> str:
         """Return why the cell continues; empty if it waits."""
         if isinstance(word, _Release) or (isinstance(word, GoOn) and word.number == self._number):
-            return word.reason or "the notebook released it"
+            return word.reason or "the notebook ended the pause"
         return ""
 
     def answer(self, text: str) -> None:

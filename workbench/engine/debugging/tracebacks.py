@@ -147,7 +147,7 @@ def left_out_words(frames: Sequence[FrameType]) -> str:
     last = frames[-1].f_code.co_name
     return (
         f"    [{len(frames)} frame{'' if one else 's'} of {', '.join(names)} "
-        f"{'is' if one else 'are'} folded, the last in {last}(); --traceback full shows "
+        f"{'is' if one else 'are'} hidden, the last in {last}(); --traceback full shows "
         f"{'it' if one else 'them'}]\n"
     )
 
@@ -301,65 +301,65 @@ _NO_ROOM_BYTES = 64 << 10
 _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
-        "the batch has {0} features, but the Linear takes {1}: write nn.Linear({0}, ...), or put "
-        "nn.Flatten() before the Linear",
+        "the batch has {0} features, but the `Linear` layer takes {1}: write nn.Linear({0}, ...), "
+        "or put nn.Flatten() before this layer",
     ),
     (
         r"expected axis (-?\d+) of input shape to have value (\d+), but received input with shape "
         r"(\([\d, ]+\))",
-        "the data has shape {2}, but the layer needs {1} on axis {0}: build the model for this "
-        "data, or reshape the data",
+        "the data has shape {2}, but the layer needs size {1} on axis {0}: build the model for "
+        "this data, or reshape the data",
     ),
     (
         r"expected (?:min_)?ndim=(\d+), found ndim=(\d+)\. Full shape received: (\([\d, ]+\))",
-        "the layer needs data with {0} axes, with the batch axis, but got {1}: {2}; x[..., None] "
-        "adds the channels of grey images, keras.layers.Flatten() removes axes",
+        "the layer needs {0} axes, the batch axis included, but the data has {1} axes, shape {2}. "
+        "x[..., None] adds a channel axis to grey images; keras.layers.Flatten() removes axes",
     ),
     (
         r"must have the same rank \(ndim\)\. Received: target\.shape=\((\d+|None),\), "
         r"output\.shape=\((?:\d+|None), (\d+)\)",
         "the labels are class numbers, but the output has {1} values: use "
-        "loss='sparse_categorical_crossentropy', or labels keras.utils.to_categorical(y, {1})",
+        "loss='sparse_categorical_crossentropy', or the labels keras.utils.to_categorical(y, {1})",
     ),
     (
         r"`output` must have rank \(ndim\) `target\.ndim - 1`\. Received: "
         r"target\.shape=\((?:\d+|None), (\d+)\)",
         "the labels have {0} values each (one-hot), but the loss takes class numbers: "
-        "use loss='categorical_crossentropy', or labels y.argmax(-1)",
+        "use loss='categorical_crossentropy', or the labels y.argmax(-1)",
     ),
     (
         r"`output` must have rank \(ndim\) `target\.ndim - 1`\. Received: "
         r"target\.shape=\(\w+,\), output\.shape=(\(\w+, \w+, [\w, ]+\))",
-        "the model's output {0} has too many axes for class numbers: begin with "
+        "the model's output {0} has too many axes for class numbers: begin the model with "
         "keras.layers.Flatten()",
     ),
     (
         r"Dimensions must be equal[^\n]*\{\{node (?:compile_loss/|Equal)[^\n]*with input shapes: "
         r"(\[[\d,?]*\]), (\[[\d,?]*\])",
-        "labels and output differ in shape, {0} and {1}: give the last layer one output per value "
-        "of a label, and begin with keras.layers.Flatten() if the data are images",
+        "labels and output have different shapes, {0} and {1}: the last layer needs one output per "
+        "value of a label. For images, begin the model with keras.layers.Flatten()",
     ),
     (
         r"Data cardinality is ambiguous[\s\S]*'x' sizes: ([\d, ]+)\s+'y' sizes: ([\d, ]+)",
-        "there are {0} samples and {1} labels: make both equally long",
+        "there are {0} samples and {1} labels: pass one label for each sample",
     ),
     (
         r"Could not interpret metric identifier",
-        "check its spelling: metrics=['accuracy'], or an object of keras.metrics",
+        "check the spelling: metrics=['accuracy'], or an object of keras.metrics",
     ),
     (
         r"Could not interpret loss identifier",
-        "check its spelling: 'mse', 'binary_crossentropy', 'categorical_crossentropy', "
+        "check the spelling: 'mse', 'binary_crossentropy', 'categorical_crossentropy', "
         "'sparse_categorical_crossentropy', or an object of keras.losses",
     ),
     (
         r"Could not interpret optimizer identifier",
-        "check its spelling: 'sgd', 'adam', 'adamw', 'rmsprop', or an object of keras.optimizers",
+        "check the spelling: 'sgd', 'adam', 'adamw', 'rmsprop', or an object of keras.optimizers",
     ),
     (
         r"Invalid dtype: (str|object|bytes)",
-        "the data holds text or objects, but models take numbers: use x.astype('float32'), or for "
-        "class names numpy.unique(y, return_inverse=True)[1]",
+        "the data holds text or objects, but models take numbers: use x.astype('float32'). For "
+        "class names, use numpy.unique(y, return_inverse=True)[1]",
     ),
     (
         r"Computed output size would be zero or negative[^\n]*`inputs shape=(\([\d, None]+\))`",
@@ -368,7 +368,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"`validation_split` is only supported for tensors or NumPy arrays",
-        "divide the data set yourself: fit(data.skip(10), validation_data=data.take(10))",
+        "divide the data set yourself: model.fit(data.skip(10), validation_data=data.take(10))",
     ),
     (
         r"Target (-?\d+) is out of bounds",
@@ -378,21 +378,21 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)",
         "class {0} needs its own output: the last layer has {1} outputs, for the classes 0 "
-        "to {1} - 1; give it more, or count the labels from 0",
+        "to {1} - 1; give this layer more outputs, or number the labels from 0",
     ),
     (
         r"(?:\}\} |: )(\w+: [^\n]{0,200})\nTraceback \(most recent call last\):[\s\S]*PyFunc",
-        "your own function failed while TensorFlow called it: {0}; to see the line, call the "
-        "function yourself on one element",
+        "your own function failed while TensorFlow called it: {0}; to see the line that "
+        "failed, call the function yourself on one element",
     ),
     (
         r"Mixing different tf\.distribute\.Strategy objects",
         "the run already has a strategy: use the variable `strategy`, and remove the line that "
-        "makes another",
+        "makes another strategy",
     ),
     (
         r"expected target dtype to be Long|expected scalar type Long",
-        "this loss needs classes as int64: y = y.long()",
+        "this loss needs class numbers of type int64: y = y.long()",
     ),
     (
         r"Found dtype Double but expected Float|expected .*Float but (?:found|got) Double"
@@ -401,42 +401,42 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|invalid device ordinal",
-        "use the variable device of this worker: x.to(device); an engine sees only the GPUs "
-        "assigned to it, numbered from 0",
+        "use this worker's variable `device`: x.to(device). An engine sees only the GPUs that are "
+        "assigned to it, and they are numbered from 0",
     ),
     (
         r"^ResourceExhaustedError[\s\S]*(?:GPU|failed to allocate memory)",
-        "use a smaller batch, or a strategy that spreads the model: model_split, central_storage; "
+        "use a smaller batch, or a strategy that spreads the model: model_split, central_storage. "
         "TensorFlow keeps its GPU memory for later cells, so %cluster free returns no memory to "
-        "other programs, but %cluster restart does",
+        "other programs. To return it, use %cluster restart",
     ),
     (
         r"Unknown attribute '(?:cuda|xpu|mps)' is encountered while parsing the device spec",
-        "TensorFlow calls the first GPU GPU:0; use the variable device of this worker: "
+        "TensorFlow's name for the first GPU is GPU:0; use this worker's variable `device`: "
         "tf.device(device)",
     ),
     (
         r"being mapped to multiple devices|Visible devices cannot be modified after",
-        "the GPUs that TensorFlow sees are fixed at its first operation: remove "
-        "set_visible_devices, because a worker sees only its own GPUs, then %cluster restart",
+        "TensorFlow's GPUs cannot change after its first operation, and a worker sees only its own "
+        "GPUs anyway: remove set_visible_devices, then %cluster restart",
     ),
     (
         r"no CUDA-capable device is detected|CUDA_ERROR_NO_DEVICE",
-        "CUDA sees no GPU: check nvidia-smi in the same container, and CUDA_VISIBLE_DEVICES, "
-        "then %cluster restart; %cluster start --devices cpu needs no GPU",
+        "CUDA sees no GPU: check nvidia-smi in the same container, and the variable "
+        "CUDA_VISIBLE_DEVICES, then %cluster restart; %cluster start --devices cpu needs no GPU",
     ),
     (
         r"Could not load dynamic library|Cannot dlopen some GPU libraries"
         r"|lib(?:cu|nv|nccl)[\w.+-]*: cannot open shared object file",
-        "TensorFlow's GPU libraries are missing in the engines' Python: "
+        "TensorFlow's GPU libraries are missing in the engines' Python: run "
         "%pip install 'tensorflow[and-cuda]', then %cluster restart",
     ),
     (
         r"Loaded runtime CuDNN library|DNN library (?:is not found|initialization failed)"
         r"|No DNN in stream executor",
         "TensorFlow did not find the cuDNN that it needs, or the GPU has no memory for cuDNN: "
-        "%pip install 'tensorflow[and-cuda]' in an environment without another cuDNN (PyTorch "
-        "brings one), see in nvidia-smi what else uses the GPU, then %cluster restart",
+        "run %pip install 'tensorflow[and-cuda]' in an environment without another cuDNN (PyTorch "
+        "installs one), check with nvidia-smi what else uses the GPU, then %cluster restart",
     ),
     (
         r"CUDA_ERROR_(?:UNSUPPORTED_PTX_VERSION|INVALID_PTX|NO_BINARY_FOR_GPU)"
@@ -447,15 +447,15 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"device-side assert",
-        "a kernel was given a value out of range: most often a class label or the index of an "
-        "embedding; print y.min(), y.max() and the number of classes. After this error the "
-        "engine cannot use its GPU any more. To see the line, run the cell once under --devices "
-        "cpu, or start the cluster with CUDA_LAUNCH_BLOCKING=1 set",
+        "a GPU operation received a value out of range: most often a class label or the index of "
+        "an embedding. Print y.min(), y.max() and the number of classes. After this error the "
+        "engine cannot use its GPU any more. To see the line that failed, run the cell once with "
+        "--devices cpu, or set CUDA_LAUNCH_BLOCKING=1 before you start the cluster",
     ),
     (
         r"Duplicate GPU detected",
-        "two workers got one GPU, which NCCL does not allow: use as many workers as there are GPUs "
-        "(-n), or --devices cpu",
+        "two workers share one GPU, which NCCL does not allow: use as many workers as there are "
+        "GPUs (-n), or --devices cpu",
     ),
     (
         r"no kernel image is available",
@@ -475,7 +475,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"ncclUnhandledCudaError|unhandled cuda error",
         "NCCL met a CUDA error: most often the memory of the GPU or the shared memory was full "
-        "(docker run --shm-size=2g); start the cluster with NCCL_DEBUG=WARN set, then the "
+        "(docker run --shm-size=2g). If you set NCCL_DEBUG=WARN before you start the cluster, the "
         "engine's log names the cause",
     ),
     (
@@ -487,7 +487,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"can't allocate memory|Cannot allocate memory|^MemoryError",
-        "use a smaller batch, or fewer engines; %cluster free drops the cells' variables",
+        "use a smaller batch, or fewer engines; %cluster free deletes the variables of cells",
     ),
     (
         r"grad can be implicitly created only for scalar outputs",
@@ -495,7 +495,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Cannot re-initialize CUDA in forked subprocess",
-        "start processes before the first use of the GPU, or with the method spawn: "
+        "start processes before the first use of the GPU, or with the method `spawn`: "
         "DataLoader(..., multiprocessing_context='spawn')",
     ),
     (
@@ -509,17 +509,17 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Connection closed by peer|Connection reset by peer",
-        "read the other rank's error; if that rank shows no error, its loop was shorter: let all "
-        "ranks take the same number of steps",
+        "read the error of the rank that closed the connection. If that rank shows no error, its "
+        "loop was shorter: let all ranks take the same number of steps",
     ),
     (
         r"^ModuleNotFoundError: No module named '([\w]+)",
-        "install it in the notebook's Python, which the engines use: %pip install {0} (some "
-        "packages have another name), then run the cell again",
+        "install the module in the notebook's Python, which the engines use: %pip install {0} "
+        "(some packages have another name than their module), then run the cell again",
     ),
     (
         r"Trying to backward through the graph a second time",
-        "compute the loss again before each backward(), or call backward() once on the sum",
+        "compute the loss again before each backward(), or call backward() on the sum of losses",
     ),
     (
         r"stack expects each tensor to be equal size, but got (\[[\d, ]*\]) at entry \d+ and "
@@ -529,18 +529,18 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"must be Tensor, not NoneType",
-        "the model returned nothing: end its forward() with return",
+        "the model returned nothing: end its forward() with `return`",
     ),
     (
         r"before Module\.__init__\(\) call",
         "begin the model's __init__ with super().__init__()",
     ),
-    (r"^SystemExit", "end a cell early with raise, or put the rest under if"),
+    (r"^SystemExit", "to end a cell early use `raise`, or put the rest under an `if`"),
     (
         r"shared memory\(shm\)|insufficient shared memory|[Bb]us error"
         r"|Error while creating shared memory segment",
-        f"{SHARED}, through which worker processes of a DataLoader pass batches, is too small: "
-        "use DataLoader(..., num_workers=0), which needs no shared memory, or enlarge "
+        f"{SHARED} is too small; worker processes of a DataLoader pass batches through it. "
+        "Use DataLoader(..., num_workers=0), which needs no shared memory, or enlarge "
         f"{SHARED} (docker run --shm-size=2g)",
     ),
     (
@@ -548,7 +548,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "the limit of processes and threads is reached: raise the container's pids limit (docker "
         "run --pids-limit=-1) or ulimit -u, or use fewer engines or num_workers=0",
     ),
-    (r"No space left on device|Disk quota exceeded", "make room there, or write to another folder"),
+    (r"No space left on device|Disk quota exceeded", "free disk space, or write to another folder"),
     (r"Address already in use|EADDRINUSE", "use another port, or 0 for any free port"),
 )
 

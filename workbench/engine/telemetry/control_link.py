@@ -305,8 +305,8 @@ class ControlLink:
         self.emit(
             events.Warned(
                 rank=run.spec.rank,
-                text=f"{steps} not measured: {recorder.trouble}. Their times show when the host "
-                "began them.",
+                text=f"{steps} not measured: {recorder.trouble}. The recorded times show only "
+                f"when the host began {'it' if many == 1 else 'them'}.",
             )
         )
 
@@ -386,7 +386,7 @@ class ControlLink:
                 os.kill(os.getpid(), signal.SIGINT)
             case OfRun():
                 if isinstance(message, (Halt, HaltAt)) and message.purpose in ENDS:
-                    stdin_bridge.release("Stop was pressed")
+                    stdin_bridge.release("this worker must end its cell")
                 run = self._run
                 if run is None:
                     self._early.append(message)  # Stop was pressed before this engine has begun

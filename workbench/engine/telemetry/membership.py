@@ -31,7 +31,7 @@ LOOK_S, LOOKS = 1.0, 5
 """How often Workbench checks whether a worker hangs in an interrupted collective, and how often in
 a row it must hang."""
 HANGS = (
-    "A collective hangs although its connections are closed. This worker's process ends, so that a "
+    "A collective hangs although its connections are closed. This worker ends itself, so that a "
     "new engine can replace it."
 )
 Phase = Literal["before", "ready", "cut", "past"]
@@ -179,7 +179,7 @@ class Membership:
             try:
                 while True:
                     if self._may_leave:
-                        raise RunStopped("The others continue without this worker.")
+                        raise RunStopped("The other workers continue without this worker.")
                     if self.stale:
                         assert self._latest is not None, "what is stale has a successor"
                         self.generation, self.stale = self._latest.generation, False

@@ -36,17 +36,18 @@ def serve(departure: Departure) -> None:
 
 
 def leave_when(source: Source, every_s: float = EVERY_S) -> None:
-    """Look for a notice that this host goes away soon; call it on every worker, before training.
+    """Watch for a notice that this host ends soon. Call this function on every worker.
 
-    When there is a notice, the workers of this host leave the run before the host goes away. They
-    leave in the same way after a SIGTERM. A second call replaces the earlier call.
+    Call it before training. When there is a notice, the workers of this host leave the run before
+    the host ends. They leave in the same way after a SIGTERM. A second call replaces the first
+    call.
 
     Args:
-        source: A file or a function. A file is a notice when it exists. A number in the file is the
-            time that remains, in seconds. A function returns None while there is no notice. Then it
-            returns the seconds that remain, or True if that number is not known. It is called on a
-            separate thread.
-        every_s: Seconds between two looks.
+        source: A file or a function. If the file exists, this is the notice, and a number in the
+            file is the remaining time in seconds. A function must return None as long as there is
+            no notice. After that it must return the remaining time in seconds, or True if this time
+            is not known. The function is called on a separate thread.
+        every_s: Number of seconds between two checks of the file or function.
 
     Raises:
         PlanError: The source or the time is not valid.
@@ -55,7 +56,7 @@ def leave_when(source: Source, every_s: float = EVERY_S) -> None:
     global _watch
     if not (callable(source) or isinstance(source, (str, os.PathLike))):
         raise PlanError(
-            "source must be a path or a function.",
+            "`source` must be a path or a function.",
             seen=type(source).__name__,
             allowed="the path of a file, or a function that returns None or the seconds left",
             code="WB-PLAN-328",
@@ -71,7 +72,7 @@ def leave_when(source: Source, every_s: float = EVERY_S) -> None:
         raise RunError(
             "wb.leave_when must be called on a worker.",
             allowed="a cell under %%distributed, or a job's script",
-            next_step="put it into the cell that trains, above wb.fit",
+            next_step="put wb.leave_when into the cell that trains, above wb.fit",
             code="WB-RUN-150",
         )
     if _watch is not None:
@@ -85,7 +86,8 @@ class Watch:
     def __init__(self, source: Source, every_s: float, hear: Callable[[Notice], object]) -> None:
         self._look = source if callable(source) else _file(Path(source))
         self._hear, self._every_s = hear, every_s
-        self._reason = "its function says so" if callable(source) else f"{source} is there"
+        function = "the function given to wb.leave_when"
+        self._reason = function if callable(source) else f"{source} exists"
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._main, name="workbench-notices", daemon=True)
         self._thread.start()
@@ -103,7 +105,9 @@ class Watch:
                 found, text = None, f"{type(error).__name__}: {error}"
                 if text != told:
                     told = text
-                    os.write(2, f"wb.leave_when: no answer ({text}); asking again.\n".encode())
+                    os.write(
+                        2, f"wb.leave_when: a check failed ({text}); checks continue.\n".encode()
+                    )
             if found is not None and found is not False:
                 self._hear(Notice(f"notice: {self._reason}", _seconds(found), host=True))
                 return

@@ -110,7 +110,10 @@ class Window:
     def _open(self, step: int) -> bool:
         if step >= self.stop:  # several steps at once (steps_per_execution) went past the window
             self._done = True
-            self._note(f"No profile: no step from {self.start} to {self.stop} began separately.")
+            self._note(
+                f"No profile: steps {self.start} to {self.stop - 1} were over before the profiler "
+                "could start."
+            )
             return False
         try:
             profiler = self._make()
@@ -144,8 +147,8 @@ class Window:
             folder, ours = (where or self.path).parent, cluster_env.folder()
             brought = ours is not None and folder.is_relative_to(ours)  # to the host's path
             self._note(
-                f"Profile of {steps}, one file per rank (run.profiles; ui.perfetto.dev opens "
-                f"them){'' if brought else f': {folder}'}"
+                f"The profile of {steps} has one file per rank. run.profiles lists the files; "
+                f"ui.perfetto.dev opens them.{'' if brought else f' Folder: {folder}'}"
             )
 
 

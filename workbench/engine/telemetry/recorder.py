@@ -204,7 +204,7 @@ class Recorder:
             while not late.ready():
                 if time.monotonic() >= until_s:
                     if until_s > -math.inf:
-                        self.trouble = "the device had not finished when the run ended"
+                        self.trouble = "the device had not finished its work when the run ended"
                     return None
                 time.sleep(POLL_S)
             return late.values()

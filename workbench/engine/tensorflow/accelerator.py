@@ -49,7 +49,7 @@ GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 
 GREEDY = (
     "TensorFlow had started before this run and takes nearly all memory of {gpus} until the "
-    "engine ends: %cluster restart."
+    "engine ends. To free this memory: %cluster restart."
 )
 
 
@@ -103,7 +103,7 @@ def names(devices: Sequence[str]) -> list[str]:
         return [f"CPU:{number}" for number in range(len(devices))]
     if len(set(devices)) < len(devices):
         raise ClusterError(
-            "In TensorFlow each replica needs its own GPU.",
+            "In TensorFlow, each replica needs its own GPU.",
             seen=", ".join(devices),
             allowed="a GPU for each replica",
             next_step=f"use -n {len(set(devices))}, or %cluster start --devices cpu",
@@ -153,7 +153,8 @@ def check(devices: Sequence[str]) -> None:
         before = _process.called.get(number, _number(device))
         if before != _number(device):
             raise EngineSpentError(
-                "TensorFlow has used another GPU on this engine before, and cannot change the GPU.",
+                "TensorFlow has already used another GPU on this engine, and cannot change to this "
+                "worker's GPU.",
                 seen=f"{_type(device)}:{number} is GPU {before}",
                 allowed=f"GPU {_number(device)}",
                 next_step="%cluster restart",
@@ -162,7 +163,8 @@ def check(devices: Sequence[str]) -> None:
     foreign = [] if not greedy() else sorted(set(_visible()) - set(map(_number, devices)))
     if foreign:
         raise EngineSpentError(
-            "TensorFlow has started on this engine with GPUs that this worker must not use.",
+            "TensorFlow has started on this engine with GPUs that this worker is not allowed to "
+            "use.",
             seen=f"GPU {', '.join(map(str, foreign))}",
             allowed=", ".join(devices) or "no GPU",
             next_step="%cluster restart",
@@ -176,8 +178,8 @@ def _unseen(device: str, found: int) -> ClusterError:
         "TensorFlow does not see this worker's GPU.",
         seen=f"{device}; TensorFlow {tf.__version__} {built} and sees {found} GPUs",
         allowed="GPUs that TensorFlow can use",
-        next_step="pip install 'tensorflow[and-cuda]' in the engines' Python (its libraries may be "
-        "missing), or %cluster start --devices cpu",
+        next_step="pip install 'tensorflow[and-cuda]' in the engines' Python (its CUDA libraries "
+        "may be missing), or %cluster start --devices cpu",
         code="WB-CLUSTER-053",
     )
 
@@ -282,7 +284,7 @@ def memory_words() -> str:
         with contextlib.suppress(ValueError, tf.errors.OpError):  # not every kind can tell
             held = tf.config.experimental.get_memory_info(place)
             now, most = held["current"] / 1e9, held["peak"] / 1e9
-            found.append(f"{place} holds {now:.1f} GB ({most:.1f} GB at most)")
+            found.append(f"{place} holds {now:.1f} GB (at most {most:.1f} GB so far)")
     return "; ".join(found)
 
 

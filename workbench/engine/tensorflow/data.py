@@ -141,7 +141,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
     if batch_size is None:
         raise FitError(
             "batch_size is missing.",
-            allowed="a whole number of samples over all workers",
+            allowed="a whole number: the samples of one step, over all workers",
             next_step="pass batch_size=64",
             code="WB-FIT-034",
         )
@@ -155,7 +155,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if not indexed or isinstance(data, (str, bytes, Mapping, tuple, list)) or _is_array(data):
         raise FitError(
-            "data is of a kind that wb.fit cannot read.",
+            "wb.fit cannot read `data` of this type.",
             seen=type(data).__name__,
             allowed=KINDS,
             next_step="use wb.fit(model, (x, y), ...)",
@@ -171,7 +171,7 @@ def _from_dataset(data: tf.data.Dataset, batch_size: int | None) -> StreamSource
         _same_batch(made, batch_size)
     elif batch_size is None:
         raise FitError(
-            "batch_size is missing: the tf.data set has no batches.",
+            "batch_size is missing: the tf.data.Dataset is not batched.",
             next_step="pass batch_size=64, or data.batch(64)",
             code="WB-FIT-037",
         )
@@ -199,7 +199,7 @@ def _same_batch(made: int, asked: int | None) -> None:
         raise FitError(
             "batch_size differs from the size of the batches that the data set already has.",
             seen=f"batches of {made}, batch_size={asked}",
-            next_step=f"leave batch_size out, or batch the data set by {asked}",
+            next_step=f"leave batch_size out, or use data.unbatch().batch({asked})",
             code="WB-FIT-039",
         )
 

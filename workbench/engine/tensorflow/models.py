@@ -52,7 +52,7 @@ def check_optimizer(optimizer: Any, model: Any) -> None:
         isinstance(optimizer, keras.optimizers.Optimizer) or callable(optimizer)
     ):
         raise FitError(
-            "optimizer is neither a Keras optimizer nor a function.",
+            "`optimizer` must be a Keras optimizer or a function.",
             seen=optimizer,
             allowed="a keras.optimizers.Optimizer, or a function of the variables that returns one",
             next_step="optimizer=keras.optimizers.SGD(0.1)",
@@ -68,9 +68,9 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
         float(scheduler(0))
     except Exception as error:
         raise FitError(
-            "scheduler must be a function of the step that returns the learning rate.",
+            "`scheduler` must be a function that takes the step and returns the learning rate.",
             seen=f"scheduler(0) raised {type(error).__name__}: {error}",
-            allowed="a function of the step, or one of keras.optimizers.schedules",
+            allowed="a function (step) -> learning rate, or one of keras.optimizers.schedules",
             next_step="scheduler=keras.optimizers.schedules.ExponentialDecay(0.1, 100, 0.9)",
             code="WB-FIT-044",
         ) from error

@@ -65,8 +65,8 @@ LOGICAL_DEVICES = 8
 """Logical CPU devices that an engine has at least."""
 
 MADE_ANEW = (
-    "TensorFlow had started with {before} this run needs, so it was restarted with {devices}: "
-    "tensors, variables and models of earlier cells can no longer be used on this engine."
+    "TensorFlow had started with {before} this run needs, so it was restarted with {devices}. "
+    "Tensors, variables and models of earlier cells can no longer be used on this engine."
 )
 
 
@@ -144,7 +144,7 @@ def configure(devices: int, threads: int, gpus: Sequence[str] = ()) -> None:
                 _configured.untold.append(accelerator.greedy_words())
             return
         reset()
-        before, now = "fewer devices than", str(devices)
+        before, now = "fewer devices than", f"{devices} devices"
         if not seen:
             before, now = "other GPUs than", ", ".join(gpus)
         _configured.untold.append(MADE_ANEW.format(before=before, devices=now))
@@ -296,15 +296,16 @@ _OUTSIDE = (
     "function `step`, and call strategy.run(step, args=(batch,))."
 )
 _CAUSES = {
-    "cannot be modified after being initialized": "this engine's devices were set before the cell: "
-    f"{LOGICAL_DEVICES} logical CPU devices or more. Set the number of replicas with -n instead.",
-    "AddN must have the same size and shape": "the replicas have shares of different size, and "
-    "tensors with one row per sample were added up. Drop the smaller last batch with "
+    "cannot be modified after being initialized": "a cell cannot change the number of this "
+    f"engine's devices (at least {LOGICAL_DEVICES} logical CPU devices). Set the number of "
+    "replicas with -n instead.",
+    "AddN must have the same size and shape": "the replicas have shares of different sizes, and "
+    "the cell adds up tensors with one row per sample. Drop the smaller last batch with "
     "data.batch(64, drop_remainder=True).",
-    "optimizer can only optimize Tensors": "a PyTorch optimizer was made for a Keras model; pass "
+    "optimizer can only optimize Tensors": "a PyTorch optimizer was given a Keras model; use "
     "one of keras.optimizers.",
-    "No module named 'tf_keras'": "tf_keras (Keras 2) is not installed, and not needed: write the "
-    "model with keras.",
+    "No module named 'tf_keras'": "tf_keras (Keras 2) is not installed, and you do not need it: "
+    "write the model with `keras`.",
     "outside the replica context": _OUTSIDE,
     "cross-replica context": _OUTSIDE,
 }
@@ -416,7 +417,7 @@ class TensorFlowProfiler:
                 return None
             found = sorted(Path(self._folder).rglob("*.xplane.pb"))
             if not found:
-                raise RunError("TensorFlow's profiler wrote nothing.", code="WB-RUN-028")
+                raise RunError("TensorFlow's profiler wrote no file.", code="WB-RUN-028")
             shutil.copyfile(found[0], path.with_suffix(".xplane.pb"))
             path.write_text(json.dumps({"traceEvents": list(_events(found[0]))}))
             return path
@@ -451,7 +452,7 @@ def _protocol() -> Any:
         with contextlib.suppress(ImportError):
             return importlib.import_module(f"{package}.xplane_pb2")
     raise RunError(
-        "This TensorFlow does not include the protocol of its profiles.", code="WB-RUN-029"
+        "This version of TensorFlow has no module that can read its profiles.", code="WB-RUN-029"
     )
 
 

@@ -6,7 +6,8 @@ There are three kinds of source:
 - map-style datasets and loaders over them: samples are fetched by index, in the loader's own
   worker processes if it has some; each worker of the run fetches only its share;
 - streams (IterableDataset): a stream has no index. So every worker reads the whole stream and keeps
-  its slice of each global batch. The stream must give every worker the same samples.
+  its slice of each global batch. The stream must give every worker the same samples; some batches
+  are compared (`same_batch.py`).
 
 This module also counts, cuts and maps collated batches of any nesting. A source may be divided by
 class (`engine/training/shares.py`).
@@ -38,6 +39,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from ...data import OwnData
 from ...errors import FitError
+from ...shared import events
+from ..context import current
 from ..contract import Share
 from ..training.shares import (
     Order,
@@ -50,6 +53,7 @@ from ..training.shares import (
     skewed_order,
 )
 from . import accelerator
+from .same_batch import SameBatch
 
 PART_OF_DEVICE = 0.1
 """The part of a device's free memory that a data set may use to stay on the device."""
@@ -172,6 +176,11 @@ class StreamSource(Source):
 
     def __init__(self, loader: DataLoader[Any], batch_size: int) -> None:
         self.loader, self.batch_size = loader, batch_size
+        self._context = context = current()
+        self._same = SameBatch(context) if context else None
+        self._number, self._warned = 0, False
+        if context is not None:  # every worker makes its streams in the same order
+            self._number = context.streams = context.streams + 1
         try:
             self.steps_per_epoch: int | None = len(loader)
         except TypeError:
@@ -184,6 +193,7 @@ class StreamSource(Source):
             empty = False
             if step < first:
                 continue
+            self._compare(data, epoch, step)
             total = batch_length(data)
             start, stop = share_bounds(total, rank, workers)
             kept = (start, stop) if stop > start else (0, 1)
@@ -193,6 +203,43 @@ class StreamSource(Source):
                 "The data set returned no sample.",
                 seen=type(self.loader.dataset).__name__,
                 code="WB-FIT-048",
+            )
+
+    def _compare(self, data: Any, epoch: int, step: int) -> None:
+        """Check that the workers read the same stream.
+
+        Raises:
+            FitError: Other workers read other targets. If batches are not pairs, this is a warning:
+                the samples can be the same, with other random changes.
+        """
+        if self._same is None or self._context is None:
+            return
+        paired = isinstance(data, (tuple, list)) and len(data) == 2
+        about = f"stream {self._number} epoch {epoch}"
+        other = self._same.other(step, tensors_of(data[1] if paired else data), about=about)
+        if other is None:
+            return
+        rank = self._context.spec.rank
+        if paired:
+            raise FitError(
+                "The workers read different streams, so some samples would be used several times "
+                "and others never.",
+                seen=f"batch {step}: the targets of rank {rank} and of rank {other} differ",
+                allowed="the same samples in the same order on every worker",
+                next_step="give the stream's random numbers a fixed seed, the same on every rank, "
+                "as torch.Generator().manual_seed(0) does. If each worker must read its own "
+                "files, write the training loop yourself (docs/data.md)",
+                code="WB-FIT-188",
+            )
+        if not self._warned:
+            self._warned = True
+            self._context.emit(  # the same text on every worker, so it is shown once
+                events.Warned(
+                    rank=rank,
+                    text="The workers read different batches from their streams. If only random "
+                    "changes of the samples differ, ignore this warning. If the samples differ, "
+                    "some are used several times and others never: give the stream a fixed seed.",
+                )
             )
 
 
@@ -215,7 +262,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
     if batch_size is None:
         raise FitError(
             "batch_size is missing.",
-            allowed="a whole number of samples over all workers",
+            allowed="a whole number: the samples of one step, over all workers",
             next_step="pass batch_size=64",
             code="WB-FIT-049",
         )
@@ -245,7 +292,7 @@ def _own(source: Source) -> Source:
     """
     if not isinstance(source, (TensorSource, IndexedSource)):
         raise FitError(
-            "wb.data.own needs data with an index and a length.",
+            "wb.data.own needs data with a length, whose samples have an index.",
             seen="a stream (IterableDataset)",
             next_step="pass a Dataset with __len__ and __getitem__, or a pair of tensors",
             code="WB-FIT-186",
@@ -268,7 +315,7 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> 
         raise FitError(
             "The DataLoader must have a batch_size.",
             seen=type(loader.batch_sampler or loader.sampler).__name__,
-            next_step="give the DataLoader a batch_size",
+            next_step="DataLoader(..., batch_size=64)",
             code="WB-FIT-051",
         )
     if isinstance(loader.dataset, IterableDataset):
@@ -279,7 +326,7 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> 
         raise FitError(
             "A DataLoader with its own batch_sampler cannot be divided over workers.",
             seen=type(loader.batch_sampler).__name__,
-            next_step="give the DataLoader batch_size and sampler instead",
+            next_step="use DataLoader(..., batch_size=64, sampler=...) without batch_sampler",
             code="WB-FIT-052",
         )
     dataset: Any = loader.dataset
@@ -378,7 +425,7 @@ def _not_empty(length: int, data: Any) -> None:
 
 def _unknown(data: Any) -> FitError:
     return FitError(
-        "data is of a kind that wb.fit cannot read.",
+        "wb.fit cannot read `data` of this type.",
         seen=type(data).__name__,
         allowed=KINDS,
         next_step="use wb.fit(model, (x, y), ...) or wb.fit(model, wb.data.digits('train'), ...)",
@@ -500,16 +547,18 @@ def labels(source: Source) -> NDArray[np.int64]:
         target = _fetched(source)
     else:
         raise FitError(
-            "skew cannot be used with a stream, whose samples have no index.",
+            "The option `skew` cannot be used with a stream, whose samples have no index.",
             seen=type(source).__name__,
             next_step="remove -o skew, or use a data set with an index",
             code="WB-FIT-057",
         )
     if target is None or target.dim() != 1 or target.is_floating_point():
         raise FitError(
-            "skew distributes samples by their class, and these samples have none.",
-            seen="no pairs (x, y)" if target is None else f"y of {target.dtype}, {target.dim()}-d",
-            allowed="pairs (x, y) with y one whole number per sample",
+            "The option `skew` divides samples by their class, but these samples have no class.",
+            seen="samples that are not pairs (x, y)"
+            if target is None
+            else f"y of {target.dtype}, {target.dim()}-d",
+            allowed="pairs (x, y), where y is one whole number per sample",
             next_step="remove -o skew",
             code="WB-FIT-058",
         )

@@ -242,7 +242,7 @@ def _connect_store(spec: RunSpec) -> Any:
     global _store_port
     if spec.store is None:
         raise ClusterError(
-            "The engine does not know where the store is.", seen=spec.run_id, code="WB-CLUSTER-030"
+            "The engine has no address of the store.", seen=spec.run_id, code="WB-CLUSTER-030"
         )
     host, port = spec.store
     _store_port = port  # an interrupt breaks this connection too, even while it is being made
@@ -253,7 +253,7 @@ def _connect_store(spec: RunSpec) -> Any:
         store = stores.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_S))
     except (OSError, RuntimeError, ValueError) as error:
         raise ClusterError(
-            "The store in which workers meet does not answer.",
+            "The store through which workers find each other does not answer.",
             seen=f"{host}:{port}",
             next_step="run the cell again; if that does not help, %cluster restart",
             code="WB-CLUSTER-031",
@@ -459,8 +459,8 @@ class Updates:
             time.sleep(accelerator.POLL_S)
         if self._aborted.is_set():
             raise ClusterError(
-                "This step's collectives were ended before they had finished.",
-                seen="half-summed gradients",
+                "This step's collectives were aborted before they had finished.",
+                seen="gradients that are only partly summed",
                 next_step="run the cell again; no result of these collectives was used",
                 code="WB-CLUSTER-054",
             )
@@ -586,13 +586,13 @@ def _check_world(spec: RunSpec, size: int, rank: int) -> None:
     if (size, rank) == (spec.world_size, spec.rank):
         return
     raise ClusterError(
-        "init_process_group must ask for the process group of this cell.",
+        "The arguments of init_process_group do not match this cell's process group.",
         seen=f"world_size={size}, rank={rank}",
-        allowed=f"world_size={spec.world_size}, rank={spec.rank} here, or neither argument: "
-        "both values are in the environment",
-        next_step="leave them out"
+        allowed=f"world_size={spec.world_size}, rank={spec.rank} on this worker, or neither "
+        "argument: both values are in the environment",
+        next_step="leave both arguments out"
         if size == spec.world_size
-        else f"leave them out, or run the cell on {size} workers: %%distributed -n {size}",
+        else f"leave both out, or run the cell on {size} workers: %%distributed -n {size}",
         code="WB-CLUSTER-032",
     )
 
@@ -611,7 +611,7 @@ def _serves(spec: RunSpec, backend: str | None) -> bool:
     mine = wanted.get(kind)
     if (mine is None and kind == "cpu") or (mine and not dist.is_backend_available(mine)):
         raise ClusterError(
-            "The backend that init_process_group asks for does not work here.",
+            "This worker cannot use the backend that was given to init_process_group.",
             seen=f"{backend} on {spec.device}",
             allowed=spec.backend,
             next_step=f"use init_process_group({spec.backend!r}), or leave the backend out",

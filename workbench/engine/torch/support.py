@@ -262,15 +262,15 @@ def build_module(model: Any) -> torch.nn.Module:
         )
     if isinstance(built, torch.nn.parallel.DistributedDataParallel):
         raise FitError(
-            "The model is wrapped in DistributedDataParallel already.",
-            next_step="pass model.module, or keep your wrapper and call wb.watch instead",
+            "The model is already wrapped in DistributedDataParallel.",
+            next_step="pass model.module, or keep the wrapper and call wb.watch instead",
             code="WB-FIT-060",
         )
     if not any(parameter.requires_grad for parameter in built.parameters()):
         raise FitError(
             "The model has no trainable parameter.",
             seen=type(built).__name__,
-            next_step="set requires_grad=True on some of its parameters",
+            next_step="set requires_grad=True on some of the model's parameters",
             code="WB-FIT-061",
         )
     return built
@@ -284,15 +284,15 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
         strange = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in owned]
         if strange:
             raise FitError(
-                "optimizer must hold only parameters of the model; the rest would not be trained.",
-                seen=f"{len(strange)} foreign parameters",
+                "`optimizer` holds parameters that do not belong to the model.",
+                seen=f"{len(strange)} parameters that are not in the model",
                 next_step="build the optimizer from this model, or pass a function of the "
                 "parameters: optimizer=lambda p: torch.optim.SGD(p, 0.1)",
                 code="WB-FIT-062",
             )
     elif not callable(optimizer):
         raise FitError(
-            "optimizer is neither a torch optimizer nor a function.",
+            "`optimizer` must be a torch optimizer or a function.",
             seen=optimizer,
             allowed="a torch.optim.Optimizer, or a function of the parameters that returns one",
             next_step="optimizer=lambda p: torch.optim.SGD(p, 0.1)",
@@ -306,8 +306,8 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
 
     if isinstance(scheduler, ReduceLROnPlateau):
         raise FitError(
-            "ReduceLROnPlateau needs a measured value, so wb.fit cannot step it.",
-            next_step="step it in a callback: on_epoch_end(epoch, logs)",
+            "ReduceLROnPlateau needs a measured value, so wb.fit cannot call its step().",
+            next_step="call the scheduler's step() in a callback: on_epoch_end(epoch, logs)",
             code="WB-FIT-064",
         )
     if isinstance(scheduler, LRScheduler):
@@ -319,7 +319,7 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
             )
     elif scheduler is not None and not callable(scheduler):
         raise FitError(
-            "scheduler is neither a scheduler nor a function.",
+            "`scheduler` must be a torch scheduler or a function.",
             seen=scheduler,
             allowed="a scheduler, or a function of the optimizer that returns one",
             code="WB-FIT-066",
@@ -365,20 +365,20 @@ def explain_mistake(error: BaseException) -> str | None:
         return None
     one, width = math.prod(shape[1:]), math.prod(shape) // rows
     text = (
-        f"The loss received {rows} outputs for {samples} targets, because a view changed the "
+        f"The loss received {rows} outputs for {samples} targets, because view() changed the "
         f"number of samples:\n  {tuple(shape)} became ({rows}, {width})"
     )
     line = _line(frames)
     text += f" in: {line}" if line else ""
     text += (
-        f"\n  one sample has {' * '.join(map(str, shape[1:]))} = {one} values there, not {width}, "
-        f"so view(-1, {width}) makes {one / width:g} rows of each sample\n"
+        f"\n  one sample has {' * '.join(map(str, shape[1:]))} = {one} values before view(), "
+        f"not {width}, so view(-1, {width}) makes {one / width:g} rows of each sample\n"
         "  next: use x.flatten(1), which never changes the batch dimension"
     )
     if one == 4 * width and len(shape) == 4:
         text += (
-            f", with {one} inputs for the next Linear; or put a 2x2 max-pool before the view: "
-            f"it makes {shape[2]}x{shape[3]} into {shape[2] // 2}x{shape[3] // 2}"
+            f", with {one} inputs for the next Linear; or put a 2x2 max-pool before view(): "
+            f"it reduces {shape[2]}x{shape[3]} to {shape[2] // 2}x{shape[3] // 2}"
         )
     else:
         text += f", with {one} inputs for the next Linear"
@@ -558,8 +558,8 @@ def check_closure(optimizer: Any) -> None:
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise FitError(
-            "This optimizer needs a closure, with which it computes the loss several times in "
-            "one step; wb.fit computes the loss once.",
+            "This optimizer needs a closure, because it computes the loss several times in one "
+            "step. wb.fit computes the loss once.",
             seen=kind.__name__,
             allowed="an optimizer whose step needs no closure (SGD, Adam, AdamW, ...)",
             next_step="optimizer=lambda p: torch.optim.AdamW(p, 1e-3), or your own loop with "
@@ -624,7 +624,7 @@ def _unreal(model: torch.nn.Module, seen: str) -> FitError:
     return FitError(
         "The shapes of the model's lazy layers could not be derived from the data.",
         seen=seen,
-        allowed="a model that takes the first part of a batch: model(x)",
+        allowed="a model that can be called as model(x), where batches are x or pairs (x, y)",
         next_step="call the model once yourself, model(x[:1]), then train it",
         code="WB-FIT-047",
     )

@@ -39,53 +39,57 @@ def fit(
 ) -> FitResult:
     """Train `model` in place, under the strategy of the cell.
 
-    A step is one optimizer step. It uses `batch_size` samples over all workers, and these samples
-    include all microbatches of `accumulate`. `--epochs`, `--steps`, `--batch-size` and `--seed` in
-    the first line of the cell override the arguments.
+    A step is one optimizer step. In a step all workers together use `batch_size` samples. With
+    `accumulate`, these are the samples of all microbatches. `--epochs`, `--steps`, `--batch-size`
+    and `--seed` in the first line of the cell override the arguments.
 
     Args:
         model: A module, a list of modules that are applied one after the other, or a function
             without arguments that returns a module or such a list.
-        data: A Dataset, `(x, y)` arrays or tensors, or a DataLoader (its dataset, batch size,
-            collate function, worker processes and order are used). Every worker reads an
-            IterableDataset completely. An IterableDataset without a length needs `steps`.
-        loss: `loss(output, y)`, a mean over the batch, for batches that are pairs.
-        step_fn: Instead of `loss`: `step_fn(model, batch) -> loss`, a mean over the batch.
-        optimizer: A function of the parameters, or a built optimizer.
-        batch_size: Global batch size.
-        epochs: Passes over the data.
+        data: A `Dataset`, a pair `(x, y)` of arrays or tensors, or a `DataLoader`, whose dataset,
+            batch size, collate function, worker processes and order are used. Every worker reads an
+            `IterableDataset` completely. If an `IterableDataset` has no length, give `steps`.
+        loss: A function `loss(output, y)` that returns a mean over the batch. The batches must be
+            pairs `(x, y)`.
+        step_fn: A function `step_fn(model, batch)` that returns the mean loss of the batch. Use it
+            instead of `loss` if batches are not pairs.
+        optimizer: A function that takes the parameters and returns an optimizer, or an optimizer.
+        batch_size: Global batch size: the number of samples of a step on all workers together.
+        epochs: Number of passes over the data.
         steps: Number of steps, instead of `epochs`; the data is repeated.
-        eval_data: Of the same kinds as `data`; evaluated at the end of each epoch and after the
-            last step.
-        eval_every: Evaluate after every `eval_every` steps instead of after each epoch.
-        metrics: A mapping from names to functions of (output, y); each function gives a mean over
-            the batch.
-        scheduler: A function of the optimizer, or a built scheduler. It makes a step after each
-            optimizer step, not after each epoch.
+        eval_data: Data of the same kinds as `data`. The model is evaluated on this data at the end
+            of each epoch and after the last step.
+        eval_every: Number of steps between two evaluations; by default the model is evaluated after
+            each epoch.
+        metrics: A mapping from names to functions of `(output, y)`; each function returns a mean
+            over the batch.
+        scheduler: A function that takes the optimizer and returns a scheduler, or a scheduler. The
+            scheduler makes a step after each optimizer step, not after each epoch.
         clip_norm: Largest allowed norm of the gradient of the whole batch.
         accumulate: Number of microbatches into which each worker divides its share.
-        precision: None, `"bf16"` or `"fp16"` (autocast; fp16 with loss scaling on CUDA).
+        precision: None, `"bf16"` or `"fp16"`, the precision of autocast. On CUDA, fp16 uses loss
+            scaling.
         compile: Whether to compile the model.
-        shuffle: Whether the order of samples is drawn again in each epoch, from `seed`.
-        seed: Seed of this order. The order is the same for any number of workers.
-        callbacks: Functions `(step, logs)`, or objects with `on_step_end(step, logs)`,
-            `on_epoch_end(epoch, logs)`, `on_train_end(logs)`. On a GPU a step waits for the
-            device only if a callback reads `logs["loss"]`.
+        shuffle: Whether each epoch has a new random order of the samples, drawn from `seed`.
+        seed: Seed of the order of the samples. The order is the same for any number of workers.
+        callbacks: Functions with the arguments `(step, logs)`, or objects with the methods
+            `on_step_end(step, logs)`, `on_epoch_end(epoch, logs)` and `on_train_end(logs)`. On a
+            GPU a step waits for the device only if a callback reads `logs["loss"]`.
 
     Returns:
         A small summary; the model itself is trained in place.
 
     Raises:
-        RunError: There is no run: the cell has no `%%distributed STRATEGY`.
-        FitError: Something cannot be trained. The error is raised on every rank before any
-            collective.
+        RunError: There is no run, because the cell does not begin with `%%distributed STRATEGY`.
+        FitError: An argument does not fit, or the strategy does not support it. The error is raised
+            on every rank before any collective.
     """
     context = require("wb.fit")
     context.options_read = True  # this function applies the overrides of the cell's first line
     needed = {"model": model, "data": data, "optimizer": optimizer}
     if missing := [name for name, value in needed.items() if value is None]:
         raise FitError(
-            f"wb.fit needs {' and '.join(missing)}.",
+            f"wb.fit needs {' and '.join(f'`{name}`' for name in missing)}.",
             next_step="call wb.fit(model, data, loss=..., optimizer=..., batch_size=...)",
             code="WB-FIT-005",
         )
@@ -175,7 +179,7 @@ def _sources(
     fit_arguments.check_batch(source.batch_size, context)
     if source.steps_per_epoch is None and counts.steps is None:
         raise FitError(
-            "steps is missing: the data has no length, so an epoch has no end.",
+            "The argument `steps` is missing: the data has no length, so an epoch would never end.",
             seen=type(data).__name__,
             next_step="pass steps=1000",
             code="WB-FIT-006",
@@ -193,7 +197,7 @@ def _sources(
             and not (isinstance(sample, (tuple, list)) and len(sample) == 2)
         ):
             raise FitError(
-                "loss(output, y) needs batches that are pairs (x, y).",
+                "`loss(output, y)` needs batches that are pairs (x, y).",
                 seen=f"{type(sample).__name__}"
                 + (f" of {len(sample)}" if isinstance(sample, (tuple, list)) else ""),
                 next_step="pass step_fn=lambda model, batch: ... instead of loss",

@@ -74,7 +74,7 @@ def check_counts(
         optional = name != "epochs" and value is None
         if not optional and (isinstance(value, bool) or not _whole(value) or value < 1):
             raise FitError(
-                f"{name} must be a whole number of at least 1.",
+                f"`{name}` must be a whole number of at least 1.",
                 seen=value,
                 allowed="a whole number, at least 1",
                 code="WB-FIT-014",
@@ -82,7 +82,10 @@ def check_counts(
     seed = given.get("seed", seed)
     if isinstance(seed, bool) or not _whole(seed) or seed < 0:
         raise FitError(
-            "seed must be a whole number.", seen=seed, allowed="0 or more", code="WB-FIT-015"
+            "`seed` must be a whole number of at least 0.",
+            seen=seed,
+            allowed="0 or more",
+            code="WB-FIT-015",
         )
     return Counts(seed=int(seed), **counts)
 
@@ -92,7 +95,7 @@ def check_batch(batch_size: int, context: RunContext) -> None:
     workers = context.spec.world_size
     if context.entry.data_parallel and batch_size < workers:
         raise FitError(
-            "batch_size must be at least the number of workers, so that each has a sample.",
+            "batch_size must be at least the number of workers, so that each worker has a sample.",
             seen=f"batch_size={batch_size} over {workers} workers",
             allowed=f"batch_size of at least {workers}",
             next_step=f"raise batch_size, or use fewer workers with -n {batch_size}",
@@ -108,16 +111,20 @@ def check_objective(loss: Any, step_fn: Any, metrics: Any) -> dict[str, Callable
     """
     if (loss is None) == (step_fn is None):
         raise FitError(
-            "No loss was given." if loss is None else "loss and step_fn cannot be used together.",
-            seen="neither loss nor step_fn" if loss is None else "both",
+            "No loss was given."
+            if loss is None
+            else "The arguments `loss` and `step_fn` cannot be used together.",
+            seen="neither `loss` nor `step_fn`" if loss is None else "both `loss` and `step_fn`",
             allowed="loss(output, y) for batches that are pairs, or step_fn(model, batch) -> loss",
-            next_step="pass loss=torch.nn.CrossEntropyLoss()" if loss is None else "leave one out",
+            next_step="pass loss=torch.nn.CrossEntropyLoss()"
+            if loss is None
+            else "leave out one of the two",
             code="WB-FIT-017",
         )
     for name, value in (("loss", loss), ("step_fn", step_fn)):
         if value is not None and (not callable(value) or isinstance(value, type)):
             raise FitError(
-                f"{name} cannot be called on a batch.",
+                f"`{name}` must be a function that can be called on a batch.",
                 seen=value,
                 next_step=f"make an instance: {value.__name__}()"
                 if isinstance(value, type)
@@ -127,7 +134,7 @@ def check_objective(loss: Any, step_fn: Any, metrics: Any) -> dict[str, Callable
     chosen = dict(metrics or {})
     if chosen and step_fn is not None:
         raise FitError(
-            "metrics cannot be used with step_fn: they are functions of (output, y).",
+            "`metrics` cannot be used with `step_fn`: a metric needs (output, y).",
             seen=", ".join(chosen),
             next_step="use loss=..., or log the numbers in step_fn with wb.log(...)",
             code="WB-FIT-019",
@@ -135,7 +142,7 @@ def check_objective(loss: Any, step_fn: Any, metrics: Any) -> dict[str, Callable
     for name, metric in chosen.items():
         if not callable(metric):
             raise FitError(
-                f"Metric {name} cannot be called.",
+                f"Metric `{name}` must be a function.",
                 seen=metric,
                 allowed="fn(output, y)",
                 code="WB-FIT-020",
@@ -160,14 +167,14 @@ def check_extras(
         )
     if not _whole(accumulate) or accumulate < 1:
         raise FitError(
-            "accumulate must be a whole number of microbatches.",
+            "`accumulate` must be a whole number of microbatches.",
             seen=accumulate,
             allowed="1 or more",
             code="WB-FIT-022",
         )
     if precision not in PRECISIONS:
         raise FitError(
-            "precision must be None, 'bf16' or 'fp16'.",
+            "`precision` must be None, 'bf16' or 'fp16'.",
             seen=precision,
             allowed="None, 'bf16' or 'fp16'",
             code="WB-FIT-023",
@@ -182,7 +189,7 @@ def check_extras(
     if eval_every is not None and eval_data is None:
         raise FitError(
             "eval_every needs eval_data.",
-            next_step="pass eval_data=...",
+            next_step="pass eval_data=..., or leave eval_every out",
             code="WB-FIT-025",
         )
 
@@ -212,7 +219,7 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
         raise FitError(
             f"Strategy {entry.name} does not support {', '.join(missing)}.",
             allowed=", ".join(sorted(entry.supports)) or "none of the optional arguments",
-            next_step="leave it out, or choose another strategy: wb.strategies()",
+            next_step="change the call, or choose another strategy: wb.strategies()",
             code="WB-FIT-027",
         )
 
@@ -239,9 +246,9 @@ def check_sparse(entry: catalog.Strategy, model: Any) -> None:
         able = [e.name for e in catalog.strategies(entry.framework)
                 if "sparse_gradients" in e.supports]  # fmt: skip
         raise FitError(
-            f"Strategy {entry.name} needs dense gradients; this model has sparse ones.",
+            f"Strategy {entry.name} needs dense gradients, but this model has sparse gradients.",
             seen=", ".join(sparse),
-            allowed=f"dense gradients, or a strategy of {', '.join(able)}",
+            allowed=f"dense gradients, or one of these strategies: {', '.join(able)}",
             next_step="make the embedding with sparse=False",
             code="WB-FIT-028",
         )
@@ -259,12 +266,12 @@ def lacks_memory(entry: catalog.Strategy, model: Any) -> bool:
         able = [e.name for e in catalog.strategies(entry.framework) if e.fills]
         share = [e.name for e in catalog.strategies(entry.framework) if not e.whole]
         raise FitError(
-            f"The model has no memory (device meta), and strategy {entry.name} cannot allocate it.",
+            f"The model is on device `meta`, and strategy {entry.name} cannot allocate its memory.",
             seen=f"{lacking[0]}" + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""),
-            allowed=f"a model with weights; under {', '.join(able)} also a model without memory",
-            next_step=f"build it without torch.device('meta'), or use {able[0]}"
+            allowed=f"a model with weights; under {', '.join(able)} also a model on device `meta`",
+            next_step=f"build the model without torch.device('meta'), or use {able[0]}"
             if entry.name not in share
-            else "pass the function that builds it: wb.fit(lambda: make_model(), ...)",
+            else "pass the function that builds the model: wb.fit(lambda: make_model(), ...)",
             code="WB-FIT-162",
         )
     return bool(lacking)
@@ -308,7 +315,7 @@ class Callbacks:
                 continue
             if not callable(callback) or isinstance(callback, type):
                 raise FitError(
-                    "A callback must be a function or an object with known methods.",
+                    "A callback must be a function, or an object with one of the methods below.",
                     seen=callback,
                     allowed=f"a function (step, logs), or an object with {', '.join(every)}",
                     code="WB-FIT-029",

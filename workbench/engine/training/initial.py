@@ -48,7 +48,7 @@ def read(folder: Path) -> tuple[dict[str, Any], str]:
         framework, written = str(meta["framework"]), dict(meta.get(FILES) or {})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            "The weights for --init-from cannot be read on this engine.",
+            "This engine cannot read the weights of the run given to --init-from.",
             seen=str(error),
             code="WB-RUN-010",
         ) from error

@@ -263,11 +263,11 @@ class Training:
         for name in ("batch_size", "per_epoch"):
             if about[name] != batches[name]:
                 raise FitError(
-                    "The checkpoint was saved with other batches, so its position does not "
-                    "exist in this data.",
+                    "The checkpoint was saved with other data or another batch size, so its "
+                    "position does not exist in this data.",
                     seen=f"{name} {batches[name]}",
                     allowed=f"{name} {about[name]}",
-                    next_step="continue with the same data and batch size",
+                    next_step="continue with the data and batch size of the checkpoint",
                     code="WB-FIT-067",
                 )
         self.first = int(about["step"])

@@ -19,8 +19,8 @@ def log(**values: Any) -> None:
     """Add columns to the run's history and dashboard, at the current step.
 
     Args:
-        values: Numbers by name. A tensor of one element is read; on CUDA the call waits for the
-            tensor.
+        values: Names and their numbers. A number can be a tensor of one element; if it is on a GPU,
+            the call waits until the tensor is computed.
 
     Raises:
         RunError: There is no run.
@@ -38,7 +38,7 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise FitError(
-            f"wb.log takes only numbers, and {name} is not a number.",
+            f"wb.log takes only numbers, but `{name}` is not a number.",
             seen=type(value).__name__,
             next_step=f"pass {name}=float(...)",
             code="WB-FIT-008",
@@ -46,11 +46,11 @@ def _number(name: str, value: Any) -> float:
 
 
 class Options:
-    """The settings in the cell's first line: `--epochs` and other overrides, `-o`, `--set`.
+    """The settings in the cell's first line: `--epochs` and similar flags, `-o`, `--set`.
 
-    The overrides are `epochs`, `steps`, `batch_size` and `seed`. `wb.options.epochs` reads one
-    setting. `wb.options.get("epochs", 5)` has a default, for settings that the first line does not
-    contain, and for cells outside a run.
+    The flags that a cell can read are `epochs`, `steps`, `batch_size` and `seed`.
+    `wb.options.epochs` returns one setting. `wb.options.get("epochs", 5)` returns 5 if the first
+    line does not contain the setting, or if the cell is not part of a run.
     """
 
     def __getattr__(self, name: str) -> Any:

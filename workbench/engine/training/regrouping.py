@@ -162,7 +162,10 @@ class Regrouping:
         place = self._membership.place
         self.context.emit(events.Standing(rank=place, phase="apart", why=why_not))
         if self.context.spec.rank == 0:
-            text = f"If a worker dies, this training can only continue by a restart: {why_not}."
+            text = (
+                "If a worker dies, this training can only continue by a restart. Reason: "
+                f"{why_not}."
+            )
             self.context.emit(events.Noted(rank=0, text=text))
 
     def withdraw(self, why_not: str) -> None:
@@ -180,17 +183,17 @@ class Regrouping:
         if why_not := strategy.bound():
             return why_not
         if training.base:
-            return "it is not the first training of its cell"
+            return "another training came before this training in the same cell"
         if why_not := training.why_not():
             return why_not
         if training.source.own:
-            return "each worker trains on its own data"
+            return "each worker trains on its own data set"
         if training.source.samples is None:
-            return "its data is a stream, which cannot go back"
+            return "the data is a stream, which cannot return to an earlier sample"
         try:
             format_of(self.context).packed([strategy.handed_over(), training.place()])
         except FitError as error:
-            return f"its state cannot be sent to another worker ({error.seen})"
+            return f"the training's state cannot be sent to another worker ({error.seen})"
         return ""
 
     def _break_out(self, strategy: Strategy) -> None:
@@ -327,7 +330,7 @@ class Regrouping:
         self._complete(strategy, about, spec.rank)
         at = [tuple(one["at"]) for one in about]
         if max(at) == NOWHERE:
-            raise RunError("No worker with the trained state is left.", code="WB-RUN-139")
+            raise RunError("All workers with the trained state have died.", code="WB-RUN-139")
         best = max(at)
         self._together, self.lags = best[0], False
         behind = [rank for rank, one in enumerate(at) if _lacks(strategy, one, best)]

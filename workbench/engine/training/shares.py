@@ -184,10 +184,10 @@ def dirichlet_shards(labels: NDArray[Any], workers: int, alpha: float, seed: int
         if all(len(shard) for shard in shards):
             return shards
     raise FitError(
-        "skew is so strong that some worker has no sample.",
+        "With this value of `skew`, at least one worker has no sample.",
         seen=f"skew={alpha:g}, {len(labels)} samples of {len(np.unique(labels))} classes over "
         f"{workers} workers",
-        next_step="raise skew, or use fewer workers",
+        next_step="use a higher `skew` (it divides the classes more evenly), or fewer workers",
         code="WB-FIT-030",
     )
 

@@ -21,35 +21,38 @@ from .regrouping import Regrouping
 
 
 def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[Any] = ()) -> Any:
-    """Distribute a loop's model, optimizer and loader; use the returned ones in the loop.
+    """Distribute a model, an optimizer and a loader; use the returned objects in your loop.
 
-    The model is the same module, moved to the device. From now on it trains in parallel. When the
-    cell ends, it is a plain module again. The loader's batch is the global batch. Each worker
-    receives its share on its device, in the same order for any number of workers. A step ends with
-    `optimizer.step()`. Stop ends the loop with `RunStopped`.
+    The returned model is the same module, moved to the worker's device. After this call it trains
+    in parallel. When the cell ends, it is a plain module again. The batch of the loader is the
+    global batch. Each worker receives its share on its device, and the order of the samples is the
+    same for any number of workers. A step ends with `optimizer.step()`. Stop ends the loop with
+    `RunStopped`.
 
-    A loop over several models (a GAN) passes each pair of model and optimizer in a separate call,
-    and the loader in the first call. The gradients of all models are averaged. The first pair's
-    optimizer ends the steps.
+    If a loop trains several models (such as a GAN), pass each pair of model and optimizer in a
+    separate call, and the loader in the first call. The gradients of all models are averaged. A
+    step ends with the `step()` of the first pair's optimizer.
 
-    The returned loader is a DataLoader with the user's `dataset`, `num_workers` and other
-    attributes. Its `batch_size` and `len` count global batches, independent of a worker's share. A
-    `DistributedSampler` is not needed; only the epoch number from its `set_epoch` is used for the
-    order.
+    The returned loader is a `DataLoader` with the same `dataset`, `num_workers` and other
+    attributes as yours. Its `batch_size` is the global batch size, and its `len` is the number of
+    global batches. A `DistributedSampler` is not needed; only the epoch number from its `set_epoch`
+    is used, for the order of the samples.
 
     Args:
         model: A module.
-        optimizer: A built optimizer of its parameters.
-        loader: A DataLoader; without one, the loop divides its data itself.
-        keep: Other objects that a checkpoint must hold so that the loop can continue from it:
-            schedulers, loss scalers, any object with `state_dict` and `load_state_dict`.
+        optimizer: An optimizer of the model's parameters.
+        loader: A `DataLoader`. If you give no loader, the loop must divide its data itself.
+        keep: Other objects that a checkpoint must hold so that the loop can continue from the
+            checkpoint: schedulers, loss scalers, or any object with `state_dict` and
+            `load_state_dict`.
 
     Returns:
         `(model, optimizer, loader)`, or `(model, optimizer)` without a loader.
 
     Raises:
-        RunError: The cell has no `%%distributed STRATEGY`.
-        FitError: Something cannot be distributed. The error is raised before any collective.
+        RunError: The cell does not begin with `%%distributed STRATEGY`.
+        FitError: The strategy cannot distribute this model, optimizer or loader. The error is
+            raised before any collective.
     """
     context = require("wb.prepare")
     spec = context.spec
@@ -81,12 +84,12 @@ def _prepare_another(
     """Prepare a further pair of model and optimizer of a loop."""
     if context.taken_over != "wb.prepare" or loader is not None or keep:
         raise FitError(
-            "This cell is training already.",
-            seen="a second wb.prepare with a loader or keep="
+            "This cell already trains.",
+            seen="a second wb.prepare with `loader` or `keep`"
             if loader is not None or keep
             else "wb.prepare after wb.fit",
-            allowed="one loop in a cell; its loader and keep= belong in the first wb.prepare",
-            next_step="use wb.prepare(model, optimizer) for the loop's other models; put a second "
+            allowed="one loop in a cell; `loader` and `keep` belong in the first wb.prepare",
+            next_step="for other models of the loop use wb.prepare(model, optimizer); put a second "
             "loop into its own cell",
             code="WB-FIT-009",
         )
@@ -94,10 +97,10 @@ def _prepare_another(
     saved = context.spec.checkpoint or context.spec.resume
     if saved and not all(any(k is each for k in context.kept) for each in (model, optimizer)):
         raise FitError(
-            "A checkpoint would not contain this model: only the first model and optimizer, and "
-            "the objects in keep=, are saved.",
+            "A checkpoint would not contain this model: it saves only the first model and "
+            "optimizer, and the objects in `keep`.",
             seen="--checkpoint with several models",
-            allowed="all models and optimizers of the loop in the first call's keep=",
+            allowed="the loop's other models and optimizers in `keep` of the first wb.prepare",
             next_step="call wb.prepare(first, first_optimizer, loader, keep=[other, "
             "other_optimizer])",
             code="WB-FIT-010",
@@ -131,7 +134,7 @@ def check_kept(keep: Sequence[Any]) -> tuple[Any, ...]:
     for thing in keep:
         if not all(callable(getattr(thing, n, None)) for n in ("state_dict", "load_state_dict")):
             raise FitError(
-                "keep= must name objects with a state.",
+                "The objects in `keep` must have a state.",
                 seen=type(thing).__name__,
                 allowed="objects with state_dict and load_state_dict, as schedulers are",
                 next_step="call wb.prepare(model, optimizer, loader, keep=[scheduler])",
@@ -150,7 +153,7 @@ def check_pair(context: RunContext, model: Any, optimizer: Any, source: Any = No
     module = support.build_module(model)
     if not hasattr(optimizer, "param_groups"):
         raise FitError(
-            "Your own loop needs a built optimizer.",
+            "In your own loop, `optimizer` must be an optimizer object.",
             seen=type(optimizer).__name__,
             next_step="optimizer = torch.optim.SGD(model.parameters(), 0.1)",
             code="WB-FIT-012",
@@ -181,36 +184,35 @@ def announce(context: RunContext, model: Any, batch_size: int | None) -> None:
 
 
 def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
-    """Record the steps of a loop that distributes itself; Workbench wraps and divides nothing.
+    """Record the steps of a loop that already distributes its training, without changing the loop.
 
-    A step begins when the loop asks `loader` for a batch, and ends with `optimizer.step()`. Without
-    a loader, a step begins with its first forward, and data waits are not measured. The time for
-    which the end of backward is blocked counts as communication. Gathers inside forward (FSDP)
-    count as compute.
+    A step begins when the loop requests a batch from `loader`, and ends with `optimizer.step()`.
+    Without a loader, a step begins with its first forward pass, and data waits are not measured. If
+    the end of the backward pass is blocked, this time counts as communication. Communication in the
+    forward pass (FSDP gathers parameters) counts as compute.
 
     Args:
-        model: The module, plain or wrapped.
+        model: The module, either plain or wrapped in DDP or FSDP.
         optimizer: The model's optimizer.
-        loader: The loader over which the loop iterates. It is timed in place.
+        loader: The loader over which the loop iterates. Its waiting times are measured.
 
     Raises:
-        RunError: The cell has no `%%distributed STRATEGY`.
+        RunError: The cell does not begin with `%%distributed STRATEGY`.
         FitError: Workbench already watches another loop of this cell.
     """
     context = require("wb.watch")
     framework = context.spec.framework
     if context.spec.checkpoint or context.spec.resume:
         raise FitError(
-            "--checkpoint cannot be used with a loop that distributes itself: only the loop knows "
-            "where its state is.",
+            "--checkpoint cannot be used with wb.watch: only your loop knows where its state is.",
             seen="--checkpoint with wb.watch",
             allowed="--checkpoint with wb.fit or wb.prepare",
-            next_step="leave --checkpoint out and save in the loop, or use wb.prepare",
+            next_step="leave --checkpoint out and save the state in your loop, or use wb.prepare",
             code="WB-FIT-068",
         )
     if importlib.util.find_spec(f"workbench.strategies.{framework}.parts.watched") is None:
         raise FitError(
-            f"wb.watch is not needed for {framework}: its loops are recorded automatically.",
+            f"wb.watch is not needed in {framework}: loops are recorded automatically.",
             next_step="leave wb.watch out; reduce the gradients with strategy.run and the "
             "optimizer",
             code="WB-FIT-069",

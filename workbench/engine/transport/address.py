@@ -180,7 +180,7 @@ def dial(about: Mapping[str, Any], way: str) -> socket.socket:
             sock.close()
     if way in ("unix", "shared_memory"):
         raise LinkError(
-            f"A link by {way} needs worker and server on one host.",
+            f"A link of type `{way}` needs the worker and the server on the same host.",
             seen=about["host"],
             next_step="use -o link=tcp or -o link=auto",
             code="WB-RUN-013",

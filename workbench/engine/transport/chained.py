@@ -178,8 +178,8 @@ class ChainedLink(Link):
                 f"{error.felt}: both servers that held the same part of the parameters have "
                 f"died, {gone.name} last.",
                 felt=error.felt,
-                next_step="%cluster restart, and run the cell again; with --checkpoint the run "
-                "continues from its last checkpoint automatically",
+                next_step="%cluster restart, and run the cell again. With --checkpoint, the run "
+                "continues automatically from its last checkpoint",
                 code="WB-RUN-140",
             ) from error
         self._link, self._copy = copy, None

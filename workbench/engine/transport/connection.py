@@ -81,7 +81,7 @@ def closed(peer: str) -> LinkClosedError:
     return LinkClosedError(
         f"{felt}: {peer} has ended.",
         felt=felt,
-        next_step="read the error of that process; %cluster logs shows its output",
+        next_step=f"read the error of {peer}; %cluster logs shows the output of all engines",
         code="WB-RUN-020",
     )
 
@@ -90,9 +90,9 @@ def ended(peer: str) -> LinkError:
     """Return the error for another worker that has stopped exchanging messages."""
     felt = "Connection closed by peer"
     return LinkError(
-        f"{felt}: {peer} has stopped taking part, but this worker's loop continues.",
+        f"{felt}: {peer} has left the training loop, but this worker is still in it.",
         felt=felt,
-        next_step="read that worker's error; if it shows no error, its loop was shorter: let all "
+        next_step=f"read the error of {peer}. If it shows no error, its loop was shorter: let all "
         "ranks take the same number of steps",
         code="WB-RUN-021",
     )
@@ -146,7 +146,7 @@ def room_for(message: Message, peer: str) -> memoryview:
         return np.empty(message.size_bytes, np.uint8).data
     except MemoryError:
         raise LinkError(
-            f"{peer} announced a payload for {message.kind!r} that does not fit the memory.",
+            f"{peer} announced a message {message.kind!r} that does not fit into memory.",
             seen=f"{message.size_bytes} bytes",
             code="WB-RUN-024",
         ) from None
@@ -156,7 +156,7 @@ def check_size(message: Message, expected_bytes: int, peer: str) -> None:
     """Raise LinkError if a payload does not have the agreed size; nothing of it is read."""
     if message.size_bytes != expected_bytes:
         raise LinkError(
-            f"{peer} announced a payload of the wrong size for {message.kind!r}.",
+            f"{peer} announced a message {message.kind!r} of the wrong size.",
             seen=f"{message.size_bytes} bytes",
             allowed=f"{expected_bytes} bytes",
             code="WB-RUN-025",
@@ -167,7 +167,7 @@ def check_most(message: Message, most_bytes: int, peer: str) -> None:
     """Raise LinkError if a payload is larger than agreed; nothing of it is read."""
     if message.size_bytes > most_bytes:
         raise LinkError(
-            f"{peer} announced a payload that is too large for {message.kind!r}.",
+            f"{peer} announced a message {message.kind!r} that is too large.",
             seen=f"{message.size_bytes} bytes",
             allowed=f"at most {most_bytes} bytes",
             code="WB-RUN-127",
@@ -290,7 +290,9 @@ def prove_worker(sock: socket.socket, key: bytes, rank: int) -> None:
         proof = _exactly(sock, _PROOF_BYTES)
     except OSError as error:
         raise LinkError(
-            "The server refused this worker.", seen=str(error), code="WB-RUN-014"
+            "The server did not accept this worker's connection.",
+            seen=str(error),
+            code="WB-RUN-014",
         ) from error
     if not hmac.compare_digest(proof, _proof(key, b"server", name, theirs, mine)):
         raise LinkError(

@@ -269,8 +269,8 @@ def _wait_for_either(receiving: _Receiving, sending: _Sending) -> None:
 
 def _silent(rank: int) -> LinkError:
     return LinkError(
-        f"Worker {rank} has not answered.",
-        seen=f"{SILENCE_S} s",
-        next_step="look at %cluster stacks, which shows where that worker is",
+        f"Worker {rank} did not answer in time.",
+        seen=f"no answer for {SILENCE_S} s",
+        next_step=f"%cluster stacks shows where worker {rank} waits in the code",
         code="WB-RUN-018",
     )

@@ -108,7 +108,7 @@ class Link:
             self._refusal = message.meta
         # It answers nothing more in this session: another request would wait forever.
         text, felt = (str(self._refusal.get(key, "")) for key in ("text", "felt"))
-        raise LinkError(f"{self.name} refused: {text}", felt=felt, code="WB-RUN-026")
+        raise LinkError(f"{self.name} refused the request: {text}", felt=felt, code="WB-RUN-026")
 
     def read(self, message: Message, parts: Sequence[Bytes]) -> None:
         """Copy the server's payload into the parts.

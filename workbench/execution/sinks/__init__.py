@@ -111,7 +111,7 @@ def try_folder(folder: str, what: str, *, make: bool = False) -> None:
             pass
     except OSError as error:
         raise PlanError(
-            f"{what} cannot be written there: {error.strerror}.",
+            f"{what} cannot be written to this folder: {error.strerror}.",
             seen=folder,
             allowed="a folder that this user may write to",
             code="WB-PLAN-119",
@@ -127,7 +127,7 @@ def kind_of(target: Target) -> Kind:
     for package in PACKAGES[target.kind]:
         if importlib.util.find_spec(package) is None:
             raise PlanError(
-                f"--log {target.kind} needs a package that is not installed here.",
+                f"--log {target.kind} needs a package that is not installed.",
                 seen=package,
                 next_step=f'pip install "distributed-workbench[{target.kind}]", '
                 "in the notebook's environment",

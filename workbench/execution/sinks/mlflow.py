@@ -130,7 +130,7 @@ def _uri(where: str) -> str:
     if not uri:
         raise PlanError(
             "No MLflow store is given.",
-            seen="mlflow: without a URI, and MLFLOW_TRACKING_URI is not set",
+            seen="`mlflow:` without a URI; MLFLOW_TRACKING_URI is not set",
             allowed="mlflow:sqlite:///mlflow.db, mlflow:http://HOST:5000",
             code="WB-PLAN-122",
         )
@@ -145,7 +145,7 @@ def _check_reachable(uri: str) -> None:
         try_folder(str(path.parent), "MLflow's database")
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
             raise PlanError(
-                "MLflow's database cannot be written to.", seen=str(path), code="WB-PLAN-123"
+                "MLflow's database file is not writable.", seen=str(path), code="WB-PLAN-123"
             )
     elif parts.scheme in ("http", "https"):
         port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -33,7 +33,7 @@ def check(where: str) -> None:
         SQLiteStorage.validate_project_name(where)
     except ValueError as error:
         raise PlanError(
-            "Trackio reserves this name.",
+            "Trackio reserves this project name for itself.",
             seen=where,
             next_step=f"--log trackio:{where}-runs",
             code="WB-PLAN-248",

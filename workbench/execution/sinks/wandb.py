@@ -57,7 +57,7 @@ def check(where: str) -> None:
     mode = os.environ.get("WANDB_MODE") or MODES[0]
     if mode not in MODES:
         raise PlanError(
-            "WANDB_MODE is not a mode of W&B.",
+            "The value of WANDB_MODE is not a mode of W&B.",
             seen=mode,
             allowed=", ".join(MODES[:4]),
             code="WB-PLAN-247",
@@ -219,7 +219,7 @@ class _Writer:
             return {"place": "nowhere", "remark": "WANDB_MODE is disabled: nothing is written."}
         if self._run.offline:
             place = str(found.sync_dir)
-            later = f'`wandb sync "{place}"` sends it to W&B.'
+            later = f'`wandb sync "{place}"` sends the run to W&B.'
             return {"place": place, "remark": f"{remark} {later}" if remark else ""}
         return {"place": str(self._run.url), "remark": ""}
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TRAINS = ("starting", "recovering", "running", "paused")
 """States of a run whose members may be training. A death may become known before the message that
 the members have begun. A member that has not begun reports this, and then the run fails."""
-ENDED = "the run ended before"
+ENDED = "the run ended earlier"
 
 
 class Execution(Protocol):
@@ -145,7 +145,7 @@ def healed_words(done: Recovery, dies_with: str = "", *, joined: bool = True) ->
     one = done.workers == 1
     goes = f"{done.how}. {done.workers} worker{' continues' if one else 's continue'}"
     if not joined:
-        return f"{goes}, and the rest of its share waits for a new engine."
+        return f"{goes}, and the dead worker's share waits for a new engine."
     lost = f"maximum loss: {dies_with}" if dies_with else "no step is lost"
     return f"{goes} from step {done.step}, after {1e3 * done.seconds:.0f} ms; {lost}."
 
@@ -162,6 +162,6 @@ def left_words(who: Sequence[str], why: str, step: int, seconds: float, workers:
 def joined_words(who: Sequence[str], step: int, seconds: float) -> str:
     """Return the note on workers that joined."""
     return (
-        f"{' and '.join(who)} {'takes' if len(who) == 1 else 'take'} part from step {step} on; "
-        f"the others paused for {1e3 * seconds:.0f} ms."
+        f"{' and '.join(who)} {'takes' if len(who) == 1 else 'take'} part in training from step "
+        f"{step} on; the other workers paused for {1e3 * seconds:.0f} ms."
     )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Way = Literal["regroup", "alone", "at once", "together"]
 HOW: dict[Way, Purpose] = {"alone": "leave_alone", "at once": "leave_now"}
 LOOK_S = 0.05
-NO_ROOM = "No new engine replaces it, because its host shuts down."
+NO_ROOM = "No new engine replaces this worker, because its host shuts down."
 
 
 class Execution(Protocol):
@@ -169,7 +169,7 @@ def reason_of(event: ToldToEnd) -> str:
 
 def told_words(who: str, event: ToldToEnd) -> str:
     """Tell the user that an engine is about to leave."""
-    what = "its host shuts down" if event.host else "it was told to end"
+    what = "its host shuts down" if event.host else "its process was asked to end"
     return f"{who} leaves: {what} ({reason_of(event)})."
 
 
@@ -179,9 +179,9 @@ def stopped_error(who: Sequence[str], event: ToldToEnd, step: int, folder: str) 
     return RunError(
         f"{', '.join(who)} had to leave ({reason_of(event)}), so the run stopped after "
         f"{step} steps.{saved}",
-        next_step=f"continue from there: wb.resume({folder!r})"
+        next_step=f"continue from this checkpoint: wb.resume({folder!r})"
         if folder
-        else "add --checkpoint DIR to save the trained state, or --on-failure replace or heal to "
-        "continue",
+        else "add --checkpoint DIR to save the trained state, or add --on-failure replace or "
+        "--on-failure heal to continue",
         code="WB-RUN-149",
     )

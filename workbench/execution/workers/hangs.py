@@ -119,11 +119,11 @@ def diagnose(
     if elsewhere:
         return f"{waits}; {elsewhere}"
     if len({_waits_in(workers[i]) for i in waiting}) > 1:
-        return f"{waits}: they wait for each other"
+        return f"{waits}: these workers wait for each other"
     if max(waited_s[i] for i in waiting) >= ALIKE * limit_s:
         return (
-            f"{waits}, and all workers wait there. Perhaps the message is large, or tensors do not "
-            "match"
+            f"{waits}. Perhaps the message is large, or tensors do not match: all workers wait in "
+            "the same call"
         )
     return ""
 
@@ -159,7 +159,7 @@ def _elsewhere(
     for engine in others:
         groups.setdefault(place_words(places[engine]), []).append(engine)
     if ended := [i for i in ended if members[i].role == "worker"]:
-        groups.setdefault("finished with the cell", []).extend(ended)
+        groups.setdefault("at the end of the cell", []).extend(ended)
     parts = []
     for what, engines in groups.items():
         verb = "are" if len(engines) > 1 else "is"
@@ -170,7 +170,7 @@ def _elsewhere(
 def place_words(place: Whereabouts | None) -> str:
     """Return where an engine is: `at train.py:41 in load_batch`, `waiting in all_reduce`."""
     if place is None:
-        return f"silent: no answer in {ANSWER_S:g} s (perhaps in a C call that does not return)"
+        return f"silent for {ANSWER_S:g} s or longer (perhaps in a C call that does not return)"
     if place.state == "idle":
         return "idle"
     if not place.at:

@@ -299,8 +299,8 @@ class Healer:
             why = why if halted_s is None else f"it {silence.halted_words(halted_s)}"
             self.failed.append(f"{self._run.called(engine)}: {why}")
             self._run.note(
-                f"A new engine that should replace {self._run.called(engine)} could not join "
-                f"the run: {why}"
+                f"The new engine that replaces {self._run.called(engine)} could not join the "
+                f"run: {why}"
             )
         if outcome.status == "died" and not self._over:
             self.begin_replacing(engine)
@@ -395,7 +395,7 @@ class Healer:
         self._unwanted.update(coming)
         self._launch.pool.engines.interrupt([one for one in coming if one in self._coming])
         if going:
-            self.dismiss(going, "fewer workers were asked for")
+            self.dismiss(going, "the run was scaled to fewer workers")
 
     @property
     def target(self) -> int | None:
@@ -560,7 +560,7 @@ class Healer:
         self._tries[engine] = self._tries.get(engine, 0) + 1
         if self._tries[engine] > TRIES:
             self._run.note(
-                f"{TRIES} new engines died one after another at one rank; the others continue."
+                f"{TRIES} new engines died in the place of one worker. The other workers continue."
             )
             return
         self._awaited.add(engine)
@@ -578,7 +578,7 @@ class Healer:
                 log.exception("No engine could take the place of engine %d", engine)
             self._failed(engine, str(error))
             if not self._over:
-                self._run.note(f"No new engine could replace a dead one: {error}")
+                self._run.note(f"No new engine could replace the dead engine {engine}: {error}")
 
     def _failed(self, engine: int, why: str) -> None:
         with self._lock:

@@ -66,11 +66,11 @@ class Replacing(Watching):
         if self._coming is not None or not pace.slow[pace.slowest]:
             return
         who = self._called(pace)
-        slow = f"{pace.ratio[pace.slowest]:.1f} times as long as the others for its share"
+        slow = f"{pace.ratio[pace.slowest]:.1f} times as long as the other workers for its share"
         if engine in self._replaced or len(self._replaced) >= MOST:
             why = "a new engine" if engine in self._replaced else f"{MOST} replacements"
             self._over = True
-            self._run.note(f"{who} takes {slow}, even after {why}; no more workers are replaced.")
+            self._run.note(f"{who} takes {slow}, even after {why}. No more workers are replaced.")
             return
         self._replaced.append(engine)
         rank = self._run.engines.index(engine)
@@ -130,8 +130,8 @@ class Replacing(Watching):
 def replaced_words(event: Replaced, who: str) -> str:
     """Return the note on the replaced worker and on the reason."""
     return (
-        f"{who} had taken {event.ratio:.1f} times as long as the others for its share, for "
-        f"{event.slow_s:.0f} s. A new engine replaces it from step {event.step} on."
+        f"For {event.slow_s:.0f} s, {who} took {event.ratio:.1f} times as long as the other "
+        f"workers for its share. A new engine replaces it from step {event.step} on."
     )
 
 
@@ -152,7 +152,7 @@ def listener(
     if what == "replace" and healer is not None:
         return Replacing(run, send, healer, restart).hear
     if what == "replace":
-        run.note("No slow worker is replaced: a job has no engines to spare.")
+        run.note("No slow worker is replaced, because a job cannot start new engines.")
     if what == "shed":
         return Shedding(run, send, healer, tell).hear
     return lambda engine, message: None

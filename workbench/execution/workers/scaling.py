@@ -58,7 +58,7 @@ def scale(run: Scaled, workers: int, *, wait: bool = True) -> None:
     if mender.failed or mender.target is not None:
         raise RunError(
             f"The run has {len(mender.members)} workers instead of {workers}.",
-            seen="; ".join(mender.failed) or "the run ended before",
+            seen="; ".join(mender.failed) or "the run ended earlier",
             code="WB-RUN-147",
         )
 
@@ -85,7 +85,7 @@ def keep_spares(
         try:
             spares = recruit()
         except WorkbenchError as error:
-            note(f"There are no spare engines: {error}")
+            note(f"The spare engines could not be started: {error}")
             return
         for engine in spares:
             begin(engine)
@@ -132,8 +132,8 @@ def check_memory(workers: Sequence[EngineInfo], more: int) -> None:
     if more * each > free:
         raise RunError(
             "There is too little memory for more workers.",
-            seen=f"{more} more, {each / 1e6:.0f} MB each; {free / 1e6:.0f} MB are free",
-            allowed=f"at most {free // each} more",
+            seen=f"{more} more workers, {each / 1e6:.0f} MB each; {free / 1e6:.0f} MB are free",
+            allowed=f"at most {free // each} more workers",
             next_step="use a smaller run.scale(n), or free some memory",
             code="WB-RUN-151",
         )
@@ -143,7 +143,7 @@ def _mender(task: Task | None) -> tuple[Task, Mender]:
     """Return the object that decides about the workers of a run."""
     if task is None or task.mender is None:
         raise RunError(
-            "The workers of this run cannot be changed from here.",
+            "This notebook cannot change the workers of this run.",
             seen="the run has ended, has not begun, or belongs to another notebook",
             code="WB-RUN-148",
         )
@@ -154,8 +154,8 @@ def nobody_left(engines: Sequence[int], members: Sequence[int]) -> RunError:
     """Return the error for a request that all workers leave."""
     return RunError(
         "At least one worker must stay in the run.",
-        seen=f"engines {list(engines)} of {list(members)}",
-        allowed="some of the workers, but not all",
+        seen=f"engines {list(engines)} would leave; the run has {list(members)}",
+        allowed="some of the engines, but not all",
         next_step="run.stop() ends the run",
         code="WB-RUN-141",
     )
@@ -166,7 +166,7 @@ def not_away(engine: int, members: Sequence[int]) -> RunError:
     return RunError(
         "The engine cannot join the run.",
         seen=f"engine {engine}; engines {list(members)} take part",
-        allowed="an engine of the run that does not take part now",
+        allowed="an engine of the run that is not training now",
         code="WB-RUN-142",
     )
 
@@ -175,7 +175,7 @@ def busy(target: int | None) -> RunError:
     """Return the error if another change of workers is in progress."""
     return RunError(
         "The run's workers are already changing.",
-        seen="another change" if target is None else f"changing to {target} workers",
+        seen="another change is in progress" if target is None else f"changing to {target} workers",
         next_step="wait until the workers have joined or left; run.events shows when",
         code="WB-RUN-145",
     )
@@ -183,13 +183,15 @@ def busy(target: int | None) -> RunError:
 
 def kept(why: str) -> RunError:
     """Return the error if training cannot continue with other workers."""
-    return RunError("The workers of this training cannot change.", seen=why, code="WB-RUN-146")
+    return RunError(
+        "The number of workers cannot change in this training.", seen=why, code="WB-RUN-146"
+    )
 
 
 def not_training(state: str) -> RunError:
     """Return the error if no worker is training."""
     return RunError(
-        "The workers of a run can change only while it trains.",
+        "The number of workers can change only while the run trains.",
         seen=f"the run is {state}",
         code="WB-RUN-143",
     )

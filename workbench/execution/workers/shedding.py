@@ -224,8 +224,8 @@ class Shedding(Watching):
         pace = question.pace
         self._run.note(
             f"{self._called(pace)} takes {pace.ratio[pace.slowest]:.1f} times as long as the "
-            "others, but the shares of this training cannot be changed: that needs wb.fit and "
-            "data with a length."
+            "other workers, but the shares of this training cannot be changed. Shares can change "
+            "only with wb.fit and data with a length."
         )
 
 
@@ -239,10 +239,11 @@ def shed_words(event: Shed, who: str, before: int) -> str:
     shares = " + ".join(map(str, event.shares))
     batch = f"{sum(event.shares)} = {shares}"
     if not event.ranks:
-        return f"No worker is slow any more: from step {event.step} on all shares are equal again."
+        return f"No worker is slow any more. From step {event.step} on, all shares are equal again."
     return (
-        f"{who} has taken {event.ratio:.1f} times as long as the others for its {before} samples, "
-        f"for {event.slow_s:.0f} s. From step {event.step} on, the batch is divided as {batch}."
+        f"For {event.slow_s:.0f} s, {who} took {event.ratio:.1f} times as long as the other "
+        f"workers for its {before} samples. From step {event.step} on, the batch is divided as "
+        f"{batch}."
     )
 
 

@@ -98,7 +98,7 @@ def death_words(
     seconds = halted.pop(engine, None)
     if seconds is not None:
         return f"{run.called(engine)} {halted_words(seconds)}"
-    return f"{run.called(engine)} died: {outcome.how or 'how is not known'}"
+    return f"{run.called(engine)} died: {outcome.how or 'the reason is unknown'}"
 
 
 class Watched(Protocol):

@@ -1,5 +1,5 @@
-# The environment: the one that --venv DIR or WORKBENCH_VENV names, else one of this job's own, which
-# is made from requirements.txt once. The lock is for nodes that share this folder.
+# The environment is the folder in --venv DIR or WORKBENCH_VENV. Without them, the job makes its own
+# environment once, from requirements.txt. The lock is for nodes that share this folder.
 venv=${WORKBENCH_VENV:-}
 if [ -z "$venv" ]; then
   venv=$PWD/.venv
@@ -12,7 +12,7 @@ if [ -z "$venv" ]; then
     fi
   ) 9> .venv.lock
 elif [ ! -d "$venv/bin" ]; then # what else is in PATH would be taken
-  echo "There is no environment in $venv (seen from $PWD)." >&2
+  echo "There is no Python environment in $venv (current folder: $PWD)." >&2
   exit 2
 fi
 export PATH="$venv/bin:$PATH"

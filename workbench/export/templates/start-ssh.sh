@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 @{!header}
-# Code goes to each host with tar over ssh, as ssh would log in there; ssh's own configuration and
-# agent are the credentials, and nothing of this shell's environment is sent.
+# The code is copied to each host with tar over ssh. ssh logs in with its own configuration and
+# agent, and nothing of this shell's environment is sent.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 hosts=(@{*hosts})
@@ -10,7 +10,7 @@ quoted=$(printf '%q' "$there")
 ssh=(ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15)
 first=${hosts[0]#*@}
 names=$(IFS=,; echo "${hosts[*]#*@}")
-key=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n') # proves to each other that they are of one job
+key=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n') # the processes of this job know each other by it
 
 @{?copied}for host in "${hosts[@]}"; do
 @{?copied}  tar -cf - --exclude=./runs --exclude=./.venv --exclude=./.venv.lock . |
@@ -34,7 +34,7 @@ status=0
 for _ in "${hosts[@]}"; do
   code=0
   wait -n || code=$?
-  if [ "$code" -ne 0 ] && [ "$status" -eq 0 ]; then # the first to fail says why
+  if [ "$code" -ne 0 ] && [ "$status" -eq 0 ]; then # the first failure has the cause
     status=$code
     stop
   fi

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 @{!header}
-# Several nodes: on each of them, in a copy of this folder,
-#   bash start.sh --node NUMBER --first HOST      (NUMBER 0 on HOST itself; HOST as the others reach it)
+# For several nodes, run this on each node, in a copy of this folder:
+#   bash start.sh --node NUMBER --first HOST
+# NUMBER is 0 on HOST itself; HOST is the name by which the other nodes reach it.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 node=0 first=127.0.0.1 port=${MASTER_PORT:-@{port}}

@@ -2,7 +2,7 @@ set -eu
 cd "$(mktemp -d)"
 cp -r @{remote_folder}/* .
 python3 -m pip install --quiet -r requirements.txt
-# Vertex says in CLUSTER_SPEC who is where: the first pool has one node, the second all others.
+# CLUSTER_SPEC of Vertex lists the nodes: the first pool has one node, the second all other nodes.
 eval "$(python3 - <<'END'
 import json, os
 spec = json.loads(os.environ.get("CLUSTER_SPEC") or '{"task": {"type": "workerpool0", "index": 0}}')

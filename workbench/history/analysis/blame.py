@@ -109,8 +109,8 @@ def blame(history: Stored, first: int | None = None, last: int | None = None) ->
         return Blame(_masked(totals.blame_s, known), totals.rows.copy(), worst=worst)
     if first is not None and last is not None and last < first:
         raise PlanError(
-            "last must not be before first.", seen=f"first={first}, last={last}",
-            allowed="last at least as large as first, both included",
+            "`last` must not be smaller than `first`.", seen=f"first={first}, last={last}",
+            allowed="`last` at least as large as `first`; both steps are included",
             code="WB-PLAN-041",
         )  # fmt: skip
     rows = Waits.of(history)

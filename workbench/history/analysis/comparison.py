@@ -84,7 +84,7 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
         RunError: No run was given.
     """
     if not runs:
-        raise RunError("There is nothing to compare.", allowed="one run or more", code="WB-RUN-035")
+        raise RunError("There is no run to compare.", allowed="one run or more", code="WB-RUN-035")
     groups = by_plan(runs)
     base = next((i for i, group in enumerate(groups) if group[0].strategy == BASELINE), None)
     index = 0 if base is None else base
@@ -96,8 +96,8 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
     if base is None and len(rows) > 1:
         notes = (
             *notes,
-            f"No {BASELINE} run is among these runs, so there is no speed-up; "
-            f"throughput is relative to {rows[0].name}.",
+            f"There is no speed-up, because no run has the strategy {BASELINE}. "
+            f"Throughput is relative to {rows[0].name}.",
         )
     if base is not None:
         rows = tuple(
@@ -122,19 +122,23 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
 
 def _no_verdict(runs: Sequence[RunSummary]) -> str:
     """Return why there is no verdict on runs with missing parts."""
-    names = ", ".join(run.name for run in runs if run.damaged)
-    return f"No verdict: {names} is damaged on disk; compare intact copies, or train again."
+    names = [run.name for run in runs if run.damaged]
+    are = "is" if len(names) == 1 else "are"
+    return (
+        f"No verdict, because {', '.join(names)} {are} damaged on disk. Compare undamaged copies, "
+        "or train again."
+    )
 
 
 def _rates(rows: Sequence[ComparisonRow]) -> str:
     """Return which steps the rates count."""
     if not any(row.samples_per_s.count for row in rows):
         return ""
-    cut = [f"{row.name} {row.warm_up}" for row in rows if row.warm_up]
-    out = f" (left out: the first steps of {', '.join(cut)})" if cut else " (there was none)"
+    cut = [f"{row.warm_up} of {row.name}" for row in rows if row.warm_up]
+    out = f" (without the first steps: {', '.join(cut)})" if cut else " (no run needed one)"
     return (
-        f'Rates and shares are measured after warm-up{out}; "all steps" is samples per second with '
-        "every step."
+        f'Rates and shares are measured after warm-up{out}. The column "all steps" shows the '
+        "samples per second with warm-up."
     )
 
 
@@ -414,7 +418,7 @@ def fairness_notes(groups: Sequence[Sequence[RunSummary]]) -> tuple[str, ...]:
     runs = [run for group in groups for run in group]
     found = []
     if len({run.recipe for run in runs if run.recipe}) > 1:
-        found.append("The recipes differ: these runs did not train the same code.")
+        found.append("The recipes differ: these runs trained different code.")
     found += _differs("batch sizes", runs, "batch_size")
     if len({run.total_steps or run.steps for run in runs}) > 1:
         listed = ", ".join(f"{run.name} {run.total_steps or run.steps}" for run in runs)
@@ -445,7 +449,7 @@ def _seeds(groups: Sequence[Sequence[RunSummary]]) -> list[str]:
         for group, seeds in zip(groups, sets, strict=True)
         if seeds
     )
-    return [f"The seeds differ, so the runs began at different weights: {listed}."]
+    return [f"The seeds differ, so the runs began with different weights: {listed}."]
 
 
 def _devices(runs: Sequence[RunSummary]) -> list[str]:
@@ -474,9 +478,9 @@ def _updates(groups: Sequence[Sequence[RunSummary]]) -> list[str]:
         return []
     which = ", ".join(alone)
     return [
-        f"In a step of {which} each worker's push is a separate update, made from its share of "
-        "the batch: there are as many updates as workers, while a step of the other "
-        "runs is one update."
+        f"In a step of {which}, each worker updates the parameters separately with its share of "
+        "the batch, so a step has as many updates as workers. A step of the other runs has one "
+        "update."
     ]
 
 
@@ -489,11 +493,11 @@ def _single(run: RunSummary) -> list[str]:
         found.append(f"{run.name} did not finish: {run.state} after {run.steps}{of} steps.")
     if run.diverged:
         found.append(
-            f"{run.name} diverged: its last loss is not a number and is left out of all means."
+            f"{run.name} diverged: its last loss is not a number, so no mean includes this loss."
         )
     if run.damaged:
         found.append(
-            f"{run.name} is damaged on disk, so only its other data is compared: "
+            f"{run.name} is damaged on disk, and only its undamaged data is compared. Damage: "
             f"{'; '.join(run.damaged)}."
         )
     if run.faults:

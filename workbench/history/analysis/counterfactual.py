@@ -107,7 +107,7 @@ def what_if(
     table = table.only(table.complete)
     if not len(table.step):
         raise RunError(
-            "No step is complete on all workers, so there is nothing to recompute.",
+            "Nothing can be recomputed, because no step is complete on all workers.",
             seen=f"steps {first} to {last}" if first is not None or last is not None else None,
             next_step="wait for the run's first steps",
             code="WB-RUN-046",
@@ -172,7 +172,7 @@ def _rank(history: RunHistory, without: int | None, first: int | None, last: int
     ranks = len(history.engines)
     if ranks < 2:
         raise PlanError(
-            "What-if needs at least two workers.", seen=f"{ranks} worker",
+            "run.what_if needs a run with at least two workers.", seen=f"{ranks} worker",
             allowed="runs of 2 or more workers",
             code="WB-PLAN-042",
         )  # fmt: skip
@@ -180,8 +180,8 @@ def _rank(history: RunHistory, without: int | None, first: int | None, last: int
         worst = blame(history, first, last).worst
         if worst is None:
             raise PlanError(
-                "No worker stands out as slow, so there is no straggler to remove.",
-                next_step=f"pick a worker, 0 to {ranks - 1}: run.what_if({ranks - 1})",
+                "No worker is clearly slower than the others, so there is no straggler to remove.",
+                next_step=f"choose a worker, 0 to {ranks - 1}: run.what_if({ranks - 1})",
                 code="WB-PLAN-043",
             )
         return worst
@@ -200,8 +200,8 @@ def _shortest_wait(table: Table, k: int) -> Floats:
     if np.isnan(waits).any():
         raise RunError(
             "The workers' waits were not measured, so nothing can be recomputed.",
-            seen=f"{np.isnan(waits).any(axis=1).sum()} of {len(waits)} steps unmeasured",
-            next_step="run.history.unmeasured says why",
+            seen=f"no measured waits in {np.isnan(waits).any(axis=1).sum()} of {len(waits)} steps",
+            next_step="run.history.unmeasured gives the reason",
             code="WB-RUN-047",
         )
     return np.asarray(waits.min(axis=1))
@@ -215,8 +215,8 @@ def _busier(table: Table, k: int) -> Floats:
 def _alone(history: RunHistory, table: Table, k: int) -> WhatIf:
     if not np.isfinite(table.step_s).any(axis=0).all():
         raise RunError(
-            "A worker has not done a step yet.",
-            next_step="wait for its first step",
+            "At least one worker has not completed a step yet.",
+            next_step="wait until every worker has completed a step",
             code="WB-RUN-048",
         )
     spent = np.nansum(table.step_s, axis=0)

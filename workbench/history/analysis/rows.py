@@ -307,7 +307,7 @@ LEAST_STEPS = 5
 _SAYS = {
     "data_wait_s": "waits {} for data",
     "sync_wait_s": "waits {} for the slowest worker",
-    "bubble_s": "leaves each worker idle for {} (the pipeline's bubble)",
+    "bubble_s": "leaves each worker idle for {} (in the pipeline's bubble)",
     "transfer_s": "spends {} on communication",
     "other_s": "spends {} on other things",
 }
@@ -323,7 +323,10 @@ def verdict_of(rows: Sequence[ComparisonRow], baseline: int) -> str:
     if len(rows) < 2:
         return ""
     if len(rated) < 2:
-        return "Throughput was not measured in enough runs and steps to compare them."
+        return (
+            "No verdict: fewer than two runs have enough measured steps to compare their "
+            "throughput."
+        )
     fastest = max(rated, key=lambda row: row.samples_per_s.mean)
     base = rows[baseline]
     other = base
@@ -333,19 +336,18 @@ def verdict_of(rows: Sequence[ComparisonRow], baseline: int) -> str:
     ratio = fastest.samples_per_s.mean / other.samples_per_s.mean
     fast, slow = fastest.samples_per_s, other.samples_per_s
     if _within(fast, slow):
-        return f"{fastest.name} and {other.name} are equally fast here (within 5 %)."
+        return f"{fastest.name} and {other.name} are equally fast in these runs (within 5 %)."
     if not told_apart(fast, slow):
         return (
-            f"No difference between {fastest.name} and {other.name} is certain: "
-            f"{_interval(fast)} samples/s, and {_interval(slow)}. "
-            "Train longer, or with more seeds."
+            f"It is not certain that {fastest.name} ({_interval(fast)}) and {other.name} "
+            f"({_interval(slow)}) differ. Train longer, or with more seeds."
         )
     if ratio < EQUAL:
         return (
-            f"{fastest.name} is faster than {other.name} here, but by less than 5 %: "
-            f"{_interval(fast)} samples/s, and {_interval(slow)}."
+            f"{fastest.name} ({_interval(fast)}) is faster than {other.name} "
+            f"({_interval(slow)}) in these runs, but by less than 5 %."
         )
-    head = f"{fastest.name} is {ratio:.1f}x faster than {other.name} here: "
+    head = f"{fastest.name} is {ratio:.1f}x faster than {other.name} in these runs: "
     if fastest.workers > other.workers:
         return head + _gain(fastest, other)
     return head + _cost(other)
@@ -363,8 +365,8 @@ def _within(fast: Spread, slow: Spread) -> bool:
 
 def _interval(rate: Spread) -> str:
     if not (math.isfinite(rate.low) and math.isfinite(rate.high)):
-        return f"{_short(rate.mean)} (in too few steps for an interval)"
-    return f"{_short(rate.low)} to {_short(rate.high)}"
+        return f"{_short(rate.mean)} samples/s, with too few steps for an interval"
+    return f"{_short(rate.low)} to {_short(rate.high)} samples/s"
 
 
 def _short(rate: float) -> str:
@@ -381,7 +383,7 @@ def _gain(fast: ComparisonRow, slow: ComparisonRow) -> str:
     share = fast.shares["compute_s"]
     if not math.isfinite(share):
         return f"{said}."
-    return f"{said}, and its {fast.workers} workers compute {share * 100:.0f} % of the time."
+    return f"{said}, and the {fast.workers} workers compute {share * 100:.0f} % of the time."
 
 
 def _cost(slow: ComparisonRow) -> str:
@@ -392,7 +394,7 @@ def _cost(slow: ComparisonRow) -> str:
     compute_s = costs_s.pop("compute_s", None)
     if compute_s is None:
         return f"each {slow.name} step takes {milliseconds(slow.step_s)}."
-    does = f"each {slow.name} step computes {milliseconds(compute_s)}"
+    does = f"each {slow.name} step computes for {milliseconds(compute_s)}"
     if not costs_s:
         return f"{does}."
     worst = max(costs_s, key=lambda part: costs_s[part])
@@ -417,8 +419,8 @@ _UNDIVIDED = 0.1
 _EQUAL = 0.05
 _SAME_BATCH = 0.02
 ASSUMED = (
-    "The point where distributing pays is an estimate: it assumes that compute and data grow with "
-    "the batch, and that waiting and communication stay the same."
+    "The point from which distributing pays is an estimate. It assumes that the time for compute "
+    "and data grows with the batch, and that the time for waiting and communication does not."
 )
 
 
@@ -480,29 +482,29 @@ def sentence_of(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
     if payoff.kind == "far":
         return (
             f"{plan.name} would become faster than {one.name} only with a batch more than "
-            f"{FAR:.0f} times as large as this one."
+            f"{FAR:.0f} times as large as the batch of these runs."
         )
     time, batch = milliseconds(payoff.step_s), _batch(payoff)
     if payoff.kind == "pays":
         return (
-            f"Distributing pays as long as a step of {one.name} takes longer than about {time}: "
-            f"{batch}."
+            f"Distributing pays if a step of {one.name} takes longer than about {time}, which "
+            f"means {batch}."
         )
     return (
         f"Distributing with {plan.name} begins to pay when a step of {one.name} takes longer than "
-        f"about {time}: {batch}."
+        f"about {time}, which means {batch}."
     )
 
 
 def _undivided(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
     measured = (
-        f"a worker computes {milliseconds(payoff.work_s)} a step for 1/{plan.workers} of the "
-        f"batch, {one.name} {milliseconds(payoff.one_work_s)} for all of it"
+        f"in a step, a worker computes for {milliseconds(payoff.work_s)} (1/{plan.workers} of the "
+        f"batch), and {one.name} for {milliseconds(payoff.one_work_s)} (the whole batch)"
     )
     if share_cores(one, plan):
         return (
-            f"A larger batch would hardly help {plan.name} here: its {plan.workers} workers share "
-            f"the cores that {one.name} has alone, so {measured}."
+            f"A larger batch would hardly help {plan.name}, because its {plan.workers} workers "
+            f"share the cores that {one.name} has alone: {measured}."
         )
     return f"These runs do not show when {plan.name} would begin to pay: {measured}."
 
@@ -516,7 +518,7 @@ def share_cores(one: ComparisonRow, plan: ComparisonRow) -> bool:
 
 def _batch(payoff: Payoff) -> str:
     samples = float(f"{payoff.samples:.2g}")
-    return f"a batch of about {payoff.factor:.2g}x this one ({samples:.0f} samples)"
+    return f"a batch about {payoff.factor:.2g}x as large ({samples:.0f} samples)"
 
 
 def _comparable(one: ComparisonRow, plan: ComparisonRow) -> bool:

@@ -482,7 +482,7 @@ def write(run: RunData, path: str | Path | None = None) -> Path:
     """
     if not len(run.history):
         raise RunError(
-            f"Run {run.name} has no step to draw.",
+            f"Run {run.name} has no complete step, so there is no trace to write.",
             seen=run.state,
             allowed="a run with a complete step",
             code="WB-RUN-089",
@@ -497,7 +497,7 @@ def write(run: RunData, path: str | Path | None = None) -> Path:
         raise RunError(
             f"The trace cannot be written: {error.strerror}.",
             seen=str(goal),
-            allowed="a file in an existing folder",
+            allowed="a file in an existing folder that this user may write to",
             code="WB-RUN-090",
         ) from error
     finally:

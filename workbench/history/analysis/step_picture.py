@@ -119,7 +119,9 @@ def _rows(
     """Return the step's number and its rows, by rank."""
     if not len(steps):
         raise RunError(
-            "The run has done no step yet.", next_step="wait for its first step", code="WB-RUN-043"
+            "The run has not completed a step yet.",
+            next_step="wait for the run's first step",
+            code="WB-RUN-043",
         )
     if step is None and not history.joined:
         latest = {int(rank): at for at, rank in enumerate(ranks)}

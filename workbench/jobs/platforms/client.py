@@ -156,15 +156,16 @@ class Platform(Protocol):
 # -- programs --------------------------------------------------------------------------------------
 
 _INSTALL = {
-    "sbatch": "install Slurm's client (Debian: apt-get install slurm-client), or load its module "
-    "before Jupyter is started; or copy the folder to the login node: sbatch job.sbatch",
-    "ssh": "install it (Debian: apt-get install openssh-client); or copy the folder to the host by "
-    "hand and run  bash start.sh  there",
-    "ray": 'pip install "ray[default]"; or by hand where Ray is: ray job submit --working-dir . '
-    "--runtime-env ray-env.yaml -- python run_ray.py",
-    "kubectl": "install it (https://kubernetes.io/docs/tasks/tools), or by hand: "
-    "kubectl create -f trainjob.yaml",
-    "sky": 'pip install "skypilot[...]" for your cloud; or by hand where SkyPilot is: '
+    "sbatch": "install Slurm's client (Debian: apt-get install slurm-client), or load its "
+    "environment module before you start Jupyter; or copy the folder to the login node "
+    "and run `sbatch job.sbatch` there",
+    "ssh": "install ssh (Debian: apt-get install openssh-client); or copy the folder to the host "
+    "by hand and run `bash start.sh` on the host",
+    "ray": 'pip install "ray[default]"; or run where Ray is installed: ray job submit '
+    "--working-dir . --runtime-env ray-env.yaml -- python run_ray.py",
+    "kubectl": "install kubectl (https://kubernetes.io/docs/tasks/tools); or run where it is "
+    "installed: kubectl create -f trainjob.yaml",
+    "sky": 'pip install "skypilot[...]" for your cloud; or run where SkyPilot is installed: '
     "sky launch sky.yaml",
 }  # fmt: skip
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,120}")
@@ -200,7 +201,7 @@ def say(
         raise ClusterError(
             f"{program} is not installed here.",
             seen=f"PATH={os.environ.get('PATH', '')}",
-            next_step=_INSTALL.get(program, "install it"),
+            next_step=_INSTALL.get(program, f"install {program}"),
             code="WB-CLUSTER-082",
         )
     limit_s = ASK_S if timeout_s is None else timeout_s
@@ -226,7 +227,7 @@ def say(
                 f"{program} does not answer.",
                 seen=f"{shlex.join(command[:3])} printed nothing for {limit_s:g} s",
                 next_step=f"try the command in a terminal: {shlex.join(command)[:200]}; if it "
-                "submits a job, first check that the job is not there already",
+                "submits a job, first check that the platform does not have the job",
                 code="WB-CLUSTER-083",
             ) from error
         return Said(code, _end(out), _end(err))

@@ -145,8 +145,8 @@ class Kubernetes:
             [*_kubectl(self.context, namespace), "create", "-f", "trainjob.yaml", "-o", "name",
              *more],
             "Kubernetes refused the job.",
-            "if a job has this name already: kubectl delete -f trainjob.yaml ends that job, or "
-            "name=... renames yours; if TrainJob is unknown: install Kubeflow Trainer there",
+            "if a job has this name already: delete that job (kubectl delete -f trainjob.yaml), or "
+            "give yours another name (name=...); if TrainJob is unknown: install Kubeflow Trainer",
             cwd=folder,
         )  # fmt: skip
 
@@ -293,7 +293,7 @@ class SkyPilot:
             return _lost("SkyPilot", said)
         if not clusters:  # its request may still run
             fresh = time.time() - ticket.submitted_s < 300.0
-            words = f"there is no cluster {ticket.id}"
+            words = f"SkyPilot has no cluster {ticket.id}"
             return JobState("pending" if fresh else "unknown", words, gone=not fresh)
         return JobState("pending", f"cluster {clusters[0].get('status', '')}")
 

@@ -96,14 +96,14 @@ class Local:
             raise ClusterError(
                 "This machine is one node.",
                 seen=f"nodes={resources.nodes}",
-                next_step="on='slurm', 'ssh' or another platform for more; or nodes=1",
+                next_step="use on='slurm', on='ssh' or another platform for more nodes; or nodes=1",
                 code="WB-CLUSTER-085",
             )
         if resources.gpus_per_node > (found := len(discover())):
             raise ClusterError(
                 "This machine has fewer GPUs than requested.",
                 seen=f"gpus_per_node={resources.gpus_per_node}",
-                allowed=f"up to {found}",
+                allowed=f"at most {found} GPUs",
                 next_step="use another platform, or gpus_per_node=0",
                 code="WB-CLUSTER-095",
             )
@@ -116,7 +116,7 @@ class Local:
         keeper = [sys.executable, "-I", "-S", "-c", _KEEPER, str(folder / "job.log"),
                   str(folder / "job.exit"), *command]  # fmt: skip
         before = runs_before(folder)
-        pid = must(keeper, "The job could not be started.", "check the folder", cwd=folder)
+        pid = must(keeper, "The job could not be started.", "check the job folder", cwd=folder)
         began = time.time()
         with contextlib.suppress(psutil.Error):  # the process may be over
             began = psutil.Process(int(pid)).create_time()
@@ -249,8 +249,8 @@ class Slurm:
             raise ClusterError(
                 "Slurm has no such partition.",
                 seen=wanted,
-                allowed=", ".join(sorted(partitions)) or "none: sinfo shows no partition",
-                next_step="partition=NAME; sinfo shows what each partition has",
+                allowed=", ".join(sorted(partitions)) or "none: `sinfo` shows no partition",
+                next_step="partition=NAME; `sinfo` shows what each partition has",
                 code="WB-CLUSTER-086",
             )
         kinds = partitions.get(wanted, [])
@@ -274,7 +274,7 @@ class Slurm:
             )
         must(
             ["sbatch", "--test-only", "job.sbatch"], "Slurm would refuse the job.",
-            "run sinfo for the partitions and their limits", cwd=folder,
+            "run `sinfo` to see the partitions and their limits", cwd=folder,
         )  # fmt: skip
 
     def _partitions(self) -> tuple[dict[str, list[_Nodes]], str]:
@@ -283,7 +283,7 @@ class Slurm:
         default = ""
         said = must(
             ["sinfo", "--noheader", "--format=%P|%D|%c|%G|%l"], "Slurm does not answer.",
-            "make sinfo work in a terminal",
+            "make `sinfo` work in a terminal",
         )  # fmt: skip
         for line in said.splitlines():
             name, nodes, cpus, gres, limit = ([*line.split("|"), "", "", "", ""])[:5]
@@ -301,7 +301,7 @@ class Slurm:
         venv = ["--venv", self.venv] if self.venv else []
         said = must(
             ["sbatch", "--parsable", "job.sbatch", *venv], "Slurm refused the job.",
-            "run sinfo for the partitions and their limits", cwd=folder,
+            "run `sinfo` to see the partitions and their limits", cwd=folder,
         )  # fmt: skip
         job = said.strip().splitlines()[-1].partition(";")[0] if said.strip() else ""
         return Ticket(
@@ -317,7 +317,7 @@ class Slurm:
             raise ClusterError(
                 "Slurm does not answer.",
                 seen=said.words,
-                next_step="make squeue work in a terminal",
+                next_step="make `squeue` work in a terminal",
                 code="WB-CLUSTER-088",
             )
         if not word:
@@ -348,14 +348,14 @@ class Slurm:
 
     def _forgotten(self, ticket: Ticket) -> JobState:
         """Return the state in the run's folder: without accounts Slurm forgets jobs in minutes."""
-        words = f"Slurm knows no job {ticket.id} any more"
+        words = f"Slurm no longer knows job {ticket.id}"
         run = own_run(ticket)
         meta = parsed(read_end(run / "run.json")) if run is not None else None
         told = str(meta.get("state", "")) if isinstance(meta, dict) else ""
         if told in ("finished", "stopped"):
-            return JobState("finished", f"{words}; its run says: {told}")
+            return JobState("finished", f"{words}; the job's run is {told}")
         if told == "failed":
-            return JobState("failed", f"{words}; its run failed", stepped=has_stepped(ticket))
+            return JobState("failed", f"{words}; the job's run failed", stepped=has_stepped(ticket))
         return JobState("unknown", words, gone=True)
 
     def logs(self, ticket: Ticket, last: int = 200) -> str:
@@ -372,7 +372,7 @@ class Slurm:
             raise ClusterError(
                 "Slurm did not cancel the job.",
                 seen=said.words,
-                next_step=f"run  scancel {ticket.id}  in a terminal",
+                next_step=f"run `scancel {ticket.id}` in a terminal",
                 code="WB-CLUSTER-089",
             )
 
@@ -500,7 +500,7 @@ def _far_must(host: str, script: str, **options: Any) -> str:
         raise ClusterError(
             f"The job could not be started on {host}.",
             seen=said.words,
-            next_step=f"look there: ssh {host}",
+            next_step=f"log in and check the host: ssh {host}",
             code="WB-CLUSTER-092",
         )
     return said.out
@@ -523,13 +523,15 @@ class Ssh:
         needed(folder, "start.sh", self.name)
         if not resources.hosts:
             raise PlanError(
-                "on='ssh' needs the host.",
+                "on='ssh' needs the names of the hosts.",
                 seen="no host",
                 next_step='hosts=["user@node1"]',
                 code="WB-PLAN-242",
             )
         for host in resources.hosts:
-            _far_must(host, "command -v bash > /dev/null || { echo no bash there >&2; exit 5; }")
+            _far_must(
+                host, "command -v bash > /dev/null || { echo this host has no bash >&2; exit 5; }"
+            )
 
     def submit(self, folder: Path, resources: Resources) -> Ticket:
         """Copy the folder to each host, then start the job on all hosts."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
-from ..answers import Check, close, exercise
+from ..answers import Check, close, exercise, number
 
 SHARE = 0.05
 """How far a number that is read from a run may be off: a student may round it."""
@@ -16,15 +17,26 @@ SHARE = 0.05
 def square(c: Check) -> None:
     """Look at `square` on every engine."""
     found = c.engines("square")
-    equal = [np.asarray(value == rank**2) for rank, value in enumerate(found)]
-    right = [rank for rank, one in enumerate(equal) if one.size == 1 and one.all()]
-    off = [rank for rank in range(len(found)) if rank not in right]
-    c.expect(
-        not off,
-        "every engine holds the square of its rank",
-        f"the value of rank {off[0] if off else 0} is {found[off[0] if off else 0]}",
-        "a square is a number times itself, and `rank` is different on each engine",
-    )
+    c.need_all_engines()
+    for rank, value in enumerate(found):
+        c.need(
+            _is_number(value),
+            f"`square`: the value of rank {rank} is {value!r}, but it must be one number.",
+            "each engine holds only its own square, not in a list or in quotes",
+        )
+        c.need(
+            number(value) == rank**2,
+            f"`square`: the value of rank {rank} is {number(value):g}.",
+            "a square is a number times itself, and `rank` is different on each engine",
+        )
+    c.expect(True, "every engine holds the square of its rank", "")
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return math.isfinite(number(value))
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 @exercise("1.2", "Bring it home")
@@ -32,7 +44,7 @@ def total(c: Check) -> None:
     """Look at `total` in the notebook."""
     value = c.value("total")
     c.need(
-        not hasattr(value, "__len__"),
+        not isinstance(value, (list, tuple)) and getattr(value, "size", 1) == 1,
         f"`total` is {value!r}, but it must be one number.",
         "%pull gives a list with one value per rank: add them up",
     )
@@ -40,7 +52,7 @@ def total(c: Check) -> None:
         c.number_of("total") == 5,
         "the three squares are added up in the notebook",
         f"`total` is {value}, which is not the sum of the three squares",
-        "pull from all engines, not from one",
+        "pull from all engines, not from one, and add up all three values",
     )
 
 
@@ -48,25 +60,32 @@ def total(c: Check) -> None:
 def mean(c: Check) -> None:
     """Compare `mean` of every worker with the mean of all numbers."""
     found = c.engines("mean")
+    c.need_all_engines()
     for rank, value in enumerate(found):
         c.need(
-            isinstance(value, (int, float)),
+            not isinstance(value, np.ndarray),
             f"`mean` of rank {rank} is not a plain number.",
             "`.item()` turns a tensor with one element into a number",
         )
+        c.need(
+            _is_number(value),
+            f"`mean` of rank {rank} is {value!r}, but it must be a finite number.",
+            "divide the sum of all numbers by their count",
+        )
+    found = [number(value) for value in found]
     c.expect(
         len({round(value, 6) for value in found}) == 1,
         "all workers have the same mean",
         f"the workers have different means: {[round(value, 3) for value in found]}",
         "each worker knows only its own part: an all-reduce gives it the other parts",
     )
-    parts = [rank + i for rank in range(len(found)) for i in range(rank + 1)]
+    parts = [rank + i for rank in range(len(found)) for i in range(rank**2 + 1)]
     truth = sum(parts) / len(parts)
     c.expect(
         all(math.isclose(value, truth, rel_tol=1e-5) for value in found),
         "`mean` is the mean of all numbers",
-        "`mean` is not the mean of all numbers",
-        "worker 2 has three numbers and worker 0 has only one. Add up sums and counts, not means",
+        f"`mean` is {found[0]:.4g}, which is not the mean of all numbers",
+        "worker 2 has five numbers and worker 0 has only one. Add up sums and counts, not means",
     )
 
 
@@ -88,7 +107,8 @@ def speedup(c: Check) -> None:
             close(found, truth, SHARE),
             f"`{name}` is the ratio of the two throughputs",
             f"`{name}` is {found:.3g}, which is not the ratio of the two runs",
-            "divide the samples per second of two workers by those of one",
+            "divide the samples per second of two workers by those of one. If you have run "
+            "section 3 again, run this exercise's cell again too",
         )
 
 
@@ -99,8 +119,8 @@ def crossing(c: Check) -> None:
         found = c.number_from("crossing_s", n, c_s)
         c.need(
             math.isclose(found, c_s * n / (n - 1), rel_tol=1e-6),
-            f"crossing_s({n}, {c_s}) returned {found:.4g}. With this compute time {n} workers are "
-            "not as fast as one.",
+            f"crossing_s({n}, {c_s}) returned {found:.6g}. With this compute time a step of {n} "
+            f"workers takes {found / n + c_s:.6g} s, so it is not equal to that of one.",
             "put your result for T₁ into T₁ / n + c_s: it must give T₁ again",
         )
     c.expect(True, "at the time from `crossing_s`, n workers take as long as one", "")

@@ -9,8 +9,10 @@ import numpy as np
 
 from ..answers import Check, close, exercise
 
-SHARE = 0.05
-"""How far a rate that is read from a run may be off: tables round it."""
+SHARE = 0.01
+"""How far a rate that is read from a run may be off: a student may round it to three digits."""
+SAME_MS = 2.0
+"""How far an expected time may be off: averaging takes almost no time."""
 SAME_S = 1e-3
 """How far a wait may be off: it may be rounded to milliseconds."""
 
@@ -21,19 +23,19 @@ def expect(c: Check) -> None:
     work_ms = np.array([20.0, 10.0, 50.0])
     step, wait = c.array("step_ms", (3,)), c.array("wait_ms", (3,))
     c.expect(
-        float(np.ptp(step)) < 5,
+        float(np.ptp(step)) <= SAME_MS,
         "all workers see the same step",
         f"`step_ms` differs from worker to worker: {_list(step)}",
         "a step ends with the update, and no worker can update before the average is known",
     )
     c.expect(
-        bool(np.all(np.abs(step - work_ms.max()) <= 8)),
+        bool(np.all(np.abs(step - work_ms.max()) <= SAME_MS)),
         "the length of the step is right",
         f"with these three workers steps do not take {_list(step)} ms",
         "which gradient must arrive before the gradients can be averaged?",
     )
     c.expect(
-        bool(np.all(np.abs(wait - (work_ms.max() - work_ms)) <= 5)),
+        bool(np.all(np.abs(wait - (work_ms.max() - work_ms)) <= SAME_MS)),
         "the waits are right",
         f"`wait_ms` is {_list(wait)}",
         "a worker's work and its wait add up to the step, and the last worker does not wait",
@@ -44,6 +46,7 @@ def expect(c: Check) -> None:
 def by_hand(c: Check) -> None:
     """Compare `wait_s` of each worker with the times that the workers recorded."""
     ready, found = c.engines("ready_s"), c.engines("wait_s")
+    c.need_all_engines()
     waits = []
     for rank, value in enumerate(found):
         one = np.asarray(value).reshape(-1) if not isinstance(value, (str, dict)) else np.empty(0)
@@ -51,6 +54,11 @@ def by_hand(c: Check) -> None:
             len(one) == 1 and one.dtype.kind in "fiu",
             f"`wait_s` of rank {rank} is {value!r}, but it must be one number.",
             "`.item()` turns a tensor with one element into a number",
+        )
+        c.need(
+            bool(np.isfinite(one[0])),
+            f"`wait_s` of rank {rank} is {one[0]}, but it must be a finite number.",
+            "a wait is the difference of two times",
         )
         waits.append(float(one[0]))
     truth = [max(ready) - mine for mine in ready]
@@ -66,6 +74,12 @@ def by_hand(c: Check) -> None:
         "no wait is negative",
         f"a wait of {min(waits) * 1e3:.1f} ms is negative",
         "subtract this worker's time from the latest time, not the other way round",
+    )
+    others = [r for r in range(len(ready)) if r != slow]
+    c.need(
+        not all(close(waits[r], 1e3 * truth[r], SHARE) for r in others),
+        f"The wait of rank {others[0]} is {waits[others[0]]:.3g} s, which is far too long.",
+        "`wait_s` is in seconds, as the clock is",
     )
     last = int(np.argmin(truth))
     c.expect(

@@ -6,7 +6,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
-from ..answers import exercise
+from ..answers import exercise, number
 
 if TYPE_CHECKING:
     from ..answers import Check
@@ -17,13 +17,25 @@ _LAYERS_MS = (72, 64, 26, 20, 18, 16)
 _HELD = {"gpipe": [6, 6, 6], "1f1b": [3, 2, 1]}
 """What the layers count in the lab. Other counts mean that cells ran out of order."""
 
+_CNN: dict[str, list[int]] = {
+    "conv1.weight": [32, 1, 3, 3], "conv1.bias": [32],
+    "conv2.weight": [64, 32, 3, 3], "conv2.bias": [64],
+    "fc1.weight": [128, 64 * 14 * 14], "fc1.bias": [128], "fc2.weight": [10, 128], "fc2.bias": [10],
+}  # fmt: skip
+"""The parameters of the four layers."""
+
 _LOOK_AT_CNN = """
 def _labs_look():
     torch.manual_seed(0)
     model = RightCNN().eval()
     x = torch.randn(5, 1, 28, 28)
     with torch.no_grad():
-        out = model(x)
+        try:
+            out = model(x)
+        except RuntimeError as error:
+            if "shapes cannot be multiplied" not in str(error):
+                raise
+            return {"raised": str(error)}
         changed = x.clone()
         changed[0] += 1.0
         again = model(changed)
@@ -32,21 +44,26 @@ def _labs_look():
     same = out.shape == again.shape
     moved = (out != again).flatten(1).any(1).tolist() if same and out.dim() > 1 else None
     named = dict(model.named_parameters())
-    fc1 = list(named["fc1.weight"].shape) if "fc1.weight" in named else []
-    bias, of = named.get("conv2.bias"), None
+    layers = {name: list(one.shape) for name, one in named.items()}
+    bias, used, unseen = named.get("conv2.bias"), 0, 16
     if bias is not None:
         bias.data += 1.0  # no map is dead after its ReLU
+        x.requires_grad_()
         out = model(x)
         if out.requires_grad:
-            of = torch.autograd.grad(out.square().sum(), bias, allow_unused=True)[0]
-    used = 0 if of is None else int(of.count_nonzero())
-    return {"shape": list(out.shape), "moved": moved, "fc1": fc1, "used": used}
+            of = torch.autograd.grad(out.square().sum(), [bias, x], allow_unused=True)
+            used = 0 if of[0] is None else int(of[0].count_nonzero())
+            if of[1] is not None:
+                parts = of[1].abs().sum((0, 1)).reshape(4, 7, 4, 7).sum((1, 3))
+                unseen = int((parts == 0).sum())
+    return {"shape": list(out.shape), "moved": moved, "layers": layers, "used": used,
+            "unseen": unseen}
 _labs_answer = _labs_look()
 del _labs_look
 """
 
 
-@exercise("6.1", "How many workers it takes")
+@exercise("6.1", "How many workers are needed")
 def workers_needed(c: Check) -> None:
     """Call `workers_needed` with several models and limits, and compare its results."""
     for parameters, limit_bytes in (
@@ -63,56 +80,81 @@ def workers_needed(c: Check) -> None:
         c.need(
             count * limit_bytes >= need,
             f"{asked} returned {count}, but this many workers do not have enough memory.",
-            "count all rows of the table above, and round up to whole workers",
+            "count all rows of the table in section 1, and round up to whole workers",
         )
         c.need(
             (count - 1) * limit_bytes < need,
             f"{asked} returned {count}, but fewer workers are enough.",
-            "divide the total bytes by the bytes that one worker may use, and round up",
+            "divide the bytes of all parameters by the bytes that one worker may use, and round up",
         )
-    c.expect(True, "the workers have enough memory for parameters, gradients and moments, and "
-             "there is no worker too many", "")  # fmt: skip
+    c.expect(True, "`workers_needed` returns enough workers, and never more than are needed", "")
 
 
 @exercise("6.2", "One prediction for each image", where="the engines")
 def right_cnn(c: Check) -> None:
     """Run `RightCNN` on images. Check the shape of its result and what each row depends on."""
     seen = c.engines("RightCNN")
-    c.need(bool(seen), "No engine has a class `RightCNN`.")
+    c.need(bool(seen), "No engine has a class `RightCNN`.", "run the cell of exercise 6.2")
     answers = c.ask(_LOOK_AT_CNN)
     answer: dict[str, Any] = answers[0] if answers and isinstance(answers[0], dict) else {}
     c.need(
+        "raised" not in answer,
+        f"`RightCNN()(images)` raised RuntimeError: {answer.get('raised')}",
+        f"`fc1` has {64 * 14 * 14} inputs, so the input of `fc1` must have exactly this many "
+        "numbers for each image",
+    )
+    c.need(
         "shape" in answer,
-        f"RightCNN()(images) is a {answer.get('kind', 'value that cannot be read')}.",
-        "forward must return the last layer's output, which is a tensor",
+        "`RightCNN()(images)` must be a tensor, but its type is "
+        f"{answer.get('kind', 'one that cannot be read')}.",
+        "return the output of the last layer from `forward`",
     )
     right = c.expect(
         answer["shape"] == [5, 10],
         "each image of a batch gives one row of ten numbers",
-        f"5 images give the shape {tuple(answer['shape'])}",
-        "each row is one image: flatten only the values of one image into a row",
+        f"for 5 images, the result has the shape {tuple(answer['shape'])}",
+        "flatten each image separately: a row must hold all values of one image, and no others",
     )
     if not right:
         return
     c.expect(
         answer["moved"] == [True, False, False, False, False],
-        "a prediction depends on its own image",
-        f"changing the first image changes the predictions {_places(answer['moved'])} of 5",
-        "removing rows at the end is too late, because each row holds parts of other images: make "
-        "the maps smaller before you flatten them",
+        "each prediction depends only on its own image",
+        "only image 0 of 5 was changed, so only prediction 0 may change; these predictions "
+        f"changed: {_places(answer['moved'])}",
+        "do not remove rows at the end: at that point, each row already mixes parts of images; "
+        "make the maps smaller before you flatten them",
     )
-    c.expect(
+    layers: dict[str, list[int]] = answer["layers"]
+    off = sorted(n for n in {*layers, *_CNN} if layers.get(n) != _CNN.get(n))
+    kept = c.expect(
+        not off,
+        "the four layers are those of `TextbookCNN`",
+        f"the parameter `{off[0] if off else ''}` is {_shape(layers, off)} in `RightCNN`, but it "
+        f"is {_shape(_CNN, off)} in `TextbookCNN`",
+        "keep the four layers and their names, and add no other layer with parameters: the model "
+        "only lacks an operation without parameters",
+    )
+    if not kept:
+        return
+    c.need(
         answer["used"] == 64,
-        "all maps of conv2 are used",
-        f"the predictions have a gradient for only {answer['used']} of the 64 maps of conv2",
-        "make each map smaller, but leave out no map",
+        f"The predictions depend on only {answer['used']} of the 64 maps of `conv2`.",
+        "make each map smaller, but use all maps",
     )
+    c.expect(True, "the predictions use all maps of `conv2`", "")
     c.expect(
-        answer["fc1"] == [128, 64 * 14 * 14],
-        "`fc1` has 64 · 14 · 14 inputs",
-        f"`fc1` has the weights {tuple(answer['fc1'])}",
-        "do not change the layers: an operation before fc1 is missing",
+        answer["unseen"] == 0,
+        "the predictions use all parts of an image",
+        "if an image is divided into 16 equal parts, the predictions do not depend on "
+        f"{answer['unseen']} of these parts",
+        "make each map smaller as a whole: do not cut out a part of the map",
     )
+
+
+def _shape(layers: dict[str, list[int]], names: list[str]) -> str:
+    found = layers.get(names[0]) if names else None
+    return "missing" if found is None else f"of shape {tuple(found)}"
 
 
 @exercise("6.3", "The bubble")
@@ -122,22 +164,23 @@ def bubble(c: Check) -> None:
         found = c.number_from("bubble", p, m)
         c.need(
             math.isclose(found, (p - 1) / (m + p - 1), rel_tol=1e-6),
-            f"bubble({p}, {m}) returned {found:.4g}, which is not that pipeline's idle fraction.",
-            "a stage works in m of the m + p - 1 turns",
+            f"bubble({p}, {m}) returned {found:.4g}, but this is not the idle fraction of {p} "
+            f"stages with {m} microbatches.",
+            "a stage works in m of the m + p - 1 turns; in how many turns is the stage idle?",
         )
     c.expect(True, "`bubble` is the fraction of the turns in which a stage is idle", "")
     count = c.whole("m_10")
     c.expect(
         count >= 1 and 3 / (count + 3) <= 0.1 + 1e-12,
-        "this number of microbatches is enough",
+        "with `m_10` microbatches, the bubble is at most 10 %",
         f"with {count} microbatches, four stages are idle for more than 10 % of the time",
-        "call your function with p = 4 and more microbatches",
+        "call `bubble(4, m)` with larger values of m",
     )
     c.expect(
         3 / (count - 1 + 3) > 0.1 if count > 0 else False,
-        "one microbatch fewer would not be enough",
-        f"{count} is not the smallest number of microbatches that is enough",
-        "try one number after the other: at most 10 % includes 10 % itself",
+        "with one microbatch fewer, the bubble would be larger than 10 %",
+        f"`m_10` is {count}, but this is not the smallest number with a bubble of at most 10 %",
+        "call `bubble(4, m)` with m = 1, 2, 3, ...; a bubble of exactly 10 % is allowed",
     )
 
 
@@ -148,24 +191,25 @@ def in_flight(c: Check) -> None:
         counted = _counted(c, f"most_{schedule}")
         c.need(
             counted == _HELD[schedule],
-            f"most_{schedule} on the engines is not from the run with that schedule.",
-            "run the cells again in order, beginning with the run gpipe-6",
+            f"`most_{schedule}` on the engines is not from a complete run of {schedule}-6.",
+            "run the cells again in order, beginning with the cell that trains the run gpipe-6",
         )
         given = [_whole(c, f"`{name}`[{i}]", one) for i, one in enumerate(c.items(name, 3))]
         off = [stage for stage in range(3) if given[stage] != counted[stage]]
         c.expect(
             not off,
             f"{schedule}: the number of microbatches is right for each stage",
-            f"{schedule}: {given[off[0]] if off else ''} is not the largest number of "
-            f"microbatches that stage {off[0] if off else 0} held at once",
-            "gpipe does not begin a backward pass before the last forward pass"
+            f"{schedule}: `{name}` says that stage {off[0] if off else 0} held at most "
+            f"{given[off[0]] if off else ''} microbatches at the same time, but the layers counted "
+            "another number",
+            "with gpipe, a stage begins its first backward pass after its last forward pass"
             if schedule == "gpipe"
-            else "a microbatch comes back to stage 0 after it has been in all later stages, but "
-            "the last stage does not have to wait for another stage",
+            else "with 1f1b, a microbatch comes back to stage 0 only after it has been in all "
+            "later stages; but the last stage does not wait for a later stage",
         )
 
 
-@exercise("6.5", "The fastest slowest stage", where="the engines", cell="the notebook")
+@exercise("6.5", "Cuts for balanced stages", where="the engines", cell="the notebook")
 def balanced(c: Check) -> None:
     """Check the cuts of the run `balanced`."""
     text = c.text("cuts")
@@ -174,31 +218,35 @@ def balanced(c: Check) -> None:
     except ValueError:
         wanted = []
     c.need(
-        len(wanted) == 2 and min(wanted) > 0 and wanted[0] < wanted[1] < len(_LAYERS_MS),
-        f"`cuts` is {text!r}.",
-        'write the two layers at which stages 1 and 2 begin, in order, such as "2,4"',
+        len(wanted) == 2
+        and 0 < wanted[0] < wanted[1] < len(_LAYERS_MS)
+        and text == f"{wanted[0]},{wanted[1]}",
+        f"`cuts` is {text!r}, but it must name two layers.",
+        "write the numbers of the two layers at which stages 1 and 2 begin, in order and without "
+        'spaces, such as "2,4"',
     )
     run = c.run("balanced")
     c.need(
         run.plan.options.get("split_at") == text,
         f"The run 'balanced' was cut at {run.plan.options.get('split_at')}, but `cuts` is {text}.",
-        "run the whole cell again",
+        "run the whole cell of exercise 6.5 again",
     )
     best = min(_slowest_ms(cut) for cut in itertools.combinations(range(1, len(_LAYERS_MS)), 2))
     mine = _slowest_ms((wanted[0], wanted[1]))
     right = c.expect(
         mine == best,
-        "with no other cuts the slowest stage has less work",
-        f"your slowest stage takes {mine} ms, but with other cuts it takes less",
-        "stages may have different numbers of layers: add up the times, and cut so that the "
-        "largest sum is as small as possible",
+        "no other cuts make the slowest stage faster",
+        f"with your cuts the slowest stage takes {mine} ms, but other cuts make it faster",
+        "stages may have different numbers of layers: add up the times of the layers in each "
+        "stage, and make the largest of the three sums as small as possible",
     )
     if right:
         c.expect(
             _median_s(run) < _median_s(c.run("uneven")),
-            "the measured step is shorter than with two layers in each stage",
-            "the step took no less time than with two layers in each stage",
-            "was the machine busy? Run the cell again",
+            "a step of the run 'balanced' takes less time than a step of the run 'uneven'",
+            "a step of the run 'balanced' takes at least as long as a step of the run 'uneven'",
+            "in the cell, change only `cuts`; if you changed nothing else, the machine was busy: "
+            "run the cell again",
         )
 
 
@@ -226,12 +274,15 @@ def _counted(c: Check, name: str) -> list[int]:
 def _whole(c: Check, what: str, value: Any) -> int:
     """Return a whole number, or end the check because the value is not one."""
     try:
-        number = float(value)
-        if isinstance(value, bool) or number != int(number):
+        found = number(value)
+        if found != int(found):
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        c.wrong(f"{what} is {value!r}, but it must be a whole number.")
-    return int(number)
+        c.wrong(
+            f"{what} is {value!r}, but it must be a whole number.",
+            "use a whole number, without quotes",
+        )
+    return int(found)
 
 
 def _places(moved: Any) -> str:

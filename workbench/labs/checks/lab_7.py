@@ -9,10 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..answers import Check, RunFacts, close, exercise
-
-_SHARE = 0.01
-"""How far a ratio may be off: a student may round it."""
+from ..answers import Check, RunFacts, as_read, exercise, number
 
 _FAR = 1e-5
 """Weights that differ by less differ by the rounding of float32."""
@@ -26,19 +23,19 @@ _MAPS = {
     "OneDeviceStrategy": ("plain", "one device needs no wrapper in either framework"),
     "MirroredStrategy": (
         "DistributedDataParallel",
-        "does it keep a copy on each device, or make one in each forward pass?",
+        "does this strategy keep a copy on each device, or make copies in each forward pass?",
     ),
     "MultiWorkerMirroredStrategy": (
         "DistributedDataParallel",
-        "each worker has a permanent copy, and there is an all-reduce between processes",
+        "each worker has a permanent copy of the variables; the processes do an all-reduce",
     ),
     "CentralStorageStrategy": (
         "DataParallel",
-        "where is the only permanent copy, and when do the other devices get theirs?",
+        "where is the only permanent copy, and when do the other devices get their copies?",
     ),
     "ParameterServerStrategy": (
         "rpc",
-        "workers run at their own pace and call a process that has the parameters",
+        "workers run at their own pace, and call another process that holds the parameters",
     ),
 }
 
@@ -51,45 +48,52 @@ def global_batch(c: Check) -> None:
     samples = _by_step(run)[0]
     c.need(
         len(samples) == 2 and sum(samples) == batch,
-        f"The run 'per-replica' does not have two replicas and batch={batch}.",
-        "run the whole cell again",
+        f"In a step of the run 'per-replica' the replicas got {samples} samples, but two replicas "
+        f"must share a batch of {batch} samples.",
+        "run the whole cell of exercise 7.1 again",
     )
     c.expect(
         samples == [_PER_REPLICA] * 2,
         "each replica got as many samples as the single GPU",
-        f"the replicas got {samples} samples in a step",
-        "the batch size of `fit` is divided among the replicas",
+        f"in a step the replicas got {samples} samples, but the single GPU got {_PER_REPLICA}",
+        "the strategy divides the batch of `fit` among the replicas",
     )
 
 
-@exercise("7.2", "The step that is not equal")
+@exercise("7.2", "The step with unequal shares")
 def odd_step(c: Check) -> None:
     """Compare the answers with the shares that the run recorded."""
     steps = _by_step(c.run("mirrored"))
     odd = [step for step, samples in enumerate(steps) if len(set(samples)) > 1]
-    c.need(bool(odd), "All shares of the run 'mirrored' are equal.", "run the cell of section 1")
+    c.need(
+        bool(odd),
+        "In every step of the run 'mirrored', the shares are equal.",
+        "run the cells of section 1 again as they were handed out",
+    )
     shares = steps[odd[0]]
     given = c.whole("odd_step")
+    known = 0 <= given < len(steps)
     c.expect(
         given == odd[0],
         "`odd_step` is the first step whose shares are unequal",
-        f"the shares of step {given} are {steps[given] if 0 <= given < len(steps) else 'unknown'}: "
-        "this is not the first step with unequal shares",
-        "steps count from 0: compare the rows of both ranks, step by step",
+        f"step {given} is not the first step with unequal shares: "
+        + (f"its shares are {steps[given]}" if known else "the run has no such step"),
+        "steps are counted from 0: for each step, compare the samples of both ranks",
     )
     mine = c.items("odd_shares", 2)
     c.expect(
         _equal(mine, shares),
-        "`odd_shares` are the shares of this step",
-        f"`odd_shares` is {mine}, which does not agree with the history",
-        "select the rows of that step, and take their column `samples`",
+        "`odd_shares` are the shares of the first step with unequal shares",
+        f"`odd_shares` is {mine}, which does not agree with the history of the run 'mirrored'",
+        "select the rows of this step in the history, and take the values of `samples`",
     )
     c.expect(
-        close(c.number_of("factor"), sum(shares) / (2 * min(shares)), _SHARE),
-        "a sample of the smaller share counts `factor` times as much",
-        f"with a factor of {c.number_of('factor'):.4g}, the smaller share's samples would not "
-        "count 1/(2a) each",
-        "divide a sample's weight in this step, 1/(2a), by its weight on one device, 1/(a+b)",
+        as_read(c.number_of("factor"), sum(shares) / (2 * min(shares))),
+        "a sample of the smaller share counts `factor` times as much as on one device",
+        f"`factor` is {c.number_of('factor'):.5g}, which does not agree with the shares of this "
+        "step",
+        "let a be the smaller share and b the larger share: divide 1/(2a) by 1/(a+b), and keep two "
+        "decimals or more",
     )
 
 
@@ -98,51 +102,55 @@ def even(c: Check) -> None:
     """Check the two runs: their shares and their weights."""
     alone, together = c.run("even-one_device"), c.run("even-mirrored")
     steps = _by_step(together)
-    c.need(
-        len(steps) == _STEPS and len(_by_step(alone)) == _STEPS,
-        f"The run 'even-mirrored' has {len(steps)} steps.",
-        "do not change `--steps` and `-n` in the cell's first line",
-    )
+    for run, workers in ((alone, 1), (together, 2)):
+        count = len(_by_step(run))
+        c.need(
+            count == _STEPS and run.plan.workers == workers,
+            f"The run {run.name!r} must have {_STEPS} steps and workers={workers}, but it has "
+            f"{count} steps and workers={run.plan.workers}.",
+            f"do not change the first line of the cell: it has --steps {_STEPS} and -n 2",
+        )
     most = max(sum(samples) for samples in steps)
     c.need(
         most == _BATCH,
-        f"The largest batch has {most} samples.",
-        "change the number of images, not `batch_size`",
+        f"The largest batch has {most} samples, but `batch_size` must stay {_BATCH}.",
+        "change the number of images that you pass to `fit`, not `batch_size`",
     )
     odd = [step for step, samples in enumerate(steps) if len(set(samples)) > 1]
-    where = f"the shares of step {odd[0]} are {steps[odd[0]]}" if odd else ""
+    where = f"in step {odd[0]} the replicas got unequal shares: {steps[odd[0]]}" if odd else ""
     c.expect(
         not odd,
         "all batches are divided evenly among the replicas",
         where,
-        "how many images are in the epoch's last batch? Pass only whole batches to `fit`",
+        "how many images are in the last batch of the epoch? Pass only whole batches to `fit`",
     )
     if not odd:
         c.expect(
             _largest(alone.weights(), together.weights()) < _FAR,
-            "the weights of the replicas are those of one device",
-            "the weights of the two runs differ by more than rounding",
-            "both runs must read the same images in the same order",
+            "`mirrored` ends with the same weights as one device",
+            "the final weights of 'even-mirrored' differ from those of 'even-one_device' by more "
+            "than rounding",
+            "both runs must read the same images in the same order: keep shuffle=False",
         )
 
 
-@exercise("7.4", "What maps to what")
+@exercise("7.4", "The counterparts in PyTorch")
 def in_pytorch(c: Check) -> None:
     """Check the PyTorch name of each strategy."""
     found = c.value("in_pytorch")
     if not isinstance(found, Mapping):
         c.wrong(
             f"`in_pytorch` is a {type(found).__name__}, but it must be a dictionary.",
-            "fill in the cell: a name on the left, its counterpart on the right",
+            "keep the dictionary in the cell, and write a PyTorch tool in place of each None",
         )
     for name, (counterpart, hint) in _MAPS.items():
         given = found.get(name)
         c.need(
             given is not None,
-            f"{name} is still empty.",
+            f"`in_pytorch` has no PyTorch tool for {name}.",
             f"choose one of {', '.join(_KNOWN)}",
         )
-        word = str(given).strip().lower()
+        word = str(given).strip().lower().rpartition(".")[2]  # also with its module
         c.need(
             word in [known.lower() for known in _KNOWN],
             f"{name}: {given!r} is not one of the four PyTorch tools.",
@@ -150,8 +158,8 @@ def in_pytorch(c: Check) -> None:
         )
         c.expect(
             word == counterpart.lower(),
-            f"{name}: right",
-            f"{name}: {given} works in another way",
+            f"{name}: this is the right tool",
+            f"{name}: {given} does not do the same work as this strategy",
             hint,
         )
 
@@ -161,16 +169,20 @@ def apart(c: Check) -> None:
     """Call the student's function with random layers, then with the two runs."""
     draw = np.random.default_rng(7)
     for sizes in ((3, 3), (4, 2, 5)):
-        keras, torch = _made_up(draw, sizes)
-        _compare(c, keras, torch, "layers of {} numbers".format(" x ".join(map(str, sizes))))
-    c.expect(True, "`apart` compares each number with its counterpart", "")
+        for place in range(2 * len(sizes) - 2):
+            for sign in (1, -1):
+                keras, torch = _made_up(draw, sizes, place, sign)
+                what = f"a network with layers of the sizes {', '.join(map(str, sizes))}"
+                far = f"the largest difference is in a {'bias' if place % 2 else 'matrix'}"
+                _compare(c, keras, torch, f"{what}, in which {far}")
+    c.expect(True, "`apart` compares each number of Keras with the same number of PyTorch", "")
     keras, torch = (dict(c.run(name).weights()) for name in ("keras", "torch"))
-    _compare(c, keras, torch, "the two runs")
+    _compare(c, keras, torch, "the weights of the runs 'keras' and 'torch'")
     c.expect(
         _largest({n: v.T for n, v in keras.items()}, dict(zip(keras, torch.values(), strict=True)))
         < _FAR * 10,
-        "the two runs end with the same weights",
-        "the two runs do not end with the same weights",
+        "the runs 'keras' and 'torch' end with the same weights",
+        "the runs 'keras' and 'torch' do not end with the same weights",
         "run the cells of section 5 in order",
     )
 
@@ -178,26 +190,27 @@ def apart(c: Check) -> None:
 def _compare(c: Check, keras: dict[str, Any], torch: dict[str, Any], what: str) -> None:
     truth = max(float(np.abs(k.T - t).max()) for k, t in zip(keras.values(), torch.values(),
                                                              strict=True))  # fmt: skip
-    number = c.number_from("apart", keras, torch)
+    found = c.number_from("apart", keras, torch)
     c.need(
-        math.isclose(number, truth, rel_tol=1e-4, abs_tol=1e-9),
-        f"apart(...) of {what} returned {number:.4g}, which is not the largest difference.",
-        "return the largest absolute difference; transpose the matrices first, because the two "
-        "frameworks store the same numbers in different places",
+        math.isclose(found, truth, rel_tol=1e-4, abs_tol=1e-9),
+        f"For {what}, `apart` returned {found:.4g}, which is not the largest difference.",
+        "return the largest absolute difference over all matrices and biases; transpose the "
+        "matrices first, because Keras and PyTorch store them in different layouts",
     )
 
 
-def _made_up(draw: Any, sizes: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return one network in both layouts, a little apart: the largest difference is negative."""
+def _made_up(
+    draw: Any, sizes: tuple[int, ...], place: int, sign: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return one network in both layouts, a little apart, and farther apart in one place."""
     keras: dict[str, Any] = {}
     torch: dict[str, Any] = {}
     for layer, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
         kernel, bias = draw.normal(size=(inputs, outputs)), draw.normal(size=outputs)
         keras |= {f"dense_{layer}/kernel": kernel, f"dense_{layer}/bias": bias}
-        torch |= {f"{layer}.weight": kernel.T + 0.01, f"{layer}.bias": bias.copy()}
-    last = f"{len(sizes) - 2}.weight"
-    torch[last] = torch[last].copy()
-    torch[last][-1, 0] += 0.5
+        torch |= {f"{layer}.weight": kernel.T + 0.01, f"{layer}.bias": bias + 0.01}
+    far = list(torch.values())[place]
+    far[(-1, 0) if far.ndim == 2 else -1] += 0.5 * sign
     return keras, torch
 
 
@@ -214,8 +227,8 @@ def _by_step(run: RunFacts) -> list[list[int]]:
 
 def _equal(given: list[Any], truth: list[int]) -> bool:
     try:
-        return [float(one) for one in given] == [float(one) for one in truth]
-    except (TypeError, ValueError):
+        return [number(one) for one in given] == truth
+    except (TypeError, ValueError, OverflowError):
         return False
 
 

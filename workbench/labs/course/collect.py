@@ -29,9 +29,9 @@ State = Literal["new", "unchanged", "replaced", "older", "kept", "unreadable"]
 SAID: dict[State, str] = {
     "new": "collected",
     "unchanged": "collected before",
-    "replaced": "collected; the notebook that was here is kept with the suffix .before",
+    "replaced": "collected; the notebook from before is kept with the suffix .before",
     "older": "not collected: the student handed in a newer notebook for this lab too",
-    "kept": "not collected: another notebook is here already; --replace takes the new one",
+    "kept": "not collected: another notebook was collected before; --replace replaces it",
     "unreadable": "not collected",
 }
 MOST_MEMBERS = 20_000
@@ -190,7 +190,7 @@ def _lab_of(one: HandedIn) -> tuple[int | None, str]:
         except Unreadable as why:
             return None, str(why)
     lab = book.lab if book.lab is not None else book.guessed_lab()
-    return lab, "It belongs to no lab: it names none, and has no cell with `# YOUR CODE`."
+    return lab, "It belongs to no lab: it names no lab, and has no cell with `# YOUR CODE`."
 
 
 def _store(one: HandedIn, student: str, lab: int, to: Path, *, replace: bool) -> Collected:

@@ -280,7 +280,7 @@ from ..answers import exercise
 
 
 def _away(c):
-    c.wrong("This check runs after all cells, and not in the notebook.")
+    c.wrong("This check runs after all cells of the notebook, and outside of the notebook.")
 
 
 for _number, _title, _where in {known!r}:
@@ -386,8 +386,8 @@ class Told:
         if values is not None and (not isinstance(values, list) or not values):
             raise ValueError("no engine answered")
         if values is not None and self._workers > 0 and len(values) != self._workers:
-            words = f"{len(values)} of {self._workers} engines answered."
-            return {"wrong": words, "hint": "the check needs all engines of the lab"}
+            words = f"{len(values)} engines answered the check, but the lab has {self._workers}."
+            return {"wrong": words, "hint": "did a cell of the notebook end or start engines?"}
         return found
 
     def run(self, name: str) -> Wire:

@@ -7,6 +7,8 @@ and the student's own cells between such a cell and the lab's next cells.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import re
 from collections import Counter
@@ -184,6 +186,38 @@ class Item:
     exercise: str
     sources: list[str]
     stub: str = ""
+
+
+def definitions(source: str) -> str:
+    """Return the part of an answer that only defines something: imports, functions, constants.
+
+    If a cell has ended its kernel, later exercises can still use its functions.
+
+    Returns:
+        Empty if the cell defines no function or class, or cannot be parsed.
+    """
+    lines = source.splitlines()
+    head = [line for line in lines[:1] if line.startswith("%%")]
+    body = "\n".join(line for line in lines[len(head) :] if not line.startswith(("%", "!")))
+    try:
+        tree = ast.parse(body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""
+    if not any(isinstance(node, _DEFINED) for node in tree.body):
+        return ""
+    kept = [ast.unparse(node) for node in tree.body if _only_defines(node)]
+    return "\n".join([*head, *kept])
+
+
+_DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def _only_defines(node: ast.stmt) -> bool:
+    if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+        with contextlib.suppress(ValueError, TypeError, RecursionError, MemoryError):
+            ast.literal_eval(node.value)
+            return True
+    return isinstance(node, (*_DEFINED, ast.Import, ast.ImportFrom))
 
 
 @dataclass(frozen=True)

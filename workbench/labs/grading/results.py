@@ -298,11 +298,12 @@ def _notes(graded: Sequence[Graded], names: Mapping[str, str]) -> list[str]:
         found += [f"{name}: {_line(note)}" for note in one.notes]
         found += [
             f"{name}: {outcome.exercise} had redefined {_line(', '.join(outcome.put_back))}: "
-            "restored"
+            "these names were restored"
             for outcome in one.outcomes if outcome.put_back
         ]  # fmt: skip
         found += [
-            f"{name}: look at {outcome.exercise}, which uses {_line(', '.join(outcome.look_at))}"
+            f"{name}: look at exercise {outcome.exercise}, which uses "
+            f"{_line(', '.join(outcome.look_at))}"
             for outcome in one.outcomes if outcome.look_at
         ]  # fmt: skip
     return found

@@ -25,7 +25,7 @@ from . import processes
 from .isolation import NOTHING, Isolation, remove
 from .link import Gone, KernelLink, Reply, look_at
 from .processes import STEP_S, Limits
-from .reading import Book, Item, Merged, Unreadable, merge, read
+from .reading import Book, Item, Merged, Unreadable, definitions, merge, read
 from .results import OVER, Graded, Outcome, from_wire
 
 _WATCH_PARENT_S = 1.0
@@ -75,7 +75,7 @@ def _prepare(path: Path, canonical: Path | None, notebooks: Path, graded: Graded
     if canonical is None:
         if graded.lab is None:
             raise Unreadable(
-                "It belongs to no lab: it names none, and has no cell with `# YOUR CODE`."
+                "It belongs to no lab: it names no lab, and has no cell with `# YOUR CODE`."
             )
         canonical = notebooks / f"lab_{graded.lab}.ipynb"
         if not canonical.is_file():
@@ -199,6 +199,8 @@ class Grading:
         states = {number: one.state for number, one in self._outcomes.items()}
         self._open = [number for number, state in states.items() if state == "not graded"]
         self._left_out = {number for number, state in states.items() if state == "stopped"}
+        # of these, the exercises whose definitions are not run either
+        self._undefined = set(self._left_out)
         self._ran: list[str] = []  # exercises whose cells ran in this kernel, in order
         self._engines = 0
         self._lost_by = ""  # the exercise whose cells left fewer engines
@@ -282,6 +284,9 @@ class Grading:
     def _fell(self, item: Item, why: str) -> NoReturn:
         """The kernel ended in a step or a check: an earlier cell must have caused that."""
         self._check_time()
+        if self._left_out - self._undefined:  # a function of theirs may have been called
+            self._undefined |= self._left_out
+            self._begin_again()
         mine = [item.exercise] if item.kind == "check" else []
         suspects = [n for n in [*mine, *reversed(self._ran)] if n not in self._left_out]
         if not suspects:
@@ -300,8 +305,14 @@ class Grading:
         self._leave_out(number)
 
     def _leave_out(self, number: str) -> NoReturn:
-        """Leave out an exercise's cells from now on; if an exercise is open, begin again."""
+        """Leave out an exercise's cells from now on, at first except for their definitions."""
+        if number in self._left_out:
+            self._undefined.add(number)
         self._left_out.add(number)
+        self._begin_again()
+
+    def _begin_again(self) -> NoReturn:
+        """Begin again, if an exercise is open."""
         if self._open and self._graded.restarts >= self._limits.restarts:
             raise _Enough(f"its kernel was restarted {self._limits.restarts} times")
         raise _Again
@@ -311,7 +322,7 @@ class Grading:
         lost_by = self._lost_by
         if lost_by and lost_by != number and lost_by not in self._left_out:
             self._problem(f"Exercise {lost_by} ended engines or removed files that later cells "
-                          "need. The lab was run again without it.")  # fmt: skip
+                          "need. The lab was run again without this exercise.")  # fmt: skip
             self._leave_out(lost_by)
 
     # -- exercises ---------------------------------------------------------------------------------
@@ -332,7 +343,7 @@ class Grading:
         if not left_out:
             self._tell(self._graded, number)
         try:
-            for source in [item.stub] if left_out else item.sources:
+            for source in self._without(item) if left_out else item.sources:
                 reply = link.run(source, self._limits.cell_s)
                 self._check_time()  # else the notebook's time would be taken for the cell's
                 if is_open:
@@ -348,6 +359,15 @@ class Grading:
         if not left_out:
             self._ran.append(number)
         self._check_time()
+
+    def _without(self, item: Item) -> list[str]:
+        """Return what runs in place of an answer that is left out."""
+        if item.exercise in self._undefined:
+            return [item.stub]
+        defined = [source for source in map(definitions, item.sources) if source]
+        if not defined:
+            self._undefined.add(item.exercise)
+        return [item.stub, *defined]
 
     @property
     def _too_long(self) -> str:

@@ -83,7 +83,7 @@ class Flag:
         """
         if self.choices and value not in self.choices:
             raise PlanError(
-                f"{self.argument} has no such value.",
+                f"{self.argument} does not have this value.",
                 seen=value,
                 allowed=", ".join(self.choices),
                 code="WB-PLAN-093",

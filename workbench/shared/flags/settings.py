@@ -57,7 +57,7 @@ class RunSettings:
         is_text=True,
         read=read_faults,
         write=lambda fault: fault.text,
-        help="slow=1:50ms, jitter=20ms, kill=2@100",
+        help="inject a fault: slow=1:50ms, jitter=20ms, kill=2@100",
         without="no faults",
         example="%%distributed mirrored --inject slow=1:50ms --inject jitter=5ms",
     )
@@ -67,7 +67,7 @@ class RunSettings:
         metavar="RUN",
         trains=True,
         argument="init_from",
-        help="start from the final weights of a run",
+        help="start from the final weights of this run",
         without="the cell's own initial weights",
         example="%%distributed mirrored --init-from base",
     )
@@ -89,7 +89,7 @@ class RunSettings:
         argument="checkpoint_every",
         read=number("--checkpoint-every"),
         help="steps between two checkpoints (100)",
-        without="100, with `--checkpoint`",
+        without="100 if `--checkpoint` is given",
         example="%%distributed mirrored --checkpoint kept --checkpoint-every 50",
     )
     on_failure: str = _said(
@@ -98,9 +98,9 @@ class RunSettings:
         metavar="WHAT",
         trains=True,
         argument="on_failure",
-        help="when an engine dies: stop, continue with fewer, replace it (needs --checkpoint), or "
-        "heal: the others continue, and a new one joins them",
-        without="`replace` with `--checkpoint`, else `stop`",
+        help="when an engine dies: `stop`, `continue` with fewer workers, `replace` the engine "
+        "(needs --checkpoint), or `heal`: the others continue, and a new engine joins them",
+        without="`replace` if `--checkpoint` is given, otherwise `stop`",
         example="%%distributed mirrored --on-failure continue",
     )
     on_straggler: str = _said(
@@ -109,9 +109,9 @@ class RunSettings:
         choices=ON_STRAGGLER,
         trains=True,
         argument="on_straggler",
-        help="when a worker stays slow: wait for it, shed: give it less of each batch, or "
-        "replace it with a new engine",
-        without="`wait`: each step takes as long as its slowest worker",
+        help="when a worker stays slow: `wait` for the worker, `shed` (give it a smaller share of "
+        "each batch), or `replace` it with a new engine",
+        without="`wait`: each step takes as long as the slowest worker needs",
         example="%%distributed mirrored --on-straggler shed",
     )
     spares: int = _said(
@@ -121,9 +121,9 @@ class RunSettings:
         trains=True,
         argument="spares",
         read=number("--spares", 0),
-        help="engines that run the cell up to wb.fit and wait there, to replace a dead engine "
-        "at once (--on-failure heal)",
-        without="a new engine is started after one has died",
+        help="number of engines that run the cell up to wb.fit and wait there, so that they can "
+        "replace a dead engine immediately (--on-failure heal)",
+        without="0: a new engine is started only after an engine has died",
         example="%%distributed mirrored --spares 1",
     )
     profile: Window | None = _said(  # noqa: RUF009 - it returns a field
@@ -143,8 +143,8 @@ class RunSettings:
         "short",
         choices=TRACEBACKS,
         argument="traceback",
-        help="tracebacks: only your own lines, or every frame",
-        without="`short`: your own lines; `full`: every frame",
+        help="tracebacks show only your own lines (`short`), or every frame (`full`)",
+        without="`short`",
         example="%%distributed --traceback full",
     )
     values: dict[str, Any] = _said(  # noqa: RUF009 - it returns a field

@@ -41,9 +41,9 @@ def values(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
             and isinstance(value, (bool, int, float, str))
         ):
             raise PlanError(
-                "A value for the cell needs a name and a number, true, false or text.",
+                "--set needs a name and a value: a number, `true`, `false` or text.",
                 seen=f"{name}={value!r}",
-                allowed="--set lr=0.1, which the cell reads as wb.options.lr",
+                allowed="for example --set lr=0.1, which the cell reads as wb.options.lr",
                 code="WB-PLAN-271",
             )
     return found
@@ -74,7 +74,7 @@ def pairs(what: str, example: str) -> Callable[[Iterable[str]], dict[str, str]]:
     return lambda texts: dict(map(pair, texts))
 
 
-_read_values = pairs("A value for the cell", "--set lr=0.1")
+_read_values = pairs("--set", "--set lr=0.1")
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def several_in(settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Axis,
                 continue
             if not value:
                 raise PlanError(
-                    f"{key or field} has no value.",
+                    f"`{key or field}` has no value.",
                     seen=value,
                     allowed="one value, or several in a list",
                     code="WB-PLAN-277",
@@ -150,10 +150,10 @@ def check_runs(*counts: int) -> None:
     count = math.prod(counts)
     if count > MOST_RUNS:
         raise PlanError(
-            "One line cannot start this many runs.",
+            f"One line cannot start more than {MOST_RUNS} runs.",
             seen=f"{' x '.join(str(one) for one in counts if one > 1)} = {count} runs",
-            allowed=f"at most {MOST_RUNS}",
-            next_step="fewer values, or several lines",
+            allowed=f"at most {MOST_RUNS} runs",
+            next_step="give fewer values, or divide the values among several lines",
             code="WB-PLAN-273",
         )
 
@@ -173,10 +173,10 @@ def each_of(text: str, what: str, *, commas: bool = True) -> list[str]:
     twice = [part for part in found if found.count(part) > 1]
     if not found or twice:
         raise PlanError(
-            f"{what} has no value." if not found else f"{what} has one value twice.",
+            f"{what} has no value." if not found else f"{what} has the same value twice.",
             seen=text[:80],
-            allowed="one value, or several that differ: 1,2,4",
-            next_step="--seeds K repeats a run" if twice else None,
+            allowed="one value, or several different values: 1,2,4",
+            next_step="to repeat a run, use --seeds K" if twice else None,
             code="WB-PLAN-270",
         )
     return found
@@ -194,7 +194,7 @@ def price_of(given: object) -> float:
             value = float(given)  # type: ignore[arg-type]
     if not 0 < value < math.inf:
         raise PlanError(
-            "price must be a number above 0.",
+            "The price must be a number above 0.",
             seen=given,
             allowed="--price 2.5, in any currency",
             code="WB-PLAN-272",
@@ -220,7 +220,7 @@ def memory_of(given: object) -> float:
         raise PlanError(
             "memory_per_worker is not a valid size.",
             seen=given,
-            allowed="--memory-per-worker 4GiB, 800MB, or bytes: more than 0",
+            allowed="4GiB, 800MB, or a number of bytes above 0",
             code="WB-PLAN-313",
         )
     return value

@@ -1,18 +1,19 @@
 """Central storage: parameters are on one device; replicas on all devices compute.
 
 The parameters and the optimizer exist only once. In every step each replica reads the parameters
-again and sends its gradients to the device that holds the parameters. There the gradients are added
-up, and the optimizer runs once:
+again and sends its gradients to the device that holds the parameters. This device adds up the
+gradients, and the optimizer runs on it once:
 
     device 0:  forward, backward --+                             +--> read by device 0
     device 1:  forward, backward --+--> sum --> update --> v ----+--> read by device 1
     device 2:  forward, backward --+       (on one device)       +--> read by device 2
 
-The step waits for the slowest device, as in `mirrored`. Parameters and optimizer need less memory,
-but all the traffic passes through one device.
+The step waits for the slowest device, as under `mirrored`. The parameters and the optimizer need
+less memory than under `mirrored`, but all parameters and gradients pass through one device.
 
-If replicas write to a variable in the step (BatchNorm's statistics), Keras keeps the mean. All
-replicas use the Dropout seeds of replica 0: see `keras/patches.py`.
+If several replicas write to the same variable in a step (BatchNorm's statistics), Keras stores the
+mean of their values. All replicas use the Dropout seeds of replica 0 (`keras/patches.py` explains
+why).
 
 Sources: tf.distribute.experimental.CentralStorageStrategy,
 https://www.tensorflow.org/guide/distributed_training#centralstoragestrategy; Li et al., Scaling

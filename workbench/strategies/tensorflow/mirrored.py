@@ -1,7 +1,7 @@
 """Mirrored: one engine holds a replica on each of its devices.
 
-Every replica holds all parameters and computes a share of each batch. Its gradients are added to
-the gradients of the others, then each replica updates its own copy, so the copies stay equal:
+Every replica holds all parameters and computes a share of each batch. The gradients of all replicas
+are added up. Then each replica updates its own copy of the parameters, so the copies stay equal:
 
     device 0:  forward, backward --+                     +-> update
     device 1:  forward, backward --+-- all-reduce (sum) -+-> update
@@ -11,14 +11,16 @@ Keras layers also keep values that are not learnt from gradients (BatchNorm's mo
 These are averaged over the replicas at the end of each step. Each replica normalises over its own
 share of the batch.
 
-Embeddings behave as in plain TensorFlow: Adam, RMSprop and Adagrad square each listed row of the
-gradient separately. The rows of a batch are listed in the same way for any number of replicas. But
-a row that every replica looks up itself (a position: `Embedding(arange)`) is listed once per
-replica. For such rows the steps of these optimizers differ from one device. With SGD they are
-equal.
+Embeddings work as in TensorFlow without Workbench. The gradient of an Embedding is a list of rows,
+and Adam, RMSprop and Adagrad square each row of this list separately. For the rows that come from
+the samples of a batch, the list is the same for any number of replicas. But some rows are used by
+every replica, such as positions (`Embedding(arange)`). The list contains each of these rows once
+per replica. For such rows, the steps of these three optimizers differ from the steps on one device.
+With SGD the steps are equal.
 
-The step waits for the slowest device. The sum is a mean over the batch because each replica's loss
-is divided by the number of replicas (Keras does so automatically).
+The step waits for the slowest device. Each replica's loss is divided by the number of replicas
+(Keras does this automatically). So the sum of the gradients is the gradient of the mean loss of the
+batch.
 
 Sources: tf.distribute.MirroredStrategy, https://www.tensorflow.org/guide/distributed_training;
 Abadi et al., TensorFlow: A system for large-scale machine learning, OSDI 2016, section 4.4.

@@ -1,21 +1,22 @@
 """Model parallelism without a pipeline: the layers of one model are on several devices.
 
 Each device holds only the parameters and the optimizer state of its own layers, so the model can be
-larger than the memory of one device. The whole batch goes through the chain at once, so the stages
-are sequential: while one computes, all others are idle. This saves memory, never time.
+larger than the memory of one device. The batch is not divided into microbatches, so the stages work
+one after the other: while one stage computes, all other stages have nothing to do. So this strategy
+saves memory, but never time.
 
     device 0:  x -> stage 0 --activations-->                    <--gradients-- stage 0  -> update
     device 1:       . . . . stage 1 --activations--> <--gradients-- stage 1   . . . . . -> update
     device 2:       . . . . . . . . . stage 2 -> loss -> stage 2 . . . . . .  . . . . . -> update
 
-With p equal stages each is busy 1/p of the time; the rest is its bubble. A pipeline (PyTorch's
-`model_split`) fills the bubble with microbatches.
+With p equal stages, each stage is busy for 1/p of the time; the rest of the time is its bubble.
+PyTorch's `model_split` makes the bubble smaller with microbatches.
 
 Sums are computed in the same order as on one device, so the result is the same.
 
-Where to cut: `split_at` names the layers that begin a stage. Without this option, the parameters
-are balanced (`Chain` below). `parts/stages.py` moves layers to their device and measures when they
-are busy.
+The option `split_at` names the layers that begin a stage. Without this option, the layers are
+divided so that all stages have about the same number of parameters (`Chain` in the source).
+`parts/stages.py` moves the layers to their devices and measures when each stage is busy.
 
 Sources: Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, section 3 (model
 parallelism); tf.device, https://www.tensorflow.org/guide/gpu#manual_device_placement.
@@ -111,17 +112,17 @@ def cut(model: Any, stages: int, split_at: str = "") -> Chain:
     """
     if not isinstance(model, (keras.Sequential, keras.src.models.Functional)):
         raise FitError(
-            "Only models with known layers can be split.",
+            "The model cannot be split, because its layers are not known.",
             seen=type(model).__name__,
             allowed="keras.Sequential, or a functional keras.Model(inputs, outputs)",
-            next_step="write the model in this form, or train it under mirrored",
+            next_step="write the model in one of these forms, or use the strategy `mirrored`",
             code="WB-FIT-075",
         )
     layers = [one for one in model.layers if not isinstance(one, keras.layers.InputLayer)]
     if stages > len(layers):
         raise FitError(
-            "There are more stages than layers.",
-            seen=f"{stages} stages, {len(layers)} layers",
+            "The model cannot be split into more stages than it has layers.",
+            seen=f"{stages} stages for {len(layers)} layers",
             allowed=f"at most {len(layers)} stages",
             next_step=f"use -n {len(layers)}",
             code="WB-FIT-076",
@@ -143,25 +144,25 @@ def given_bounds(layers: Sequence[Any], stages: int, split_at: str) -> list[int]
         number = int(word) if word.isdigit() else names.index(word) if word in names else -1
         if not 0 < number < len(layers):
             raise FitError(
-                "split_at names no layer at which a stage can begin.",
+                "`split_at` must name layers at which a stage can begin.",
                 seen=f"split_at={word}",
                 allowed=", ".join(f"{i} or {name}" for i, name in enumerate(names) if i),
-                next_step="name layers of the model, except the first",
+                next_step="name layers of the model, but not the first layer",
                 code="WB-FIT-077",
             )
         starts.append(number)
     if starts != sorted(set(starts)):
         raise FitError(
-            "split_at must name layers in the model's order, each once.",
+            "`split_at` must name layers in the model's order, and each layer only once.",
             seen=f"split_at={split_at}",
             next_step=f"use -o split_at={','.join(map(str, sorted(set(starts))))}",
             code="WB-FIT-078",
         )
     if len(starts) + 1 != stages:
         raise FitError(
-            "split_at does not make one stage per device.",
+            "`split_at` must give one stage for each device.",
             seen=f"{len(starts) + 1} stages for {stages} devices",
-            allowed=f"{stages - 1} layers in split_at",
+            allowed=f"exactly {stages - 1} layers in split_at",
             next_step=f"use -n {len(starts) + 1}",
             code="WB-FIT-079",
         )
@@ -355,7 +356,11 @@ class ModelSplit(Replicated):
         self.stages = Stages(self.devices, self.context.faults.replicas)
         self.placement = Placement(self.devices, self._cut, self.stages)
         with super().around_cell() as names, self.placement:
-            columns = {"sent_bytes": "transfers between the devices are not counted"}
+            columns = {
+                "sent_bytes": (
+                    "TensorFlow does not count the bytes that are sent between the devices"
+                )
+            }
             self.context.emit(events.Unmeasured(columns=columns))
             yield names
 
@@ -375,9 +380,9 @@ class ModelSplit(Replicated):
         self.context.emit(
             events.Noted(
                 rank=0,
-                text=f"{len(rows)} stages, one after the other: each is idle {ideal:.0%} of the "
-                f"time if all take equally long. A split saves memory, not time.\n"
-                f"{table_text(rows)}",
+                text=f"The model has {len(rows)} stages, which compute one after the other. If "
+                f"all stages take equally long, each stage is idle {ideal:.0%} of the time. A "
+                f"split saves memory, not time.\n{table_text(rows)}",
             )
         )
         return chain
@@ -388,7 +393,7 @@ class ModelSplit(Replicated):
             self.placement.model = model
         if getattr(model, "jit_compile", False):
             raise FitError(
-                "jit_compile must be off: XLA compiles a model for one device, not for several.",
+                "`jit_compile` must be off, because XLA compiles a model for only one device.",
                 seen="jit_compile=True",
                 next_step="use model.compile(..., jit_compile=False)",
                 code="WB-FIT-093",

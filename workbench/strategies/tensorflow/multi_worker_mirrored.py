@@ -1,7 +1,8 @@
 """Multi-worker mirrored: one engine per worker, each with a full copy of the parameters.
 
 Every worker computes its share of each batch. The gradients are sent from engine to engine in a
-ring and added up on the way. So all workers apply the same sum and stay equal to the last bit:
+ring, and each engine adds its own gradients. So all workers apply the same sum and stay equal to
+the last bit:
 
     worker 0:  forward, backward --+                     +-> update
                                    |    <- ring / NCCL -> |
@@ -9,25 +10,26 @@ ring and added up on the way. So all workers apply the same sum and stay equal t
                                    |                      |
     worker 2:  forward, backward --+                     +-> update
 
-Workers find each other by the addresses in TF_CONFIG, which is set for the duration of the run:
+Workers find each other by the addresses in `TF_CONFIG`, which Workbench sets for the duration of
+the run:
 
     TF_CONFIG = {"cluster": {"worker": [address of 0, of 1, of 2]}, "task": {"index": rank}}
 
 Keras layers also keep values that are not learnt from gradients (BatchNorm's moving statistics).
 These are averaged over the workers at the end of each step, so saved models are equal too. Each
-worker normalises over its own share of the batch. Under Keras all workers can use the same file
-name: each worker writes models and weights completely; CSVLogger, TensorBoard and BackupAndRestore
-write on rank 0 only. For other files that a cell writes, use a path for each rank, or write them
-only `if rank == 0:`.
+worker normalises over its own share of the batch. With Keras, all workers can use the same file
+name. Each worker writes complete models and weights; `CSVLogger`, `TensorBoard` and
+`BackupAndRestore` write only on rank 0. If a cell writes other files, use another path for each
+rank, or write them only `if rank == 0:`.
 
-All workers must be ready before TensorFlow gets their addresses. Otherwise TensorFlow would wait
-forever for a missing worker, and block every thread of its process. A collective that hangs later
-ends after `timeout_s`.
+Workbench gives the addresses to TensorFlow only when all workers are ready. Otherwise TensorFlow
+would wait forever for a missing worker, and block every thread of its process. If a collective
+hangs later, it ends after `timeout_s` seconds.
 
-Every worker opens a gRPC server for the run. It listens on every interface, even if it was given
-127.0.0.1. After the run, no process can connect to it. The engines lose the TensorFlow tensors and
-variables of earlier cells, because joining a cluster deletes them. NumPy arrays stay, and so does
-the model that was trained.
+Every worker opens a gRPC server for the run. The server listens on every network interface, even if
+its address is 127.0.0.1. After the run, no process can connect to it. The engines lose the
+TensorFlow tensors and variables of earlier cells, because TensorFlow deletes them when a process
+joins a cluster. NumPy arrays and the model that was trained are kept.
 
 Sources: tf.distribute.MultiWorkerMirroredStrategy,
 https://www.tensorflow.org/tutorials/distribute/multi_worker_with_keras; Patarasuk and Yuan,
@@ -129,8 +131,8 @@ class MultiWorkerMirrored(Replicated):
         reset()
         configure(1, max(1, spec.threads), accelerator.own(spec))
         self._note(
-            "TensorFlow's servers, one on each worker, listen on every interface until the run is "
-            "over."
+            "TensorFlow's servers, one on each worker, listen on every network interface until "
+            "the run ends."
         )
 
     def _note(self, text: str) -> None:

@@ -2,7 +2,7 @@
 
     batch -> forward -> loss -> backward -> optimizer -> next batch
 
-Nothing is communicated and there is nothing to wait for: sync wait is 0 and no bytes are sent.
+There is only one replica, so the sync wait is 0 and no bytes are sent.
 
 Sources: tf.distribute.OneDeviceStrategy,
 https://www.tensorflow.org/guide/distributed_training#other_strategies; Robbins and Monro, A

@@ -1,8 +1,8 @@
 """Asynchronous data parallelism under a coordinator: servers hold the variables, workers compute.
 
-The cell runs on one engine, the coordinator. It does not compute; it schedules closures, and any
-free worker takes the next one. In a closure a worker reads the variables from the servers, computes
-the gradients of its own batch, and the servers apply them:
+The cell runs on one engine, the coordinator. The coordinator does not compute; it schedules
+closures, and a free worker takes the next closure. In a closure, a worker reads the variables from
+the servers and computes the gradients of its own batch. Then the servers apply these gradients:
 
     coordinator:  schedule(step) schedule(step) schedule(step) ...
                        |               |              |
@@ -11,25 +11,27 @@ the gradients of its own batch, and the servers apply them:
                        |              |                            |
     server s0:    w3 . . . . . . w4 = w3 - lr g(w3) . . . w6 = w5 - lr g(w4)
 
-No worker waits for another, so there is no sync wait. The disadvantage is staleness: the number of
-other pushes between a worker's pull and its push. With n equally busy workers the mean staleness is
-n - 1. A slow worker takes fewer closures. Each row of the history belongs to the worker that ran
-the closure. A push uses batch/n samples.
+No worker waits for another, so there is no sync wait. The disadvantage is staleness: other workers
+push between a worker's pull and its push. With n equally fast workers the mean staleness is n - 1.
+A slow worker takes fewer closures. Each row of the history belongs to the worker that ran the
+closure. A push uses batch/n samples.
 
-The run continues when a worker dies: its closure runs again on another worker, so a closure runs at
-least once. When a server dies, the run ends, because the server's variables are lost. With
-`--checkpoint` a new server replaces it, and the run continues from the last checkpoint.
+When a worker dies, the run continues: the dead worker's closure runs again on another worker. So
+every closure runs at least once, and sometimes twice. When a server dies, the run ends, because the
+server's variables are lost. With `--checkpoint`, a new server replaces the dead server, and the run
+continues from the last checkpoint.
 
     servers=2               variables are distributed over two servers
     partitioner=fixed:2     each variable is cut in two along its first dimension
     partitioner=min_size:N  each variable is cut into parts of at least N bytes
 
-Keras 3 needs one value per variable, and a partitioned variable has no single value. So
-partitioners are for loops that make their own `tf.Variable`s.
+Keras 3 needs variables with a single value, but a partitioned variable consists of several parts.
+So you can use a partitioner only in your own loop, for `tf.Variable`s that this loop makes.
 
-Every task opens a gRPC server for the run. It listens on every interface, even if it was given
-127.0.0.1. After the run, no process can connect to it. The coordinator loses the TensorFlow tensors
-and variables of earlier cells, because connecting to a cluster deletes them. NumPy arrays stay.
+Every task (the coordinator, each worker and each server) opens a gRPC server for the run. This
+server listens on every network interface, even if its address is 127.0.0.1. After the run, no
+process can connect to it. The coordinator loses the TensorFlow tensors and variables of earlier
+cells, because TensorFlow deletes them when a process connects to a cluster. NumPy arrays are kept.
 
 Sources: tf.distribute.ParameterServerStrategy,
 https://www.tensorflow.org/tutorials/distribute/parameter_server_training; Li et al., Scaling
@@ -157,8 +159,8 @@ class ParameterServer(Strategy):
             for part, engine in zip(self._parts, spec.ranks[spec.world_size :], strict=True)
         )
         text = (
-            f"{where.capitalize()}. TensorFlow's servers listen on every interface "
-            "until the run is over."
+            f"{where.capitalize()}. TensorFlow's servers listen on every network interface until "
+            "the run ends."
         )
         context.emit(events.Noted(rank=0, text=text))
 
@@ -225,7 +227,10 @@ class ParameterServer(Strategy):
 
     def step(self, share: Share) -> StepResult:
         """Refuse: see `run_loop`."""
-        raise FitError("A parameter server's steps are taken by its workers.", code="WB-FIT-096")
+        raise FitError(
+            "The strategy cannot take a single step: its workers take all steps of a run.",
+            code="WB-FIT-096",
+        )
 
     def evaluate(self, shares: Iterable[Share]) -> dict[str, float]:
         """Return loss and metrics over an evaluation set."""

@@ -5,12 +5,12 @@
     ...                          |                      |
     core 7:  forward, backward --+                      +-> update
 
-The step is compiled as a whole for the TPU (XLA), which runs no Python. So no marks and no delays
-can be placed inside a step, and the waits and compute times of a core are unknown. Steps, samples
-and losses are known.
+XLA compiles the whole step for the TPU, and a TPU runs no Python. So Workbench cannot measure times
+or inject delays inside a step. The waits and compute times of a core are therefore unknown. Steps,
+samples and losses are known.
 
-Before TensorFlow connects to an address, Workbench checks that a server answers there: TensorFlow
-itself waits for minutes at an address without a server.
+Before TensorFlow connects to an address, Workbench checks that a server answers at this address.
+Without this check, TensorFlow would wait for minutes if there is no server.
 
 Sources: tf.distribute.TPUStrategy, https://www.tensorflow.org/guide/tpu; Jouppi et al.,
 In-Datacenter Performance Analysis of a Tensor Processing Unit, ISCA 2017.
@@ -57,17 +57,18 @@ class Tpu(Replicated):
         """
         if self.context.faults.active:
             raise FitError(
-                "Delays cannot be injected into a TPU, because it runs no Python within a step.",
+                "--inject cannot be used on a TPU, because no Python code runs there during a "
+                "step.",
                 seen=", ".join(fault.text for fault in self.context.spec.faults),
-                next_step="leave --inject out, or use mirrored",
+                next_step="leave --inject out, or use the strategy `mirrored`",
                 code="WB-FIT-098",
             )
         resolver = connect(look())
         cores = accelerator.count("TPU")
         if cores != len(self.devices):
             raise FitError(
-                "The number of workers must be the TPU's number of cores.",
-                seen=f"{len(self.devices)} replicas, {cores} cores",
+                "The number of workers must equal the number of the TPU's cores.",
+                seen=f"{len(self.devices)} workers, {cores} cores",
                 next_step=f"use -n {cores}",
                 code="WB-FIT-099",
             )
@@ -109,7 +110,7 @@ def check_answers(host: str, port: int) -> None:
     except OSError as error:
         raise _silent(f"{host}:{port}", f"{type(error).__name__}: {error}") from None
     if len(head) < 4 or head[3] != SETTINGS:
-        raise _silent(f"{host}:{port}", "the server there does not speak gRPC")
+        raise _silent(f"{host}:{port}", "the server at this address does not speak gRPC")
 
 
 def check_named(name: str) -> None:
@@ -117,16 +118,16 @@ def check_named(name: str) -> None:
     try:
         socket.create_connection(METADATA, ANSWER_S).close()
     except OSError as error:
-        why = f"Google Cloud's metadata service is not reachable ({type(error).__name__})"
+        why = f"the metadata service of Google Cloud does not answer ({type(error).__name__})"
         raise _silent(name, why) from None
 
 
 def _silent(where: str, why: str) -> ClusterError:
     return ClusterError(
-        "No TPU answers at the address given.",
+        "No TPU answers at the given address.",
         seen=f"{where}: {why}",
-        allowed="the gRPC address of a TPU that is running, its name in Google Cloud, or local",
-        next_step="check TPU_NAME, or unset it and use mirrored",
+        allowed="the gRPC address of a running TPU, its name in Google Cloud, or `local`",
+        next_step="correct TPU_NAME, or remove it and use the strategy `mirrored`",
         code="WB-CLUSTER-048",
     )
 
@@ -170,12 +171,13 @@ def missing(signs: Signs, more: str = "") -> PlanError:
         looked = [f"{signs.variable}={signs.name}"]
     else:
         looked = [f"{name} is not set" for name in NAMES]
-    looked += signs.devices or [f"no /dev/{form}" for form in DEVICES]
+    looked += signs.devices or [f"no file /dev/{form}" for form in DEVICES]
     return PlanError(
         "No TPU was found.",
         seen="; ".join([*looked, *([more] if more else [])]),
         allowed="a machine with a TPU, or TPU_NAME set to the name or the grpc:// address of a TPU",
-        next_step="use mirrored, or set os.environ['TPU_NAME'] before %cluster start",
+        next_step="use the strategy `mirrored`, or set os.environ['TPU_NAME'] before %cluster "
+        "start",
         code="WB-PLAN-148",
     )
 

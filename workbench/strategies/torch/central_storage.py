@@ -10,28 +10,28 @@ Source: Abadi et al., TensorFlow: A System for Large-Scale Machine Learning, OSD
     server:                             g = g0 + g1 + g2 <-+  clip, optimizer: w' ---+
 
 The loss of worker r is weighted by samples_r / samples. So the sum of the gradients is the gradient
-of the whole batch, even if shares are unequal. The server adds the gradients in the order of the
-ranks, each as soon as possible. So two runs with the same seed agree to the last bit. Clipping
-needs the sum, so the server clips and then takes the optimizer's step. The optimizer's state exists
-only once. Learning rate, momentum and the other values follow the user's optimizer and scheduler on
-worker 0.
+of the whole batch, even if shares are unequal. The server always adds the gradients in the order of
+the ranks, so two runs with the same seed agree to the last bit. Clipping needs the sum of the
+gradients, so the server clips and then takes the optimizer's step. The optimizer's state exists
+only once. The learning rate, the momentum and the other settings come from the user's optimizer and
+scheduler on worker 0.
 
 In each step a worker sends as many bytes as the gradient has, and receives as many as the
-parameters have. For tables with sparse gradients it sends and receives only rows
-(`servers/rows.py`). All of this passes through one host, which limits the speed of this strategy.
+parameters have. For tables with sparse gradients it sends and receives only the needed rows
+(`servers/rows.py`). All these bytes pass through one host, which limits the speed of this strategy.
 
 The sync wait of worker r is the time from when its gradient is ready until all gradients are ready.
 The server's work (sum, clip, step) and the messages in both directions count as transfer. The
-clocks of different hosts differ. So between hosts the server measures the wait: how much later the
-last push arrived than worker r's push.
+clocks of different hosts differ. So if there are several hosts, the server measures the wait: the
+time from the arrival of worker r's push to the arrival of the last push.
 
-With `replicas=2` a second server holds a copy of all this state. The first server passes the sum of
-the gradients to the second before it answers a worker. If the first server dies, the second takes
-over (`servers/copies.py`).
+With `replicas=2` a second server holds a copy of the parameters and the optimizer's state. The
+first server sends the sum of the gradients to the second server before it answers a worker. If the
+first server dies, the second server takes over (`servers/copies.py`).
 
 In MXNet's KVStore every worker calls `push(key, gradient)`, then `pull(key)`, and the optimizer is
-set on the store. On one machine, with one server, this strategy does the same. With several
-servers, MXNet's `dist_sync` is `parameter_server` with `sync=true`.
+set on the store. On one machine and with one server, `central_storage` works in the same way. With
+several servers, MXNet's `dist_sync` works like `parameter_server` with `sync=true`.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Rounds(Policy):
         missing = set(self._ranks) - self.holder.training - set(self._arrived)
         if self._arrived and missing:
             left = f"worker {min(missing)} has left"
-            self.holder.fail(f"{left}, so the step of the other workers cannot be completed", left)
+            self.holder.fail(f"{left}, so the other workers cannot complete their step", left)
 
 
 class CentralStorage(Served):

@@ -10,26 +10,27 @@ Exponential Graph is Provably Efficient for Decentralized Deep Training, NeurIPS
         |     |   w_r = (w_r-1 + w_r           step t+1   0 -> 2 -> 0,  1 -> 3 -> 1  hop 2
         3 --- 2          + w_r+1) / 3                     w_r = (w_r + w_(r-hop)) / 2
 
-Each worker takes a step on its own share and then mixes its parameters with its neighbours'. The
-mixing weights add up to 1 over rows and over columns. So the mean of all replicas moves as if all
-replicas were averaged. The replicas themselves are only close to each other. On a ring a change
-travels one hop per step, so the spread grows with the number of workers. On the exponential graph
-of 2^k workers every replica has mixed with all others after k steps.
+Each worker takes a step on its own share and then mixes its parameters with its neighbours'. In the
+matrix of the mixing weights, every row and every column adds up to 1. So mixing does not change the
+mean of all replicas. The replicas are close to each other, but not equal. On a ring, a change of
+one replica reaches one more neighbour per step, so the differences between replicas grow with the
+number of workers. On the exponential graph of 2^k workers, every replica has mixed with all other
+replicas after k steps.
 
-A worker waits only for its neighbours; a delay reaches the far side of a ring some steps later.
-Each message carries the time when its sender was ready; the wait is computed from this time. A
-worker sends its parameters and floating-point buffers twice per step on a ring (once with two
-workers), and once per step on the exponential graph.
+A worker waits only for its neighbours, so a delay reaches the far side of a ring some steps later.
+Each message contains the time when its sender was ready; the sync wait is computed from this time.
+On a ring, a worker sends its parameters and floating-point buffers twice per step (once with two
+workers). On the exponential graph it sends them once per step.
 
-When a worker dies, the others form a new graph, and each keeps its own replica. If the death
+When a worker dies, the other workers form a new graph, and each keeps its own replica. If the death
 interrupted the mixing of a step, the step counts without the mixing. No worker waits for the dead
-worker, and the others lose nothing. The updates that the dead worker sent to its neighbours stay in
-their replicas. A new worker copies another worker's replica: a neighbour's, if the neighbour has
-taken as many steps as any worker.
+worker, and the other workers lose nothing. The updates that the dead worker sent to its neighbours
+stay in their replicas. A new worker copies the replica of a worker that has taken the most steps;
+if a neighbour is among these workers, it copies the neighbour's replica.
 
-The replica spread (logged as `spread`) is computed before mixing. It is the root mean square of the
-difference between a worker's replica and the replicas of the neighbours it mixes with, over all
-parameters.
+The replica spread (logged as `spread`) shows how different the replicas are. It is computed before
+mixing: the root mean square, over all parameters, of the difference between a worker's replica and
+the replicas of its neighbours.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Gossip(ParameterAveraging):
         """Begin with rank 0's model everywhere."""
         super().prepare(job)
         if not self._same_clock:
-            why = "the workers' hosts have different clocks"
+            why = "the workers are on hosts with different clocks"
             self.context.emit(events.Unmeasured(columns=dict.fromkeys(("sync_wait_s",), why)))
 
     def meets(self, done: int) -> bool:

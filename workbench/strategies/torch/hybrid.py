@@ -12,34 +12,35 @@ Megatron-LM, SC 2021, section 3.
                    |                     |
     share 1 -> worker 2: stage 0 --> worker 3: stage 1 -> loss
 
-Within a row, microbatches pass through the stages as under `model_split`. After the last
-microbatch, each worker adds up gradients with the other workers that hold the same stage, in one
-message. The gradient of pipeline d is the gradient of the mean loss over its share, so it is
-weighted by the share's samples:
+Within a row, microbatches go through the stages as under `model_split`. After the last microbatch,
+the workers that hold the same stage add up their gradients, in one message. The gradient of
+pipeline d is the gradient of the mean loss over its share, so it is weighted by the share's
+samples:
 
     g = sum over pipelines of (samples of share d / samples of the batch) x g_d
 
-Gradients are added up explicitly, outside the pipeline, because DistributedDataParallel around a
-stage does not know when the last microbatch has passed.
+The gradients are added up outside the pipeline. DistributedDataParallel cannot be used for this,
+because it does not know when the last microbatch has left its stage.
 
-The message carries each worker's clock, so waiting and transfer can be told apart. The worker that
-computed longest in the step is named as the cause, wherever it is in the grid. A worker sends the
-pipeline's messages, and 2 (d-1)/d of its stage's gradients (a ring all-reduce over d pipelines).
-Only the worker with the last stage counts samples, so the numbers add up to the batch.
+The message also contains the time on each worker's clock, so that waiting and transfer can be
+distinguished. The worker that computed longest in the step is named as the cause of the waits, in
+any row and column. A worker sends the messages of its pipeline, and 2 (d-1)/d of its stage's
+gradients (a ring all-reduce over d pipelines). In each pipeline only the worker with the last stage
+counts samples, so that the sum of the counts is the batch size.
 
-When a worker dies (`--on-failure heal`), its pipeline stops and the other pipelines take over its
-share: the microbatches keep their size, and there are more of them. Gradients are summed per stage,
-so one worker can have its sum while another worker's sum never comes. So every worker updates only
-after it knows that all workers can update:
+When a worker dies (`--on-failure heal`), its pipeline stops, and the other pipelines compute its
+share too. The size of a microbatch stays the same, but each pipeline has more microbatches. The
+gradients of each stage are summed separately. So one worker can have its sum while another worker
+never gets its sum. Therefore every worker updates only after it knows that all workers can update:
 
     worker 0   sum of stage 0 --+--> in the row --+--> in the column --> optimizer
     worker 1   sum of stage 1 --+                 |
     worker 2   sum of stage 0 --+--> in the row --+--> in the column --> optimizer
     worker 3   sum of stage 1 --+
 
-A worker updates only after messages over rows and columns have confirmed that all others have their
-sums. A worker whose confirmation was interrupted can still take the step alone, if another worker
-has taken that step.
+A worker updates only after messages within the rows and the columns have confirmed that all other
+workers have their sums. If a death interrupts the confirmation on a worker, this worker can still
+take the step alone if another worker has taken the step.
 """
 
 from __future__ import annotations
@@ -152,9 +153,10 @@ class Hybrid(ModelSplit):
         """
         if self.world_size % self.workers:
             raise FitError(
-                "stages must divide the number of workers, so that they fill whole pipelines.",
+                "The number of workers must be a multiple of `stages`, because each pipeline "
+                "needs that many workers.",
                 seen=f"stages={self.workers} on {self.world_size} workers",
-                allowed="a number of workers that is a multiple of stages",
+                allowed=f"a multiple of {self.workers} workers",
                 next_step=f"use -n {-(-self.world_size // self.workers) * self.workers}",
                 code="WB-FIT-114",
             )
@@ -263,15 +265,15 @@ class Hybrid(ModelSplit):
     def bound(self) -> str:
         """Return why the number of pipelines must not change; empty if it can."""
         if self.context.spec.backend != "gloo":
-            return "its pipelines exchange gradients on their GPUs"
+            return "the pipelines exchange gradients on GPUs"
         if self.pipeline is None or not self.pipeline.program.scored:
             return ""
         every = self.microbatches * self._usual
         if all(every % fewer == 0 for fewer in range(1, self._usual)):
             return ""
         return (
-            "its model computes the loss itself, and fewer pipelines cannot divide a "
-            "batch into equal microbatches"
+            "the model computes the loss itself, and fewer pipelines cannot divide a batch into "
+            "equal microbatches"
         )
 
     def leave_group(self) -> None:

@@ -9,48 +9,51 @@ al., Streaming DiLoCo with overlapping communication, 2025 (arXiv:2501.18512).
     round     step 1 .. step H on own shares            average               next round
     worker 0: w0 = w0 - lr g0(w0)  ...   w0 --+                     +--> w
     worker 1: w1 = w1 - lr g1(w1)  ...   w1 --+-- w = mean(w_r) ----+--> w
-    worker 2: (sits out this round)           +                     +--> w
+    worker 2: (not drawn for this round)      +                     +--> w
 
-Workers send 1/H of the bytes of `mirrored`. Between averages the replicas drift apart, and they
-drift more if their data differs more. With H = 1 and an optimizer that is linear in the gradient
-(SGD, with or without momentum), averaging parameters is the same as averaging gradients: the result
-is the same as on one device. Optimizer state is not averaged; each worker keeps its own.
+Workers send 1/H of the bytes that they send under `mirrored`. Between averages the replicas become
+different from each other, and the difference is larger if the workers' data differs more. With H =
+1 and an optimizer that is linear in the gradient (SGD, with or without momentum), averaging
+parameters is the same as averaging gradients: the result is the same as on one device. Optimizer
+state is not averaged; each worker keeps its own.
 
-DiLoCo (`outer=nesterov`): a round ends in an outer step. The outer gradient is the workers' mean
-movement, and the outer optimizer is SGD with Nesterov momentum. Each worker keeps the round's
-starting point (b) and the momentum (m), and takes the same outer step. The inner optimizer is the
-user's; the paper uses AdamW.
+With DiLoCo (`outer=nesterov`), a round ends with an outer step. The outer gradient (d) is the
+difference between the parameters at the start of the round (b) and the mean of the replicas at its
+end. The outer optimizer is SGD with Nesterov momentum. Each worker keeps b and the momentum (m),
+and takes the same outer step. The inner optimizer is the optimizer of your cell; the paper uses
+AdamW.
 
     round t    b --- H steps of worker r --> w_r       d = b - mean(w_r)      m = mu m + d
     round t+1  b - lr (d + mu m), on all workers       lr: outer_lr           mu: outer_momentum
 
-With `outer_lr=1` and `outer_momentum=0` this is plain averaging. Momentum continues in the
-direction that the rounds have in common; the differences between workers cancel out. A single
-worker takes outer steps, too. Buffers and frozen parameters are replaced by their mean over the
-workers. An evaluation during a round uses the mean of the replicas. A run also ends with that mean.
+With `outer_lr=1` and `outer_momentum=0` the outer step gives the mean of the replicas. The momentum
+strengthens a direction that several rounds have in common. A single worker takes outer steps too.
+Buffers and frozen parameters are replaced by their mean over the workers. An evaluation during a
+round uses the mean of the replicas. The final weights of a run are also the mean of the replicas.
 
-Fragments (`fragments=F`): the parameters are divided into F parts of equal length. Each part is
-averaged every H steps, and different parts at different steps. The total number of bytes is the
-same, but only 1/F of them are sent at once.
+With fragments (`fragments=F`), the parameters are divided into F parts of equal length. Each part
+is averaged every H steps, and different parts are averaged at different steps. The total number of
+bytes is the same as without fragments, but each average sends only 1/F of the parameters.
 
     H = 6, F = 3     step   1   2   3   4   5   6   7   8   9  10  11  12
-                     meets      A       B       C       A       B       C
+                     averaged   A       B       C       A       B       C
 
-Options of federated averaging: `fraction` of the workers is drawn for each round, and only these
-workers train and are averaged. `skew=alpha` distributes the data by class (Dirichlet shards), so
-that the workers' data differs. A smaller alpha gives a larger difference.
+Two options come from federated averaging. With `fraction`, this fraction of the workers is drawn
+for each round; only these workers train, and only their parameters are averaged. `skew=alpha`
+distributes the data by class (Dirichlet distribution), so that the workers have different data. A
+smaller alpha gives a larger difference.
 
-When a worker dies, each of the others continues from its own replica. Either all workers complete
-an average or none does. If one worker failed to complete an average but another worker completed
-it, the first worker copies the mean and the outer optimizer's state. If no worker completed it, the
-remaining workers repeat the last step. So with `every=1` and SGD without momentum nothing is lost.
-Otherwise at most the dead worker's steps since the last average are lost, and its optimizer's
-state. A new worker copies another worker's replica. That worker's steps since the last average then
-count twice in the next average.
+When a worker dies, each of the other workers continues from its own replica. Either all workers
+complete an average or none does. If some workers have completed an average, the other workers copy
+the mean and the outer optimizer's state from them. If no worker has completed the average, the
+remaining workers repeat the step before it. So with `every=1` and SGD without momentum nothing is
+lost. In other cases at most the dead worker's steps since the last average and its optimizer's
+state are lost. A new worker copies another worker's replica. In the next average, the steps of the
+copied worker since the last average count twice.
 
-At steps that average, a worker sends 2 (n-1)/n of the size of parameters and floating-point buffers
-in a ring all-reduce (with fragments: of the current fragment's size). At other steps it sends
-nothing. Workers wait for the last worker only at steps that average.
+In a step with an average, a worker sends 2 (n-1)/n of the size of the parameters and floating-point
+buffers, in a ring all-reduce. With fragments, it sends 2 (n-1)/n of the current fragment. In other
+steps it sends nothing. Workers wait for the last worker only in steps with an average.
 """
 
 from __future__ import annotations
@@ -85,8 +88,8 @@ def naive_round(
 ) -> list[float]:
     """Take H steps alone, one on each of this worker's H shares, then average. Return the losses.
 
-    `LocalSGD` averages all parameters in one message, lets workers sit out rounds, and distributes
-    the data by class.
+    `LocalSGD` averages all parameters in one message, can use only some of the workers in a round,
+    and distributes the data by class.
     """
     losses = []
     for x, y in batches:  # x (B/n, ...)
@@ -234,7 +237,11 @@ class LocalSGD(ParameterAveraging):
 
     def bound(self) -> str:
         """Return why the set of workers must not change: each round draws from all workers."""
-        return "" if self.options["fraction"] == 1 else "some of its workers sit out rounds"
+        return (
+            ""
+            if self.options["fraction"] == 1
+            else ("with `fraction` below 1, some workers do not take part in each round")
+        )
 
     def have_met(self) -> None:
         """Keep the latest average for workers that may have failed to complete it."""
@@ -250,7 +257,7 @@ class LocalSGD(ParameterAveraging):
     def undo(self) -> None:
         """Restore the state before the step whose average failed."""
         if self._breaks:
-            assert self._before is not None, "it is taken before each step that ends in an average"
+            assert self._before is not None, "no copy of the state was made before the step"
             self._before.put_back()
             self._breaks = False
             self.done -= 1
@@ -299,10 +306,11 @@ class LocalSGD(ParameterAveraging):
         """
         if self.options["fraction"] < 1:
             raise FitError(
-                "fraction must be 1 in your own loop: its workers cannot sit out a round.",
+                "In your own loop `fraction` must be 1, because a worker cannot skip a round of "
+                "this loop.",
                 seen=f"fraction={self.options['fraction']:g}",
                 allowed="fraction=1 with wb.prepare",
-                next_step="use wb.fit",
+                next_step="use wb.fit, or remove -o fraction",
                 code="WB-FIT-118",
             )
         return super().wrap_loop(model, optimizer, loader)

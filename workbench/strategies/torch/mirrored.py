@@ -7,22 +7,25 @@ VLDB 2020, section 3; PyTorch's DistributedDataParallel is the implementation.
     worker 1:  share 1 -> forward -> backward -> g1 --+-- all-reduce ---+-> g -> optimizer
     worker 2:  share 2 -> forward -> backward -> g2 --+   g = mean(g_r) +-> g -> optimizer
 
-All copies begin equal (rank 0's are broadcast) and take equal steps, so they stay equal. In a ring
-all-reduce every worker sends 2 (n-1)/n times the gradient's size. Gradients are sent in buckets
-while backward is still running. The part that is not finished when backward ends is exposed, and
-counts as wait and transfer.
+At the beginning rank 0's parameters are broadcast, so all copies are equal. All workers take equal
+steps, so the copies stay equal. In a ring all-reduce every worker sends 2 (n-1)/n times the
+gradient's size. Gradients are sent in buckets (groups of gradients) while the backward pass is
+still running. The communication that is not finished when the backward pass ends counts as sync
+wait and transfer.
 
 The mean over workers is the mean over samples only if all shares are equally large. The loss of
 worker r is therefore weighted by n x samples_r / samples: sum_r 1/n (n samples_r / samples) g_r.
 
 Buffers (BatchNorm's running statistics) are not learnt from gradients, and training does not read
-them. So rank 0's buffers are broadcast before each evaluation and at the end. By default, DDP
-broadcasts them in each forward pass. This would hide which worker waits for which.
+them. So rank 0's buffers are broadcast only before each evaluation and at the end. DDP, with its
+default settings, broadcasts the buffers in each forward pass. This broadcast would hide which
+worker waits for which.
 
-Option `allreduce` selects the all-reduce algorithm (`allreduce/`), and `compress` reduces the bytes
-sent (`allreduce/compression.py`). Both average all gradients in one message after backward.
-Averaging is attached to backward, not to the model's forward (parts/reduction.py), so a loss can be
-computed in any way.
+The option `allreduce` selects the all-reduce algorithm (`allreduce/`), and the option `compress`
+reduces the number of bytes that are sent (`allreduce/compression.py`). With either option, all
+gradients are averaged in one message after the backward pass. The averaging is started by the
+backward pass, not by the model's forward pass (`parts/reduction.py`), so a loss can be computed in
+any way.
 """
 
 from __future__ import annotations
@@ -130,7 +133,7 @@ class Mirrored(Strategy):
         if any(isinstance(module, NORMS) for module in model.modules()):
             text = (
                 "BatchNorm normalises over each worker's share of the batch, not over the whole "
-                "batch: the result is not that of one device."
+                "batch, so the result differs from the result on one device."
             )
             self.context.emit(events.Noted(rank=0, text=text))
 
@@ -321,9 +324,9 @@ class SyncedBatchNorm:
         kinds = ("cuda", "xpu", "hpu", torch._C._get_privateuse1_backend_name())
         if device.type not in kinds:
             raise FitError(
-                "BatchNorm can only be synchronised on GPUs.",
+                "BatchNorm can be synchronised only on GPUs.",
                 seen=str(device),
-                allowed="a device of kind cuda or xpu",
+                allowed="a GPU (device cuda or xpu)",
                 next_step="remove -o sync_batchnorm=true",
                 code="WB-FIT-119",
             )

@@ -8,25 +8,27 @@ as in torch.distributed.pipelining.
     worker 1:       . . . -> stage 1 --activations--> <--gradients-- stage 1 -> optimizer
     worker 2:              . . . . . -> stage 2 -> loss(y) -> backward       -> optimizer
 
-Each worker holds only the parameters of its own stages and their optimizer state, so the model can
-be larger than one worker's memory. While one stage computes a whole batch, the others are idle. So
-the batch is cut into m microbatches that follow each other. The idle time that remains is the
-bubble: (p - 1) / (m + p - 1) of the time with p balanced stages, and less with interleaved or
-zero-bubble schedules.
+Each worker holds only the parameters and the optimizer state of its own stages, so the model can be
+larger than one worker's memory. While one stage computes a whole batch, the other stages have
+nothing to do. So the batch is divided into m microbatches that go through the stages one after the
+other. The idle time that remains is the bubble: (p - 1) / (m + p - 1) of the time with p balanced
+stages, and less with interleaved or zero-bubble schedules.
 
-All workers get the same batch: the first stage needs x, and the last stage needs y. The gradients
-of the microbatches, each weighted by its samples, are added up before the one optimizer step. So
-the result is the same as on one device. BatchNorm is the exception: it normalises over a
-microbatch. If two stages share a parameter (an embedding tied to the output layer), both hold it,
-and they add up its gradients before the step.
+All workers get the same batch: the first stage needs x, and the last stage needs y. Some batches'
+targets are compared during the run (`engine/torch/same_batch.py`). The gradients of the
+microbatches, each weighted by its number of samples, are added up before the optimizer's step. So
+the result is the same as on one device. The exception is BatchNorm, which normalises over a
+microbatch instead of the batch. Two stages can share a parameter, such as an embedding whose weight
+is also the weight of the output layer. In this case both stages hold the parameter, and they add up
+its gradients before the step.
 
 The last stage's worker computes the loss from the output (`pipeline/program.py`). If the model
-computes the loss itself, the targets are sent with the activations, and all microbatches must be
-equally large.
+computes the loss itself, the workers send the targets with the activations. In this case all
+microbatches must be equally large.
 
-If the model is given as a function that builds it, no worker ever holds the whole model
-(`pipeline/pipeline.py`). The user names the cuts, or they are chosen from measured times
-(`pipeline/cut.py`).
+If you pass a function that builds the model, no worker ever holds the whole model
+(`pipeline/pipeline.py`). The option `split_at` names the layers at which the model is cut. Without
+it, Workbench chooses these layers from measured times (`pipeline/cut.py`).
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from ...catalog import schedules
 from ...engine.contract import Job, Share, Strategy
 from ...engine.torch.data import batch_length, map_batch
 from ...engine.torch.group import backend_of, control_wire, data_wire
+from ...engine.torch.same_batch import SameBatch
 from ...engine.torch.support import evaluating
 from ...errors import FitError, PlanError
 from ...shared import events
@@ -321,6 +324,7 @@ class ModelSplit(Strategy):
     def prepare(self, job: Job) -> None:
         """Check the options; cut the model, unless the cut needs the first batch."""
         self.job = job
+        self._same = SameBatch(self.context)
         self.arrange()
         self.device = torch.device(self.context.spec.device)
         self.schedule = self.options["schedule"]
@@ -367,8 +371,9 @@ class ModelSplit(Strategy):
         """Send the batch through the pipeline; each worker updates its own stages."""
         if self.pipeline is None:  # a stream gives its first samples only now
             self._lay_out(share.data)
-        self.timeline.open()
         pipeline = self._pipeline
+        self._compare(share)
+        self.timeline.open()
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         self._loss = loss = pipeline.train(share.data, share.samples)
@@ -378,6 +383,31 @@ class ModelSplit(Strategy):
         self.update()
         sent_bytes = float(pipeline.sent_bytes() + self.shared.sent_bytes)
         return self.timeline.finish(share.samples, loss, sent_bytes)
+
+    def _compare(self, share: Share) -> None:
+        """Check that the target on the last stage belongs to the first stage's input.
+
+        If both have read the same targets, their samples are the same, and it does no harm that
+        random changes of x differ.
+
+        Raises:
+            FitError: The targets differ.
+        """
+        step, program = self.context.step, self._pipeline.program
+        if program.scored:
+            return  # the targets pass through the stages with their input
+        needed, row = program.compared(share.data), self.shard[0]
+        other = self._same.other(step, needed, about=f"pipeline {row}")
+        if other is not None:
+            raise FitError(
+                "The workers of a pipeline read different samples, so inputs and targets do not "
+                "belong together.",
+                seen=f"step {step}: the targets of rank {self.rank} and of rank {other} differ",
+                allowed="the same samples on every worker of a pipeline",
+                next_step="use the same random seeds on all ranks of a pipeline; on every rank, "
+                "the data set must return the same target for the same index",
+                code="WB-FIT-189",
+            )
 
     def _lay_out(self, batch: Any) -> None:
         """Cut the model, keep this worker's stages and free the rest. Collective."""
@@ -508,8 +538,8 @@ class ModelSplit(Strategy):
         """Return loss and metrics; the last stage computes them and sends them to the others."""
         if self.pipeline is None:
             raise FitError(
-                "The model cannot be evaluated yet: it is cut at its first training step.",
-                next_step="train for at least one step first",
+                "The model cannot be evaluated yet: its first training step cuts it into stages.",
+                next_step="train at least one step before you evaluate",
                 code="WB-FIT-121",
             )
         pipeline, job, program = self._pipeline, self.job, self._pipeline.program
@@ -554,9 +584,8 @@ class ModelSplit(Strategy):
         """
         if self.pipeline is None:
             raise FitError(
-                "A pipeline with a stream as data cannot continue from a checkpoint: the model is "
-                "cut at its first batch.",
-                allowed="data with a length, from which a sample can be taken",
+                "A pipeline cannot continue from a checkpoint if its data is a stream.",
+                allowed="data with a length, and with an index for each sample",
                 next_step="give wb.fit a map-style dataset or arrays",
                 code="WB-FIT-122",
             )

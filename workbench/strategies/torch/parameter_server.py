@@ -11,37 +11,39 @@ Staleness-aware learning rate: Zhang et al., Staleness-aware Async-SGD, IJCAI 20
     server 0:  w3 --> w4 = w3 - lr g -> w5 = w4 - lr g(w3) -> w6 = w5 - lr g(w4)
     server 1:  the same for the other half of the tensors (divided by bytes)
 
-Every push is a separate step. The server takes the step when the push arrives, and keeps the
-optimizer's state next to the parameters. No worker waits for another. The disadvantage: the
-parameters change between a worker's pull and its push. The staleness is the number of updates in
-between. It is recorded for every push. With n equally busy workers the mean staleness is n - 1. A
-push uses batch/n samples, so n workers take n steps where one device takes one. Clipping uses the
-gradient of each push.
+Every push is a separate step. The server takes the step when the push arrives, and stores the
+optimizer's state together with the parameters. No worker waits for another. The disadvantage is
+that the parameters change between a worker's pull and its push. The staleness is the number of
+updates by other workers between this pull and this push. It is recorded for every push. With n
+equally fast workers the mean staleness is n - 1. A push uses batch/n samples, so for one batch n
+workers take n steps, and one device takes one step. Clipping is applied to the gradient of each
+push.
 
-    max_staleness=s       a worker that is more than s steps ahead of the slowest is held back
-                          (SSP); with s=0 no worker begins a step before all have ended the last
-                          one, but there are still n separate steps
-    staleness_aware_lr    the learning rate of a push is divided by its staleness
-    pull_every=k          k steps are computed on one copy of the parameters
-    consistency=snapshot  the tensors of all servers are of one version. Server 0 gives each push a
-                          number, and the other servers keep this order. While a worker reads from
-                          server 0, server 0 gives no further number, so that the others reach
-                          exactly this version. With `latest` each server sends its newest version
-    replicas=2            each part of the parameters is held by two servers, so that one can die
+    max_staleness=s       a worker that is more than s steps ahead of the slowest worker must wait
+                          (SSP); with s=0 no worker begins a step before all workers have ended
+                          the step before, but there are still n separate steps
+    staleness_aware_lr    the learning rate of a push is divided by the push's staleness
+    pull_every=k          a worker pulls new parameters only after every k steps
+    consistency=snapshot  all servers send the same version of their tensors. Server 0 gives each
+                          push a number, and the other servers take the pushes in this order. While
+                          a worker reads from server 0, server 0 gives no new numbers, so that the
+                          other servers reach exactly this version. With `latest` each server sends
+                          its newest version
+    replicas=2            two servers hold each part of the parameters, so that one of them can die
                           (`servers/copies.py`)
-    sync=true             a step takes the gradients of all workers (bulk synchronous): central
-                          storage with several servers, equal to one device
+    sync=true             one step uses the gradients of all workers (bulk synchronous), as under
+                          central_storage but with several servers; the result is that of one device
 
-If staleness is unbounded, there is no sync wait. With a bound, the sync wait is the time for which
-the answer was delayed. With sync=true, it is the same as under central storage. The wait is
-attributed to the worker whose push released the answer: the last worker that was too far behind.
-Only the server knows this worker.
+If the staleness is unbounded, there is no sync wait. With `max_staleness`, the sync wait is the
+time for which the server delayed its answer. With `sync=true`, the sync wait is measured as under
+`central_storage`. The wait is attributed to the last worker that was too far behind, because the
+push of this worker ended the delay. Only the server knows which worker this was.
 
 If a table's gradient is sparse (`nn.Embedding(..., sparse=True)`), workers push only the gradient's
 rows, and servers send back only the rows that have changed (`servers/rows.py`).
 
-MXNet's KVStore `dist_async` is this strategy: `push(key, gradient)`, `pull(key)`, with the
-optimizer on the servers; `dist_sync` is sync=true.
+MXNet's KVStore with `dist_async` works like this strategy: workers call `push(key, gradient)` and
+`pull(key)`, and the optimizer is on the servers. `dist_sync` works like `sync=true`.
 """
 
 from __future__ import annotations

@@ -13,23 +13,26 @@ implementation.
 
 Every worker takes a share of the batch, and the mathematics is the same as under `mirrored`. Worker
 r's loss is weighted by n x samples_r / samples, so the mean over workers becomes a mean over
-samples. Memory for parameters, gradients and Adam's two moments falls from 16 to 16/n bytes per
-float32 parameter, plus one gathered unit. Every worker sends 3 (n-1)/n times the parameters' size
-in a step, instead of 2 (n-1)/n. With `reshard=false` gathered units are kept from forward to
-backward. Then every worker sends 2 (n-1)/n times the parameters' size, and needs more memory.
+samples. With Adam, a float32 parameter needs 16 bytes: the parameter, its gradient and two moments.
+With n workers, each worker needs 16/n bytes per parameter, plus the memory of one gathered unit.
+Every worker sends 3 (n-1)/n times the parameters' size in a step, instead of 2 (n-1)/n. With
+`reshard=false`, gathered units are kept from the forward pass to the backward pass. Then every
+worker sends only 2 (n-1)/n times the parameters' size, but needs more memory.
 
-If the model is given as a function, only rank 0 builds it; the other workers know only its form
-(device `meta`). Rank 0 sends every worker the values of its part, row by row (`Filling` below). So
-the host holds the model once, and no worker's device ever holds all of it.
+If you pass a function that builds the model, only rank 0 builds the model with its values. The
+other workers build only its structure (device `meta`). Rank 0 sends to every worker the values of
+this worker's part, row by row (`Filling` in the source). So the host holds the model once, and no
+worker's device ever holds the whole model.
 
-A unit is an element of a Sequential or ModuleList, or a plain layer, of at least `unit_mb`. All its
-parameters are gathered together. Smaller parts are gathered together with the rest of the model.
-This rest is always kept from forward to backward, so every worker sends 2 (n-1)/n of its size. A
-model smaller than `unit_mb` has no units, only this rest; `unit_mb=0` divides it too.
+A unit is an element of a Sequential or ModuleList, or a plain layer, of at least `unit_mb`. All
+parameters of a unit are gathered together. All parts of the model that are not in a unit form the
+rest, which is also gathered together. The rest is always kept from the forward pass to the backward
+pass, so every worker sends 2 (n-1)/n of the rest's size. A model smaller than `unit_mb` has no
+units; with `unit_mb=0` it has units too.
 
-Bytes sent are counted per call: in a ring all-gather or reduce-scatter of a unit of S bytes, every
-worker sends (n-1)/n S. Workers wait for each other in forward, too, so the wait is computed from
-the time that a worker spends on its own computation (`parts/timing.py`).
+The bytes are counted for each call: in a ring all-gather or reduce-scatter of a unit of S bytes,
+every worker sends (n-1)/n S bytes. Workers wait for each other in the forward pass too. So the sync
+wait is computed from the time that each worker spends on its own computation (`parts/timing.py`).
 """
 
 from __future__ import annotations
@@ -161,9 +164,9 @@ def _agree(failed: Exception | None) -> None:
         raise failed
     if told[0] is not None:
         raise FitError(
-            "Rank 0 could not build the model's weights.",
+            "Rank 0 could not give the model its initial weights.",
             seen=told[0].splitlines()[0],
-            next_step="correct the cause in rank 0's error",
+            next_step="see the error of rank 0, and correct its cause",
             code="WB-FIT-161",
         )
 
@@ -177,7 +180,8 @@ def _values_of(
         source = build()
         if _names(source) != _names(model):
             raise FitError(
-                "The function must return the same model each time it is called.",
+                "The function that builds the model must return the same model each time it is "
+                "called.",
                 seen=f"{len(_names(model))} tensors, then {len(_names(source))}",
                 next_step="build the model inside the function from constants only",
                 code="WB-FIT-159",
@@ -232,7 +236,8 @@ def _draw_layers(module: torch.nn.Module, path: str) -> None:
 
 def _undrawn(what: str) -> FitError:
     return FitError(
-        "The model has no memory (device meta), and a part of it cannot draw its own weights.",
+        "The model is on device `meta`, without memory, and one of its parts cannot make its own "
+        "initial weights.",
         seen=f"{what} has no reset_parameters() that sets all its parameters",
         allowed="layers of torch.nn and of Hugging Face, and layers with reset_parameters()",
         next_step="pass the function that builds the model: wb.fit(lambda: make_model(), ...)",
@@ -445,11 +450,13 @@ class Sharded(Partitioned):
 
 def _passed_by(kind: type) -> FitError:
     return FitError(
-        "Under sharded a layer's parameters are gathered only when the model itself is called; "
-        "step_fn called a part of it, which holds only shards.",
-        seen=f"a method or a part of {kind.__name__} called by step_fn",
-        allowed="step_fn=lambda model, batch: ... with model(...) in it",
-        next_step="let the model's forward return the loss and call model(batch), or use mirrored",
+        "With the strategy `sharded`, a layer's parameters are gathered only when the model "
+        "itself is called. But step_fn called a part of the model, which holds only shards.",
+        seen=f"step_fn called a method or a part of {kind.__name__}",
+        allowed="a step_fn that calls the whole model: step_fn=lambda model, batch: ... "
+        "model(...) ...",
+        next_step="let the model's forward return the loss and call model(batch) in step_fn, or "
+        "use the strategy `mirrored`",
         code="WB-FIT-130",
     )
 
@@ -490,13 +497,16 @@ def check_types(model: torch.nn.Module, found: list[torch.nn.Module]) -> None:
         kinds = {str(p.dtype).removeprefix("torch."): name for p, name in own.items()}
         if len(kinds) > 1:
             raise FitError(
-                "Parameters that are gathered together must have one type.",
+                "Parameters that are gathered together must have the same data type.",
                 seen=", ".join(f"{kind} ({name})" for kind, name in kinds.items()),
-                allowed="one type in each unit that is gathered",
-                next_step="keep a complex parameter as real numbers and use torch.view_as_complex "
-                "in forward"
+                allowed="one data type in each part that is gathered",
+                next_step="keep a complex parameter as real numbers, and use "
+                "torch.view_as_complex in forward"
                 if any("complex" in kind for kind in kinds)
-                else "give all parameters one type (model.float()), or use mirrored",
+                else (
+                    "give all parameters the same type (model.float()), or use the strategy "
+                    "`mirrored`"
+                ),
                 code="WB-FIT-131",
             )
 
@@ -524,10 +534,12 @@ class Traffic:
         self.counted, self.timed = hooks, hooks and trainer.device.type == "cpu"
         self.unmeasured = {}
         if not self.timed:
-            why = f"on {trainer.device.type} FSDP's collectives run during the computation"
+            why = (
+                f"on {trainer.device.type}, FSDP's collectives run in parallel with the computation"
+            )
             columns: tuple[str, ...] = ("sync_wait_s", "transfer_s")
             if not hooks:
-                why = "this PyTorch cannot time FSDP's collectives"
+                why = "this version of PyTorch cannot time FSDP's collectives"
                 columns = (*columns, "sent_bytes")
             self.unmeasured = dict.fromkeys(columns, why)
             self.timer.blind()

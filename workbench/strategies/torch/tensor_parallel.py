@@ -11,21 +11,24 @@ Parallelism, 2019, section 3. PyTorch's DTensor and `parallelize_module` are the
     backward: dL/dx = sum over workers of their parts, one more all-reduce per pair of layers
 
 Every worker sees the whole batch and holds 1/n of the divided layers' parameters, gradients and
-optimizer state. All workers hold the undivided layers (norms, convolutions) and update them
-equally. A pair (col, row) communicates once per pass, because the operations between its two layers
-work element by element. A single layer is `gathered`: it is divided by columns, and its output is
-put together at once. Attention is a pair as well: the heads are divided (q, k, v by columns, the
-output by rows).
+optimizer state. All workers hold the layers that are not divided (norms, convolutions) and update
+them equally. Two layers can form a pair: the first is divided by columns (`col`), the second by
+rows (`row`). A pair communicates only once per pass, because the operations between its two layers
+work element by element. A divided layer without a partner is `gathered`: it is divided by columns,
+and its output is gathered immediately. Attention is a pair too: its heads are divided among the
+workers (q, k and v by columns, the output by rows).
 
-In a Sequential the pairs are visible; in other models they are guessed from usual names (fc1/fc2,
-q_proj/../o_proj, ..). The guesses are tested before training: loss and gradient norm of one sample
-must be the same as on one device. Otherwise those layers are gathered. They are also gathered if
-the model does not fit one device for this test.
+In a Sequential, the order of the layers shows the pairs. In other models, Workbench guesses the
+pairs from common names (`fc1` and `fc2`, `q_proj` to `o_proj`, ..). Before training it tests these
+guesses: the loss and the gradient norm of one sample must be the same as on one device. If they
+differ, the guessed layers are gathered. The guessed layers are also gathered if the model does not
+fit one device for this test.
 
 Workers wait for each other inside forward and backward. The wait is computed from the time that a
-worker spends on its own computation (`parts/timing.py`). Bytes sent are counted from the first
-step's collectives (ring all-reduce 2 (n-1)/n, all-gather and reduce-scatter (n-1)/n of the whole).
-After that they are scaled with the number of samples.
+worker spends on its own computation (`parts/timing.py`). In the first step, the sent bytes are
+counted from the collectives: 2 (n-1)/n of the tensor for a ring all-reduce, and (n-1)/n of the
+whole tensor for an all-gather or a reduce-scatter. For later steps this number is scaled with the
+number of samples.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...engine.contract import NAN, Job, Share
 from ...engine.torch import accelerator
-from ...engine.torch.data import map_batch
+from ...engine.torch.data import map_batch, tensors_of
+from ...engine.torch.same_batch import SameBatch
 from ...engine.torch.support import evaluating
 from ...errors import FitError
 from ...shared import events
@@ -64,11 +68,11 @@ Plan = dict[str, str]
 """Maps the name of each layer to its style: `col`, `row`, `gathered`, `split_row`, `heads`."""
 
 STYLES = {
-    "col": "divided by columns; its output stays divided",
-    "row": "divided by rows; takes a divided input, and its outputs are added up",
-    "gathered": "divided by columns; its output is put together at once",
-    "split_row": "divided by rows; takes a whole input",
-    "heads": "as col, for code that reshapes the output into heads",
+    "col": "divided by columns; the output stays divided",
+    "row": "divided by rows; needs a divided input; the outputs are added up",
+    "gathered": "divided by columns; the output is gathered immediately",
+    "split_row": "divided by rows; needs a whole input",
+    "heads": "the same as col, but for code that reshapes the output into heads",
 }
 ALONE = ("gathered", "split_row")
 
@@ -108,10 +112,10 @@ def find_plan(model: nn.Module, workers: int) -> tuple[Plan, Plan]:
     safe = {name: style for name, module in _layers(model) if (style := _alone(module, workers))}
     if not safe:
         raise FitError(
-            "No layer of the model can be divided over the workers.",
+            "The model has no layer that can be divided among the workers.",
             seen=", ".join(sorted({type(module).__name__ for module in model.modules()})),
             allowed=f"Linear or Embedding layers with at least {workers} inputs or outputs",
-            next_step="use mirrored or sharded",
+            next_step="use the strategy `mirrored` or `sharded`",
             code="WB-FIT-151",
         )
     for prefix, module in model.named_modules():
@@ -141,19 +145,20 @@ def given_plan(model: nn.Module, text: str, workers: int) -> Plan:
         pattern, _, style = part.strip().partition("=")
         if style not in STYLES:
             raise FitError(
-                "plan must be a list of NAME=STYLE.",
+                "`plan` must be a list of NAME=STYLE, separated by commas.",
                 seen=part,
-                allowed="NAME=STYLE with STYLE one of "
+                allowed="NAME=STYLE, where STYLE is one of "
                 + "; ".join(f"{name} ({what})" for name, what in STYLES.items()),
                 code="WB-FIT-152",
             )
         names = [name for name in layers if fnmatchcase(name, pattern)]
         if not names:
             raise FitError(
-                "plan names a layer that the model does not have.",
+                "`plan` names a layer that the model does not have.",
                 seen=pattern,
-                allowed=", ".join(layers) or "the model has no Linear or Embedding layer",
-                next_step="name layers as above (* matches any), or use -o plan=auto",
+                allowed=", ".join(layers)
+                or ("no layer, because the model has no Linear or Embedding layer"),
+                next_step="use the names above (* matches any text), or -o plan=auto",
                 code="WB-FIT-153",
             )
         plan.update(dict.fromkeys(names, style))
@@ -174,7 +179,7 @@ def describe(model: nn.Module, plan: Plan) -> str:
     divided = sum(p.numel() for name in plan for p in model.get_submodule(name).parameters())
     share = divided / max(sum(p.numel() for p in model.parameters()), 1)
     layers = ", ".join(f"{name or 'the model'}={style}" for name, style in plan.items())
-    return f"divided over the workers: {layers} ({share:.0%} of the parameters)"
+    return f"Layers divided among the workers: {layers} ({share:.0%} of the parameters)."
 
 
 def _style(style: str, module: nn.Module) -> ParallelStyle:
@@ -307,6 +312,7 @@ class TensorParallel(Partitioned):
 
     def prepare(self, job: Job) -> None:
         """Divide the layers; the optimizer holds this worker's parts."""
+        self._same = SameBatch(self.context)
         begin_equal(job.model, self.device)
         self.mesh = make_mesh(self.device, (self.world_size,), ("tensor",))
         plan = self._choose(job)
@@ -327,6 +333,7 @@ class TensorParallel(Partitioned):
         """Compute every layer together; update this worker's parts."""
         trainer, waits = self._trainer, self.waits
         assert waits is not None
+        self._compare(share)
         counter = None
         with waits:
             if self.bytes_per_sample != self.bytes_per_sample and trainer.device.type == "cpu":
@@ -342,6 +349,24 @@ class TensorParallel(Partitioned):
         if self.guard is not None:
             result.aside_s = self.guard.tick()
         return result
+
+    def _compare(self, share: Share) -> None:
+        """Check that all workers compute the same batch.
+
+        Raises:
+            FitError: Two workers have read different batches.
+        """
+        step = self.context.step
+        other = self._same.other(step, tensors_of(share.data), about="tensor parallel")
+        if other is not None:
+            raise FitError(
+                "The workers read different batches, but they compute every layer together.",
+                seen=f"step {step}: the batches of rank {self.rank} and of rank {other} differ",
+                allowed="the same batch on every worker",
+                next_step="use the same random seeds on all ranks; on every rank, the data set "
+                "must return the same sample for the same index",
+                code="WB-FIT-190",
+            )
 
     def finish(self) -> None:
         """Gather the trained model; the undivided parameters must still be equal."""
@@ -362,10 +387,13 @@ class TensorParallel(Partitioned):
             return safe
         if not self._everywhere(self._has_room(job.model)):
             if self.rank == 0:
-                text = "The model does not fit one device, so layers whose names look like a pair "
+                text = (
+                    "The model does not fit on one device, so Workbench could not test the "
+                    "layers whose names look like a pair. "
+                )
                 text += (
-                    "could not be tested. Their outputs are gathered. To pair them: "
-                    "-o plan=NAME=col,.."
+                    "The outputs of these layers are gathered. To make a pair yourself: -o "
+                    "plan=NAME=col,.."
                 )
                 self.context.emit(events.Noted(rank=0, text=text))
             return safe

@@ -64,7 +64,7 @@ def throughput(axes: Axes, comparison: Comparison) -> None:
         axes.plot(*zip(*apart, strict=True), "o", ms=5, color=PAPER["light"], mec=INK["light"],
                   mew=1.1, zorder=6)  # fmt: skip
         axes.set_xlabel(
-            "circle: all steps, with the first ones", fontsize=TICK_PT, color=MUTED["any"]
+            "circle: all steps, including the first", fontsize=TICK_PT, color=MUTED["any"]
         )
     axes.xaxis.set_major_formatter(tick)
 
@@ -128,7 +128,7 @@ def shares(axes: Axes, comparison: Comparison) -> None:
 
 def sent(axes: Axes, comparison: Comparison) -> None:
     """Draw the bytes that all workers together send in a step."""
-    frame(axes, "Sent per step · in all")
+    frame(axes, "Sent per step · in total")
     values = [row.sent_step_bytes for row in comparison.rows]
     words = [
         f"{size(row.sent_step_bytes)} · {size(row.sent_bytes)}"
@@ -143,7 +143,9 @@ def sent(axes: Axes, comparison: Comparison) -> None:
 def memory(axes: Axes, comparison: Comparison) -> None:
     """Draw the memory of the worker with the most; dots are the single workers."""
     wide = panel_in(axes) > _WIDE_IN
-    frame(axes, "A worker holds (model, gradients, optimizer)" if wide else "A worker holds")
+    frame(
+        axes, "Memory of a worker (model, gradients, optimizer)" if wide else "Memory of a worker"
+    )
     values = [_nan(largest_memory(row)) for row in comparison.rows]
     words = [size(v) if math.isfinite(v) else "not measured" for v in values]
     _bars(axes, comparison, values, words)

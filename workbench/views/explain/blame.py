@@ -30,7 +30,7 @@ class BlameMatrix(Picture, Blame):
         """Return the matrix as a table: means of a step, and totals next to them."""
         columns = [Column("waited", "left")]
         columns += [Column(f"for worker {rank}") for rank in range(self.ranks)]
-        columns += [Column("in all"), Column("per step")]
+        columns += [Column("total"), Column("per step")]
         rows = [self._cells(rank) for rank in range(self.ranks)]
         return Table(columns, rows, self.sentence(), self.notes())
 
@@ -66,7 +66,8 @@ class BlameMatrix(Picture, Blame):
     def _counted(self) -> str:
         words = f"Counted: {int(self.steps.max(initial=0))} steps"
         if self.first is not None or self.last is not None:
-            words += f", {self.first or 0} to {'the end' if self.last is None else self.last}"
+            last = "the end" if self.last is None else f"step {self.last}"
+            words += f", from step {self.first or 0} to {last}"
         if self.stride > 1:
             words += f"; only every {self.stride}th step is stored and counted"
         return words
@@ -105,9 +106,11 @@ class BlameMatrix(Picture, Blame):
         value = float(self.mean_s[waiter, cause])
         shade = 0.75 * value / high if high > 0 and value == value else 0.0
         words = UNKNOWN if value != value else milliseconds(value * 1e3)
-        words = "" if waiter == cause else words
+        known = "not measured" if value != value else f"{words} per step"
+        hint = f"worker {waiter} waits for worker {cause}: {known}"
+        if waiter == cause:
+            words, hint = "", f"worker {waiter} does not wait for itself"
         wide = width >= 46
-        hint = f"worker {waiter} waits for worker {cause}: {words or 'itself'} a step"
         edge = "l" if shade < 0.02 else "k-wait s"
         text = words if wide else words.removesuffix(" ms")
         return (
@@ -157,25 +160,29 @@ class WhatIfPicture(Picture, WhatIf):
         shorter = f"a step would take {milliseconds(would)} instead of {milliseconds(was)} (median)"
         return [
             f"With worker {self.without} as fast as the median of the others, {shorter}.",
-            f"Throughput {number(self.without_per_s)} instead of {number(self.samples_per_s)} "
-            f"samples/s, {self.speedup:.2f}x; {duration(self.saved_s)} saved in "
-            f"{len(self.step)} steps.",
+            f"The throughput would be {number(self.without_per_s)} instead of "
+            f"{number(self.samples_per_s)} samples/s ({self.speedup:.2f}x). "
+            f"{len(self.step)} steps would take {duration(self.saved_s)} less.",
         ]
 
     def text(self) -> str:
         """Return the result and the model behind it."""
         found = [*self.sentences(), f"Model: {self.model}: {MODELS[self.model]}."]
         if self.stride > 1:
-            found.append(f"Every {self.stride}th step is stored. Only these were recomputed.")
-        for name, shown in (("as it was", self.real), ("the ghost", self.ghost)):
+            found.append(f"Only every {self.stride}th step is stored and was recomputed.")
+        for name, shown in (("measured", self.real), ("recomputed", self.ghost)):
             found.append(f"{name}: the latest {len(shown.step)} steps in {_length(shown)}")
         return "\n".join(found)
 
     def canvas(self) -> Canvas:
-        """Return both timelines on one scale, the ghost below."""
+        """Return both timelines on one scale, the recomputed one below."""
         body = [
             svg_text(
-                WHAT_IF_MARGIN, 20, f"What if: without worker {self.without}", size=14, bold=True
+                WHAT_IF_MARGIN,
+                20,
+                f"What if: worker {self.without} as fast as the others",
+                size=14,
+                bold=True,
             )
         ]
         y = 38.0
@@ -183,7 +190,7 @@ class WhatIfPicture(Picture, WhatIf):
             more, y = paragraph(WHAT_IF_MARGIN, y, line, WIDTH - 2 * WHAT_IF_MARGIN)
             body += more
         scale = (WIDTH - LEFT - WHAT_IF_MARGIN) / max(self.real.length_s, self.ghost.length_s, 1e-9)
-        for name, shown in (("As it was", self.real), ("The ghost", self.ghost)):
+        for name, shown in (("Measured", self.real), ("Recomputed", self.ghost)):
             more, y = self._lanes(name, shown, y + 8, scale)
             body += more
         more, y = legend(WHAT_IF_MARGIN, y + 12, WIDTH - WHAT_IF_MARGIN)
@@ -195,7 +202,13 @@ class WhatIfPicture(Picture, WhatIf):
             WIDTH - 2 * WHAT_IF_MARGIN,
             size=9.5,
         )
-        return Canvas(WIDTH, y, [*body, *more], f"Without worker {self.without}", self.text())
+        return Canvas(
+            WIDTH,
+            y,
+            [*body, *more],
+            f"What if worker {self.without} were as fast as the others",
+            self.text(),
+        )
 
     def _lanes(self, name: str, shown: Lanes, y: float, scale: float) -> tuple[list[str], float]:
         words = f"{len(shown.step)} steps in {_length(shown)}"

@@ -53,7 +53,7 @@ class PredictionPicture(Picture, Prediction):
         last = self.points[-1]
         middle, low, high = last.samples_per_s
         many = f"{last.workers} worker" + ("s" if last.workers > 1 else "")
-        words = f"With {many}, {self.strategy} would do {number(middle)} samples/s"
+        words = f"With {many}, {self.strategy} would reach {number(middle)} samples/s"
         words += f" ({number(low)} to {number(high)}); a step would take {_time(last.step_s[0])}"
         most = max(range(len(CAUSES)), key=lambda k: last.share[k])
         return f"{words}, {percent(last.share[most])} of it {CAUSES[most]}."
@@ -86,12 +86,12 @@ class PredictionPicture(Picture, Prediction):
         """Return in words whether the interval contains a run that the prediction did not use."""
         at = [p for p in self.points if p.workers == measured.workers]
         if not _alike(self, measured):
-            return ", with another batch"
+            return ", with another batch size"
         if measured.run in self.runs or not at:
             return ""
         inside = at[0].step_s[1] <= measured.step_s <= at[0].step_s[2]
         off = at[0].step_s[0] / measured.step_s - 1
-        return f", {'inside' if inside else 'outside'} the interval, predicted {off:+.0%}"
+        return f", {'inside' if inside else 'outside'} the interval; prediction error {off:+.0%}"
 
     def text(self) -> str:
         """Return the table as text."""
@@ -114,11 +114,11 @@ class PredictionPicture(Picture, Prediction):
         plot = _Plot(self, top)
         body += [*plot.shade(), *plot.grid(), *plot.band(), *plot.line(), *plot.dots()]
         y = top + PLOT + 46
-        legend = "Rings: predicted, band: 90 % of runs. Dots: measured."
+        legend = "Rings: predicted. Band: 90 % of runs lie in it. Dots: measured."
         if not all(_alike(self, m) for m in self.measured):
-            legend += " Faint: with another batch."
+            legend += " Faint dots: another batch size."
         if any(p.far for p in self.points):
-            legend += " Shaded: outside the measured range."
+            legend += " Shaded area: outside the measured range."
         more, y = paragraph(MARGIN, y, legend, WIDTH - 2 * MARGIN, size=9.5)
         body += more
         for note in self.notes if notes else ():
@@ -294,7 +294,7 @@ class RankingPicture(Picture, Ranking):
         columns = [Column("change", "left", 44), Column("step"), Column("90 % of runs"),
                    Column("samples/s"), Column("speed-up"),
                    *(Column(cause) for cause in CAUSES)]  # fmt: skip
-        rows = [["as it was", _time(self.step_s), "", number(self.samples_per_s), "1.00x",
+        rows = [["no change", _time(self.step_s), "", number(self.samples_per_s), "1.00x",
                  *(percent(share) for share in self.share)]]  # fmt: skip
         rows += [
             [v.text, _time(v.step_s[0]), f"{_time(v.step_s[1])} to {_time(v.step_s[2])}",
@@ -318,7 +318,7 @@ class RankingPicture(Picture, Ranking):
         body = [svg_text(MARGIN, 20, "What if", size=14, bold=True)]
         more, y = paragraph(MARGIN, 38, self.sentence(), WIDTH - 2 * MARGIN)
         body += more
-        rows = [("as it was", self.step_s, self.share, "")]
+        rows = [("no change", self.step_s, self.share, "")]
         rows += [
             (v.text, v.step_s[0], v.share, f", {v.speedup[0]:.2f}x the samples/s")
             for v in self.variants
@@ -354,7 +354,7 @@ class ChoicePicture(Picture, Choice):
         """Return a row per strategy, fastest first."""
         columns = [Column("strategy", "left"), Column("workers"), Column("samples/s"),
                    Column("interval"), Column("step"), Column("memory/worker"),
-                   Column("how it is known", "left", 60)]  # fmt: skip
+                   Column("how the rate is known", "left", 60)]  # fmt: skip
         rows = [
             [row.candidate.name, str(row.candidate.workers), _best(row), _interval(row),
              _time(row.step_s) if row.step_s == row.step_s else "",
@@ -408,7 +408,7 @@ class ChoicePicture(Picture, Choice):
             body.append(svg_text(right + 8, y + 4, _best(row), "m" * (row.known == "bounded"),
                                  size=10))  # fmt: skip
         y += 26
-        legend = "Samples per second. Dots: measured; rings: predicted, with the interval; bars: "
+        legend = "Samples per second. Dots: measured. Rings: predicted, with the interval. Bars: "
         more, y = paragraph(MARGIN, y, f"{legend}upper bound.", wide - 2 * MARGIN, size=9.5)
         body += more
         if out:
@@ -453,17 +453,19 @@ def predict(
     """Return a prediction for other numbers of workers, from one or more short runs.
 
     Args:
-        runs: The run to predict, or a list that begins with it. More runs make the prediction
-            better: a run with another batch size shows how a worker's computation depends on its
-            samples, and a run with other messages shows a message's cost that is not its bytes.
-        workers: One number or several.
-        given: `link="100Gbit"` and `latency="20us"` instead of measured values; `strategy=` and
-            `options={...}` instead of the run's; `scaling="weak"` keeps the samples of a worker
-            constant instead of the batch (`"strong"`); `batch_size=`; `steps=` of the predicted
-            run; `per_host=` workers on a host; `gradient_bytes=` if no run has sent gradients.
+        runs: The run to predict, or a list whose first run is the run to predict. More runs make
+            the prediction better. A run with another batch size shows how a worker's computation
+            depends on its number of samples. A run with other messages shows the fixed cost of a
+            message, which does not depend on its bytes.
+        workers: One number of workers, or several numbers.
+        given: `link="100Gbit"` and `latency="20us"` replace the measured values. `strategy=` and
+            `options={...}` replace the strategy and options of the run. `scaling="weak"` keeps the
+            number of samples per worker constant; `scaling="strong"` keeps the batch constant.
+            `batch_size=` and `steps=` are those of the predicted run. `per_host=` is the number of
+            workers on a host. Give `gradient_bytes=` if no run has sent gradients.
 
     Raises:
-        PlanError: The request is impossible, or cannot be predicted.
+        PlanError: The requested run is impossible, or it cannot be predicted.
         RunError: The runs do not contain enough measurements.
     """
     many = [runs] if hasattr(runs, "history") else list(runs)

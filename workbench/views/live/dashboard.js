@@ -2,7 +2,7 @@
 // One store per widget, shared by its views; a view only draws. Works offline.
 
 const LEFT = 46, RIGHT = 10, TOP = 6, BOTTOM = 22, CHART = 150, MOST_LABELS = 6, STRIP = 15, MARK_GAP = 4, HOVER_PX = 6, SMALL = 92, ROW = 24, GAP = 5;
-const FEWER = "One worker fewer", MORE = "One worker more";
+const FEWER = "Remove one worker", MORE = "Add one worker";
 const HEARD_MS = 3000; // by then a change that was asked for has begun, or cannot be
 const HELLO_AGAIN_MS = 1000, UNHEARD_LIMIT = 5;
 
@@ -406,7 +406,7 @@ function drawTimeline(panel, table, head, ink) {
   }
   drawStepNumbers(c, data, columns, from, rows, x, ink);
   const last = data[(rows - 1) * columns], cut = drawCuts(c, table, head, from, ranks, x, height - BOTTOM, ink);
-  setText(panel.value, `steps ${data[from * columns]} to ${last}${cut ? " · pauses left out where dashed" : ""}`);
+  setText(panel.value, `steps ${data[from * columns]} to ${last}${cut ? " · dashed line: a pause is not shown" : ""}`);
 }
 
 /** A dashed line where time between two steps was left out; returns whether there is one. */

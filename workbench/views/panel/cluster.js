@@ -8,7 +8,7 @@ SECTIONS.push((() => {
       const parts = Object.fromEntries(["id", "state", "device", "cpu", "memory", "gpu", "log"].map((n) => [n, kit.h("span", { class: `wbp-e-${n}` })]));
       const meter = kit.h("i", {}), bar = kit.h("span", { class: "wbp-meter", "aria-hidden": "true" }, meter);
       parts.cpu.append(bar, kit.h("b", {}));
-      const summary = kit.h("summary", { title: "Show its log" }, Object.values(parts));
+      const summary = kit.h("summary", { title: "Show the engine's log" }, Object.values(parts));
       const log = kit.h("pre", { class: "wbp-log", tabindex: "0" }, "…");
       const restart = kit.button("Restart", `Replace engine ${e.engine} with a fresh one`, () => ask(`Restart engine ${e.engine}?`, "cluster.restart", { engine: e.engine }));
       const again = kit.button("Reload", "Read the log again", () => load());
@@ -43,7 +43,7 @@ SECTIONS.push((() => {
   function whole({ running, lost, engines }) {
     const dead = engines.filter((e) => e.state === "dead").length;
     if (!running) return lost ? `The cluster is gone: ${lost}.` : "No cluster yet. Start one, or press Run.";
-    return dead ? `${dead} of ${engines.length} engines dead. Press Restart to replace ${dead > 1 ? "them" : "it"}.` : "";
+    return dead ? `${dead} of ${engines.length} engines ${dead > 1 ? "are" : "is"} dead. Press Restart to replace ${dead > 1 ? "them" : "it"}.` : "";
   }
 
   function make(app, root) {
@@ -64,7 +64,7 @@ SECTIONS.push((() => {
     const restart = kit.button("Restart", "Replace all engines with fresh ones", () => ask("Restart all engines?", "cluster.restart"));
     const stop = kit.button("Stop cluster", "End all engines and everything that runs on them", () => ask("Stop the cluster?", "cluster.stop"));
     const sure = kit.h("div", { class: "wbp-sure", role: "alertdialog", "aria-label": "Are you sure?", hidden: true });
-    const cancel = kit.button("Cancel", "Cancel this start", () => { cancel.disabled = true; app.do("cluster.cancel"); });
+    const cancel = kit.button("Cancel", "Cancel the start of the engines", () => { cancel.disabled = true; app.do("cluster.cancel"); });
     const words = kit.h("span", { class: "wbp-muted", role: "status" });
     const track = kit.h("progress", { max: 1, class: "wbp-progress", hidden: true, "aria-label": "Starting the engines" });
     const engines = kit.h("div", { class: "wbp-engines", role: "group", "aria-label": "Engines" });

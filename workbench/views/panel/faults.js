@@ -12,10 +12,10 @@ SECTIONS.push({
     const everyone = kit.h("div", { class: "wbp-everyone" });
     const same = kit.h("code", { class: "wbp-same", title: "These faults, written as flags of %%distributed" });
     const clear = kit.button("Remove all", "Remove every fault", () => app.do("faults.clear"));
-    const jitter = slider("jitter", "each step of each worker, 0 to", [0, 200, 1], (v) => `${v} ms`, (v) => app.do("faults.everyone", { jitter_ms: v }));
-    const latency = slider("latency of links (simulated)", "added to each message", [0, 200, 1], (v) => `${v} ms`, (v) => app.do("faults.everyone", { latency_ms: v }));
+    const jitter = slider("jitter", "random delay of each worker in each step, from 0 to this value", [0, 200, 1], (v) => `${v} ms`, (v) => app.do("faults.everyone", { jitter_ms: v }));
+    const latency = slider("latency of links (simulated)", "delay that is added to each message", [0, 200, 1], (v) => `${v} ms`, (v) => app.do("faults.everyone", { latency_ms: v }));
     const rate = (v) => 10 ** (10 - v / 20), unlimited = (v) => v === 0;
-    const bandwidth = slider("bandwidth of links (simulated)", "of each worker", [0, 100, 1], (v) => (unlimited(v) ? "unlimited" : `${kit.bytes(rate(v))}/s`),
+    const bandwidth = slider("bandwidth of links (simulated)", "limit for each worker", [0, 100, 1], (v) => (unlimited(v) ? "unlimited" : `${kit.bytes(rate(v))}/s`),
       (v) => app.do("faults.everyone", unlimited(v) ? { clear: "bandwidth" } : { bytes_per_s: rate(v) }));
     everyone.append(jitter.root, latency.root, bandwidth.root);
     const nolinks = kit.h("small", { class: "wbp-help" }, "This strategy's messages are sent by the framework, so its links cannot be slowed down.");
@@ -47,7 +47,7 @@ SECTIONS.push({
     function victim(worker) {
       const element = kit.h("div", { class: "wbp-victim", role: "group", "aria-label": `Faults of worker ${worker.rank}` });
       const unit = kit.h("select", { class: "wbp-input", "aria-label": `Slow worker ${worker.rank} by` }, kit.h("option", { value: "ms" }, "ms"), kit.h("option", { value: "factor" }, "times"));
-      const by = slider(`worker ${worker.rank}`, "slower in each step", [0, 100, 1], words, change);
+      const by = slider(`worker ${worker.rank}`, "how much slower this worker is in each step", [0, 100, 1], words, change);
       function words(v) { return unit.value === "ms" ? `+${v * 5} ms` : `${(1 + v * 0.09).toFixed(1)}x`; }
       function change(v) { app.do("faults.slow", unit.value === "ms" ? { rank: worker.rank, ms: v * 5 } : { rank: worker.rank, factor: Number((1 + v * 0.09).toFixed(2)) }); }
       unit.addEventListener("change", () => { by.input.value = 0; by.input.dispatchEvent(new Event("change")); by.input.dispatchEvent(new Event("input")); });

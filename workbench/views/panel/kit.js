@@ -26,9 +26,20 @@ const kit = {
     return element;
   },
 
+  /** Set an element's text; what stands between backticks is drawn as code, but not inside of code. */
   text(element, text) {
     const words = text == null ? "" : String(text);
-    if (element.textContent !== words) element.textContent = words;
+    if ((element.wbpText ?? element.textContent) === words) return;
+    element.wbpText = words;
+    const parts = /^(PRE|CODE|OPTION|BUTTON)$/.test(element.tagName) ? [words] : words.split(/`([^`\n]+)`/);
+    element.replaceChildren(...parts.map((part, i) => (i % 2 ? kit.h("code", {}, part) : part)).filter((part) => part !== ""));
+  },
+
+  /** An element with such a text. */
+  told(tag, text, props = {}) {
+    const element = kit.h(tag, props);
+    kit.text(element, text);
+    return element;
   },
 
   attr(element, name, value) {
@@ -85,7 +96,7 @@ const kit = {
     else input = kit.h("input", { ...common, type: "number", min, max, step: step ?? (kind === "int" ? 1 : "any"), placeholder });
     const read = () => (kind === "bool" ? input.checked : input.value);
     input.addEventListener("change", () => onchange?.(read()));
-    const note = kit.h("small", { id: `${id}-help`, class: "wbp-help" }, help);
+    const note = kit.told("small", help, { id: `${id}-help`, class: "wbp-help" });
     const root = kit.h("div", { class: `wbp-field wbp-${kind}` }, kit.h("label", { for: id }, label), input, note);
     return {
       root, input, read,

@@ -40,7 +40,7 @@ SECTIONS.push((() => {
         track.value = value.progress;
         const over = value.items.filter((i) => !["waiting", "running"].includes(i.state)).length;
         const left = value.remaining_s == null ? "" : `, ${paused ? "paused, " : ""}about ${kit.left(value.remaining_s)} left`;
-        kit.text(words, starting ? "starting…" : value.busy ? `${Math.min(over + 1, value.items.length)} of ${value.items.length}${left}` : strategies?.summary ?? "");
+        kit.text(words, starting ? "starting…" : value.busy ? `run ${Math.min(over + 1, value.items.length)} of ${value.items.length}${left}` : strategies?.summary ?? "");
       },
     };
   }
@@ -50,9 +50,9 @@ SECTIONS.push((() => {
 
 SECTIONS.push((() => {
   function make(app, root) {
-    const none = kit.h("p", { class: "wbp-empty" }, "The queue is empty. Choose strategies and press Run. Several run one after the other.");
+    const none = kit.h("p", { class: "wbp-empty" }, "The queue is empty. Choose one or several strategies and press Run. The runs follow one after the other.");
     const list = kit.h("ol", { class: "wbp-lineup" });
-    const going = kit.field({ kind: "bool", label: "Continue after a run that fails", onchange: (on) => app.do("queue.keep_going", { on }) });
+    const going = kit.field({ kind: "bool", label: "Continue with the next run when a run fails", onchange: (on) => app.do("queue.keep_going", { on }) });
     const clear = kit.button("Clear", "Clear the queue", () => app.do("queue.clear"));
     root.append(none, list, kit.h("div", { class: "wbp-row" }, going.root, clear));
 

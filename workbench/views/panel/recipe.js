@@ -79,7 +79,7 @@ SECTIONS.push({
       const answer = await app.do("recipe.job").catch(() => null); // the panel says why
       if (!answer) return;
       said.title = answer.where;
-      say(`Written to ${answer.folders.join(", ")}. Next: wb.submit("${answer.folders[0]}", on="slurm"), or follow its README.md.`);
+      say(`${answer.folders.length > 1 ? "The jobs are" : "The job is"} in ${answer.folders.join(", ")}. Next: wb.submit("${answer.folders[0]}", on="slurm"), or read the README.md in the folder.`);
     }
 
     function row(one) {

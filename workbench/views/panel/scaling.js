@@ -145,8 +145,8 @@ SECTIONS.push((() => {
       const counts = [...new Set(made.map((c) => c.predicted.workers))].sort((a, b) => a - b).join(" and ");
       const picture = kit.svg("svg", { width: 36, height: 14, class: "wbp-ringkey", "aria-hidden": "true" },
         kit.svg("rect", { width: 36, height: 14, class: "wbp-band" }), kit.svg("path", { d: "M0 7H12M24 7H36", class: "wbp-expected" }), kit.svg("circle", { cx: 18, cy: 7, r: 5.5, class: "wbp-ring" }));
-      const shaded = Math.max(...shown.axis) > Math.max(...shown.workers) ? " Shaded: not run." : "";
-      keys.push(kit.h("li", {}, picture, `Rings: predicted from the run with ${counts} workers; 90 % of runs lie in the band. Dots: measured.${shaded}`));
+      const shaded = Math.max(...shown.axis) > Math.max(...shown.workers) ? " Shaded area: no measured runs." : "";
+      keys.push(kit.h("li", {}, picture, `Rings: predicted from the run with ${counts} workers. Band: 90 % of runs lie in it. Dots: measured.${shaded}`));
     }
     const reasons = new Map(), many = shown.curves.length;
     for (const c of shown.curves) if (c.predicted?.why_not) reasons.set(c.predicted.why_not, [...(reasons.get(c.predicted.why_not) ?? []), c.name]);
@@ -201,7 +201,7 @@ SECTIONS.push((() => {
       legend.replaceChildren(...shown.curves.map((c) => key(`${c.name}: ${lawWords(c.law)}`, colorOf(app, c), false)), ...expectedKeys(shown));
       speed.replaceChildren(speedups(app, shown, width));
       share.replaceChildren(efficiencies(app, shown, value.published, width));
-      others.replaceChildren(...value.published.map((p, i) => key(`${p.name}${p.over > 1 ? `, over ${p.over}` : ""} (${p.year})`, app.ink.runs[(shown.curves.length + 1 + i) % app.ink.runs.length], true)));
+      others.replaceChildren(...value.published.map((p, i) => key(`${p.name}${p.over > 1 ? `, relative to ${p.over} GPUs` : ""} (${p.year})`, app.ink.runs[(shown.curves.length + 1 + i) % app.ink.runs.length], true)));
       kit.show(others, value.published.length > 0);
       table.replaceChildren(makeTable(shown));
       const sources = value.published.map((p) => `${p.name}: ${p.from}; ${p.hardware}. ${p.source}, ${p.url}`);
@@ -219,7 +219,7 @@ SECTIONS.push((() => {
         price.error(found.wrong);
         beside.set(found.beside);
         expected.set(found.predicted);
-        kit.text(expected.root.querySelector("small"), found.owed ? "computed when no run is active" : "");
+        kit.text(expected.root.querySelector("small"), found.owed ? "is computed when no run is active" : "");
         if (found.scaling) drawAll();
       },
       restyle() { if (value?.scaling) drawAll(); },

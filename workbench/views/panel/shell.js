@@ -178,7 +178,7 @@ class App {
   words(text) {
     const [first, ...rest] = text.split("\n"), rows = rest.map((line) => /^\s+(\w+):\s+(.*)$/.exec(line));
     if (!rest.length || rows.some((row) => !row)) return kit.h("pre", {}, text);
-    return kit.h("div", {}, kit.h("b", {}, first), kit.h("dl", {}, rows.map(([, name, value]) => [kit.h("dt", {}, name), kit.h("dd", {}, value)])));
+    return kit.h("div", {}, kit.told("b", first), kit.h("dl", {}, rows.map(([, name, value]) => [kit.h("dt", {}, name), kit.told("dd", value)])));
   }
 
   close() {

@@ -38,7 +38,7 @@ function optionFields(parent, options, owner, report) {
       report(o.name, null);
       field.input.focus(); // the button is about to go
     };
-    const reset = kit.h("button", { type: "button", class: "wbp-reset", title: `Back to ${o.default || "the default"}`, "aria-label": `${o.name}: back to the default`, onclick: back }, "↺");
+    const reset = kit.h("button", { type: "button", class: "wbp-reset", title: `Set to the default${o.default ? ` (${o.default})` : ""}`, "aria-label": `Set ${o.name} to the default`, onclick: back }, "↺");
     field.root.append(reset);
     Object.assign(field.root, { wbpField: field, wbpReset: reset });
     return field.root;
@@ -100,7 +100,7 @@ SECTIONS.push({
   make(app, root) {
     const frameworks = kit.h("div", { class: "wbp-switch", role: "radiogroup", "aria-label": "Framework" });
     const group = `wbp-${Math.random().toString(36).slice(2)}`;
-    const hint = kit.h("span", { class: "wbp-muted" }, "Pick one, or several to compare. They run one after the other.");
+    const hint = kit.h("span", { class: "wbp-muted" }, "Select one strategy, or several to compare. Several strategies run one after the other.");
     const cards = kit.h("div", { class: "wbp-cards", role: "group", "aria-label": "Strategies" });
     const detail = makeDetail();
     const common = makeCommon();
@@ -201,7 +201,7 @@ SECTIONS.push({
         field("seeds", "int", "Seeds", "runs of each strategy", { min: 1, max: 10, placeholder: "1" }),
         field("epochs", "int", "Epochs", "", { min: 1, ...as }),
         field("steps", "int", "Steps", "instead of epochs", { min: 1, ...as }),
-        field("batch_size", "str", "Batch size", "of all workers; several: 64,128", as),
+        field("batch_size", "str", "Batch size", "for all workers together; several sizes: 64,128", as),
         field("seed", "int", "Seed", "", { min: 0, ...as }),
         field("inject", "str", "Faults from the start", "for example slow=1:50ms, jitter=20ms, kill=1@100", { placeholder: "none" }),
         field("name", "str", "Name", "name of the run, to find it again", { placeholder: "strategy name" }),

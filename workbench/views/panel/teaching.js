@@ -43,11 +43,11 @@ SECTIONS.push((() => {
   }
 
   function make(app, root) {
-    const none = kit.h("p", { class: "wbp-empty" }, "Run something first. Then you can look at it here, step by step.");
+    const none = kit.h("p", { class: "wbp-empty" }, "Train a run first. Then you can look at its steps here.");
     const which = kit.field({ kind: "int", label: "Step number", min: 0, placeholder: "latest", onchange: () => { seen.step = ""; ask(); } });
     const again = kit.button("Play again", "Show the messages of this step again", () => play(drawn, picture?.diagram));
-    const hint = kit.h("span", { class: "wbp-muted" }, "Pause the run at the top, then press \"One step\" there. Each step is shown here.");
-    const step = frame("What happened in this step", "who sent what to whom; sizes and times as measured");
+    const hint = kit.h("span", { class: "wbp-muted" }, "Press \"Pause\" at the top of the panel, then \"One step\". Each step is shown here.");
+    const step = frame("What happened in this step", "which worker sent what to which worker, with measured sizes and times");
     const blame = frame("Who waited for whom");
     const victim = kit.h("select", { class: "wbp-input", "aria-label": "Worker that would be as fast as the others", onchange: () => { seen.what = ""; ask(); } });
     const what = frame("What if one worker were as fast as the others");

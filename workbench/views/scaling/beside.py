@@ -34,7 +34,7 @@ def draw_beside(axes: Axes, scaling: Scaling, shown: Sequence[Published]) -> Non
         color = run_color(len(scaling.curves) + 1 + index, "any")
         axes.plot(x, y, color=color, lw=1.1, ls=(0, (1, 1.5)), marker=_MARKS[index % len(_MARKS)],
                   ms=4.5, alpha=0.9, zorder=3)  # fmt: skip
-        over = f", over {one.relative_to}" if one.relative_to > 1 else ""
+        over = f", relative to {one.relative_to} GPUs" if one.relative_to > 1 else ""
         ends.append(End(x[-1], y[-1], f"{one.name}{over} ({one.year})", color))
     for curve in scaling.curves:
         known = curve.known

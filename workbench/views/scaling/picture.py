@@ -195,8 +195,10 @@ def _predicted_words(scaling: Scaling) -> list[str]:
     found = []
     if made:
         counts = " and ".join(str(count) for count in sorted({one.workers for one in made}))
-        said = f"Rings: predicted from the run with {counts} workers; 90 % of runs lie in the band."
-        shaded = " Shaded: not run." if max(scaling.axis) > max(scaling.workers) else ""
+        said = f"Rings: predicted from the run with {counts} workers. Band: 90 % of runs lie in it."
+        shaded = (
+            " Shaded area: no measured runs." if max(scaling.axis) > max(scaling.workers) else ""
+        )
         found += wrapped(f"{said} Dots: measured.{shaded}", _KEY_PT, room_in)
     for why in not_predicted(scaling.curves):
         found += wrapped(why, _KEY_PT, room_in)

@@ -52,28 +52,28 @@ class Refused:
         return self()
 
 
-_OTHER_GROUPS = "torch.distributed.new_group makes groups of some ranks"
+_OTHER_GROUPS = "torch.distributed.new_group makes a group of some ranks"
 _REFUSED = {
-    "alltoall": "torch.distributed.all_to_all_single",
-    "alltoall_async": "torch.distributed.all_to_all_single",
-    "reducescatter": "torch.distributed.reduce_scatter_tensor",
-    "reducescatter_async": "torch.distributed.reduce_scatter_tensor",
-    "sparse_allreduce_async": "hvd.allreduce(tensor.to_dense())",
-    "SyncBatchNorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), on GPUs",
-    "elastic": "--on-failure with --checkpoint: the run continues after a worker's death",
+    "alltoall": "use torch.distributed.all_to_all_single",
+    "alltoall_async": "use torch.distributed.all_to_all_single",
+    "reducescatter": "use torch.distributed.reduce_scatter_tensor",
+    "reducescatter_async": "use torch.distributed.reduce_scatter_tensor",
+    "sparse_allreduce_async": "use hvd.allreduce(tensor.to_dense())",
+    "SyncBatchNorm": "use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), on GPUs",
+    "elastic": "use --on-failure with --checkpoint: the run continues after a worker's death",
     "ProcessSet": _OTHER_GROUPS,
     "add_process_set": _OTHER_GROUPS,
     "remove_process_set": _OTHER_GROUPS,
-    "start_timeline": "the run's dashboard, or --profile 10:15",
-    "stop_timeline": "the run's dashboard, or --profile 10:15",
+    "start_timeline": "use the run's dashboard, or --profile 10:15",
+    "stop_timeline": "use the run's dashboard, or --profile 10:15",
 }
-_LAUNCH = "%%distributed -n 4 on top of the cell, or torchrun --nproc-per-node 4 train.py"
+_LAUNCH = "use %%distributed -n 4 on top of the cell, or torchrun --nproc-per-node 4 train.py"
 _PARTS = {
     "tensorflow": "%%distributed mirrored --framework tensorflow trains with unchanged model.fit",
     "keras": "%%distributed mirrored --framework tensorflow trains with unchanged model.fit",
-    "mxnet": "horovod.torch, or %%distributed parameter_server",
-    "spark": "the cell itself, under %%distributed",
-    "ray": "the cell itself, under %%distributed",
+    "mxnet": "use horovod.torch, or %%distributed parameter_server",
+    "spark": "put the code into a cell under %%distributed",
+    "ray": "put the code into a cell under %%distributed",
     "runner": _LAUNCH,
 }
 _ROOMS = ("compression", "functions", "mpi_ops", "optimizer")

@@ -75,7 +75,7 @@ class Bucket:
             if gradient.is_sparse:
                 if not sparse_as_dense:
                     raise FitError(
-                        "A gradient is sparse, which needs sparse_as_dense=True.",
+                        "A gradient is sparse. Sparse gradients need sparse_as_dense=True.",
                         seen=f"shape {tuple(p.shape)}",
                         next_step="use hvd.DistributedOptimizer(..., sparse_as_dense=True)",
                         code="WB-FIT-172",
@@ -149,7 +149,7 @@ def _check_unchanged(parameter: torch.Tensor, seen: tuple[Any, int]) -> None:
         return
     raise FitError(
         "Gradients were changed before they were averaged over the ranks.",
-        seen=f"a gradient of shape {tuple(parameter.shape)}, between backward and step",
+        seen=f"a changed gradient of shape {tuple(parameter.shape)}, between backward() and step()",
         allowed="changes (clipping, unscaling) after optimizer.synchronize()",
         next_step="call optimizer.synchronize(), then change the gradients, then "
         "`with optimizer.skip_synchronize(): optimizer.step()`",
@@ -287,8 +287,8 @@ class Gradients:
                 "There were more backward passes before step() than backward_passes_per_step.",
                 seen=f"backward pass {self.passes + 1} for a parameter of shape "
                 f"{tuple(parameter.shape)}",
-                allowed=f"{self.passes} before optimizer.step()",
-                next_step="set backward_passes_per_step=N if N backward passes make a step",
+                allowed=f"backward passes before optimizer.step(): {self.passes}",
+                next_step="set backward_passes_per_step=N if each step has N backward passes",
                 code="WB-FIT-174",
             )
         self._left[id(parameter)] = left - 1
@@ -387,7 +387,7 @@ def refuse_averaged(model: torch.nn.Module) -> None:
                 "hvd.DistributedOptimizer already averages this model's gradients, so Workbench "
                 "cannot average them too.",
                 seen="wb.prepare or wb.fit after hvd.DistributedOptimizer",
-                allowed="one of them",
+                allowed="only one of the two",
                 next_step="remove hvd.DistributedOptimizer, or record the unchanged loop: "
                 "wb.watch(model, optimizer, loader)",
                 code="WB-FIT-182",

@@ -130,12 +130,15 @@ def synchronize(handle: Handle) -> Any:
 
 def op_of(op: Any, average: bool | None = None) -> Op:
     if op is not None and average is not None:
-        raise FitError("op= and average= cannot be used together.", code="WB-FIT-166")
+        raise FitError(
+            "The arguments `op` and `average` cannot be used together.", code="WB-FIT-166"
+        )
     found = Op(op) if op is not None else Sum if average is False else Average
     if found is Adasum:
         raise FitError(
             "Adasum is not supported.",
-            allowed="Average, Sum, Min, Max and Product; Average and Sum for an optimizer",
+            allowed="hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product; for an optimizer only "
+            "hvd.Average and hvd.Sum",
             next_step="use op=hvd.Average",
             code="WB-FIT-167",
         )
@@ -158,8 +161,8 @@ def begin(process_set: Any) -> None:
     if process_set not in (None, global_process_set):
         raise FitError(
             "Process sets are not supported.",
-            allowed="hvd.global_process_set: all ranks",
-            next_step="use torch.distributed.new_group for messages of some ranks",
+            allowed="hvd.global_process_set, which has all ranks",
+            next_step="use torch.distributed.new_group, which makes a group of some ranks",
             code="WB-FIT-168",
         )
     for gradients in list(pending):
@@ -276,7 +279,7 @@ def allgather_async(
         raise FitError(
             "Tensors of different shapes cannot be gathered.",
             seen=", ".join(f"rank {at}: {shape} {kind}" for at, (shape, kind) in enumerate(shapes)),
-            allowed="only the first dimension may differ",
+            allowed="tensors that differ only in the first dimension",
             code="WB-FIT-169",
         )
     counts = [shape[0] for shape, _ in shapes]
@@ -439,7 +442,8 @@ def join(device: int = -1) -> int:
         return 0
     raise FitError(
         "hvd.join is not supported: all ranks must take the same number of steps.",
-        next_step="remove hvd.join(); DistributedSampler gives all ranks equally many samples",
+        next_step="remove hvd.join(); DistributedSampler gives all ranks the same "
+        "number of samples",
         code="WB-FIT-170",
     )
 

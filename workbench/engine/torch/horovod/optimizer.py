@@ -67,9 +67,9 @@ class Distributed:
         self.gradients.forget_failed()
         if self.gradients.is_under_way:
             raise FitError(
-                "zero_grad() between backward and step() would delete gradients while they are "
+                "zero_grad() between backward() and step() would delete gradients while they are "
                 "averaged.",
-                next_step="call optimizer.zero_grad() before the backward, or after the step",
+                next_step="call optimizer.zero_grad() before backward(), or after step()",
                 code="WB-FIT-175",
             )
         above: Any = super()
@@ -110,7 +110,8 @@ def DistributedOptimizer(  # noqa: N802
             "hvd.DistributedOptimizer does not support these arguments.",
             seen=f"op={kind.name}, backward_passes_per_step={backward_passes_per_step}, "
             f"gradient_predivide_factor={gradient_predivide_factor:g}",
-            allowed="op Average or Sum; at least one pass; a predivide factor only with Average",
+            allowed="op=hvd.Average or op=hvd.Sum; backward_passes_per_step of at least 1; "
+            "gradient_predivide_factor only with hvd.Average",
             code="WB-FIT-177",
         )
     _check_names(optimizer, named_parameters)
@@ -150,7 +151,7 @@ def _check_names(
         raise FitError(
             "named_parameters must name each parameter of the optimizer once.",
             seen=f"twice: {', '.join(twice)}" if twice else f"{unnamed} without a name",
-            next_step="pass named_parameters=model.named_parameters(), or leave it out",
+            next_step="pass named_parameters=model.named_parameters(), or leave the argument out",
             code="WB-FIT-179",
         )
 
@@ -160,8 +161,8 @@ def _check_run(context: RunContext) -> None:
         raise FitError(
             "Workbench already averages this cell's gradients, so Horovod cannot average them too.",
             seen=f"hvd.DistributedOptimizer after {context.taken_over or 'wb.fit'}",
-            allowed="one of them",
-            next_step="remove hvd.DistributedOptimizer, or wb.prepare and wb.fit",
+            allowed="only one of the two",
+            next_step="remove hvd.DistributedOptimizer, or remove wb.prepare and wb.fit",
             code="WB-FIT-180",
         )
     if context.entry.name not in ("mirrored", "one_device"):

@@ -14,8 +14,8 @@ from ....shared import events
 from ...context import current
 
 NOTE = (
-    "horovod.torch is Workbench's replacement over torch.distributed, since Horovod itself can no "
-    "longer be built. docs/training.md (Code written for Horovod) lists what it contains."
+    "This horovod.torch is Workbench's replacement, built on torch.distributed, because Horovod "
+    "itself can no longer be built. docs/training.md (Code written for Horovod) lists its parts."
 )
 
 
@@ -39,9 +39,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """
     if comm is not None or process_sets:
         raise FitError(
-            "hvd.init always uses all ranks here.",
+            "In Workbench, hvd.init always uses all ranks.",
             seen="comm=" if comm is not None else "process_sets=",
-            next_step="call hvd.init(); torch.distributed.new_group makes groups of some ranks",
+            next_step="call hvd.init(); torch.distributed.new_group makes a group of some ranks",
             code="WB-FIT-163",
         )
     if not dist.is_initialized():

@@ -98,13 +98,15 @@ def fitted(
         are = "is" if len(workers) == 1 else "are"
         return Law(
             name,
-            why_not=f"{name}'s law is not fitted: it needs {LEAST_POINTS} numbers of workers, and "
-            f"{len(workers)} {are} measured",
+            why_not=f"{name}'s law is not fitted: the fit needs {LEAST_POINTS} numbers of workers, "
+            f"but {len(workers)} {are} measured",
         )
     if base_workers != 1:
         return Law(name, why_not=f"{name}'s law is not fitted: there is no run with one worker")
     if not all(math.isfinite(rate.low) and math.isfinite(rate.high) for rate in rates):
-        return Law(name, why_not=f"{name}'s law is not fitted: too few steps for intervals")
+        return Law(
+            name, why_not=f"{name}'s law is not fitted: the runs have too few steps for intervals"
+        )
     return _line(name, np.array(workers, float), rates, base.mean)
 
 
@@ -136,13 +138,13 @@ def _line(name: Name, workers: Floats, rates: Sequence[Spread], base_per_s: floa
     )
     head = f"{name}'s law does not describe these runs"
     if low > 1 or (not strong and slope <= 0):
-        return replace(law, why_not=f"{head}: they become slower with more workers")
+        return replace(law, why_not=f"{head}: the runs become slower with more workers")
     if high < 0:
-        return replace(
-            law, why_not=f"{head}: their speed-up is larger than their number of workers"
-        )
+        return replace(law, why_not=f"{head}: the speed-up is larger than the number of workers")
     drawn = np.array([law.at(count) for count in workers])
     miss = float(np.abs(drawn / speed - 1).max())
     if miss > MOST_MISS:
-        return replace(law, why_not=f"{head}: for one run the law is wrong by {miss * 100:.0f} %")
+        return replace(
+            law, why_not=f"{head}: the law misses one measured run by {miss * 100:.0f} %"
+        )
     return law

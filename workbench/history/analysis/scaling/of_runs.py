@@ -30,7 +30,7 @@ Held: TypeAlias = "tuple[list[RunSummary], ComparisonRow]"
 def why_not(runs: Sequence[RunSummary]) -> str:
     """Return why runs show no scaling, in a sentence; empty where they do."""
     if not runs:
-        return "There is no run."
+        return "There are no runs."
     counts = {run.workers for run in runs}
     if len(counts) < 2:
         count = next(iter(counts))

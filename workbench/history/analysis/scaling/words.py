@@ -36,25 +36,28 @@ def verdict_of(curves: Sequence[Curve]) -> tuple[str, bool | None]:
         if point.workers > curve.base.workers
     ]
     if not tried:
-        return "No verdict: no run with more workers was measured.", None
+        return "No verdict, because no run with more workers was measured.", None
     curve, best = max(tried, key=lambda one: one[1].speedup)
     base = curve.base
     what = f"{curve.name} with {best.workers} workers"
     gives = f"{what}, gives {_times(best)} the samples per second of {_whose(curve)}"
     if best.low > 1:
         efficiency = best.speedup * base.workers / best.workers
-        head = f"The fastest, {gives}, at {efficiency * 100:.0f} % efficiency."
+        head = f"The fastest run, {gives}, at {efficiency * 100:.0f} % efficiency."
         return f"{head} {_more(curve, best)}".rstrip(), True
     if not math.isfinite(best.low):
-        return f"No certain verdict: {gives}, in too few steps for an interval.", None
+        return (
+            f"No certain verdict: {gives}, but too few steps were measured for an interval.",
+            None,
+        )
     reason = reason_of(best.row, base)
     head = "You should not distribute this"
     if base.workers > 1:
         head = f"More than {base.workers} workers do not pay"
     if best.high < 1:
-        return f"{head}: the best, {gives}. {reason}".rstrip(), False
-    doubt = "no gain beyond the variation of steps; more steps or seeds may show a gain"
-    return f"{head}: the best, {gives}, {doubt}. {reason}".rstrip(), False
+        return f"{head}: the best run, {gives}. {reason}".rstrip(), False
+    doubt = "The gain is within the variation of steps; more steps or seeds may show a gain."
+    return f"{head}: the best run, {gives}. {doubt} {reason}".rstrip(), False
 
 
 def _whose(curve: Curve) -> str:
@@ -76,14 +79,14 @@ def _more(curve: Curve, best: Point) -> str:
     last = curve.known[-1]
     if last.workers > best.workers:
         slower = "slower again" if last.high < best.low else "no faster"
-        head = f"With {last.workers} it is {slower} ({last.speedup:.2f}x)."
+        head = f"With {last.workers} workers, the run is {slower} ({last.speedup:.2f}x)."
         return f"{head} {reason_of(last.row, best.row)}".rstrip()
     law = curve.law
     if not (law.fits and law.name == "Amdahl" and law.serial > _LEAST_SERIAL and law.low > 0):
         return ""
     least, most = law.scale / law.high, law.scale / law.low
     return (
-        f"By Amdahl's law {law.serial * 100:.0f} % of one worker's step cannot be divided, so no "
+        f"By Amdahl's law, {law.serial * 100:.0f} % of one worker's step cannot be divided. So no "
         f"number of workers gives more than {law.limit:.1f}x ({least:.1f} to {most:.1f})."
     )
 
@@ -112,14 +115,19 @@ def reason_of(plan: ComparisonRow, fewer: ComparisonRow) -> str:
         if more_s[name] > _COUNTS * plan.step_s
     ]
     known = math.isfinite(compute_s) and math.isfinite(before_s)
-    computing = f"{milliseconds(compute_s)} computing instead of {milliseconds(before_s)}"
-    if known and compute_s > _UNDIVIDED * before_s and share_cores(fewer, plan):
-        computing += f", since {plan.workers} workers share the cores that one worker has alone"
+    if known:
+        costs.append(f"{milliseconds(compute_s)} computing")
     if not costs:
-        return f"In each step a worker spends {computing}." if known else ""
-    spent = " and ".join(costs)
-    head = f"Of a step of {milliseconds(plan.step_s)}, each worker spends {spent}"
-    return f"{head}, and {computing}." if known else f"{head}."
+        return ""
+    spent = " and ".join(filter(None, (", ".join(costs[:-1]), costs[-1])))
+    said = f"In a step of {milliseconds(plan.step_s)}, each worker spends {spent}."
+    if not known:
+        return said
+    few = "one worker" if fewer.workers == 1 else f"{fewer.workers} workers"
+    said += f" With {few}, computing takes {milliseconds(before_s)}."
+    if compute_s > _UNDIVIDED * before_s and share_cores(fewer, plan):
+        said += f" The {plan.workers} workers share the cores that one worker has alone."
+    return said
 
 
 def _parts_s(row: ComparisonRow) -> dict[str, float]:
@@ -141,14 +149,20 @@ def notes_of(curves: Sequence[Curve], mode: Mode, price: float | None) -> Iterab
     for curve in curves:
         if curve.base.workers != 1:
             yield (
-                f"{curve.name}: no run has one worker, so speed-up is relative to "
+                f"No run of {curve.name} has one worker, so speed-up is relative to "
                 f"{curve.base.workers} workers."
             )
         for point in curve.points:
             if point.missing:
-                yield f"Missing: {curve.name} with {point.workers} workers ({point.missing})."
+                yield (
+                    f"There is no measurement of {curve.name} with {point.workers} workers "
+                    f"({point.missing})."
+                )
             elif point.row.state not in ("finished", ""):
-                yield f"{curve.name} with {point.workers} workers: {point.row.state}."
+                yield (
+                    f"The run of {curve.name} with {point.workers} workers has the state "
+                    f"{point.row.state!r}."
+                )
         yield _law(curve, several=len(curves) > 1)
     crowded = [
         point.workers
@@ -159,12 +173,12 @@ def notes_of(curves: Sequence[Curve], mode: Mode, price: float | None) -> Iterab
     if crowded:
         yield (
             f"From {min(crowded)} workers on, the workers share the CPU cores that one worker has "
-            "alone. With a machine or a GPU for each worker, scaling differs."
+            "alone. If each worker has its own machine or GPU, the run scales differently."
         )
     if price is not None:
         costs = [point.cost for curve in curves for point in curve.points if point.cost is not None]
         epoch = all(cost.is_epoch for cost in costs)
-        what = "an epoch" if epoch else "a million samples (an epoch's size is not known)"
+        what = "an epoch" if epoch else "a million samples (the size of an epoch is not known)"
         yield (
             f"Costs are for {what}, at {price:g} per worker-hour; servers and the start of a run "
             "are not counted."
@@ -177,9 +191,9 @@ def words_of_predictions(curves: Sequence[Curve]) -> Iterable[str]:
     if made:
         runs = ", ".join(dict.fromkeys(one.run for one in made.values()))
         yield (
-            f"Predicted from {runs}. Runs with one worker are used only to find how the work "
-            "depends on the samples. The interval holds 90 % of the runs that you would measure, "
-            "relative to the measured baseline."
+            f"The predictions come from {runs}. Runs with one worker are used only to find how the "
+            "work depends on the samples. Of the runs that you would measure, 90 % lie in the "
+            "predicted interval."
         )
     said: dict[str, list[str]] = {}
     for name, one in made.items():
@@ -208,4 +222,7 @@ def _law(curve: Curve, *, several: bool) -> str:
     if not law.fits:
         return f"{head}{law.why_not}."
     share = f"{law.serial * 100:.1f} % ({law.low * 100:.1f} to {law.high * 100:.1f})"
-    return f"{head}{law.name}'s serial share is {share}, its 95 % interval in brackets."
+    return (
+        f"{head}The serial share by {law.name}'s law is {share}, with the 95 % interval in "
+        "brackets."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -17,19 +18,21 @@ _BRANCH = """
 def _labs_look():
     draw = np.random.default_rng([126, rank])
     rows = 5 + 2 * rank
-    x = torch.tensor(draw.normal(size=(rows, 3)))
+    x = torch.tensor(draw.normal(size=(rows, 8)))
     y = torch.tensor((draw.random(rows) < 0.5).astype(float))
-    w = torch.tensor([0.3, -0.2, 0.5, 0.1]).double()
+    w = torch.tensor({begun!r}).double()
     office = Office()
     gradient = logistic_gradient(w, x, y)
     after = client_update(w, x, y, 2, 4, 0.5)
-    same = bool((w == torch.tensor([0.3, -0.2, 0.5, 0.1]).double()).all())
+    same = bool((w == torch.tensor({begun!r}).double()).all())
     models = fedavg(x, y, 3, 2, 4, 0.5, office)
     sizes = [list(one.shape) for one in office.seen]
     return [gradient, after, same, models, office.sent_bytes, sizes]
 _labs_answer = _labs_look()
 del _labs_look
 """
+
+_BEGUN = [0.3, -0.2, 0.5, -0.4, 0.2, 0.0, 0.35, -0.1, 0.1]
 
 _ROWS = """
 _labs_answer = [list(rows_x.shape), rows_x[0].tolist(), float(rows_y.sum())]
@@ -40,69 +43,90 @@ _labs_answer = [list(rows_x.shape), rows_x[0].tolist(), float(rows_y.sum())]
 def fedavg(c: Check) -> None:
     """The gradient, a branch's rounds and the weighted mean; rows stay where they are."""
     n = have(c, "Office", "logistic_gradient", "client_update", "fedavg")
-    found = c.ask(_BRANCH, limit_s=LIMIT_S, hint="the office takes one vector in each round")
+    found = c.ask(
+        _BRANCH.format(begun=_BEGUN),
+        limit_s=LIMIT_S,
+        hint="`office.add_up` takes one vector of numbers in each round",
+    )
     rows = [_branch(rank) for rank in range(n)]
-    begun = np.array([0.3, -0.2, 0.5, 0.1])
+    begun = np.array(_BEGUN)
     for rank, ((gradient, after, same, _, _, _), (x, y)) in enumerate(
         zip(found, rows, strict=True)
     ):
-        seen = floats(c, gradient, "logistic_gradient", (4,))
+        seen = floats(c, gradient, "logistic_gradient", (9,))
         c.need(
             bool(np.allclose(seen, _gradient(begun, x, y))),
-            f"logistic_gradient is wrong on branch {rank}.",
-            "the gradient of the mean over the rows: divide by len(y), once",
+            f"`logistic_gradient` returned a wrong gradient on branch {rank}.",
+            "return the gradient of the mean loss over the rows: divide by len(y) exactly once",
         )
         c.need(
-            bool(np.allclose(floats(c, after, "client_update", (4,)), _update(begun, x, y))),
-            f"client_update is wrong on branch {rank}, with {len(y)} rows in batches of 4.",
-            "every pass takes all batches in their order, also the last one, which is smaller",
+            bool(np.allclose(floats(c, after, "client_update", (9,)), _update(begun, x, y))),
+            f"`client_update` returned wrong weights on branch {rank}, with {len(y)} rows in "
+            "batches of 4.",
+            "every pass takes all batches in their order, including the last and smaller batch",
         )
         c.need(
             same,
-            "client_update changed the weights of its caller.",
+            "`client_update` changed its argument `w` in place.",
             "work on a copy: w = w.clone()",
         )
     c.expect(True, "`logistic_gradient` and `client_update` are right on every branch", "")
     counts = np.array([len(y) for _, y in rows], dtype=float)
-    w, truth = np.zeros(4), []
+    w, truth = np.zeros(9), []
     for _ in range(3):
         mine = np.array([_update(w, x, y) for x, y in rows])
         w = (counts[:, None] * mine).sum(0) / counts.sum()
         truth.append(w)
-    for _, _, _, models, sent_bytes, sizes in found:
-        seen = floats(c, models, "fedavg", (3, 4))
+    for _, _, _, models, sent_bytes, _ in found:
+        seen = _models(c, models, "fedavg")
         c.need(
             bool(np.allclose(seen, truth)),
-            "fedavg does not return the means of the branches, weighted by their rows.",
-            "send rows * weights and rows in one vector, then divide the sums; each round begins "
-            "with the mean of the previous round",
+            "`fedavg` did not return the means of the branches' weights, weighted by their numbers "
+            "of rows.",
+            "with r rows, send r * weights and r in one vector, then divide the sums; each round "
+            "begins with the mean of the previous round",
         )
         c.need(
-            sent_bytes <= 3 * 8 * 6,
-            f"A branch sent {sent_bytes} bytes in three rounds.",
-            "send one vector in each round: the weights and one more number",
+            sent_bytes <= 3 * 8 * 10,
+            f"A branch sent {sent_bytes} bytes in three rounds, but {3 * 8 * 10} bytes are enough.",
+            "send one vector in each round: the weights and one additional number",
         )
-        c.need(
-            all(one[-1] <= 6 for one in sizes),
-            "The office received more than a model.",
-            "rows must not leave a branch",
-        )
-    c.expect(True, "`fedavg` is the mean over rows, with one vector for each round", "")
+    calls = len(found[0][5])
+    c.need(
+        calls == 3,
+        f"In three rounds `office.add_up` was called {calls} times, but must be called once in "
+        "each round.",
+        "put everything that a branch sends to the office in a round into one vector",
+    )
+    c.expect(True, "`fedavg` returns the weighted means, and sends one vector in each round", "")
     data = c.ask(_ROWS, limit_s=LIMIT_S, hint="run the cell of section 6 again")
     firsts = [tuple(one[1]) for one in data]
     c.expect(
         [one[0][0] for one in data] == [400, 350, 300, 250, 200][:n] and len(set(firsts)) == n,
         "each branch holds only its own rows",
-        "a branch holds other rows than its own",
+        "a branch holds rows that are not its own",
         "run the cell of section 6 that loads `rows_x` again",
     )
+
+
+def _models(c: Check, value: Any, name: str, rounds: int = 3) -> Floats:
+    """Return the weights after each round."""
+    found = floats(c, value, name)
+    c.need(
+        found.shape == (rounds, 9),
+        f"For {rounds} rounds `{name}` returned a result of the shape {found.shape}, but its shape "
+        f"must be {(rounds, 9)}.",
+        "return a list with one vector of 9 numbers for each round, without the zeros before the "
+        "first round",
+    )
+    return found
 
 
 def _branch(rank: int) -> tuple[Floats, Floats]:
     """Return the rows of a branch, as `_BRANCH` makes them."""
     draw = np.random.default_rng([126, rank])
     rows = 5 + 2 * rank
-    return draw.normal(size=(rows, 3)), (draw.random(rows) < 0.5).astype(float)
+    return draw.normal(size=(rows, 8)), (draw.random(rows) < 0.5).astype(float)
 
 
 def _gradient(w: Floats, x: Floats, y: Floats) -> Floats:
@@ -121,21 +145,24 @@ def _update(w: Floats, x: Floats, y: Floats) -> Floats:
 
 _PRIVATE = """
 def _labs_look():
+    def begin(seed):
+        return torch.Generator().manual_seed(seed)
     v = torch.tensor([3.0, -4.0, 0.0]).double()
-    clips = [clip(one, norm) for one, norm in ((v, 1.0), (v, 10.0), (torch.zeros(3).double(), 1.0))]
+    clips = [clip(one, norm) for one, norm in ((v, 2.5), (v, 10.0), (torch.zeros(3).double(), 1.0))]
     same = v.tolist() == [3.0, -4.0, 0.0]
-    generator = torch.Generator().manual_seed(rank)
-    noisy = private_update(torch.ones(4000).double(), 2.0, 1.5, generator)
-    x = torch.tensor(np.random.default_rng([126, rank]).normal(size=(5 + 2 * rank, 3)))
+    generator, ones = begin(rank), torch.ones(4000).double()
+    noisy, later = [private_update(ones, 2.0, 1.5, generator) for _ in range(2)]
+    first = private_update(ones, 2.0, 1.5, begin(rank))
+    quiet = private_update(v, 2.5, 0.0, begin(rank))
+    x = torch.tensor(np.random.default_rng([126, rank]).normal(size=(5 + 2 * rank, 8)))
     y = (x[:, 0] > 0).double()
-    office = Office()
-    generator = torch.Generator().manual_seed(rank)
-    models = dp_fedavg(x, y, 3, 2, 4, 0.5, 0.1, 0.0, generator, office)
-    seen = torch.cat(office.seen) if office.seen else None
-    office = Office()
-    again = dp_fedavg(x, y, 3, 2, 4, 0.5, 0.1, 1.0, torch.Generator().manual_seed(rank), office)
+    rounds = []
+    for z, count in ((0.0, 3), (1.0, 12)):
+        office = Office()
+        models = dp_fedavg(x, y, count, 2, 4, 0.5, 0.1, z, begin(rank), office)
+        rounds.append([models, office.seen])
     eps = [epsilon(z, t, d) for z, t, d in ((1.0, 1, 1e-5), (2.0, 30, 1e-6))]
-    return [clips, same, noisy, models, seen, again, eps]
+    return [clips, same, [noisy, later, first], quiet, rounds, eps]
 _labs_answer = _labs_look()
 del _labs_look
 """
@@ -148,96 +175,172 @@ def private(c: Check) -> None:
     found = c.ask(_PRIVATE, limit_s=LIMIT_S, hint="call each function with a small vector first")
     clips = [floats(c, one, "clip", (3,)) for one in found[0][0]]
     c.need(
-        bool(np.allclose(clips[0], [0.6, -0.8, 0.0])),
-        f"clip([3, -4, 0], 1) returned {clips[0].round(3).tolist()}.",
-        "shorten the whole vector to the norm, and keep its direction",
+        bool(np.allclose(clips[0], [1.5, -2.0, 0.0])),
+        f"clip([3, -4, 0], 2.5) returned {clips[0].round(3).tolist()}, which is not the clipped "
+        "update.",
+        "the result must have the norm 2.5 and the direction of the update",
     )
     c.need(
         bool(np.allclose(clips[1], [3, -4, 0]) and np.allclose(clips[2], 0)) and found[0][1],
-        "clip changes an update that is short enough, or the tensor of its caller.",
-        "multiply by min(1, norm / length): a short update stays as it is",
+        "`clip` changed an update whose norm was already below the limit, or it changed its "
+        "argument `update` in place.",
+        "return a new tensor: `update` times min(1, norm / (the norm of `update`))",
     )
     c.expect(True, "`clip` keeps the direction and limits the norm", "")
-    clipped = 2.0 / math.sqrt(4000)
-    noise = np.array([floats(c, one[2], "private_update", (4000,)) - clipped for one in found])
-    asked = 1.5 * 2.0 / math.sqrt(n)
-    c.need(
-        abs(float(noise.std()) / asked - 1) < 0.03 and abs(float(noise.mean())) < 0.1 * asked,
-        f"With norm 2 and z = 1.5, the noise of a branch has a standard deviation of "
-        f"{float(noise.std()):.3g}.",
-        "clip first, then add noise; its standard deviation is z * norm / sqrt(number of branches)",
-    )
-    c.need(
-        abs(float(noise.sum(0).std()) / (1.5 * 2.0) - 1) < 0.06,
-        "The noise of the sum is not z * norm.",
-        "each branch draws its own noise: use the generator that the function is given",
-    )
-    c.expect(True, "the noise of the sum has the standard deviation z S", "")
+    _noise(c, found, n)
     _dp_rounds(c, found, n)
     for at, (z, t, delta) in enumerate(((1.0, 1, 1e-5), (2.0, 30, 1e-6))):
         rho = t / (2 * z * z)
         truth = rho + 2 * math.sqrt(rho * math.log(1 / delta))
-        seen = float(floats(c, found[0][6][at], "epsilon", ()))
+        seen = float(floats(c, found[0][5][at], "epsilon", ()))
         c.need(
             math.isclose(seen, truth, rel_tol=1e-6),
-            f"epsilon({z:g}, {t}, {delta:g}) returned {seen:.4g}.",
+            f"epsilon({z:g}, {t}, {delta:g}) returned {seen:.4g}, which is not right.",
             "rho grows with the number of rounds; use the natural logarithm",
         )
     c.expect(True, "`epsilon` follows the formula", "")
 
 
+def _noise(c: Check, found: list[Any], n: int) -> None:
+    """Look at the noise of `private_update`: its size, and where it comes from."""
+    first = floats(c, found[0][3], "private_update", (3,))
+    c.need(
+        bool(np.allclose(first, [1.5, -2.0, 0.0])),
+        f"private_update([3, -4, 0], 2.5, 0, generator) returned {first.round(3).tolist()}, which "
+        "is not the clipped update.",
+        "with z = 0 there is no noise: return the clipped update",
+    )
+    clipped = 2.0 / math.sqrt(4000)
+    drawn = [[floats(c, one, "private_update", (4000,)) for one in worker[2]] for worker in found]
+    noise = np.array([one[0] for one in drawn]) - clipped
+    asked = 1.5 * 2.0 / math.sqrt(n)
+    c.need(
+        abs(float(noise.std()) / asked - 1) < 0.03 and abs(float(noise.mean())) < 0.1 * asked,
+        "With norm 2 and z = 1.5, the noise of a branch has the mean "
+        f"{float(noise.mean()):.3g} and the standard deviation {float(noise.std()):.3g}; at least "
+        "one of these two numbers is wrong.",
+        "clip first, then add noise with the mean 0 and the standard deviation z * norm / "
+        "sqrt(number of branches)",
+    )
+    c.need(
+        all(np.array_equal(noisy, again) for noisy, _, again in drawn),
+        "`private_update` does not draw its noise from its argument `generator`.",
+        "pass the generator on to torch.randn",
+    )
+    c.need(
+        abs(float(noise.sum(0).std()) / (1.5 * 2.0) - 1) < 0.06
+        and not any(np.array_equal(noisy, later) for noisy, later, _ in drawn),
+        "Two branches, or two calls on one branch, add the same noise.",
+        "use `generator` as it is: do not set its seed in the function",
+    )
+    c.expect(True, "the noise of the sum has the standard deviation z * norm", "")
+
+
 def _dp_rounds(c: Check, found: list[Any], n: int) -> None:
     rows = []
     for rank in range(n):
-        x = np.random.default_rng([126, rank]).normal(size=(5 + 2 * rank, 3))
+        x = np.random.default_rng([126, rank]).normal(size=(5 + 2 * rank, 8))
         rows.append((x, (x[:, 0] > 0).astype(float)))
-    w, truth = np.zeros(4), []
-    for _ in range(3):
+
+    def clipped(w: Floats) -> Floats:
         updates = np.array([_update(w, x, y) - w for x, y in rows])
         lengths = np.linalg.norm(updates, axis=1, keepdims=True)
-        w = w + (updates * np.minimum(1, 0.1 / lengths)).sum(0) / n
+        short: Floats = updates * np.minimum(1, 0.1 / lengths)
+        return short
+
+    w, truth = np.zeros(9), []
+    for _ in range(3):
+        w = w + clipped(w).sum(0) / n
         truth.append(w)
     for one in found:
-        seen = floats(c, one[3], "dp_fedavg", (3, 4))
         c.need(
-            bool(np.allclose(seen, truth)),
-            "Without noise, dp_fedavg does not give the mean of the clipped updates.",
+            bool(np.allclose(_models(c, one[4][0][0], "dp_fedavg"), truth)),
+            "With z = 0, `dp_fedavg` does not add the mean of the clipped updates to the weights.",
             "send the clipped *update* (new weights minus old weights), and add the sum divided by "
             "world_size to the weights",
         )
-    received = floats(c, found[0][4], "office.seen")
+    messages = [_received(c, found[0][4][at][1], n, (3, 12)[at]) for at in (0, 1)]
     c.need(
-        float(np.linalg.norm(received, axis=1).max()) <= 0.1 * (1 + 1e-6),
-        "The office received an update that is longer than the norm.",
-        "clip before you send",
+        float(np.linalg.norm(messages[0], axis=2).max()) <= 0.1 * (1 + 1e-6),
+        "With z = 0, the office received an update whose norm is larger than the limit.",
+        "clip the update before you send it",
     )
-    again = floats(c, found[0][5], "dp_fedavg", (3, 4))
+    models = _models(c, found[0][4][1][0], "dp_fedavg", 12)
+    before = np.concatenate([np.zeros((1, 9)), models[:-1]])
+    noise = np.array([got - clipped(w) for got, w in zip(messages[1], before, strict=True)])
+    sizes = noise.std(axis=(1, 2)) / (0.1 / math.sqrt(n))
     c.need(
-        float(np.abs(again - truth).max()) > 1e-3,
-        "With z = 1, dp_fedavg gives the same weights as without noise.",
-        "call private_update in each round",
+        bool((np.abs(sizes - 1) < 0.45).all()) and abs(float(np.mean(sizes)) - 1) < 0.15,
+        "With z = 1, the noise in the messages to the office has the wrong size: in rounds 0, 1 "
+        f"and 2 it is {', '.join(f'{one:.2f}' for one in sizes[:3])} times the right size.",
+        "in each round a branch adds its own part of the noise, once, before it sends",
+    )
+    c.need(
+        not np.allclose(noise[0], noise[1]),
+        "Two rounds of `dp_fedavg` have the same noise.",
+        "use `generator` as it is: do not set its seed in a round",
+    )
+    c.need(
+        bool(np.allclose(models, before + messages[1].sum(1) / n)),
+        "With z = 1, the new weights are not the old weights plus the mean of the messages that "
+        "the office received.",
+        "the noise is in the messages already: add the office's sum, divided by world_size",
     )
     c.expect(True, "`dp_fedavg` adds clipped and noisy updates", "")
 
 
+def _received(c: Check, seen: Any, n: int, rounds: int) -> Floats:
+    """Return what the office received: by round, branch and number."""
+    shapes = [np.shape(one) for one in seen]
+    c.need(
+        shapes == [(n, 9)] * rounds,
+        f"In {rounds} rounds of `dp_fedavg` each branch sent {len(shapes)} vectors, of "
+        f"{sorted({shape[-1] for shape in shapes})} numbers; it must send one vector of 9 numbers "
+        "in each round.",
+        "in each round a branch sends only its private update",
+    )
+    return floats(c, seen, "office.seen")
+
+
 _SECURE = """
 def _labs_look():
-    v = torch.tensor({vectors!r}[rank]).double()
-    plain = encode(v)
-    back = None if plain is None else decode(plain)
-    if back is None or masked(plain, 1) is None:
-        return [plain, *[None] * 5, back]
-    first, second = masked(plain, 1), masked(plain, 2)
-    zeros = masked(torch.zeros(2000, dtype=torch.int64), 3)
-    office = Office()
-    total = secure_sum(v, 4, office)
-    seen = office.seen[0] if office.seen else None
-    return [plain, first, second, zeros, total, seen, back]
+    global pair_seed
+    secret, asked = pair_seed, []
+    def pair_seed(a, b, number):
+        asked.append([sum((int(a), int(b))) - rank, int(number)])
+        return secret(a, b, number)
+    def partners():  # of this branch, and the rounds, since the previous call
+        found = [sorted(set(column)) for column in zip(*asked)] or [[], []]
+        asked.clear()
+        return found
+    try:
+        v = torch.tensor({vectors!r}[rank]).double()
+        plain = encode(v)
+        kind, back = str(getattr(plain, "dtype", None)), None
+        if plain is not None:
+            plain = plain.clone()
+            back = [decode(plain.clone()), decode(torch.tensor([0, 2**31 - 1, 2**31, R - 1]))]
+        if back is None or back[0] is None:
+            return [plain, *[None] * 5, back, kind, None]
+        first, pairs = masked(plain.clone(), {turn}), partners()
+        if first is None:
+            return [plain, *[None] * 5, back, kind, None]
+        second = masked(plain.clone(), {turn} + 1)
+        zeros = masked(torch.zeros(2000, dtype=torch.int64), {turn} + 2)
+        partners()
+        office = Office()
+        total = secure_sum(v, {turn} + 3, office)
+        seen = office.seen[0] if office.seen else None
+        return [plain, first, second, zeros, total, seen, back, kind, [pairs, partners()]]
+    finally:
+        pair_seed = secret
 _labs_answer = _labs_look()
 del _labs_look
 """
 
 _R = 2**32
+_TURNS = itertools.count(100, 10)
+"""Numbers of rounds that no check has used: an answer may keep the masks of a round."""
 
 
 @exercise("12.8", "Secure aggregation", where="the engines")
@@ -245,19 +348,35 @@ def secure(c: Check) -> None:
     """Masks cancel in the sum of all messages, and in no other sum."""
     n = have(c, "Office", "encode", "decode", "masked", "secure_sum", "pair_seed")
     vectors = np.random.default_rng(128).normal(size=(n, 9)).round(3)
-    source = _SECURE.format(vectors=vectors.tolist())
-    found = c.ask(source, limit_s=LIMIT_S, hint="work with torch.int64 until decode")
+    turn = next(_TURNS)
+    source = _SECURE.format(vectors=vectors.tolist(), turn=turn)
+    found = c.ask(source, limit_s=LIMIT_S, hint="keep all numbers in torch.int64 until `decode`")
     plain = np.array([floats(c, one[0], "encode", (9,)) for one in found])
+    off = np.abs(plain - np.rint(vectors * 2**16) % _R)
     c.need(
-        bool(np.allclose(plain, np.rint(vectors * 2**16) % _R, atol=1)),
-        "encode does not return round(2**16 * v) modulo R.",
-        "a negative number becomes R minus its magnitude: % R does this",
+        not off.any(),
+        "`encode` did not return round(2**16 * v) modulo R.",
+        "round to the nearest whole number; do not cut off the fraction"
+        if np.minimum(off, _R - off).max() <= 1
+        else "a negative number becomes R minus its magnitude: % R does this",
     )
-    backs = np.array([floats(c, one[6], "decode", (9,)) for one in found])
+    c.need(
+        found[0][7] == "torch.int64",
+        f"`encode` returned numbers of the type {found[0][7]}, but must return torch.int64.",
+        "masks need whole numbers: convert to torch.int64",
+    )
+    backs = np.array([floats(c, one[6][0], "decode", (9,)) for one in found])
     c.need(
         bool(np.allclose(backs, vectors, atol=1e-4)),
-        "decode(encode(v)) is not v.",
+        "decode(encode(v)) is not equal to v.",
         "values from R/2 upwards are negative numbers: subtract R",
+    )
+    ends = floats(c, found[0][6][1], "decode", (4,))
+    c.need(
+        bool(np.array_equal(ends, np.array([0, 2**31 - 1, -(2**31), -1]) / 2**16)),
+        f"`decode` of [0, R/2 - 1, R/2, R - 1] returned {ends.tolist()}, which is not right.",
+        "which of these four values stand for negative numbers? Is every step in torch.int64 or "
+        "torch.float64?",
     )
     c.expect(True, "`encode` and `decode` are right, for negative numbers too", "")
     first, second = (
@@ -265,7 +384,7 @@ def secure(c: Check) -> None:
     )
     c.need(
         bool((first >= 0).all() and (first < _R).all()),
-        "A masked message has numbers outside of 0 .. R - 1.",
+        "`masked` returned numbers below 0 or above R - 1.",
         "take the result modulo R",
     )
     c.need(
@@ -273,31 +392,45 @@ def secure(c: Check) -> None:
         "The masks do not cancel in the sum of all messages.",
         "of each pair, the lower rank adds the mask and the higher rank subtracts the same mask",
     )
+    for rank, one in enumerate(found):
+        others = [other for other in range(n) if other != rank]
+        masks = [other for other in one[8][0][0] if other in others]
+        c.need(
+            masks == others,
+            f"`masked` on branch {rank} called pair_seed only for the branches {masks}.",
+            "the formula needs one mask for each other branch",
+        )
+        c.need(
+            not one[8][1][1] or turn + 3 in one[8][1][1],
+            f"secure_sum(v, {turn + 3}, office) uses the masks of the rounds {one[8][1][1]}, "
+            f"and not those of round {turn + 3}.",
+            "a mask that is used twice does not stay secret: pass `number` on to `masked`",
+        )
     noise = np.array([floats(c, one[3], "masked", (2000,)) for one in found]) / _R
     uniform = np.abs(np.sort(noise, axis=1) - np.linspace(0, 1, 2000)).max()
     c.need(
         n == 1 or float(uniform) < 0.06,
-        "A masked vector of zeros is not random.",
-        "add a mask for every other branch",
+        "`masked` of a vector of zeros did not return random numbers.",
+        "add or subtract a mask for every other branch",
     )
     four = (noise[:-1].sum(0)) % 1.0  # what remains is the last branch's mask
     c.need(
         n == 1 or float(np.abs(np.sort(four) - np.linspace(0, 1, 2000)).max()) < 0.06,
         "The sum of all messages except one is not random.",
-        "each pair of branches needs a mask of its own",
+        "each pair of branches needs its own mask",
     )
     c.need(
         not np.array_equal(first, second),
-        "Two rounds have the same masks.",
+        "In two different rounds, `masked` used the same masks.",
         "pass the number of the round to pair_seed",
     )
-    c.expect(True, "only the sum of all messages is free of masks", "")
+    c.expect(True, "the masks cancel in the sum of all messages, and in no other sum", "")
     truth = vectors.sum(0)
     for one in found:
         c.need(
-            bool(np.allclose(floats(c, one[4], "secure_sum", (9,)), truth, atol=1e-3)),
-            "secure_sum does not return the sum of the vectors.",
-            "encode, mask, add up, decode",
+            bool(np.allclose(floats(c, one[4], "secure_sum", (9,)), truth, atol=1e-4)),
+            "`secure_sum` did not return the sum of the branches' vectors.",
+            "first encode the vector, then mask it, then let the office add up, then decode",
         )
     seen = floats(c, found[0][5], "office.seen", (n, 9))
     c.expect(

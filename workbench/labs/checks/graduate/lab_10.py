@@ -41,7 +41,7 @@ class _LabsWire:
         sizes = [int(size) for size in sizes]
         if len(set(sizes)) > 1:  # gloo would end the process
             sent = ", ".join(f"worker {r} sends {size} numbers" for r, size in enumerate(sizes))
-            raise ValueError(f"message {self.messages} differs between workers: {sent}")
+            raise ValueError(f"message {self.messages} has different sizes on the workers: {sent}")
         return _LabsSent(self, dist.all_reduce(x.detach(), async_op=True))
     def broadcast(self, x, source=0):
         dist.broadcast(x, source)
@@ -63,7 +63,7 @@ def _labs_data(seed):
     x = torch.randn(6, 5, generator=generator, dtype=torch.float64)
     return x, torch.randn(6, 2, generator=generator, dtype=torch.float64)
 """
-_ORDER = "all workers must send the same messages in the same order; for None, send zeros"
+_ORDER = "all workers must send the same messages in the same order, and zeros where .grad is None"
 
 _FORGET = "\ndel _LabsSent, _LabsWire, _labs_net, _labs_grads, _labs_data, _labs_look\n"
 
@@ -192,7 +192,7 @@ def _true_s(way: str, blocks: int, of_block: float, backward: float, latency: fl
     return free - blocks * backward
 
 
-@exercise("10.1", "What each version should cost")
+@exercise("10.1", "The predicted time of each version")
 def predicted(c: Check) -> None:
     """Call `exposed_s` with several wires. Compare its results with a walk over the messages."""
     for way in ("naive", "flat", "bucketed", "overlapped"):
@@ -203,12 +203,13 @@ def predicted(c: Check) -> None:
                 true = _true_s(*asked)
                 c.need(
                     math.isclose(found, true, rel_tol=1e-6, abs_tol=1e-9),
-                    f"exposed_s{asked} returned {found:.4g}, but the messages take {true:.4g} s.",
-                    "go through the messages one by one: when is each ready, when is the wire free?"
+                    f"exposed_s{asked} returned {found:.4g} s, but {true:.4g} s are exposed.",
+                    "go through the messages in order: when is this message ready, and when is the "
+                    "wire free?"
                     if way == "overlapped"
-                    else "count the messages, and add the time of all bytes",
+                    else "count the messages for the latency, and add the time for all bytes",
                 )
-        c.expect(True, f"{way}: the exposed time is right for every wire that was tried", "")
+        c.expect(True, f"`{way}`: the exposed time is right for every wire that was tried", "")
 
 
 @exercise("10.2", "Equal weights and naive averaging", where="the engines")
@@ -220,24 +221,24 @@ def naive(c: Check) -> None:
     off = [rank for rank, one in enumerate(found) if not np.array_equal(np.asarray(one), first)]
     c.need(
         not off,
-        f"After same_weights worker {off[0] if off else 0} has other values than worker 0.",
-        "parameters and buffers, such as BatchNorm's running mean, must be those of worker 0",
+        f"After `same_weights`, worker {off[0] if off else 0} differs from worker 0.",
+        "send the parameters of worker 0 and also its buffers, such as BatchNorm's running mean",
     )
     again = c.ask(_WIRE + _SAME.replace("same_weights(net, wire)", "pass") + _FORGET)
     c.expect(
         np.array_equal(first, np.asarray(again[0], dtype=float)),
         "all workers have the weights and buffers of worker 0",
-        "worker 0 itself was changed",
+        "`same_weights` changed the values of worker 0",
         "a broadcast from worker 0 leaves its values as they are",
     )
     found = c.ask(_WIRE + _NAIVE + _FORGET, hint=_ORDER)
     _mean_of(c, "average_naive", found, workers, _naive_truth(workers))
     c.expect(
         all(int(one[1][0]) == 7 for one in found),
-        "one message for each parameter that needs a gradient",
-        f"the workers sent {[int(one[1][0]) for one in found]} messages, but 7 parameters "
-        "need a gradient",
-        "a frozen parameter needs no message, and a missing gradient is sent as zeros",
+        "`average_naive` sends one message for each parameter that needs a gradient",
+        f"the workers sent {[int(one[1][0]) for one in found]} messages, but 7 parameters need a "
+        "gradient",
+        "send no message for a frozen parameter, and send zeros for a missing gradient",
     )
 
 
@@ -261,12 +262,12 @@ def _mean_of(
         off = int(np.argmax(np.abs(values - true)))
         c.need(
             bool(np.allclose(values, true, rtol=1e-9)),
-            f"After {name} a gradient of worker {rank} is {values[off]:.6g}, but the mean over "
+            f"After `{name}`, a gradient of worker {rank} is {values[off]:.6g}, but the mean over "
             f"{workers} workers is {true[off]:.6g}.",
-            "the mean is the sum divided by the number of workers, written back into .grad; a "
-            "worker without a gradient adds zeros and still counts",
+            "divide the sum by the number of all workers, and write the mean back into the "
+            "gradient; a worker without a gradient sends zeros, and is counted too",
         )
-    c.expect(True, f"{name} gives every worker the mean", "")
+    c.expect(True, f"`{name}` gives every worker the mean", "")
 
 
 @exercise("10.3", "One message", where="the engines")
@@ -280,7 +281,7 @@ def flat(c: Check) -> None:
     c.expect(
         all(int(one[1][0]) == 1 for one in found),
         "one message carries all gradients",
-        f"the workers sent {[int(one[1][0]) for one in found]} messages",
+        f"the workers sent {[int(one[1][0]) for one in found]} messages, but each must send 1",
         "copy all gradients into one tensor with torch.cat, and send this tensor",
     )
 
@@ -292,27 +293,33 @@ def buckets(c: Check) -> None:
     answers = c.ask(_BUCKETS % (_TRIALS,))[0]
     for (sizes, frozen, limit), found in zip(_TRIALS, answers, strict=True):
         filled(c, found, "make_buckets")
-        case = f"make_buckets with parameters of {[8 * n for n in sizes]} bytes"
-        case += f" (number {frozen} frozen)" if frozen else ""
         got = [[int(place) for place in bucket] for bucket in found]
         wanted = _buckets(sizes, frozen, limit)
+        case = f"For parameters of {[8 * n for n in sizes]} bytes"
+        case += f" (those at the places {frozen} are frozen)" if frozen else ""
+        case += f" and a limit of {limit} bytes, `make_buckets` returned the parameters {got}"
         order, right = list(chain.from_iterable(got)), list(chain.from_iterable(wanted))
         c.need(
             sorted(order) == sorted(right),
-            f"{case}, limit {limit}: the buckets hold the parameters {got}.",
-            "each parameter that needs a gradient is in one bucket, and frozen ones are in none",
+            f"{case}: a parameter is missing, is there twice, or does not belong there.",
+            "put each parameter that needs a gradient into one bucket, and leave out frozen "
+            "parameters",
         )
         c.need(
             order == right,
-            f"{case}, limit {limit}: the order is {order}.",
-            "the first bucket holds the last parameters, whose gradients are ready first",
+            f"{case}: the order is not right.",
+            "the first bucket holds the last parameters, because their gradients are ready first",
         )
         c.need(
             got == wanted,
-            f"{case}, limit {limit}: the buckets are {got}.",
-            "begin a new bucket when the next parameter would exceed the limit; no bucket is empty",
+            f"{case}: a bucket begins too early, begins too late, or is empty.",
+            "begin a new bucket when the next parameter would exceed the limit of this bucket",
         )
-    c.expect(True, "every bucket is as full as the limit allows, in reverse order", "")
+    c.expect(
+        True,
+        "the parameters are in reverse order, and each bucket is as full as the limit allows",
+        "",
+    )
 
 
 def _buckets(sizes: list[int], frozen: list[int], limit: int) -> list[list[int]]:
@@ -338,20 +345,20 @@ def _trained(
     for name, value in given.items():
         source = source.replace(name, str(value))
     found = c.ask(_WIRE + source + _FORGET, hint=_ORDER)
-    first = floats(c, found[0][0], "the weights")
+    first = floats(c, found[0][0], kind)
     for rank, (weights, grads, true, *_) in enumerate(found):
         c.need(
             np.array_equal(np.asarray(weights, dtype=float), first),
-            f"After {kind}(...) worker {rank} has other weights than worker 0.",
-            "__init__ makes the weights equal",
+            f"After `{kind}(...)`, worker {rank} does not have the same weights as worker 0.",
+            "`__init__` must make the weights of all workers equal",
         )
         values, truth = floats(c, grads, "finish"), np.asarray(true, dtype=float)
-        where = "when a layer was not used on worker 0" if unused else f"with a limit of {limit}"
+        where = "worker 0 did not use a layer" if unused else f"the limit was {limit} bytes"
         c.need(
             values.shape == truth.shape and bool(np.allclose(values, truth, atol=1e-10)),
-            f"After finish() the gradients of worker {rank} are not the means ({where}).",
-            "divide by world_size, write every part back into .grad, and forget the messages of "
-            "the step before",
+            f"After `finish()`, worker {rank} does not have the means of the gradients ({where}).",
+            "divide by world_size, write every part of a message back into its .grad, and remove "
+            "the messages of the previous step",
         )
     return found
 
@@ -365,34 +372,35 @@ def parallel(c: Check) -> None:
     told = [[int(one) for one in worker[3]] for worker in small]
     c.need(
         all(one[0] == one[3] == 7 for one in told),
-        f"With a limit of {_SMALL} byte a step has {told[0][0]} messages, but 7 parameters need "
-        "a gradient.",
-        "each bucket is one message in each step",
+        f"With a limit of {_SMALL} byte, each of the 7 parameters that need a gradient is in a "
+        f"bucket of its own, but a step sent {told[0][0]} messages.",
+        "send one message for each bucket in each step",
     )
     c.expect(
         all(one[1] >= 4 for one in told),
         "messages begin while the backward pass is still running",
-        f"only {told[0][1]} of 7 messages began before the backward pass reached the first layer",
-        "begin a bucket in the hook, as soon as its last gradient arrives",
+        f"only {told[0][1]} of 7 messages began before the backward pass reached the first layer; "
+        "at least 4 must",
+        "begin the message of a bucket in the hook that gets the last gradient of this bucket",
     )
     waits = max(int(worker[4]) for worker in small)
     c.expect(
         not waits,
         "the backward pass never waits for a message",
-        f"in two steps a worker waited for {waits} messages during the backward pass",
-        "the hook only begins a message; call wait() in finish",
+        f"a worker waited for {waits} messages during the backward passes of two steps",
+        "a hook must only begin a message; call wait() in `finish`",
     )
     whole = _trained(c, "DataParallel", _LARGE)
     messages = [int(worker[3][0]) for worker in whole]
     c.expect(
         all(one == 1 for one in messages),
-        "a large limit gives one message",
-        f"with a limit of {_LARGE} bytes a step has {messages[0]} messages",
-        "the message of a bucket is one tensor with all its gradients",
+        "with a large limit, a step sends one message",
+        f"with a limit of {_LARGE} bytes a step sent {messages[0]} messages, but it must send 1",
+        "the message of a bucket is one tensor with all gradients of the bucket",
     )
     for limit in (_SMALL, 200):
         _trained(c, "DataParallel", limit, unused=True)
-    c.expect(True, "a layer that one worker did not use changes nothing for the others", "")
+    c.expect(True, "the means are right even if one worker did not use a layer", "")
 
 
 @exercise("10.6", "Accumulation without messages", where="the engines")
@@ -403,23 +411,23 @@ def accumulating(c: Check) -> None:
     c.need(
         all(there),
         "`Accumulating` has no method `no_sync`.",
-        "write no_sync with @contextlib.contextmanager: a yield between two lines that change a "
-        "flag",
+        "write `no_sync` with @contextlib.contextmanager: the line before its yield sets a flag, "
+        "and the line after its yield resets this flag",
     )
     found = _trained(c, "Accumulating", _SMALL, quiet=True)
     told = [[int(one) for one in worker[3]] for worker in found]
     c.expect(
         all(one[0] == 0 and one[4] == 0 for one in told),
         "a backward pass inside no_sync() sends nothing",
-        f"inside no_sync() {told[0][0]} messages were sent",
-        "the hook must do nothing there",
+        f"inside no_sync() a step sent {told[0][0]} messages, but it must send none",
+        "inside no_sync(), a hook must do nothing",
     )
     c.expect(
         all(one[1] == 7 and one[2] >= 4 for one in told),
-        "the backward pass after no_sync() sends the sum of both passes while it runs",
-        f"the step has {told[0][1]} messages for 7 parameters, and {told[0][2]} of them began "
-        "during the backward pass",
-        "after no_sync() has ended, the hooks work again",
+        "after no_sync(), the backward pass sends the sums of both passes while it computes",
+        f"after no_sync() a step sent {told[0][1]} messages for 7 parameters, and {told[0][2]} of "
+        "them began during the backward pass; 7 must be sent, and at least 4 must begin early",
+        "after no_sync() has ended, the hooks must begin messages again",
     )
     _trained(c, "Accumulating", _SMALL)
     c.expect(True, "without no_sync() the gradients of every backward pass are still averaged", "")
@@ -435,9 +443,10 @@ def exposed(c: Check) -> None:
     true = float(np.median(both[np.asarray(history["step"]) >= 2]))
     c.expect(
         math.isclose(found, true, rel_tol=1e-6),
-        "the result is the median of wait and transfer together, without the first two steps",
-        f"exposed_of(run) is {found:.4g} s, but the columns give {true:.4g} s",
-        "add both columns for each row, leave out steps 0 and 1, and take the median",
+        "`exposed_of` returns the median of wait plus transfer, without the first two steps",
+        f"exposed_of(run) returned {found:.4g} s, but the median is {true:.4g} s",
+        "add `sync_wait_s` and `transfer_s` in each row, leave out steps 0 and 1, and take the "
+        "median",
     )
 
 
@@ -474,15 +483,16 @@ def best(c: Check) -> None:
         case = f"blocks of {[f'{size:g}' for size in sizes]} bytes, latency {latency:g} s"
         c.need(
             found in times,
-            f"For {case} best_blocks returned {found:g}.",
+            f"For {case}, `best_blocks` returned {found:g}, which is not a possible number of "
+            "blocks.",
             f"return a whole number of blocks, from 1 to {len(sizes)}",
         )
         least = min(times.values())
         c.need(
             times[int(found)] <= least * (1 + 1e-9),
-            f"For {case} {found:g} blocks in a bucket leave {times[int(found)]:.4g} s exposed, but "
-            f"{least:.4g} s are possible.",
+            f"For {case}, `best_blocks` returned {found:g}. Then {times[int(found)]:.4g} s are "
+            f"exposed, but with another number of blocks only {least:.4g} s are exposed.",
             "try every number of blocks; the backward pass begins with the last block, and the "
             "last bucket may be smaller",
         )
-    c.expect(True, "your size leaves the least time exposed", "")
+    c.expect(True, "no other number of blocks in a bucket leaves less time exposed", "")

@@ -253,32 +253,35 @@ def held(c: Check) -> None:
             found = c.number_from("held_bytes", parameters, workers, stage)
             c.need(
                 math.isclose(found, parameters * _bytes(workers, stage), rel_tol=1e-9),
-                f"held_bytes({parameters:,}, {workers}, {stage}) returned {found:.6g}.",
-                "look at the row of this stage: which of the three parts are divided by N?",
+                f"held_bytes({parameters:,}, {workers}, {stage}) returned {found:.6g}, which is "
+                "not the number of bytes that a worker holds.",
+                f"look at stage {stage} in the table: which of the three parts are divided by N?",
             )
-    c.expect(True, "the bytes are right for every stage", "")
+    c.expect(True, "`held_bytes` is right for every stage", "")
     for memory, workers in ((80e9, 64), (1e6, 3), (24e9, 1)):
         for stage in range(4):
             found = c.number_from("largest", memory, workers, stage)
             of = _bytes(workers, stage)
             c.need(
                 found == int(found) and found * of <= memory < (found + 1) * of * (1 + 1e-12),
-                f"largest({memory:g}, {workers}, {stage}) returned {found:,.0f}.",
+                f"largest({memory:g}, {workers}, {stage}) returned {found:,.0f}, which is not the "
+                "largest number of parameters that fits.",
                 "divide the memory by the bytes per parameter, and round down",
             )
-    c.expect(True, "one parameter more would not fit", "")
+    c.expect(True, "`largest` is right for every stage: one parameter more would not fit", "")
     for parameters, workers in ((1_000_000, 2), (28_810, 3), (7_000_000_000, 64)):
         for stage, times in ((0, 2), (1, 2), (3, 3)):
             found = c.number_from("sent_bytes", parameters, workers, stage)
             true = times * 4 * parameters * (workers - 1) / workers
             c.need(
                 math.isclose(found, true, rel_tol=1e-9),
-                f"sent_bytes({parameters:,}, {workers}, {stage}) returned {found:.5g}.",
-                "count the reduce-scatters and all-gathers of a step; each sends (N-1)/N of all "
-                "bytes",
+                f"sent_bytes({parameters:,}, {workers}, {stage}) returned {found:.5g}, which is "
+                "not the number of bytes that a worker sends.",
+                "count the reduce-scatters and all-gathers of a step: in each of them, a worker "
+                "sends (N-1)/N of the bytes of all parameters; an all-reduce counts as one of each",
             )
     c.expect(
-        True, "stage 1 sends what an all-reduce sends, and stage 3 sends 1.5 times as much", ""
+        True, "stage 1 sends as much as an all-reduce, and stage 3 sends 1.5 times as much", ""
     )
 
 
@@ -296,22 +299,29 @@ def flat(c: Check) -> None:
             given = np.asarray(values, dtype=float)
             c.need(
                 len(given) == numbers and np.array_equal(given, np.arange(numbers) + 1.0),
-                f"The vector of {int(numbers)} numbers begins with {given[:4]}.",
-                "put the tensors one after the other, each read row by row",
+                f"For tensors with the numbers 1, 2, ..., {int(numbers)}, the vector of `flatten` "
+                f"begins with {given[:4]}.",
+                "put the numbers of the tensors one after the other; read each tensor row by row",
             )
             wanted = math.ceil(numbers / workers) * workers
             c.need(
                 length == wanted and not np.any(np.asarray(padding, dtype=float)),
-                f"The vector of {int(numbers)} numbers has the length {int(length)}, but with "
-                f"{workers} workers it must be {wanted}, with zeros at the end.",
-                "how many zeros are missing to the next multiple of world_size? -7 % 3 is 2",
+                f"For {int(numbers)} numbers, the vector of `flatten` has the length "
+                f"{int(length)}. With {workers} workers the length must be {wanted}, with zeros "
+                "at the end.",
+                "how many zeros are missing up to the next multiple of world_size? In Python, "
+                "-7 % 3 is 2",
             )
             c.need(
                 bool(same),
-                "`unflatten(flatten(tensors), tensors)` does not give the tensors back.",
-                "each tensor begins where the one before ended",
+                "`unflatten(flatten(tensors), tensors)` does not return the original tensors.",
+                "in the vector, each tensor begins where the previous tensor ends",
             )
-    c.expect(True, "all tensors come back, whatever their number and shape", "")
+    c.expect(
+        True,
+        "`unflatten` returns the original tensors, for any number of tensors and any shapes",
+        "",
+    )
 
 
 @exercise("11.3", "ZeRO stage 1", where="the engines")
@@ -321,40 +331,41 @@ def zero(c: Check) -> None:
     found = c.ask(_LINK + _ZERO + _LOOK)
     c.need(
         all(one is not None for one in found) and all(one[4] != "NoneType" for one in found),
-        "`Zero1` has empty methods, or no `self.optimizer`.",
+        "A method of `Zero1` is empty, or `self.optimizer` is missing.",
         "fill in __init__ (with self.optimizer), step and state_bytes",
     )
     off = max(float(one[0]) for one in found)
     c.need(
         off < 1e-10,
         f"After four steps the weights differ from those of an undivided AdamW by {off:.2g}.",
-        "the gradient of a part is the mean over the workers; after the step, every worker needs "
-        "all new parts",
+        "the gradient of a worker's part is the mean over all workers; after the optimizer's step, "
+        "every worker needs the new parts of all workers",
     )
     c.expect(True, "the weights equal those of an undivided optimizer", "")
     part_bytes = 2 * 8 * math.ceil(float(found[0][2]) / workers)  # AdamW has two moments
     whole = [float(one[5]) for one in found if float(one[5]) != part_bytes]
     c.need(
         not whole,
-        f"The state of self.optimizer has {max(whole, default=0):g} bytes on a worker, but the two "
-        f"moments of a part have {part_bytes}.",
-        "give only this worker's part to make_optimizer, as a parameter of its own",
+        f"On a worker, the state of `self.optimizer` has {max(whole, default=0):g} bytes, but the "
+        f"two moments of a worker's part have {part_bytes} bytes.",
+        "make one parameter for this worker's part, and give only this parameter to make_optimizer",
     )
     other = [float(one[1]) for one in found if float(one[1]) != part_bytes]
     c.expect(
         not other,
         f"each worker holds 1/{workers} of the optimizer's state",
-        f"state_bytes returned {max(other, default=0):g}, but the two moments of a part have "
-        f"{part_bytes} bytes",
-        "give only this worker's part to make_optimizer; count each tensor of its state that has "
-        "more than one number",
+        f"state_bytes() returned {max(other, default=0):g}, but the two moments of a worker's "
+        f"part have {part_bytes} bytes",
+        "add up the bytes of each tensor in the state of `self.optimizer` that has more than one "
+        "number",
     )
     names = [[str(name) for name in one[3]] for one in found]
     c.expect(
         all(sorted(one) == ["all_gather", "reduce_scatter"] for one in names),
-        "a step is one reduce-scatter and one all-gather",
-        f"a step used {', '.join(names[0]) or 'no collective of the link'}",
-        "send only through the link",
+        "a step sends with one reduce-scatter and one all-gather",
+        "a step must use one reduce_scatter and one all_gather of the link, but it used "
+        f"{', '.join(names[0]) or 'none'}",
+        "send only with the methods of `link`",
     )
 
 
@@ -372,14 +383,14 @@ def saved_state(c: Check) -> None:
         for length, wanted in sizes:
             c.need(
                 length == wanted,
-                f"A moment has {length} numbers, but the model has {wanted} parameters.",
+                f"A saved moment has {length} numbers, but the model has {wanted} parameters.",
                 "collect the parts of all workers, and cut off the padding at the end",
             )
     off = max(float(one[1]) for one in found)
     c.need(
         off < 1e-10 and all(one[2] for one in found),
         f"The saved state differs from that of an undivided AdamW by {off:.2g}, or has no `step`.",
-        "keep every entry of the state, under its name, and the parts in the order of the ranks",
+        "save every entry of the state under its name, and put the parts in the order of the ranks",
     )
     c.expect(True, "the saved state is that of an undivided optimizer", "")
     again = max(float(one[3]) for one in found)
@@ -387,14 +398,15 @@ def saved_state(c: Check) -> None:
         again < 1e-10,
         f"Two steps after `load` the weights differ from those of an uninterrupted run by "
         f"{again:.2g}.",
-        "load writes this worker's part into self.optimizer.state: moments and step",
+        "`load` must write this worker's part of the moments, and `step`, into "
+        "self.optimizer.state",
     )
     c.need(
         all(one[4] for one in found),
-        "The dictionary changed when the training went on.",
-        "copy with .clone(): the optimizer changes its tensors in place",
+        "The dictionary of `whole_state()` changed when the training continued.",
+        "copy each tensor with .clone(), because the optimizer changes its own tensors in place",
     )
-    c.expect(True, "training goes on from the saved state as if nothing had happened", "")
+    c.expect(True, "after `load`, training gives the same weights as an uninterrupted run", "")
 
 
 @exercise("11.5", "Two conjugate operators", where="the engines")
@@ -408,7 +420,7 @@ def conjugate(c: Check) -> None:
     )
     c.need(
         all(there),
-        "`CopyIn` or `SumOut` lacks forward or backward.",
+        "`CopyIn` or `SumOut` has no method forward, or no method backward.",
         "write both as static methods: forward(ctx, x) and backward(ctx, gradient)",
     )
     found = c.ask(_CONJUGATE + _LOOK)
@@ -425,21 +437,21 @@ def conjugate(c: Check) -> None:
         values = [floats(c, one[place], "apply", (3,)) for place in (0, 1, 3, 4)]
         wanted = [own, all_weights, workers * np.arange(3) + total, weights * (rank + 1)]
         words = [
-            ("CopyIn.forward", "this pass is the identity"),
-            ("CopyIn.backward", "this pass adds up the gradients of all workers"),
-            ("SumOut.forward", "this pass adds up the inputs of all workers"),
-            ("SumOut.backward", "this pass is the identity"),
+            ("CopyIn.forward", "the forward pass of CopyIn is the identity"),
+            ("CopyIn.backward", "the backward pass of CopyIn adds up all workers' gradients"),
+            ("SumOut.forward", "the forward pass of SumOut adds up all workers' inputs"),
+            ("SumOut.backward", "the backward pass of SumOut is the identity"),
         ]
         for value, true, (name, hint) in zip(values, wanted, words, strict=True):
             c.need(
                 bool(np.allclose(value, true)),
-                f"{name} gives {value} on worker {rank}, but {true} is right.",
+                f"`{name}` returned {value} on worker {rank}, but it must return {true}.",
                 hint,
             )
         c.need(
             bool(one[2]) and bool(one[5]),
-            "An operator changed its input, or the gradient that it was given.",
-            "copy it with .clone() before dist.all_reduce",
+            "`CopyIn` or `SumOut` changed its input, or the gradient that it received.",
+            "copy the tensor with .clone() before dist.all_reduce",
         )
     c.expect(
         True,
@@ -457,10 +469,11 @@ def _divided(
     biases = (everywhere - numbers) / bias
     c.need(
         held <= numbers / workers + bias and biases in range(1, workers + 1),
-        f"Worker {rank} holds {held:.0f} parameters, and all workers together {everywhere:.0f}. "
-        f"The divided layers have {numbers:.0f} without the last bias.",
-        f"keep only this worker's part as parameters: {kept}; every worker or one worker holds "
-        "the last bias",
+        f"Worker {rank} holds {held:.0f} parameters, and all workers together hold "
+        f"{everywhere:.0f}. But without the last bias, the layers have {numbers:.0f} parameters "
+        "in total.",
+        f"keep only this worker's part as parameters: {kept}; the last bias is on every worker or "
+        "on one worker",
     )
     divided, last = (float(one) for one in parts[5])
     c.need(
@@ -469,14 +482,15 @@ def _divided(
             for count in range(1, int(biases) + 1)
         ),
         "The gradients of the parts are not those of the undivided layers.",
-        "every weight and bias of a part is a parameter with a gradient of its own; SumOut must "
-        "not add up gradients",
+        "every weight and bias of a part must be a parameter with its own gradient; the backward "
+        "pass of SumOut must not add up gradients",
     )
     c.need(
         off_later < 1e-10,
-        f"After a step of SGD the result on worker {rank} differs from the undivided one by "
-        f"{off_later:.2g}.",
-        "a bias that each worker scales by 1/N moves N times too far: add the whole bias once",
+        f"After a step of SGD, the result on worker {rank} differs from that of the undivided "
+        f"layers by {off_later:.2g}.",
+        "if each of N workers scales the bias by 1/N, a step changes the bias N times too much: "
+        "add the whole bias once",
     )
 
 
@@ -493,12 +507,14 @@ def mlp(c: Check) -> None:
     for rank, (off, off_input, off_later, *parts) in enumerate(found):
         c.need(
             float(off) < 1e-10,
-            f"On worker {rank} the result differs from the undivided one by {float(off):.2g}.",
-            "the bias of the second layer is added once, after the sum over the workers",
+            f"On worker {rank} the result differs from that of the undivided MLP by "
+            f"{float(off):.2g}.",
+            "add the bias of the second layer once, after the sum over the workers",
         )
         c.need(
             float(off_input) < 1e-10,
-            f"On worker {rank} the gradient of the input differs by {float(off_input):.2g}.",
+            f"On worker {rank} the gradient of the input differs from that of the undivided MLP by "
+            f"{float(off_input):.2g}.",
             "every worker used x, so the gradients of all workers must be added up: apply CopyIn "
             "to x",
         )
@@ -510,7 +526,7 @@ def mlp(c: Check) -> None:
             float(off_later),
             "rows of first.weight, and columns of second.weight",
         )
-    c.expect(True, "result, input gradient and all parts equal the undivided MLP", "")
+    c.expect(True, "the result and all gradients are the same as with the undivided MLP", "")
 
 
 @exercise("11.7", "Divided heads", where="the engines")
@@ -526,19 +542,21 @@ def attention(c: Check) -> None:
     for rank, (off, off_input, off_later, *parts) in enumerate(found):
         c.need(
             float(off) < 1e-10,
-            f"On worker {rank} the result differs from the undivided one by {float(off):.2g}.",
-            "queries, keys and values are three blocks of rows in qkv.weight: take this worker's "
-            "heads from each of the three; the mask is causal; the bias of out is added once",
+            f"On worker {rank} the result differs from that of all heads on one worker by "
+            f"{float(off):.2g}.",
+            "queries, keys and values are three blocks of rows in qkv.weight: take the rows of "
+            "this worker's heads from each block; use the causal mask; add the bias of `out` once",
         )
         c.need(
             float(off_input) < 1e-10,
-            f"On worker {rank} the gradient of the input differs by {float(off_input):.2g}.",
-            "use CopyIn at the input, and SumOut after the output's weights",
+            f"On worker {rank} the gradient of the input differs from that of all heads on one "
+            f"worker by {float(off_input):.2g}.",
+            "apply CopyIn to the input, and SumOut after the product with the weight of `out`",
         )
         _divided(
             c, rank, len(found), parts, float(off_later), "rows and columns of this worker's heads"
         )
-    c.expect(True, "result and gradients equal those of all heads on one worker", "")
+    c.expect(True, "the result and all gradients are the same as with all heads on one worker", "")
 
 
 @exercise("11.8", "What autograd saves", where="the engines")
@@ -551,26 +569,27 @@ def saved(c: Check) -> None:
     c.need(
         float(net) >= 0,
         "`saved_bytes` returned None.",
-        "add up the bytes of the tensors that pack saw, and return the sum",
+        "add up the bytes of all tensors that autograd saves, and return the sum",
     )
     c.need(
         float(square) == float(square_true),
-        f"z * z saves z, ten numbers of float64 with 80 bytes, but saved_bytes gives "
-        f"{float(square):g}.",
-        "autograd saves z twice: count a tensor once, by its data_ptr(); element_size() is the "
-        "bytes of a number",
+        f"For z * z, autograd saves z: ten float64 numbers, which have 80 bytes. But `saved_bytes` "
+        f"returned {float(square):g}.",
+        "autograd saves z twice: count tensors with the same data_ptr() once; element_size() is "
+        "the number of bytes of one number",
     )
     c.need(
         float(net) == float(net_true),
-        f"For an MLP of 7 samples saved_bytes gives {float(net):g}, but the input and both hidden "
-        f"tensors have {float(net_true):g} bytes.",
-        "weights are saved too, but they are not activations: leave out the parameters of a module",
+        f"For an MLP with 7 samples, `saved_bytes` returned {float(net):g}, but the input and both "
+        f"hidden tensors (before and after GELU) have {float(net_true):g} bytes.",
+        "autograd saves weights too, but they are not activations: do not count the parameters of "
+        "a module",
     )
     c.need(
         float(plus) == float(plus_true),
-        f"z + 1 saves nothing, but saved_bytes gives {float(plus):g}.",
-        "count only what pack was called with",
+        f"For z + 1, autograd saves nothing, but `saved_bytes` returned {float(plus):g}.",
+        "count only tensors that autograd saves",
     )
     c.expect(float(twice) >= 160, "each activation counts once, and parameters do not count",
-             f"two different results of exp count as {float(twice):g} bytes",
-             "two tensors with different addresses are two tensors")  # fmt: skip
+             f"two results of exp(z) have 160 bytes, but `saved_bytes` returned {float(twice):g}",
+             "tensors with different data_ptr() are different tensors")  # fmt: skip

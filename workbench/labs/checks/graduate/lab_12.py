@@ -35,7 +35,8 @@ def _labs_look():
         if message is None:
             return [None]
         back = {unpack}(message, len(v))
-        found.append([str(message.dtype), list(message.shape), back, bool((v == kept).all())])
+        same, kind = bool((v == kept).all()), str(getattr(back, "dtype", None))
+        found.append([str(message.dtype), list(message.shape), back, same, kind])
     return found
 _labs_answer = _labs_look()
 del _labs_look
@@ -50,8 +51,10 @@ def compressors(c: Check) -> None:
     draw = np.random.default_rng(121)
     vectors = [draw.normal(size=size).astype(np.float32) for size in (200, 37, 5)]
     vectors.append(np.zeros(9, np.float32))
+    vectors.append(np.array([2, -3, 0, 0.5, 0, -1, 0, 0, 0.25, 0.75, -0.125], np.float32))
     trials: tuple[tuple[str, str, Any, Any], ...] = (
-        ("top_k", ", 0.1", lambda v: 8 * max(1, int(0.1 * len(v))), _top_k),
+        ("top_k", ", 0.1", lambda v: 8 * max(1, int(0.1 * len(v))), lambda v: _top_k(v, 0.1)),
+        ("top_k", "", lambda v: 8 * max(1, int(0.01 * len(v))), lambda v: _top_k(v, 0.01)),
         ("int8", "", lambda v: 4 + len(v), None),
         ("sign", "", lambda v: 4 - (-len(v) // 8), lambda v: _sign(v)),
     )
@@ -60,52 +63,66 @@ def compressors(c: Check) -> None:
             vectors=[one.tolist() for one in vectors], pack=f"pack_{name}", unpack=f"unpack_{name}",
             more=more,
         )  # fmt: skip
-        found = c.ask(source, limit_s=LIMIT_S, hint=f"call pack_{name} with torch.randn(7)")[0]
+        found = c.ask(source, limit_s=LIMIT_S, hint=f"try pack_{name}(torch.randn(7))")[0]
         for v, one in zip(vectors, found, strict=False):
             filled(c, one, f"pack_{name}")
             _one_message(c, name, v, one, size_bytes(v), truth)
-    c.expect(True, "all three messages have the right bytes, and come back right", "")
+    c.expect(
+        True,
+        "all three messages have the right number of bytes, and the right numbers come back",
+        "",
+    )
 
 
 def _one_message(
     c: Check, name: str, v: NDArray[np.float32], one: Any, size_bytes: int, truth: Any
 ) -> None:
-    dtype, shape, back, same = one
-    c.need(same, f"pack_{name} changed the vector that it was given.", "work on a new tensor")
+    dtype, shape, back, same, kind = one
+    c.need(same, f"`pack_{name}` changed its argument in place.", "work on a new tensor")
     c.need(
         dtype == "torch.uint8" and len(shape) == 1,
-        f"pack_{name} returned a {dtype} of the shape {tuple(shape)}.",
-        "a message is a vector of bytes: tensor.view(torch.uint8) shows them",
+        f"`pack_{name}` returned a tensor of {dtype} and the shape {tuple(shape)}, but must return "
+        "a vector of torch.uint8.",
+        "tensor.view(torch.uint8) shows the bytes of a tensor",
     )
     c.need(
         shape[0] == size_bytes,
-        f"For {len(v)} numbers, the message of pack_{name} has {shape[0]} bytes.",
-        "count the bytes in the table: a position or a float32 number takes 4, an int8 takes 1",
+        f"For {len(v)} numbers, the message of `pack_{name}` has {shape[0]} bytes, which is not "
+        "the number of bytes in the table.",
+        "a place (int32) or a float32 number takes 4 bytes, an int8 number takes 1 byte",
     )
     read = floats(c, back, f"unpack_{name}", v.shape)
+    c.need(
+        kind.endswith("float32"),
+        f"`unpack_{name}` returned numbers of the type {kind}, but must return torch.float32.",
+        "convert the result to float32, the type of the sender's numbers",
+    )
     if truth is None:  # 8 bits: no number is off by more than half a step
         step = float(np.abs(v).max()) / 127
         off = float(np.abs(read - v).max(initial=0.0))
         c.need(
             off <= 0.5 * step * 1.001 + 1e-7,
-            f"After 8 bits a number is off by {off:.3g}; one step of the scale is {step:.3g}.",
-            "round to the nearest whole number; do not cut off the fraction",
+            f"After pack_int8 and unpack_int8, a number is wrong by {off:.3g}; the largest "
+            f"allowed error is half the scale, {step / 2:.3g}.",
+            "round to the nearest whole number; do not cut off the fraction"
+            if off <= step
+            else "the scale s depends on the largest magnitude: what is it in the vector [2, -3]?",
         )
         return
     expected = truth(v)
     worst = int(np.abs(read - expected).argmax())
     c.need(
         bool(np.allclose(read, expected, rtol=1e-5, atol=1e-6)),
-        f"unpack_{name}(pack_{name}(v)): number {worst} is {v[worst]:.3g} in v, and comes back as "
-        f"{read[worst]:.3g}.",
-        "take the numbers largest in magnitude: a large negative number counts too"
+        f"After pack_{name} and unpack_{name}, a wrong number comes back: v[{worst}] is "
+        f"{v[worst]:.3g}, and the result has {read[worst]:.3g} in this place.",
+        "send the numbers that are largest in magnitude: a large negative number counts too"
         if name == "top_k"
-        else "the scale is the mean magnitude, and a bit of 1 means +scale",
+        else "the scale is the mean of all magnitudes; the table says which numbers have the bit 1",
     )
 
 
-def _top_k(v: NDArray[np.float32]) -> Floats:
-    kept = np.argsort(-np.abs(v), kind="stable")[: max(1, int(0.1 * len(v)))]
+def _top_k(v: NDArray[np.float32], fraction: float) -> Floats:
+    kept = np.argsort(-np.abs(v), kind="stable")[: max(1, int(fraction * len(v)))]
     found = np.zeros(len(v))
     found[kept] = v[kept]
     return found
@@ -117,24 +134,29 @@ def _sign(v: NDArray[np.float32]) -> Floats:
 
 _FEEDBACK = """
 def _labs_look():
-    def pack(v):  # the largest number of the vector, and its place
+    def pack_largest(v):  # the largest number of the vector, and its place
         place = v.abs().argmax().reshape(1)
         return torch.cat([place.int().view(torch.uint8), v[place].contiguous().view(torch.uint8)])
-    def unpack(message, size):
+    def unpack_largest(message, size):
         v = torch.zeros(size)
         v[message[:4].view(torch.int32).long()] = message[4:].view(torch.float32)
         return v
+    def pack_halves(v):  # every number, as a multiple of 1/2
+        return (2 * v).round().to(torch.int8).view(torch.uint8)
+    def unpack_halves(message, size):
+        return message.view(torch.int8).float() / 2
     found = []
-    for feedback in (True, False):
-        post, calls = Post(), 0
-        sender = Sender(pack, unpack, 6, feedback)
-        means, kept = [], True
-        for step in {gradients!r}:
-            g = torch.tensor(step[rank])
-            mean = sender.mean(g, post)
-            kept = kept and bool((g == torch.tensor(step[rank])).all())
-            means.append(None if mean is None else mean.clone())
-        found.append([means, sender.error, kept, post.sent_bytes])
+    for pack, unpack, size in ((pack_largest, unpack_largest, 6), (pack_halves, unpack_halves, 4)):
+        for feedback in (True, False):
+            post = Post()
+            sender = Sender(pack, unpack, size, feedback)
+            means, kept = [], True
+            for step in {gradients!r}:
+                g = torch.tensor(step[rank][:size])
+                mean = sender.mean(g, post)
+                kept = kept and bool((g == torch.tensor(step[rank][:size])).all())
+                means.append(None if mean is None else mean.clone())
+            found.append([means, sender.error, kept, post.sent_bytes])
     return found
 _labs_answer = _labs_look()
 del _labs_look
@@ -143,48 +165,55 @@ del _labs_look
 
 @exercise("12.2", "Error feedback", where="the engines")
 def feedback(c: Check) -> None:
-    """The mean of what was sent, and the memory of what was not."""
+    """The mean of what was sent, and the memory of what was not, with two compressors."""
     workers = have(c, "Post", "Sender")
     draw = np.random.default_rng(122)
-    gradients = draw.normal(size=(7, workers, 6)).round(3)
+    gradients = draw.normal(size=(7, workers, 6)).round(3) + 3e-4  # no sum lies between two halves
     source = _FEEDBACK.format(gradients=gradients.tolist())
     found = c.ask(source, limit_s=LIMIT_S, hint="use the formulae of section 2, line by line")
-    for place, used in enumerate((True, False)):
-        memory = np.zeros((workers, 6))
-        words = "with" if used else "without"
-        for step, g in enumerate(gradients):
+    trials = [(kind, used) for kind in ("largest", "halves") for used in (True, False)]
+    for place, (kind, used) in enumerate(trials):
+        size, message_bytes = (6, 8) if kind == "largest" else (4, 4)
+        memory = np.zeros((workers, size))
+        words = f"With a compressor {_KINDS[kind]}, and feedback={used}"
+        for step, g in enumerate(gradients[:, :, :size]):
             wanted = g + memory
             sent = np.where(_largest(wanted), wanted, 0.0)
+            sent = sent if kind == "largest" else np.rint(2 * wanted) / 2
             memory = wanted - sent if used else memory
             for worker in found:
-                mean = floats(c, worker[place][0][step], "Sender.mean", (6,))
+                mean = floats(c, worker[place][0][step], "Sender.mean", (size,))
                 c.need(
                     bool(np.allclose(mean, sent.mean(0), atol=EXACT)),
-                    f"{words} feedback: in step {step} `mean` returned a wrong vector.",
-                    "send pack(gradient + memory); the memory is what this worker wanted to send, "
-                    "minus what its own message holds"
+                    f"{words}: in step {step} `mean` returned a wrong vector.",
+                    "does Sender call the `pack` and `unpack` that it was given? What must be in "
+                    "the memory after a step?"
                     if used
                     else "without feedback the memory must stay zero",
                 )
         for rank, worker in enumerate(found):
-            error = floats(c, worker[place][1], "Sender.error", (6,))
+            error = floats(c, worker[place][1], "Sender.error", (size,))
             c.need(
                 bool(np.allclose(error, memory[rank], atol=EXACT)),
-                f"{words} feedback: the memory of worker {rank} is wrong after {len(gradients)} "
-                "steps.",
-                "what was sent plus the memory must be the sum of this worker's gradients",
+                f"{words}: `error` of worker {rank} is wrong after {len(gradients)} steps.",
+                "what a worker has sent plus its memory must be the sum of its gradients"
+                if used
+                else "without feedback the memory must stay zero",
             )
             c.need(
                 worker[place][2],
-                "`mean` changed the tensor `gradient` of its caller.",
+                "`mean` changed its argument `gradient` in place.",
                 "make a new tensor: gradient + self.error, not gradient += ...",
             )
             c.need(
-                worker[place][3] == len(gradients) * (workers - 1) * 8,
+                worker[place][3] == len(gradients) * (workers - 1) * message_bytes,
                 "`mean` did not send exactly one message in each call.",
-                "call post.gather(message) once",
+                "in `mean`, call post.gather(message) exactly once",
             )
-    c.expect(True, "what was sent plus the memory is the sum of the gradients, on every worker", "")
+    c.expect(True, "on every worker, what was sent plus the memory is the sum of the gradients", "")
+
+
+_KINDS = {"largest": "that sends one number", "halves": "that rounds every number"}
 
 
 def _largest(v: Floats) -> NDArray[np.bool_]:
@@ -194,15 +223,17 @@ def _largest(v: Floats) -> NDArray[np.bool_]:
 
 _LOOPS = """
 class _LabsTask:
+    batch = 0
     def begin(self):
         return torch.tensor([1.0, -1.0, 2.0])
     def gradient(self, w):
-        return (rank + 1) * 0.1 * (w - rank)
+        self.batch += 1
+        return (rank + 1) * 0.1 * (w - rank - 0.2 * self.batch)
     def loss(self, w):
         return float((w**2).sum())
 class _LabsSender:
     def mean(self, gradient, post):
-        return post.mean(gradient)
+        return post.mean(gradient) / 2
 _labs_answer = [
     compressed_sgd(_LabsTask(), _LabsSender(), 4, 0.5, Post()),
     local_sgd(_LabsTask(), 3, 4, 0.5, Post()),
@@ -219,29 +250,32 @@ def loops(c: Check) -> None:
     pulls, goals = 0.1 * np.arange(1, n + 1)[:, None], np.arange(n)[:, None]
     ring_bytes = 2 * (n - 1) / n * 4 * 3
     for place, (name, every) in enumerate((("compressed_sgd", 1), ("local_sgd", 3))):
-        w, points = np.array([1.0, -1.0, 2.0]), []
+        w, points, batch = np.array([1.0, -1.0, 2.0]), [], 0
+        lr = 0.25 if name == "compressed_sgd" else 0.5  # the sender returns half of each mean
         for turn in range(4):
             copies = np.repeat(w[None], n, axis=0)
             for _ in range(every):
-                copies = copies - 0.5 * pulls * (copies - goals)
+                batch += 1
+                copies = copies - lr * pulls * (copies - goals - 0.2 * batch)
             w = copies.mean(0)
             points.append([(turn + 1) * ring_bytes, float((w**2).sum())])
         for worker in found:
             answer = filled(c, worker[place], name)
             c.need(
                 isinstance(answer, (list, tuple)) and len(answer) == 2,
-                f"`{name}` must return two things: the weights and the curve.",
+                f"`{name}` did not return two things, the weights and the curve.",
                 "return w, curve",
             )
             weights = floats(c, answer[0], name, (3,))
             c.need(
                 bool(np.allclose(weights, w, atol=1e-4)),
-                f"`{name}` ends with {weights.round(3).tolist()}, which is not what "
-                f"{4 * every} steps give.",
-                "each worker takes `every` steps on its own copy, each with a new gradient at the "
-                "copy, then all take the mean of the copies"
+                f"In a test with {4 * every} steps, `{name}` returned the weights "
+                f"{weights.round(3).tolist()}, which are wrong.",
+                "each worker takes `every` steps on its own copy, with a new gradient for each "
+                "step; then all workers take the mean of their copies"
                 if every > 1
-                else "w = w - lr * sender.mean(task.gradient(w), post)",
+                else "in each step take one gradient, let the sender average it, and use what the "
+                "sender returns",
             )
             curve = floats(c, answer[1], f"{name}'s curve")
             c.need(
@@ -251,10 +285,10 @@ def loops(c: Check) -> None:
             )
             c.need(
                 bool(np.allclose(curve, points, rtol=1e-3)),
-                f"The curve of `{name}` does not show the bytes and the loss after each average.",
-                "append the point after the average, with the loss of the averaged weights",
+                f"The curve of `{name}` does not have the right bytes and losses.",
+                "append each point after the average, with the loss of the averaged weights",
             )
-    c.expect(True, "both loops end where they should, with the right bytes", "")
+    c.expect(True, "both loops return the right weights, and curves with the right bytes", "")
 
 
 _CURVES = {
@@ -272,22 +306,22 @@ def equal_bytes(c: Check) -> None:
         seen = c.number_from("loss_at", _CURVES[name], budget)
         c.need(
             math.isclose(seen, truth),
-            f"loss_at({_CURVES[name]}, {budget}) returned {seen:g}.",
+            f"loss_at({_CURVES[name]}, {budget}) returned {seen:g}, which is wrong.",
             "take the last point whose bytes are at most the budget, not the best point",
         )
     c.need(
         c.call("loss_at", _CURVES["late"], 200) == math.inf,
-        "loss_at of a curve that begins above the budget is not infinite.",
-        'return float("inf") if no point is within the budget',
+        "`loss_at` did not return infinity for a curve whose first point is above the budget.",
+        'return float("inf") if every point used more bytes than the budget',
     )
     for budget, order in ((170, ["fast", "slow", "late"]), (255, ["late", "slow", "fast"])):
         found = c.call("ranking", _CURVES, budget)
         c.need(
             list(found) == order,
-            f"ranking(curves, {budget}) returned {list(found)}.",
-            "sort the names by loss_at(curve, budget_bytes), the lowest loss first",
+            f"ranking({_CURVES}, {budget}) returned {list(found)}, which is the wrong order.",
+            "sort the names by loss_at(curve, budget_bytes), with the lowest loss first",
         )
-    c.expect(True, "both functions read curves at a budget", "")
+    c.expect(True, "`loss_at` and `ranking` are right", "")
     dense = c.run("dense")
     sent = {}
     for name, option in (("dense", "compress"), ("topk", "compress"), ("local", "every")):
@@ -298,29 +332,32 @@ def equal_bytes(c: Check) -> None:
             continue
         value = str(run.plan.options.get(option))
         c.need(
-            run.plan.workers == dense.plan.workers and value in ("topk:0.01", "16"),
-            f"The run {name!r} has {run.plan.workers} workers and {option}={value}.",
-            "use five workers and the option in the text of the exercise",
+            run.plan.workers == dense.plan.workers
+            and run.plan.strategy == ("local_sgd" if name == "local" else "mirrored")
+            and value in ("topk:0.01", "16"),
+            f"The run {name!r} used {run.plan.strategy} with {run.plan.workers} workers and "
+            f"{option}={value}, which is not what the exercise asks for.",
+            "use five workers, and the strategy and the option in the text of the exercise",
         )
         c.need(
             {k: v.shape for k, v in run.weights().items()}
             == {k: v.shape for k, v in dense.weights().items()},
-            f"The run {name!r} trained another model than 'dense'.",
+            f"The run {name!r} did not train the same model as 'dense'.",
             "use --recipe dense",
         )
         c.expect(
             abs(sent[name] / sent["dense"] - 1) <= BUDGET_SHARE,
             f"the run {name!r} sent as many bytes as 'dense'",
-            f"in the run {name!r} each worker sent {sent[name]:.0f} bytes, and in 'dense' "
-            f"{sent['dense']:.0f}",
-            "divide the budget by the bytes of one step; a round of `local` is 16 steps",
+            f"in the run {name!r} all workers together sent {sent[name]:.0f} bytes, and in "
+            f"'dense' {sent['dense']:.0f}",
+            "divide the bytes of 'dense' by the bytes of one step; a round of 'local' is 16 steps",
         )
     losses = {name: _final_loss(c, name) for name in sent}
     c.expect(
         c.text("winner", tuple(losses)) == min(losses, key=lambda name: losses[name]),
         "`winner` is the run with the lowest loss",
         "`winner` is not the run with the lowest loss",
-        "compare final_loss(wb.runs[name]) of the three runs",
+        "compare final_loss(wb.runs[name]) for the three runs",
     )
 
 
@@ -343,19 +380,21 @@ def gossip(c: Check) -> None:
         truth = (one + np.roll(one, 1, axis=1) + np.roll(one, -1, axis=1)) / 3
         c.need(
             bool(np.allclose(matrix, truth)),
-            f"ring_matrix({n}) is not the matrix of a ring: its rows sum to "
+            f"ring_matrix({n}) is not the mixing matrix of a ring. Its rows sum to "
             f"{matrix.sum(1).round(2).tolist()}.",
             "a ring has no ends: worker 0 and worker n-1 are neighbours",
         )
     c.expect(True, "`ring_matrix` is right", "")
     swap = np.array([[0.1, 0.9], [0.9, 0.1]])
     ring = np.array([[2, 1, 0, 1], [1, 2, 1, 0], [0, 1, 2, 1], [1, 0, 1, 2]]) / 4
-    for matrix, second in ((swap, 0.8), (ring, 0.5)):
+    exchange = np.array([[0.0, 1.0], [1.0, 0.0]])
+    for matrix, second in ((swap, 0.8), (ring, 0.5), (exchange, 1.0)):
         found = c.number_from("second_eigenvalue", matrix)
         c.need(
             math.isclose(found, second, abs_tol=1e-6),
-            f"second_eigenvalue of {matrix.tolist()} returned {found:.4g}.",
-            "sort the magnitudes: a negative eigenvalue of -0.8 counts as 0.8",
+            f"second_eigenvalue of {matrix.tolist()} returned {found:.4g}, which is not "
+            "the second largest magnitude.",
+            "sort the magnitudes of the eigenvalues: an eigenvalue of -0.8 counts as 0.8",
         )
     for matrix, factor, rounds in (
         (swap, 0.1, 11),
@@ -366,16 +405,18 @@ def gossip(c: Check) -> None:
         found = c.number_from("rounds_to", matrix, factor)
         c.need(
             found == rounds,
-            f"rounds_to({matrix.tolist()}, {factor}) returned {found:g}.",
-            "return the smallest whole t with second ** t <= factor",
+            f"rounds_to({matrix.tolist()}, {factor}) returned {found:g}, which is not the "
+            "smallest number of rounds.",
+            "return the smallest whole t with second ** t <= factor; `second` is the second "
+            "eigenvalue",
         )
     c.expect(True, "`second_eigenvalue` and `rounds_to` are right", "")
     for n in (2, 8):
         found = c.call("exponential_matrices", n)
         c.need(
-            isinstance(found, (list, tuple)) and len(found) == int(math.log2(n)),
-            f"exponential_matrices({n}) must return a list of {int(math.log2(n))} matrices.",
-            "append one matrix for each hop: 1, 2, 4, ...",
+            isinstance(found, (list, tuple, np.ndarray)) and len(found) == int(math.log2(n)),
+            f"exponential_matrices({n}) did not return a list of {int(math.log2(n))} matrices.",
+            "append one matrix for each distance 2**j: 1, 2, 4, ...",
         )
         for place, one in enumerate(found):
             matrix = _matrix(c, one, f"exponential_matrices({n})[{place}]", n)
@@ -387,14 +428,15 @@ def gossip(c: Check) -> None:
                 "row i has 1/2 in column i, and 1/2 in column (i - 2**j) % n",
             )
     c.expect(True, "`exponential_matrices` is right", "")
-    t = np.arange(8)
-    for factor, noise in ((0.5, 0.0), (0.9, 0.05)):
+    for factor, noise, count in ((0.5, 0.0, 8), (0.9, 0.05, 11)):
+        t = np.arange(count)
         spreads = 3.0 * factor**t * np.exp(noise * np.cos(3.0 * t))
         slope = float(np.exp(np.polyfit(t, np.log(spreads), 1)[0]))
         found = c.number_from("decay", spreads.tolist())
         c.need(
             math.isclose(found, slope, rel_tol=1e-3),
-            f"decay of a spread that falls by {factor} in each round returned {found:.4g}.",
+            f"decay({spreads.round(3).tolist()}) returned {found:.4g}, which is not the factor by "
+            "which this spread falls in a round.",
             "fit a straight line through the logarithms of all spreads, and return exp(slope)",
         )
     c.expect(True, "`decay` finds the factor of a measured spread", "")

@@ -39,8 +39,8 @@ def work(c: Check) -> None:
         found = c.number_from("parameters", *sizes)
         c.need(
             found == numbers,
-            f"parameters{sizes} returned {found:.0f}.",
-            "add up the rows of the table; the parts of a layer count once for each layer",
+            f"parameters{sizes} returned {found:.0f}, which is not the number of parameters.",
+            "add up the rows of the table; multiply the rows of a layer by the number of layers",
         )
         weights = layers * 12 * width**2 + width * vocabulary
         tokens = sequences * context
@@ -53,17 +53,19 @@ def work(c: Check) -> None:
         )
         c.need(
             found == 3 * forward,
-            f"step_flops{(*sizes, sequences)} returned {found:.4g}.",
-            "2 FLOPs for each weight of a product and token; two products of attention in each "
-            "layer, for each sequence; no embeddings, norms or biases",
+            f"step_flops{(*sizes, sequences)} returned {found:.4g}, which is not the FLOPs "
+            "of a training step.",
+            "count 2 FLOPs per token for each weight of a matrix product; add the two products of "
+            "attention, for each layer and sequence; do not count embeddings, norms and biases",
         )
         found = c.number_from("thumb_flops", *sizes, sequences)
         c.need(
             found == 6 * numbers * tokens,
-            f"thumb_flops{(*sizes, sequences)} returned {found:.4g}.",
-            "six times all parameters, times the tokens of a step",
+            f"thumb_flops{(*sizes, sequences)} returned {found:.4g}, which does not follow the "
+            "rule of thumb.",
+            "multiply 6 by the number of all parameters and by the number of tokens in a step",
         )
-    c.expect(True, "all three formulae are right, for three sizes", "")
+    c.expect(True, "all three functions are right, for models of three sizes", "")
 
 
 _RATES = """
@@ -100,37 +102,42 @@ def rates(c: Check) -> None:
     shortest_s = float(floats(c, seconds, "best_s", ()))
     c.need(
         calls == 5,
-        f"best_s(work, 4) called work {calls} times.",
-        "call work once without timing it, then `repeats` times",
+        f"best_s(work, 4) called `work` {calls} times, but it must call `work` 5 times.",
+        "call `work` once without timing it, then `repeats` times with timing",
     )
     c.need(
         0.025 <= shortest_s < 0.06,
         f"For calls that take 90, 30, 90 and 90 ms after a first call of 10 ms, best_s returned "
         f"{1e3 * shortest_s:.0f} ms.",
-        "return the shortest time of a single call, without the first; not the mean or the median",
+        "leave out the first call, and return the shortest time of a single call",
     )
     c.expect(True, "`best_s` leaves out the first call and returns the shortest time", "")
     c.need(
         asked == [3, 7],
-        "matmul_rate and copy_rate do not measure with `best_s(work, repeats)`.",
-        "call best_s once in each function, with the number of repeats that it is given",
+        "`matmul_rate` or `copy_rate` does not measure with `best_s(work, repeats)`.",
+        "call `best_s` once in each function, and pass the argument `repeats` to it",
     )
     for name, rate, truth, hint in (
         (
             "matmul_rate(24, 3)",
             found[0],
             2 * 24**3 / 0.5,
-            "n * n * n multiplications and additions",
+            "there are n * n * n multiplications and as many additions",
         ),
-        ("copy_rate(1000, 7)", found[1], 8 * 1000 / 0.5, "4 bytes are read, and 4 are written"),
+        (
+            "copy_rate(1000, 7)",
+            found[1],
+            8 * 1000 / 0.5,
+            "each number moves 8 bytes: 4 are read, 4 are written",
+        ),
     ):
         value = float(floats(c, rate, name, ()))
         c.need(
             math.isclose(value, truth, rel_tol=1e-6),
-            f"If a call takes 0.5 s, {name} returned {value:.4g}.",
+            f"If a call takes 0.5 s, `{name}` returned {value:.4g}, which is not the rate.",
             hint,
         )
-    c.expect(True, "both rates are right", "")
+    c.expect(True, "`matmul_rate` and `copy_rate` are right", "")
 
 
 @exercise("13.3", "The roofline")
@@ -141,37 +148,41 @@ def roofline(c: Check) -> None:
         truth = 2 * m * k * n / (4 * (m * k + k * n + m * n))
         c.need(
             math.isclose(found, truth, rel_tol=1e-6),
-            f"matmul_intensity({m}, {k}, {n}) returned {found:.4g}.",
-            "FLOPs per byte: a float32 number has 4 bytes, and all three matrices are moved",
+            f"matmul_intensity({m}, {k}, {n}) returned {found:.4g}, which is not the intensity.",
+            "divide the FLOPs by the bytes: a float32 number has 4 bytes, and all three matrices "
+            "are moved",
         )
     for flops, reads, writes in ((8, 1, 1), (1, 2, 1)):
         found = c.number_from("elementwise_intensity", flops, reads, writes)
         c.need(
             math.isclose(found, flops / (4 * (reads + writes)), rel_tol=1e-6),
-            f"elementwise_intensity({flops}, {reads}, {writes}) returned {found:.4g}.",
-            "4 bytes for each number that is read or written",
+            f"elementwise_intensity({flops}, {reads}, {writes}) returned {found:.4g}, which is "
+            "not the intensity.",
+            "divide the FLOPs by the bytes: 4 bytes for each number that is read or written",
         )
     c.expect(True, "both intensities are right", "")
     for intensity, side in ((1.0, "memory"), (4.9, "memory"), (20.0, "compute")):
         found = c.number_from("attainable", intensity, 1e11, 2e10)
         c.need(
             math.isclose(found, min(1e11, 2e10 * intensity), rel_tol=1e-6),
-            f"attainable({intensity}, 1e11, 2e10) returned {found:.3g}.",
-            "the lower of the two limits",
+            f"attainable({intensity}, 1e11, 2e10) returned {found:.3g}, which is not on the "
+            "roofline.",
+            "return the lower of the two limits of the roofline",
         )
         word = c.call("bound", intensity, 1e11, 2e10)
         c.need(
             word == side,
-            f"bound({intensity}, 1e11, 2e10) returned {word!r}.",
-            "below the intensity at which both limits are equal, the memory sets the limit",
+            f"bound({intensity}, 1e11, 2e10) returned {word!r}, which is not right.",
+            "at which intensity are both limits equal? At a lower intensity, the memory limits the "
+            "rate",
         )
     found = c.number_from("mfu", 3e9, 0.1, 1e11)
     c.need(
         math.isclose(found, 0.3, rel_tol=1e-6),
-        f"mfu(3e9, 0.1, 1e11) returned {found:.4g}.",
-        "FLOPs per second, divided by the peak: a share from 0 to 1",
+        f"mfu(3e9, 0.1, 1e11) returned {found:.4g}, which is not the MFU.",
+        "divide the FLOPs per second by the peak; the result is a fraction from 0 to 1",
     )
-    c.expect(True, "the roofline and the MFU are right", "")
+    c.expect(True, "`attainable`, `bound` and `mfu` are right", "")
 
 
 @exercise("13.4", "MFU of a run")
@@ -182,21 +193,21 @@ def used(c: Check) -> None:
     c.need(
         int(steps.max(initial=-1)) >= 24,
         "The run 'alone' has fewer than 25 steps.",
-        "run its cell again as it is in the lab",
+        "run the cell that trains 'alone' again, as it was handed out",
     )
     truth = float(np.median(run.history["step_s"][steps >= 5]))
     step_time_s = c.number_of("step_time_s")
     c.need(
         close(step_time_s, truth, 0.005),
         f"`step_time_s` is {step_time_s:.4g}, which does not agree with the history.",
-        "take the rows with step >= 5, and their median, in seconds",
+        "take `step_s` of the rows with step >= 5, and compute the median in seconds",
     )
-    c.expect(True, "`step_time_s` is the median step", "")
+    c.expect(True, "`step_time_s` is the median time of a step", "")
     machine = c.value("machine")
     c.need(
         isinstance(machine, dict) and "peak" in machine,
         "The notebook has no measured peak.",
-        "solve exercise 13.2, and run the cells below it",
+        "solve exercise 13.2, and run the cells after this exercise",
     )
     flops = c.number_from("step_flops", *_SIZES[0])
     for name, value in (
@@ -206,9 +217,9 @@ def used(c: Check) -> None:
         found = c.number_of(name)
         c.expect(
             close(found, value, SHARE),
-            f"`{name}` agrees with the median step",
-            f"`{name}` is {found:.4g}, which does not agree with the median step",
-            "a share of the peak: mfu(step_flops of the run, step_time_s, peak)"
+            f"`{name}` agrees with the median time of a step",
+            f"`{name}` is {found:.4g}, which does not agree with `step_time_s`",
+            "call `mfu` with the result of `step_flops` for this run, `step_time_s` and the peak"
             if name == "used"
             else "a step has 16 sequences of 64 tokens",
         )
@@ -224,10 +235,12 @@ def laws(c: Check) -> None:
         found = c.number_from("serial_share", [1, 2, 4, 8], step_s)
         c.need(
             abs(found - truth) < 1e-3,
-            f"serial_share([1, 2, 4, 8], {[round(s, 3) for s in step_s]}) returned {found:.4g}.",
-            "fit a straight line in 1/n: its constant is what remains for very many workers",
+            f"serial_share([1, 2, 4, 8], {[round(s, 3) for s in step_s]}) returned {found:.4g}, "
+            "which is not the serial share.",
+            "fit the straight line a + b/n: a is the time that remains with very many workers; "
+            "limit the share to 0 ... 1",
         )
-    c.expect(True, "`serial_share` is the least-squares share", "")
+    c.expect(True, "`serial_share` returns the share of the least-squares line", "")
     for s, n in ((0.2, 4), (0.05, 64), (0.0, 8)):
         for name, truth in (
             ("strong_speedup", 1 / (s + (1 - s) / n)),
@@ -236,22 +249,22 @@ def laws(c: Check) -> None:
             found = c.number_from(name, s, n)
             c.need(
                 math.isclose(found, truth, rel_tol=1e-6),
-                f"{name}({s}, {n}) returned {found:.4g}.",
-                "Amdahl is the law of strong scaling, Gustafson that of weak scaling",
+                f"{name}({s}, {n}) returned {found:.4g}, which does not follow the law.",
+                "strong scaling follows Amdahl's law, and weak scaling follows Gustafson's law",
             )
     for s, efficiency, truth in ((0.2, 0.45, 7), (0.01, 0.79, 27), (0.5, 0.9, 1)):
         found = c.number_from("most_workers", s, efficiency)
         c.need(
             found == truth,
-            f"most_workers({s}, {efficiency}) returned {found:g}.",
-            "the efficiency is the strong speed-up divided by n: try n = 1, 2, 3, ...",
+            f"most_workers({s}, {efficiency}) returned {found:g}, which is not the largest n.",
+            "the efficiency is the strong speed-up divided by n: compute it for n = 1, 2, 3, ...",
         )
     c.need(
         c.call("most_workers", 0.0, 0.5) == math.inf,
         "most_workers(0.0, 0.5) is not infinite.",
-        "without a serial share every number of workers is efficient: return math.inf",
+        "if the serial share is 0, every number of workers is efficient: return math.inf",
     )
-    c.expect(True, "the laws and `most_workers` are right", "")
+    c.expect(True, "`strong_speedup`, `weak_speedup` and `most_workers` are right", "")
 
 
 def _share(workers: tuple[int, ...], step_s: list[float]) -> float:
@@ -267,33 +280,37 @@ def prediction(c: Check) -> None:
         found = c.number_from("predicted_step_s", n, compute_s, *link)
         c.need(
             math.isclose(found, truth, rel_tol=1e-6),
-            f"predicted_step_s({n}, {compute_s}, ...) returned {found:.4g}.",
-            "log2(n) rounds, and in each round a message of all bytes",
+            f"predicted_step_s({n}, {compute_s}, ...) returned {found:.4g}, which does not follow "
+            "the formula.",
+            "there are log2(n) rounds; in each round, a message with all bytes is sent",
         )
         found = c.number_from("compute_from", truth, n, *link)
         c.need(
             math.isclose(found, compute_s, rel_tol=1e-6, abs_tol=1e-9),
-            f"compute_from of a step with {n} workers returned {found:.4g}.",
-            "solve the same formula for the compute time",
+            f"For a step with {n} workers, `compute_from` returned {found:.4g}, which does not "
+            "follow the formula.",
+            "solve the formula of `predicted_step_s` for the compute time",
         )
-    c.expect(True, "the formula is right, in both directions", "")
+    c.expect(True, "`predicted_step_s` and `compute_from` follow the formula", "")
     two, many = c.run("two"), c.run("many")
     steps = int(many.history["step"].max(initial=-1)) + 1
     c.need(
         many.plan.workers >= WORKERS and steps >= STEPS,
-        f"The run 'many' has {many.plan.workers} workers and {steps} steps.",
+        f"The run 'many' has {many.plan.workers} workers and {steps} steps. It needs at least "
+        f"{WORKERS} workers and {STEPS} steps.",
         f"run the recipe `two` on MANY workers ({WORKERS} or more) for {STEPS} steps",
     )
     c.need(
         many.plan.options.get("allreduce") == "recursive_doubling",
-        "The run 'many' uses another all-reduce than 'two'.",
-        "use the options of the cell that trains 'two'",
+        "The run 'many' does not use the same all-reduce as the run 'two'.",
+        "use the option `-o` of the cell that trains 'two'",
     )
     later = many.history["step"] >= 1
     links_s = (many.history["sync_wait_s"] + many.history["transfer_s"])[later].min()
     c.need(
         links_s > 0.9 * math.log2(many.plan.workers) * LINK[0],
-        f"In the run 'many' a worker waited only {1e3 * links_s:.0f} ms for the others.",
+        f"In the run 'many', a worker waited only {1e3 * links_s:.0f} ms for the messages of a "
+        "step: the link is faster than in the run 'two'.",
         "use the latency and the bandwidth of the cell that trains 'two'",
     )
     message_s = LINK[0] + LINK[1] / LINK[2]
@@ -305,21 +322,22 @@ def prediction(c: Check) -> None:
         abs(found - truth) < 0.01,
         "`own_error` compares the run with your formula",
         f"`own_error` is {found:.3g}, which does not agree with the two runs",
-        "c comes from the mean step of `two` without step 0; the error is measured / predicted - 1",
+        "compute c from the mean step of `two` without step 0; the error is measured / predicted "
+        "- 1",
     )
     predicted = c.value("workbench_s")
     predicted_s = predicted.get(str(many.plan.workers)) if isinstance(predicted, dict) else None
     if not isinstance(predicted_s, float) or predicted_s <= 0:
         c.wrong(
             f"`workbench_s` has no prediction for {many.plan.workers} workers.",
-            "run the lab's cell that predicts 4 to 64 workers from the run 'two' again",
+            "run again the lab's cell that predicts 4 to 64 workers from the run 'two'",
         )
     found = c.number_of("workbench_error")
     c.expect(
         abs(found - (_mean_step_s(many) / predicted_s - 1)) < 0.005,
         "`workbench_error` compares the run with Workbench's prediction",
         f"`workbench_error` is {found:.3g}, which does not agree with `workbench_s` and the run",
-        "take workbench_s for the workers of this run; the error is measured / predicted - 1",
+        "take the value of `workbench_s` for MANY workers; the error is measured / predicted - 1",
     )
 
 
@@ -333,8 +351,9 @@ def slowest(c: Check) -> None:
         found = c.number_from("expected_slowest", times, n)
         c.need(
             math.isclose(found, truth, rel_tol=1e-6),
-            f"expected_slowest({times}, {n}) returned {found:.4g}.",
-            "sort the times; the weight of each is a difference of two powers of n",
+            f"expected_slowest({times}, {n}) returned {found:.4g}, which does not follow the "
+            "formula.",
+            "sort the times; the weight of each time is the difference of two n-th powers",
         )
     c.expect(True, "`expected_slowest` is right for 1, 2 and 16 workers", "")
     for values in (np.random.default_rng(1).normal(10.0, 2.0, 50), np.array([1.0] * 5 + [10.0])):
@@ -342,12 +361,12 @@ def slowest(c: Check) -> None:
         pair = floats(c, c.call("interval", values, 4000, 3), "interval", (2,))
         c.need(
             _near(pair, (low, high)),
-            f"For {len(values)} values, interval returned {pair[0]:.2f} to {pair[1]:.2f}, but the "
-            f"mean is between {low:.2f} and {high:.2f} in 90 % of the draws.",
-            "draw as many values as the function is given, with replacement; return the 5 % and "
-            "the 95 % quantile of their means",
+            f"For {len(values)} values, `interval` returned {pair[0]:.2f} to {pair[1]:.2f}, but "
+            f"the mean is between {low:.2f} and {high:.2f} in 90 % of the draws.",
+            "draw len(values) values with replacement, `repeats` times; return the 5 % and the "
+            "95 % quantile of their means",
         )
-    c.expect(True, "`interval` is an interval of the mean", "")
+    c.expect(True, "`interval` returns the 90 % interval of the mean", "")
     two, many = c.run("two"), c.run("many")
     times_s = two.history["compute_s"][two.history["step"] >= 1]
     message_s = LINK[0] + LINK[1] / LINK[2]
@@ -359,7 +378,7 @@ def slowest(c: Check) -> None:
         abs(found - truth) < 0.005,
         "`slowest_error` takes the slowest worker into account",
         f"`slowest_error` is {found:.3g}, which does not agree with the two runs",
-        "own prediction + expected_slowest(times, workers) - expected_slowest(times, 2)",
+        "predict: your prediction + expected_slowest(times, MANY) - expected_slowest(times, 2)",
     )
     rows = (many.history["rank"] == 0) & (many.history["step"] >= 1)
     values = many.history["step_s"][rows]
@@ -370,7 +389,7 @@ def slowest(c: Check) -> None:
         "`many_interval` is the interval of the mean step of `many`",
         f"`many_interval` is {pair[0]:.4g} to {pair[1]:.4g} s, but the mean step is between "
         f"{ends[0]:.4g} and {ends[1]:.4g} s in 90 % of the draws",
-        "interval(step_s of worker 0 without step 0, 1000, seed), in seconds",
+        "call `interval` with `step_s` of worker 0 without step 0, with 1000 repeats and any seed",
     )
 
 
@@ -403,17 +422,18 @@ def cost(c: Check) -> None:
         found = c.number_from("epoch_cost", rows, batch, step_s, workers, price)
         c.need(
             math.isclose(found, math.ceil(rows / batch) * step_s / 3600 * workers * price),
-            f"epoch_cost({rows}, {batch}, {step_s}, {workers}, {price}) returned {found:.4g}.",
-            "whole steps, times the hours of a step, times the workers, times the price",
+            f"epoch_cost({rows}, {batch}, {step_s}, {workers}, {price}) returned {found:.4g}, "
+            "which is not the price of the epoch.",
+            "multiply the number of whole steps by the hours of a step, the workers and the price",
         )
     offers = [(1, 100.0, 5.0), (2, 60.0, 6.0), (4, 40.0, 6.0), (8, 30.0, 9.0)]
     for deadline_s, truth in ((200, 1), (70, 4), (45, 4), (35, 8), (10, 0)):
         found = c.number_from("cheapest", offers, deadline_s)
         c.need(
             found == truth,
-            f"cheapest({offers}, {deadline_s}) returned {found:g}.",
-            "drop what is too slow, then take the lowest cost, then the shortest time; 0 if "
-            "nothing remains",
+            f"cheapest({offers}, {deadline_s}) returned {found:g}, which is not the best option.",
+            "leave out options that are too slow; then take the lowest cost; if costs are equal, "
+            "take the shortest time; if no option remains, return 0",
         )
     c.expect(True, "`epoch_cost` and `cheapest` are right", "")
     names = [str(one) for one in c.items("job_files")]
@@ -421,12 +441,12 @@ def cost(c: Check) -> None:
         {"train.py", "run.json", "requirements.txt", "README.md"} <= set(names)
         and names == sorted(names),
         "`job_files` are the files of a job folder",
-        f"`job_files` has {len(names)} names, and some files of a job folder are missing",
-        "list the folder that to_job returns: the files, sorted, without folders",
+        f"`job_files` has {len(names)} names, but names are missing or the list is not sorted",
+        "list the names of the files in the folder that to_job returns, sorted, without subfolders",
     )
     c.expect(
         c.text("job_strategy") == "one_device",
         "`job_strategy` is the strategy of the run",
-        f"`job_strategy` is {c.text('job_strategy')!r}",
-        "read run.json with json.loads and look for the key of the strategy",
+        f"`job_strategy` is {c.text('job_strategy')!r}, but run.json names another strategy",
+        "read run.json with json.loads, and look for the key whose value is the strategy",
     )

@@ -31,7 +31,7 @@ def filled(c: Check, value: Any, name: str) -> Any:
     c.need(
         value is not None,
         f"`{name}` returned None.",
-        f"write its body in the cell of exercise {c.number}, and return the result",
+        f"write the body of `{name}` in the cell of exercise {c.number}, and return the result",
     )
     return value
 
@@ -42,13 +42,15 @@ def floats(c: Check, value: Any, name: str, shape: tuple[int, ...] | None = None
     try:
         found = np.asarray(value, dtype=float)
     except (TypeError, ValueError):
-        c.wrong(f"`{name}` did not return numbers.", "return a tensor")
+        c.wrong(f"`{name}` gives values that are not numbers.", "return a tensor")
     if shape is not None:
         c.need(
             found.shape == shape,
-            f"`{name}` returned the shape {found.shape}, but must return {shape}.",
-            "the result is a vector (1-D tensor) of the size that the text gives",
+            f"`{name}` gives the shape {found.shape}, but the shape must be {shape}.",
+            "the result is a vector (1-D tensor) of the size that the text of the exercise gives"
+            if shape
+            else "the result is a single number",
         )
-    c.need(bool(np.isfinite(found).all()), f"`{name}` returned numbers that are not finite.",
-           "look for a division by zero: a vector of zeros has the scale 0")  # fmt: skip
+    c.need(bool(np.isfinite(found).all()), f"`{name}` gives numbers that are not finite.",
+           "look for a division by zero, which can happen with a vector of zeros")  # fmt: skip
     return found

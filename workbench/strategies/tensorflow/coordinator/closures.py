@@ -72,7 +72,7 @@ clock = time.perf_counter
 STALL_S = 120.0
 """After this time, a closure counts as one that will never end."""
 
-UNMEASURED = "pull, computation and push are one closure, which is timed as a whole"
+UNMEASURED = "pull, computation and push are in one closure, and only the whole closure is timed"
 
 
 class Step(cluster_coordinator.Closure):  # type: ignore[misc]
@@ -220,9 +220,10 @@ class Closures:
             late = [rank for rank, since_s in self._running.items() if clock() - since_s > STALL_S]
         if late:
             raise ClusterError(
-                f"Worker {late[0]} has not finished its closure.",
-                seen=f"nothing for {STALL_S:g} s",
-                next_step="%cluster shows which engines are alive; %cluster restart",
+                f"Worker {late[0]} does not finish its closure.",
+                seen=f"no result for {STALL_S:g} s",
+                next_step="%cluster shows which engines are alive; %cluster restart starts new "
+                "ones",
                 code="WB-CLUSTER-045",
             )
 

@@ -62,10 +62,11 @@ class Coordinated:
         """
         if training.hooks.step_end:
             raise FitError(
-                "A parameter server cannot call on_step_end: its steps have no order.",
-                seen="a callback with on_step_end",
-                allowed="on_epoch_end, on_train_end",
-                next_step="schedule closures in your own loop: coordinator.schedule(...)",
+                "A parameter server cannot call `on_step_end`, because its steps have no order.",
+                seen="a callback with the method on_step_end",
+                allowed="callbacks with on_epoch_end or on_train_end",
+                next_step="write your own loop and schedule closures in it: "
+                "coordinator.schedule(...)",
                 code="WB-FIT-071",
             )
         source, job = training.source, training.job

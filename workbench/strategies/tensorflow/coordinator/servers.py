@@ -129,7 +129,7 @@ def hold_port(ports: tuple[int, int] | None) -> socket.socket:
     for port in random.Random(os.urandom(8)).sample(among, len(among)):
         with contextlib.suppress(ClusterError):
             return cluster_env.listening("", (port, port))
-    raise cluster_env.cannot_listen("", (among[0], among[-1]), "all are taken")
+    raise cluster_env.cannot_listen("", (among[0], among[-1]), "all ports are taken")
 
 
 def check_alive(addresses: Mapping[int, str], parts: Mapping[int, str]) -> None:
@@ -144,9 +144,10 @@ def check_alive(addresses: Mapping[int, str], parts: Mapping[int, str]) -> None:
             socket.create_connection((host, int(port)), ANSWER_S).close()
         except OSError as error:
             raise ClusterError(
-                f"{parts[rank].capitalize()} cannot be reached.",
+                f"{parts[rank].capitalize()} does not answer.",
                 seen=f"{address}: {error}",
-                next_step="%cluster shows which engines are alive; %cluster restart",
+                next_step="%cluster shows which engines are alive; %cluster restart starts new "
+                "ones",
                 code="WB-CLUSTER-047",
             ) from error
 

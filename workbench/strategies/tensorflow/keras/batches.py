@@ -55,9 +55,11 @@ class Batches:
         if "batch_size" in given:
             if not arrays:
                 raise FitError(
-                    "--batch-size cannot be used: the data set is already divided into batches.",
+                    "--batch-size cannot be used with this data set, because the data set is "
+                    "already divided into batches.",
                     seen=type(call["x"]).__name__,
-                    next_step="read wb.options.get('batch_size', 64) where the data set is batched",
+                    next_step="use wb.options.get('batch_size', 64) as the batch size where you "
+                    "make the data set",
                     code="WB-FIT-072",
                 )
             call["batch_size"] = given["batch_size"]
@@ -92,8 +94,8 @@ class Batches:
             return
         below, above = size - size % replicas, size + replicas - size % replicas
         raise FitError(
-            "The batch cannot be divided evenly: unequal shares would change the training.",
-            seen=f"batch of {size} over {replicas} replicas",
+            "The replicas would get shares of different sizes, which would change the training.",
+            seen=f"a batch of {size} samples for {replicas} replicas",
             allowed=f"a multiple of {replicas}",
             next_step=" or ".join(self._words(near) for near in (above, below) if near),
             code="WB-FIT-073",
@@ -110,21 +112,23 @@ class Batches:
         if rest % self._replicas and self._context.spec.rank == 0:
             text = (
                 f"The last batch of an epoch has {rest} samples, which {self._replicas} replicas "
-                "cannot share evenly, so samples of the smaller shares get a little more weight."
+                "cannot share evenly. So each sample of a smaller share gets a little more "
+                "weight."
             )
             if rest < self._replicas:
                 text += (
-                    " A replica without a sample can turn weights into NaN (BatchNorm): drop the "
-                    "last batch, or choose another batch size."
+                    " A replica without a sample can turn weights into NaN if the model has "
+                    "BatchNorm. Drop the last batch, or choose another batch size."
                 )
             self._context.emit(events.Noted(rank=0, text=text))
 
     def _note_lost(self) -> None:
         if self._context.spec.rank == 0:
             text = (
-                "Keras reads a Python generator ahead and trains on fewer batches than it yields: "
-                "batches read to build the model and at the end of an epoch are lost. "
-                "tf.data.Dataset and keras.utils.PyDataset lose none."
+                "Keras reads a Python generator ahead, so it trains on fewer batches than the "
+                "generator yields. Batches that Keras reads to build the model, or ahead at the "
+                "end of an epoch, are lost. With tf.data.Dataset or keras.utils.PyDataset, no "
+                "batch is lost."
             )
             self._context.emit(events.Noted(rank=0, text=text))
 
@@ -180,18 +184,19 @@ def check_compiled(model: Any, distribution: Any) -> None:
     """Raise FitError unless the model was compiled, in the strategy's scope."""
     if not getattr(model, "compiled", False):
         raise FitError(
-            "The model must be compiled before fit, which needs its loss and optimizer.",
-            seen=f"{model.name}.fit(...) without compile",
-            next_step="call model.compile(optimizer='adam', loss=...) in the same cell, before fit",
+            "The model must be compiled before `fit`, because `fit` needs a loss and an optimizer.",
+            seen=f"{model.name}.fit(...) without model.compile(...)",
+            next_step="call model.compile(optimizer='adam', loss=...) in the same cell, before "
+            "model.fit",
             code="WB-FIT-082",
         )
     made = getattr(model.optimizer, "_distribution_strategy", distribution)
     if made is not distribution:
         raise FitError(
-            "The optimizer was made outside this run's strategy, so it cannot be used in it.",
-            seen=f"made under {type(made).__name__}",
-            allowed=f"made under {type(distribution).__name__}",
-            next_step="make the optimizer in the cell that trains: that cell runs in the "
+            "The optimizer was made outside this run's strategy, so this run cannot use it.",
+            seen=f"an optimizer made under {type(made).__name__}",
+            allowed=f"an optimizer made under {type(distribution).__name__}",
+            next_step="make the optimizer in the cell that trains: this cell runs in the "
             "strategy's scope",
             code="WB-FIT-083",
         )
@@ -202,8 +207,8 @@ def check_given(model: Any, call: Mapping[str, Any]) -> None:
     data, labels = call["x"], call["y"]
     if data is None:
         raise FitError(
-            "fit was given no data.",
-            seen=f"{model.name}.fit(...) without x",
+            "`model.fit` was called without data.",
+            seen=f"{model.name}.fit(...) without the argument x",
             allowed="arrays, a tf.data.Dataset, or a keras.utils.PyDataset",
             next_step="call model.fit(x, y, ...)",
             code="WB-FIT-084",
@@ -211,8 +216,8 @@ def check_given(model: Any, call: Mapping[str, Any]) -> None:
     for name, one in (("x", data), ("y", labels)):
         if _is_of_numbers(one):
             raise FitError(
-                f"{name} must be an array, not a list of numbers.",
-                seen=f"{name}: a {type(one).__name__} of {len(one)}",
+                f"`{name}` must be an array, not a list of numbers.",
+                seen=f"{name} is a {type(one).__name__} with {len(one)} elements",
                 next_step="pass numpy.array(x), numpy.array(y)",
                 code="WB-FIT-085",
             )
@@ -220,9 +225,10 @@ def check_given(model: Any, call: Mapping[str, Any]) -> None:
     loss = getattr(model, "loss", None)
     if labels is None and hasattr(data, "shape") and loss is not None and not own:
         raise FitError(
-            "fit was given no labels, and the model's loss needs them.",
+            "`model.fit` was called without labels, but the model's loss needs labels.",
             seen=f"x of shape {tuple(data.shape)}, y=None, loss={_named(loss)}",
-            next_step="call model.fit(x, y, ...), or model.fit(x, x) if the model learns its input",
+            next_step="call model.fit(x, y, ...), or model.fit(x, x) if the input is also the "
+            "target",
             code="WB-FIT-086",
         )
 
@@ -254,7 +260,7 @@ def bound(original: Any, model: Any, args: Any, keywords: Any) -> inspect.BoundA
         if name not in signature.parameters:
             guess = nearest(name, signature.parameters)
             raise FitError(
-                f"{original.__name__} has no argument with this name.",
+                f"The function `{original.__name__}` has no argument with this name.",
                 seen=name,
                 next_step=f"did you mean {guess!r}?" if guess else f"remove {name}",
                 code="WB-FIT-087",
@@ -284,8 +290,8 @@ def check_batched(data: tf.data.Dataset) -> None:
     sliced = any("TensorSlice" in kind for kind in kinds) and not batched
     if sliced or any(shape is not None and shape.rank == 0 for shape in shapes):
         raise FitError(
-            "The tf.data set gives single samples, not batches.",
-            seen=f"parts of shapes {', '.join(map(str, shapes))}",
+            "The tf.data.Dataset gives single samples, not batches.",
+            seen=f"elements with shapes {', '.join(map(str, shapes))}",
             next_step="call .batch(64) on the data set",
             code="WB-FIT-089",
         )
@@ -301,9 +307,9 @@ def check_size(given: int | None, made: int | None) -> None:
     if given is None or made is None or given == made:
         return
     raise FitError(
-        "batch_size differs from the size of the batches that the data set already has.",
-        seen=f"batches of {made}, batch_size={given}",
-        next_step=f"leave batch_size out, or batch the data set by {given}",
+        "`batch_size` differs from the size of the batches in the data set.",
+        seen=f"batches of {made} in the data set, batch_size={given}",
+        next_step=f"leave batch_size out, or batch the data set with .batch({given})",
         code="WB-FIT-090",
     )
 
@@ -312,8 +318,8 @@ def note_keras_2(context: RunContext) -> None:
     """Report that `tf_keras` is not recorded, if a cell imports it and no training was seen."""
     if "tf_keras" in sys.modules:
         text = (
-            "tf_keras (Keras 2) is imported: its fit trains, but this training is not "
-            "recorded and cannot be stopped. Write the model with keras (Keras 3)."
+            "tf_keras (Keras 2) is imported. A model of Keras 2 trains, but Workbench does "
+            "not record its training and cannot stop it. Write the model with keras (Keras 3)."
         )
         context.emit(events.Noted(rank=context.spec.rank, text=text))
 
@@ -327,7 +333,7 @@ def _chain(data: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 
 BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 OWN_STEPS = ("train_step", "test_step", "compute_metrics")
-OTHER_WAY = "write the loop: coordinator.schedule(step, args=...), then coordinator.join()"
+OTHER_WAY = "write your own loop: coordinator.schedule(step, args=...), then coordinator.join()"
 
 
 def check_steps(model: Any) -> None:
@@ -337,9 +343,10 @@ def check_steps(model: Any) -> None:
     ]
     if own:
         raise FitError(
-            "The model has its own step methods, which closures cannot run.",
+            "The model has step methods of its own, but the workers can only run the step "
+            "methods of Keras.",
             seen=f"{type(model).__name__}.{own[0]}",
-            allowed="models with the step methods of Keras",
+            allowed="models that use the step methods of keras.Model",
             next_step=OTHER_WAY,
             code="WB-FIT-091",
         )
@@ -358,9 +365,10 @@ def check_callbacks(callbacks: Any) -> None:
             hooks = []  # Keras' own callbacks, which work without their calls after batches
         if hooks:
             raise FitError(
-                "A parameter server cannot call a callback per batch: its batches have no order.",
+                "A parameter server cannot call a callback after each batch, because its batches "
+                "have no order.",
                 seen=f"{kind.__name__}.{hooks[0]}",
-                allowed="callbacks of epochs: on_epoch_begin, on_epoch_end, on_train_end",
+                allowed="callbacks for epochs: on_epoch_begin, on_epoch_end, on_train_end",
                 next_step=OTHER_WAY,
                 code="WB-FIT-092",
             )

@@ -161,10 +161,12 @@ def check_model(model: Any, distribution: Any) -> None:
     if owner is distribution:
         return
     raise FitError(
-        "The model was built outside this run's strategy, so it cannot train under it.",
-        seen=f"built under {type(owner).__name__}" if owner else "built under no strategy",
-        allowed=f"built under {type(distribution).__name__}",
-        next_step="build and compile the model in the cell that trains it: that cell runs in the "
+        "The model was built outside this run's strategy, so this run cannot train it.",
+        seen=f"a model built under {type(owner).__name__}"
+        if owner
+        else "a model built under no strategy",
+        allowed=f"a model built under {type(distribution).__name__}",
+        next_step="build and compile the model in the cell that trains it: this cell runs in the "
         "strategy's scope",
         code="WB-FIT-074",
     )
@@ -465,7 +467,10 @@ def _theirs(
     higher = {path for rank, named in heard.items() if rank > context.spec.rank for path in named}
     for one, path in zip(callbacks, paths, strict=True):
         if path in higher:
-            note(f"{type(one).__name__} writes on rank 0 only, because all workers use {path}.")
+            note(
+                f"The callback {type(one).__name__} writes only on rank 0, because all workers "
+                f"have the same path {path}."
+            )
     return [one for one, path in zip(callbacks, paths, strict=True) if path in lower]
 
 

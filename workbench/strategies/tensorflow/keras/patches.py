@@ -231,8 +231,8 @@ def _step_by_step(note: Callable[[str], None]) -> Callable[[Any], Any]:
             if self.steps_per_execution > 1:
                 self.steps_per_execution = 1
                 note(
-                    "Steps are taken one by one, because TensorFlow cannot take several steps "
-                    "in one call (steps_per_execution) on several workers."
+                    "The steps are taken one by one: on several workers, TensorFlow cannot take "
+                    "several steps in one call, so `steps_per_execution` has no effect."
                 )
             return result
 
@@ -268,10 +268,10 @@ def _replaced(module: str, owner: str, name: str, make: Callable[[Any], Any]) ->
         original = getattr(place, name)
     except (ImportError, AttributeError) as error:
         raise RunError(
-            "This version of Keras differs too much to be repaired for this strategy.",
-            seen=f"keras {keras.__version__}, no {error}",
+            "Workbench cannot adapt this version of Keras to this strategy.",
+            seen=f"keras {keras.__version__}: {error}",
             allowed="keras 3.15",
-            next_step="pip install 'keras==3.15.*', then %cluster restart",
+            next_step="run pip install 'keras==3.15.*', then %cluster restart",
             code="WB-RUN-098",
         ) from error
     own = name in vars(place)

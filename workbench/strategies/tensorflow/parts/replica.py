@@ -75,9 +75,9 @@ class Trainer:
             self.model(to_tensors(sample[0]))
         if not self.model.trainable_variables:
             raise FitError(
-                "The model has no trainable weight.",
+                "The model has no trainable weights.",
                 seen=type(self.model).__name__,
-                next_step="set trainable=True on some of its layers",
+                next_step="set trainable=True on some of the model's layers",
                 code="WB-FIT-100",
             )
 
@@ -256,7 +256,7 @@ def objective(loss: Any) -> Callable[[Any, Any], Any]:
     """
     if foreign(loss):
         raise FitError(
-            "PyTorch's loss cannot be used in a TensorFlow run.",
+            "A PyTorch loss cannot be used in a TensorFlow run.",
             seen=type(loss).__name__,
             next_step="pass a Keras loss: "
             "loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True)",
@@ -265,7 +265,7 @@ def objective(loss: Any) -> Callable[[Any, Any], Any]:
     if isinstance(loss, keras.losses.Loss):
         if loss.reduction in ("sum",):
             raise FitError(
-                "The loss must be a mean over the batch.",
+                "The loss must be the mean over the batch, not the sum.",
                 seen=f"reduction={loss.reduction!r}",
                 allowed="reduction='sum_over_batch_size'",
                 code="WB-FIT-102",
@@ -288,10 +288,11 @@ def metric_function(name: str, metric: Any) -> Callable[[Any, Any], Any]:
         return lambda out, y: tf.reduce_mean(tf.cast(function(y, out, **keywords), tf.float32))
     if isinstance(metric, keras.metrics.Metric):
         raise FitError(
-            f"Metric {name} is not a mean over samples, so it cannot be added up over replicas.",
+            f"Metric `{name}` is not a mean over samples, so the replicas' values cannot be "
+            "combined.",
             seen=type(metric).__name__,
-            allowed="a function of (output, y), or a Keras metric that averages",
-            next_step="compile the model with this metric and call model.fit",
+            allowed="a function of (output, y), or a Keras metric that is a mean over samples",
+            next_step="pass the metric to model.compile, and train with model.fit",
             code="WB-FIT-103",
         )
     if str(getattr(metric, "__module__", "")).startswith("keras."):
@@ -312,16 +313,17 @@ def build_optimizer(optimizer: Any, model: Any, distribution: Any) -> Any:
         made = optimizer(model.trainable_variables)
         if not isinstance(made, keras.optimizers.Optimizer):
             raise FitError(
-                "optimizer is a function that does not return a Keras optimizer.",
+                "`optimizer` is a function, but it does not return a Keras optimizer.",
                 seen=type(made).__name__,
-                next_step="optimizer=lambda p: keras.optimizers.SGD(0.1)",
+                next_step="use optimizer=lambda p: keras.optimizers.SGD(0.1)",
                 code="WB-FIT-104",
             )
     if made._distribution_strategy is not distribution:
         raise FitError(
-            "The optimizer was made outside this run's strategy.",
+            "The optimizer was made outside this run's strategy, so this run cannot use it.",
             seen=type(made._distribution_strategy).__name__,
-            next_step="make the optimizer in the cell that trains with it",
+            next_step="make the optimizer in the cell that trains: this cell runs in the "
+            "strategy's scope",
             code="WB-FIT-105",
         )
     if not made.built:
@@ -348,13 +350,13 @@ class Precision:
     def __init__(self, model: Any, precision: str | None) -> None:
         if precision == "fp16":
             raise FitError(
-                "precision must be None or 'bf16': wb.fit does not scale the loss for float16 in "
-                "TensorFlow.",
+                "`precision` must be None or 'bf16': in TensorFlow, wb.fit does not scale the "
+                "loss, but 'fp16' needs a scaled loss.",
                 seen="precision='fp16'",
                 allowed="None or 'bf16'",
-                next_step="use precision='bf16', or call "
-                "keras.config.set_dtype_policy('mixed_float16') before the model is built and "
-                "train with model.fit: Keras scales the loss",
+                next_step="use precision='bf16'; or call "
+                "keras.config.set_dtype_policy('mixed_float16') before you build the model, and "
+                "train with model.fit, which scales the loss",
                 code="WB-FIT-094",
             )
         self.mixed = precision is not None
@@ -401,9 +403,11 @@ class Schedule:
         own = getattr(optimizer, "_learning_rate", None)
         if rate is not None and isinstance(own, keras.optimizers.schedules.LearningRateSchedule):
             raise FitError(
-                "scheduler must be left out: the optimizer has a schedule already.",
+                "`scheduler` cannot be used, because the optimizer already has a learning rate "
+                "schedule.",
                 seen=f"scheduler=..., and learning_rate={type(own).__name__}",
-                next_step="leave scheduler out, or make the optimizer with a number as rate",
+                next_step="leave scheduler out, or make the optimizer with a number as its "
+                "learning rate",
                 code="WB-FIT-095",
             )
         self._rate, self._optimizer = rate, optimizer

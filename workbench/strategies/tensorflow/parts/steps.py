@@ -123,10 +123,11 @@ def _check_kind(context: RunContext, distribution: Any, original: type, name: st
         return
     chosen, word = context.entry.name, KINDS[name]
     raise FitError(
-        "The cell creates a strategy, but its first line names another strategy.",
+        "The cell creates a strategy that differs from the strategy in its first line.",
         seen=f"tf.distribute.{name}(...) under {chosen}",
-        allowed="the name `strategy`, which exists already",
-        next_step=f"remove the line that creates a strategy, or choose {word} instead of {chosen}",
+        allowed="the variable `strategy`, which the cell already has",
+        next_step=f"remove the line that creates the strategy, or write {word} instead of "
+        f"{chosen} in the first line",
         code="WB-FIT-097",
     )
 
@@ -134,11 +135,14 @@ def _check_kind(context: RunContext, distribution: Any, original: type, name: st
 def _say(context: RunContext, name: str, *, given: bool) -> None:
     replicas = context.spec.world_size
     text = (
-        f"tf.distribute.{name} returned the strategy of this run, which has "
-        f"{replicas} {'replica' if replicas == 1 else 'replicas'}; `strategy` is the same one."
+        f"tf.distribute.{name} returned this run's strategy, which has {replicas} "
+        f"{'replica' if replicas == 1 else 'replicas'}. The variable `strategy` is the same "
+        "object."
     )
     if given:
-        text += " Its arguments were not used: -n and -o in the cell's first line decide."
+        text += (
+            " The arguments of this call were not used: -n and -o in the cell's first line decide."
+        )
     if context.spec.rank == 0:
         context.emit(events.Noted(rank=0, text=text))
 
@@ -281,8 +285,8 @@ class Steps:
         if self._traced_s >= WORTH_SAYING_S and self.context.spec.rank == 0:
             often = "once" if self._traces == 1 else f"{self._traces} times"
             text = (
-                f"TensorFlow traced the step {often}, {self._traced_s:.1f} s in total; "
-                "no step's time includes the tracing."
+                f"TensorFlow traced the step {often}, which took {self._traced_s:.1f} s in total. "
+                "The measured step times do not include this tracing."
             )
             self.context.emit(events.Noted(rank=0, text=text))
 
@@ -317,8 +321,8 @@ class Steps:
         if not self._unseen:
             self._unseen = True
             reason = (
-                "no clock could be read where gradients are reduced "
-                "(with jit_compile this is impossible)"
+                "no clock could be read where gradients are reduced (this is never possible with "
+                "jit_compile)"
             )
             self.context.emit(events.Unmeasured(columns=dict.fromkeys(UNSEEN, reason)))
 
@@ -421,10 +425,10 @@ class OwnLoop:
             return
         if tf.executing_eagerly():
             raise FitError(
-                "--init-from needs a tf.function here: the first step already used the model's "
-                "own weights.",
-                seen="--init-from, and a step without tf.function",
-                allowed="a step in a tf.function, wb.fit or model.fit",
+                "--init-from needs a step in a tf.function: without it, the first step has "
+                "already used the model's own weights.",
+                seen="--init-from, with a step that is not in a tf.function",
+                allowed="a step in a tf.function, or training with wb.fit or model.fit",
                 next_step="put @tf.function on the function that calls strategy.run",
                 code="WB-FIT-080",
             )
@@ -480,10 +484,10 @@ def check_unsaved(context: RunContext) -> None:
     """
     if context.spec.checkpoint or context.spec.resume:
         raise FitError(
-            "--checkpoint cannot be used with your own TensorFlow loop: only the loop knows what "
-            "it trains.",
+            "--checkpoint cannot be used with your own TensorFlow loop: only your loop knows "
+            "what it trains.",
             seen="--checkpoint with strategy.run",
             allowed="--checkpoint with model.fit or wb.fit",
-            next_step="leave --checkpoint out and use tf.train.Checkpoint in the loop",
+            next_step="leave --checkpoint out, and use tf.train.Checkpoint in your loop",
             code="WB-FIT-081",
         )

@@ -38,14 +38,14 @@ def ring(flat: torch.Tensor, links: Links) -> None:
 
     Each worker divides its tensor into n chunks. In each round every worker sends a chunk to the
     next worker and adds the chunk from the previous worker. After n-1 rounds each worker holds one
-    chunk of the sum. In n-1 more rounds the finished chunks are passed around.
+    chunk of the sum. In n-1 more rounds each finished chunk is sent around the ring.
 
         reduce-scatter, n = 3                          all-gather
         worker 0:  a0 ──▶ 1   c2+c0 ──▶ 1   B          B ──▶ 1    A ──▶ 1
         worker 1:  b1 ──▶ 2   a0+a1 ──▶ 2   C          C ──▶ 2    B ──▶ 2
         worker 2:  c2 ──▶ 0   b1+b2 ──▶ 0   A          A ──▶ 0    C ──▶ 0
 
-    Sent by each worker: 2 (n-1)/n of the tensor. Rounds: 2 (n-1).
+    Each worker sends 2 (n-1)/n of the tensor. There are 2 (n-1) rounds.
 
     Args:
         flat: Shape (numbers,); becomes the sum over the workers.
@@ -73,8 +73,8 @@ def reduce_to_one(flat: torch.Tensor, links: Links) -> None:
         worker 2:  g2 ──┼─▶ worker 0: sum ┼──▶ worker 2
         worker 3:  g3 ──┘                 └──▶ worker 3
 
-    Every other worker sends the tensor once. Worker 0 sends it n-1 times, and is the bottleneck for
-    large tensors. Rounds: 2.
+    Every other worker sends the tensor once. Worker 0 sends the sum n-1 times, and is the
+    bottleneck for large tensors. There are 2 rounds.
 
     Args:
         flat: Shape (numbers,); becomes the sum over the workers.
@@ -119,11 +119,13 @@ def recursive_doubling(flat: torch.Tensor, links: Links) -> None:
         worker 2:  g2 ◀─▶ 3   g2+g3 ◀─▶ 0   g0+g1+g2+g3
         worker 3:  g3 ◀─▶ 2   g2+g3 ◀─▶ 1   g0+g1+g2+g3
 
-    If n is not a power of two, let p be the largest power of two below it. The workers beyond p
-    send their tensor to a partner first, and receive the sum at the end. Addition of two numbers
-    commutes, so all copies of the sum are equal to the last bit.
+    If n is not a power of two, let p be the largest power of two below it. First, the workers with
+    ranks of p and more send their tensors to a partner with a lower rank. At the end they receive
+    the sum from this partner. The order of two numbers does not change their sum, so all copies of
+    the sum are equal to the last bit.
 
-    Sent by each of the p workers: log2(p) times the tensor. Rounds: log2 p, and two more if n > p.
+    Each of the p workers sends log2(p) times the tensor. There are log2 p rounds, and two more if n
+    > p.
 
     Args:
         flat: Shape (numbers,); becomes the sum over the workers.
@@ -153,16 +155,17 @@ def hierarchical(flat: torch.Tensor, links: Links) -> None:
     Source: Jia et al., Highly Scalable Deep Learning Training System with Mixed-Precision, 2018
     (arXiv:1807.11205), "hierarchical all-reduce".
 
-    Links within a host are fast; links between hosts are slow. So each group adds up at its leader,
-    the leaders run a ring, and each leader sends the sum to its group. A group is a host. If there
-    is only one host, a group is a block of about sqrt(n) workers, so that the traffic can be seen.
+    Links within a host are fast; links between hosts are slow. So each group adds up its tensors on
+    one of its workers, the leader. The leaders run a ring all-reduce, and each leader sends the sum
+    to its group. The workers on one host are a group. If there is only one host, a group is a block
+    of about sqrt(n) workers, so that you can see how the algorithm works.
 
         worker 1 ──▶ worker 0 ──┐          ┌── worker 0 ──▶ worker 1
                                 ├── ring ──┤
         worker 3 ──▶ worker 2 ──┘          └── worker 2 ──▶ worker 3
 
     Each of m leaders sends 2 (m-1)/m of the tensor to other leaders, and the tensor to each member
-    of its group. Every other worker sends the tensor once. Rounds: 2 + 2 (m-1).
+    of its group. Every other worker sends the tensor once. There are 2 + 2 (m-1) rounds.
 
     Args:
         flat: Shape (numbers,); becomes the sum over the workers.

@@ -74,8 +74,8 @@ class Choice:
         size = f"{kib:.1f} KiB" if kib < 1024 else f"{kib / 1024:.1f} MiB"
         times = ", ".join(f"{name} {1e3 * took_s:.2f}" for name, took_s in self.seconds.items())
         return (
-            f"Gradients ({size}) are averaged by {self.name}, the fastest here "
-            f"(measured, in ms: {times})."
+            f"Gradients ({size}) are averaged by `{self.name}`, the fastest algorithm here. "
+            f"Measured times in ms: {times}."
         )
 
 

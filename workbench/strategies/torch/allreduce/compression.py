@@ -8,17 +8,18 @@ Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
                      ▲                │
                      └── e_r = p - decompress(c)      what is not sent now is sent later
 
-- `fp16`, `bf16`: the gradient is sent in half the bits, and all-reduced in that type. bf16 has
-  float32's range and 8 bits of precision; fp16 has 11 bits, and overflows at 65504.
+- `fp16`, `bf16`: the gradient is sent with half the bits, and the all-reduce adds numbers of this
+  type. `bf16` has the range of float32 and 8 bits of precision. `fp16` has 11 bits of precision,
+  and its largest number is 65504.
 - `topk:F`: the numbers with the largest magnitude, a fraction F of the whole gradient, are sent as
-  values and indices. Workers choose different numbers, so the choices are gathered, not reduced:
-  each worker sends its choice n-1 times around the ring.
+  values and indices. Workers choose different numbers, so the chosen numbers are gathered, not
+  reduced: each worker sends n-1 messages, each with as many numbers as it chose.
 - `powersgd:R`: each gradient matrix M, shape (m, k), is sent as P Q^T of rank R. One step of power
-  iteration computes P and Q from the previous Q. Both factors are linear in M, so they can be
-  all-reduced: P = mean(M_r Q), made orthonormal; Q = mean(M_r^T P). Vectors, and matrices for which
-  R (m + k) is not less than m k, are sent whole.
+  iteration computes P and Q from the previous Q. P and Q are linear in M, so an all-reduce can
+  average them: P = mean(M_r Q), made orthonormal; Q = mean(M_r^T P). Vectors are sent without
+  compression. The same is true for matrices for which R (m + k) is not less than m k.
 
-The time for compression counts as transfer.
+The time that the compression takes counts as transfer.
 """
 
 from __future__ import annotations

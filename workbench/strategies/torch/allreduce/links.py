@@ -177,7 +177,7 @@ class Links:
         dist.all_gather(every, own, group=self.group)
         if any(not torch.equal(other, own) for other in every):
             raise FitError(
-                "The workers' gradients differ in size, so they cannot be averaged.",
+                "The workers' gradients have different sizes or types, so they cannot be averaged.",
                 seen=", ".join(f"rank {r}: {int(e[0])} numbers" for r, e in enumerate(every)),
                 next_step="build the same model on every worker",
                 code="WB-FIT-107",

@@ -94,18 +94,18 @@ class Averaging:
     def _check_options(self, asked: str, simulated: bool) -> None:
         if self._compress.startswith("topk") and asked != AUTO:
             raise FitError(
-                "allreduce cannot be used with topk, which gathers the numbers that "
-                "each worker chose.",
+                "`allreduce` cannot be used with compress=topk: with topk, each worker sends "
+                "numbers at other positions, which an all-reduce cannot add up.",
                 seen=f"compress={self._compress}, allreduce={asked}",
-                next_step="remove -o allreduce",
+                next_step="remove -o allreduce, or choose another compression",
                 code="WB-FIT-108",
             )
         if asked == BACKEND and simulated:
             raise FitError(
-                "Bandwidth and latency can only be simulated on Workbench's own links, and the "
-                "backend's all-reduce does not use them.",
+                "--inject bandwidth and latency work only on Workbench's own links, but "
+                "allreduce=backend does not use these links.",
                 seen=", ".join(fault.text for fault in self._context.spec.faults),
-                next_step="use -o allreduce=auto, or one of the algorithms",
+                next_step="use -o allreduce=auto, or an algorithm such as -o allreduce=ring",
                 code="WB-FIT-109",
             )
 
@@ -205,8 +205,9 @@ class Averaging:
             self._context.emit(
                 events.Warned(
                     rank=0,
-                    text="Bandwidth and latency have no effect: this run's gradients are averaged "
-                    "by the backend. Choose an algorithm with -o allreduce=ring.",
+                    text="Bandwidth and latency have no effect, because the backend averages "
+                    "this run's gradients. To simulate links, choose an algorithm, for example "
+                    "-o allreduce=ring.",
                 )
             )
 
@@ -325,19 +326,19 @@ def by_dtype(
 def unused(name: str) -> FitError:
     """Return the error for a parameter without a gradient, if one is needed."""
     return FitError(
-        "A parameter took no part in the loss, so there is no gradient to average.",
+        "A parameter was not used for the loss, so it has no gradient to average.",
         seen=name,
-        next_step="use the parameter, freeze it (requires_grad=False), or set "
-        "-o find_unused_parameters=true",
+        next_step="use the parameter in forward, freeze it (requires_grad=False), or set -o "
+        "find_unused_parameters=true",
         code="WB-FIT-110",
     )
 
 
 def _sparse(name: str) -> FitError:
     return FitError(
-        "A sparse gradient cannot be averaged as part of one flat tensor.",
+        "A sparse gradient cannot be averaged, because here all gradients are one dense tensor.",
         seen=name,
-        allowed="dense gradients (Embedding with sparse=False)",
-        next_step="use -o allreduce=backend without compression",
+        allowed="dense gradients: nn.Embedding with sparse=False",
+        next_step="use sparse=False, or -o allreduce=backend without -o compress",
         code="WB-FIT-111",
     )

@@ -106,9 +106,9 @@ def check_alike(model: torch.nn.Module, device: torch.device | None = None) -> N
     dist.all_gather(every, own)
     if any(not torch.equal(other, own) for other in every):
         raise FitError(
-            "The workers hold different models, so they cannot train together.",
+            "The workers have different models, so they cannot train together.",
             seen=", ".join(f"rank {r}: {int(e[0])} parameters" for r, e in enumerate(every)),
-            next_step="build the same model on every worker, independent of its rank",
+            next_step="build the same model on every worker; it must not depend on the rank",
             code="WB-FIT-127",
         )
 
@@ -446,16 +446,16 @@ class Guard:
         usual = max(values, key=values.count)
         members = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         odd = [members[place] for place, value in enumerate(values) if value != usual]
-        amount = f"by up to {spread:.3g}" if spread < math.inf else "in values that are not numbers"
+        amount = f"by up to {spread:.3g}" if spread < math.inf else "in values that are NaN or inf"
         who = "rank " if len(odd) == 1 else "ranks "
         return FitError(
-            "The workers' copies of the model are no longer equal, so they no longer train one "
-            "model.",
-            seen=f"at step {self._context.step}: {name} differs {amount}; "
-            f"{who}{', '.join(map(str, odd))} unlike rank {members[values.index(usual)]}",
+            "The workers' copies of the model are no longer equal, so they no longer train the "
+            "same model.",
+            seen=f"step {self._context.step}: parameter {name} differs {amount} between "
+            f"{who}{', '.join(map(str, odd))} and rank {members[values.index(usual)]}",
             allowed="equal parameters on all workers after each step",
-            next_step="change parameters only by the loss and the optimizer of the run, in the "
-            "same way on every rank; use the same random seed on all ranks",
+            next_step="change parameters only through the loss and the optimizer of the run, in "
+            "the same way on every rank; use the same random seed on all ranks",
             code="WB-FIT-113",
         )
 
@@ -562,7 +562,7 @@ class TrainedSets:
         return [int(store.get(f"{what}/{rank}")) for rank in ranks]
 
     def _unequal(self, frozen: list[str], unfrozen: list[str], others: list[int]) -> FitError:
-        done = [f"{did} {_few(names)}" for did, names in (("froze", frozen), ("took in", unfrozen))
+        done = [f"{did} {_few(names)}" for did, names in (("froze", frozen), ("unfroze", unfrozen))
                 if names]  # fmt: skip
         who = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
         return FitError(

@@ -208,9 +208,10 @@ def check_exchangeable(optimizer: torch.optim.Optimizer) -> None:
         items = value if isinstance(value, (list, tuple, set)) else [value]
         if any(id(item) in owned for item in items):
             raise FitError(
-                "This optimizer cannot follow its parameters when they are divided.",
-                seen=f"{type(optimizer).__name__} keeps them in its attribute {name}",
-                allowed="optimizers that find their parameters in param_groups",
+                "The strategy cannot divide this optimizer's parameters, because the optimizer "
+                "keeps its own list of them.",
+                seen=f"the attribute {name} of {type(optimizer).__name__}",
+                allowed="optimizers that have their parameters only in param_groups",
                 next_step="pass a function instead: optimizer=lambda p: torch.optim.SGD(p, 0.1)",
                 code="WB-FIT-117",
             )
@@ -386,14 +387,17 @@ class Partitioned(Strategy):
         if on_device or (device.is_cpu and on_host):
             return asked, None
         if self.rank == 0 and (asked or not device.is_cpu):
-            place = "the workers' devices; it is on the CPU now"
+            place = "the memory of the workers' devices, so the model is now on the CPU"
             if asked and not on_host:
-                place = "every worker; only rank 0 has it, as with -o gather=first"
+                place = (
+                    "the host's memory once per worker, so only rank 0 has the model, as "
+                    "with -o gather=first"
+                )
             self.context.emit(
                 events.Noted(
                     rank=0,
-                    text=f"The whole model with its optimizer's state ({size_bytes / 1e9:.1f} GB) "
-                    f"does not fit {place}.",
+                    text=f"The whole model with the optimizer's state ({size_bytes / 1e9:.1f} GB) "
+                    f"does not fit into {place}.",
                 )
             )
         return asked and on_host, None if device.is_cpu else torch.device("cpu")

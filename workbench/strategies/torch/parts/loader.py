@@ -108,7 +108,7 @@ class SharedLoader(DataLoader[Any]):
 
     def __len__(self) -> int:
         if self._source.steps_per_epoch is None:
-            raise TypeError("the stream behind this loader has no length")
+            raise TypeError("this loader has no length, because its data is a stream")
         return self._source.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

@@ -114,14 +114,17 @@ class LoopHealing:
         """Return why the loop cannot continue with others; empty if it can."""
         loop = self._loop
         if self.source is None:
-            return "wb.prepare was given no loader, so the loop makes its own batches"
+            return "wb.prepare was called without a loader, so the loop makes its own batches"
         if missing := [m for m in loop.others if not any(m is kept for kept in self._kept)]:
-            return f"keep= does not name its other model {type(missing[0]).__name__}"
+            return (
+                "`keep` of wb.prepare does not contain the loop's other model "
+                f"({type(missing[0]).__name__})"
+            )
         scheduled = hasattr(loop.optimizer.step, "_wrapped_by_lr_sched")
         if scheduled and not any(
             getattr(kept, "optimizer", None) is loop.optimizer for kept in self._kept
         ):
-            return "keep= does not name its scheduler"
+            return "`keep` of wb.prepare does not contain the loop's scheduler"
         return ""
 
     # -- where the loop asks -----------------------------------------------------------------------
@@ -182,7 +185,7 @@ class LoopHealing:
 
     def several_batches(self) -> None:
         """Keep the set of workers fixed: a step's earlier batches cannot be given out again."""
-        self._regrouping.withdraw("its steps take several batches")
+        self._regrouping.withdraw("one step takes several batches")
 
     def broke_off(self, error: Exception) -> bool:
         """Whether a step failed because another worker ended; if so it is emptied here."""

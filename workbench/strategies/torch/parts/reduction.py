@@ -206,10 +206,10 @@ class Reductions:
             self._context.emit(
                 events.Warned(
                     rank=rank,
-                    text="An optimizer updates parameters whose gradients are not "
-                    "averaged, so each worker trains them alone (shapes "
-                    f"{shapes[:100]}). Pass their model as well: "
-                    "other, other_optimizer = wb.prepare(other, other_optimizer).",
+                    text="An optimizer updates parameters whose gradients are not averaged, so "
+                    f"each worker trains these parameters alone. Their shapes: {shapes[:100]}. "
+                    "Pass the model of these parameters too: other, other_optimizer = "
+                    "wb.prepare(other, other_optimizer).",
                 )
             )
         self._strangers |= left
@@ -399,7 +399,7 @@ class Reduction:
         except RuntimeError as error:
             named = [n for n, p in self.parameters.items() if p.requires_grad and p.grad is None]
             raise unused(
-                named[0] if named else "a parameter that an earlier backward reached"
+                named[0] if named else "a parameter that an earlier backward has used"
             ) from error
 
     def _change(self, flags: tuple[bool, ...]) -> None:

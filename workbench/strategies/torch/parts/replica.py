@@ -337,12 +337,13 @@ class NoBackward:
 
     def _refuse(self, *_: Any, **__: Any) -> None:
         self.refused = FitError(
-            "step_fn called backward itself, so each worker would train with the gradients of its "
-            "own share only.",
-            seen="backward() within step_fn",
-            allowed="a step_fn that returns the loss: wb.fit calls backward and averages",
-            next_step="return the loss (or the sum of several losses), or write the loop "
-            "yourself with wb.prepare",
+            "`step_fn` called backward itself, so each worker would train only with the "
+            "gradients of its own share.",
+            seen="backward() in step_fn",
+            allowed="a step_fn that only returns the loss: wb.fit calls backward and averages "
+            "the gradients",
+            next_step="return the loss (or the sum of several losses), or write your own loop "
+            "with wb.prepare",
             code="WB-FIT-155",
         )
         raise self.refused
@@ -401,7 +402,7 @@ def build_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optim
     built = optimizer([p for p in model.parameters() if p.requires_grad])
     if not isinstance(built, torch.optim.Optimizer):
         raise FitError(
-            "optimizer is a function that does not return a torch.optim.Optimizer.",
+            "`optimizer` is a function, but it does not return a torch.optim.Optimizer.",
             seen=type(built).__name__,
             next_step="pass optimizer=lambda p: torch.optim.SGD(p, 0.1)",
             code="WB-FIT-156",

@@ -84,8 +84,8 @@ def watch_scripts(context: RunContext) -> Callable[[], None]:
     global _watching
     if _watching is not None:
         raise RunError(
-            "This process is already recording a script.",
-            next_step="end that recording first: call what watch_scripts returned",
+            "A script is already being recorded in this process.",
+            next_step="end that recording first: call the function that watch_scripts returned",
             code="WB-RUN-126",
         )
     _watching = scripts = _Scripts(context)
@@ -205,7 +205,7 @@ class _Scripts:
         context.weights = loop.weights if whole else dict
         announce(context, found.model, _global_batch(fetches, context.spec.world_size))
         if not fetches:
-            why = "the script does not take its batches from a DataLoader"
+            why = "the script does not get its batches from a DataLoader"
             context.emit(events.Unmeasured(columns={"data_wait_s": why}))
         return True
 
@@ -232,7 +232,7 @@ class _Scripts:
             self.loop.close()
         elif context.updates and not (context.taken_over or context.strategy):
             text = (
-                "Nothing was recorded: the optimizers that took steps belong to no known "
+                "Nothing was recorded. Either the optimizers' parameters belong to no "
                 "torch.nn.Module, or backward() was not called."
             )
             context.emit(events.Noted(rank=context.spec.rank, text=text))
@@ -282,7 +282,9 @@ class ScriptLoop(OwnLoop):
             self.hear_of_waits(by_optimizer)
         elif several and not inside:
             self.timer.blind()
-            why = "the script communicates outside backward, where it is not measured"
+            why = (
+                "the script exchanges gradients outside backward, where Workbench does not measure"
+            )
             columns = dict.fromkeys(("sync_wait_s", "transfer_s"), why)
             context.emit(events.Unmeasured(columns=columns))
         if not isinstance(found.entrance, torch.jit.ScriptModule):

@@ -26,7 +26,7 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
     """
     if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         raise FitError(
-            "wb.watch needs the loop's module and its optimizer.",
+            "wb.watch needs the model and the optimizer of the loop.",
             seen=f"{type(model).__name__}, {type(optimizer).__name__}",
             next_step="call wb.watch(model, optimizer, loader)",
             code="WB-FIT-157",
@@ -55,7 +55,7 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
     elif several and not inside:
         # Messages that the loop sends outside backward are not seen, so waits are unknown, not 0.
         loop.timer.blind()
-        why = "the loop communicates outside backward, where wb.watch does not measure it"
+        why = "the loop exchanges gradients outside backward, where wb.watch does not measure"
         context.emit(events.Unmeasured(columns=dict.fromkeys(("sync_wait_s", "transfer_s"), why)))
     return loop
 

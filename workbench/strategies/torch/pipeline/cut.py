@@ -5,13 +5,13 @@ A chain of layers is cut so that the slowest stage is as fast as possible.
 Source: the linear partition problem; used for pipelines in Narayanan et al., PipeDream, SOSP 2019,
 section 3.1.
 
-A pipeline runs at the pace of its slowest stage. Let T(i, s) be the smallest possible time of the
-slowest of s stages that hold the first i layers:
+A pipeline is as fast as its slowest stage. Let T(i, s) be the smallest possible time of the slowest
+of s stages that hold the first i layers:
 
     T(i, 1) = time of layers 0..i-1
     T(i, s) = min over j < i of max(T(j, s-1), time of layers j..i-1 and of moving the values at j)
 
-The table is filled from small to large in O(layers^2 x stages).
+The values T(i, s) are computed from small to large i and s, in O(layers^2 x stages).
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ def cut(
     if bounds is None and isinstance(model, Stages):
         if len(layers) != stages:
             raise FitError(
-                "The list must hold one module per stage.",
-                seen=f"{len(layers)} stages",
-                allowed=f"{stages} stages on {workers} workers",
-                next_step=f"use -n {len(layers)}, or join stages with nn.Sequential",
+                "The list of stages must contain one module for each stage.",
+                seen=f"{len(layers)} modules",
+                allowed=f"{stages} modules for {workers} workers",
+                next_step=f"use -n {len(layers)}, or join modules with nn.Sequential",
                 code="WB-FIT-135",
             )
         bounds = list(range(stages + 1))
@@ -169,11 +169,11 @@ def _chain(
         )  # fmt: skip
     elif not isinstance(program.data, torch.Tensor):
         raise FitError(
-            "The input of a chain of layers must be one tensor, so that it can be divided into "
-            "microbatches.",
+            "The input of a model that is a chain of layers must be one tensor, so that it can "
+            "be divided into microbatches.",
             seen=type(program.data).__name__,
-            next_step="let the data set give (x, y) with x a tensor, or unpack the input in a "
-            "module's own forward",
+            next_step="let the data set return (x, y) where x is a tensor, or write a module "
+            "whose forward unpacks the input",
             code="WB-FIT-134",
         )
     return layers, outputs, traced

@@ -91,7 +91,10 @@ def check_enough(
             allowed=f"at most {len(layers)} stages",
             next_step=f"use {fewer}, or "
             + (
-                "let forward call more modules: the model is cut at modules that are called once"
+                (
+                    "call more modules in forward: the model can be cut only at modules that are "
+                    "called once"
+                )
                 if traced
                 else "give the model more layers"
             ),
@@ -117,28 +120,29 @@ def given_bounds(layers: Sequence[Layer], split_at: str, stages: int) -> list[in
         else:
             guess = nearest(text, names)
             raise FitError(
-                "split_at names a layer that the model does not have.",
+                "`split_at` names a layer that the model does not have.",
                 seen=text,
                 allowed=", ".join(names),
                 next_step=f"did you mean {guess!r}?"
                 if guess
-                else "name the layers that begin a "
-                "stage, or leave split_at out: the stages are then balanced from measured times",
+                else "name the layers that begin a stage, or leave split_at out: Workbench then "
+                "divides the layers by measured times",
                 code="WB-FIT-138",
             )
     bounds = [0, *cuts, len(layers)]
     if any(a >= b for a, b in pairwise(bounds)):
         raise FitError(
-            "split_at must name layers in the model's order, each once, and not the first.",
+            "`split_at` must name layers in the model's order, each layer once, and not the "
+            "first layer.",
             seen=split_at,
             allowed=", ".join(names[1:]),
             code="WB-FIT-139",
         )
     if len(bounds) - 1 != stages:
         raise FitError(
-            "split_at does not make the required number of stages.",
-            seen=f"{split_at}: {len(bounds) - 1} stages",
-            allowed=f"{stages} stages, so {stages - 1} cuts",
+            "`split_at` gives the wrong number of stages.",
+            seen=f"split_at={split_at} gives {len(bounds) - 1} stages",
+            allowed=f"{stages} stages, so {stages - 1} layers in split_at",
             next_step=f"use -n {len(bounds) - 1}, or change split_at",
             code="WB-FIT-140",
         )
@@ -182,9 +186,9 @@ def batchnorm_warning(
         return None
     return (
         f"BatchNorm ({', '.join(found)}) normalises over a microbatch of {microbatch} samples "
-        f"instead of the batch of {batch}, and updates its running statistics {microbatches} "
-        "times per step: the result is not that of one device. GroupNorm and LayerNorm do not "
-        "depend on the batch."
+        f"instead of the batch of {batch}. It also updates its running statistics {microbatches} "
+        "times per step. So the result differs from the result on one device. GroupNorm and "
+        "LayerNorm do not depend on the batch."
     )
 
 
@@ -236,7 +240,7 @@ def form_of(value: Any, layer: str) -> Form:
         raise FitError(
             "A layer can pass only tensors to the next stage.",
             seen=f"layer {layer} returns a {type(value).__name__}",
-            next_step="let the layer return a tensor or a tuple of tensors",
+            next_step="let the layer return a tensor, or a tuple of tensors",
             code="WB-FIT-141",
         )
     return Form(tuple(value.shape), value.dtype)
@@ -302,11 +306,11 @@ def _check_samples(layers: Sequence[Layer], costs: Sequence[Cost], samples: int)
         if folded(cost.outputs)
     )
     raise FitError(
-        "A layer changes the number of samples, so outputs and targets would not match.",
+        "A layer changes the number of samples, so its outputs would not match the targets.",
         seen=f"Layer {layer}: {samples} samples became {form.shape[0]} rows of "
         f"{tuple(form.shape[1:])}",
-        next_step="use nn.Flatten() or x.flatten(1), and adapt the next layer: view(-1, n) "
-        "moves values into the batch if n is not the size of one sample",
+        next_step="use nn.Flatten() or x.flatten(1), and adapt the next layer. If n is not the "
+        "size of one sample, view(-1, n) changes the number of samples",
         code="WB-FIT-142",
     )
 
@@ -342,9 +346,9 @@ def _time(
         except Exception as error:
             shapes = " and ".join(str(tuple(v.shape)) for v in values)
             raise FitError(
-                f"Layer {name} of the model cannot be computed.",
+                f"An error occurred when layer {name} of the model was computed.",
                 seen=f"input {shapes}: {type(error).__name__}: {str(error).splitlines()[0]}",
-                next_step="check that the shapes of neighbouring layers fit",
+                next_step="check that the shapes of neighbouring layers match",
                 code="WB-FIT-143",
             ) from error
         outputs = result if isinstance(result, tuple) else (result,)

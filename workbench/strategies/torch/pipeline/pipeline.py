@@ -103,7 +103,7 @@ def fill(
     final = tensors_of(built, kept)
     if len(building.seen) != len(names) or final.keys() != kept:
         raise FitError(
-            "The function must return the same model each time it is called.",
+            "The function that builds the model must return the same model each time it is called.",
             seen=f"{len(names)} tensors, then {len(building.seen)}",
             next_step="build the model inside the function from constants only",
             code="WB-FIT-133",
@@ -381,10 +381,11 @@ class Pipeline:
 def uneven(samples: int, whole: int) -> FitError:
     """Return the error for a model that computes the loss and would count repeated samples."""
     return FitError(
-        "A batch must divide into equal microbatches, because the model computes the loss itself.",
+        "Each batch must divide into equal microbatches, because the model computes the loss "
+        "itself.",
         seen=f"{samples} samples",
-        allowed=f"a multiple of {whole}",
-        next_step="drop the last, smaller batch (a DataLoader with drop_last=True), or let the "
+        allowed=f"a multiple of {whole} samples",
+        next_step="drop the last, smaller batch (DataLoader with drop_last=True); or let the "
         "model return its output and use loss=, which takes batches of any size",
         code="WB-FIT-144",
     )

@@ -56,25 +56,34 @@ class Program:
         """Whether the stages compute the loss."""
         return self.loss is None
 
+    def compared(self, batch: Any) -> list[torch.Tensor]:
+        """Return the tensors that only the loss needs; all that it needs if the model gets them."""
+        given = {id(tensor) for tensor in self._given(batch)}
+        needed = list(tensors_of(self.target(batch)))
+        return [tensor for tensor in needed if id(tensor) not in given] or needed
+
     def given(self, batch: Any, samples: int) -> list[torch.Tensor]:
         """Return the first stage's input for a batch.
 
         Raises:
             FitError: The input cannot be divided into microbatches.
         """
-        tensors = list(tensors_of(batch))
-        chosen = [tensors[place] for place in self.places]
+        chosen = self._given(batch)
         for tensor in chosen:
             if not tensor.dim() or len(tensor) != samples:
                 raise FitError(
-                    "Each tensor passed to the model must have one row per sample, so that it can "
-                    "be divided into microbatches.",
+                    "Each tensor that the model gets must have one row per sample, so that it "
+                    "can be divided into microbatches.",
                     seen=f"shape {tuple(tensor.shape)} in a batch of {samples} samples",
-                    next_step="keep tensors that belong to the whole batch in the model, as "
-                    "buffers",
+                    next_step="keep a tensor that belongs to the whole batch in the model, as a "
+                    "buffer",
                     code="WB-FIT-145",
                 )
         return chosen
+
+    def _given(self, batch: Any) -> list[torch.Tensor]:
+        tensors = list(tensors_of(batch))
+        return [tensors[place] for place in self.places]
 
 
 @dataclass(frozen=True)
@@ -105,9 +114,9 @@ def program_of(job: Job, batch: Any) -> Program:
     data = batch if job.step_fn is not None else batch[0]
     if next(tensors_of(data), None) is None:
         raise FitError(
-            "The input of a pipeline must be tensors, so that it can be divided into microbatches.",
+            "The input of a pipeline must contain tensors, which can be divided into microbatches.",
             seen=type(data).__name__,
-            next_step="let the data set give tensors, or use another strategy",
+            next_step="let the data set return tensors, or use another strategy",
             code="WB-FIT-146",
         )
     every = range(len(list(tensors_of(data))))

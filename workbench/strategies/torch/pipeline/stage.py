@@ -102,7 +102,7 @@ def autocast(precision: str | None, device: torch.device) -> Callable[[], Any]:
         return contextlib.nullcontext
     if precision == "fp16":
         raise FitError(
-            "precision cannot be 'fp16': it scales the loss, and the stages cannot do this.",
+            "`precision` cannot be 'fp16' in a pipeline, because its stages cannot scale the loss.",
             seen=precision,
             allowed="None or 'bf16'",
             next_step="precision='bf16'",

@@ -145,18 +145,18 @@ def _trace(model: torch.nn.Module, program: Program) -> _Trace:
         if guard.refused is not None:
             raise guard.refused from None
         raise FitError(
-            "The model could not be traced, so it cannot be cut automatically.",
+            "PyTorch cannot trace the model, so Workbench cannot cut it automatically.",
             seen=f"{_first_line(error)}{_place(error, model)}",
-            allowed="nn.Sequential, a list of stages, or a module whose forward does not branch "
-            "on values",
-            next_step="give the stages yourself: wb.fit([first, second], ...), each a module",
+            allowed="nn.Sequential, a list of stages, or a module whose forward does not depend "
+            "on values (no `if` on a tensor)",
+            next_step="pass the stages as a list of modules: wb.fit([first, second], ...)",
             code="WB-FIT-148",
         ) from error
     nodes = [node for node in module.graph.nodes if _computes(node)]
     results = list(next(n for n in module.graph.nodes if n.op == "output").args[0])
     if not results or not all(isinstance(result, Node) for result in results):
         raise FitError(
-            "The last stage must return a tensor that the model has computed.",
+            "The model must return a tensor that it has computed.",
             seen=type(outputs[0]).__name__ if outputs else "nothing",
             next_step="let the model return a tensor, or tensors in a tuple or dictionary",
             code="WB-FIT-149",
@@ -285,9 +285,10 @@ class _Copier:
             return value.to(self._device)
         if value.numel():
             raise FitError(
-                "The model makes a constant on its weights' device (meta), which has no memory.",
+                "The model creates a constant on device `meta`, where tensors have no memory.",
                 seen=name,
-                next_step="pass the model, not a function, or register the constant as a buffer",
+                next_step="pass the model instead of a function, or register the constant as a "
+                "buffer",
                 code="WB-FIT-150",
             )
         return torch.empty_like(value, device=self._device)

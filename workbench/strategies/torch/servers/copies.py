@@ -7,24 +7,27 @@
 
 Source: van Renesse and Schneider, Chain Replication for Supporting High Throughput and
 Availability, OSDI 2004; for parameter servers Li et al., OSDI 2014, section 4.3: a copy receives
-only the result of the aggregation. For a synchronous step this is one gradient, for any number of
-workers; for asynchronous training it is each push. Servers form a ring: each holds its own part and
-a copy of its predecessor's part. If there is only one part, the second server holds only the copy.
+only the result of the aggregation. For a synchronous step this result is one gradient, for any
+number of workers. In asynchronous training it is each push. The servers form a ring: each server
+holds its own part and a copy of the part of the server before it. If there is only one part, the
+second server holds only the copy.
 
-The server sends its copy the step's gradient and hyper-parameters, and names the pushes that the
-step includes. The copy's optimizer takes the same step, so that parameters, state and version are
-the same to the last bit. The server answers a worker after the copy has confirmed the step. Pushes
-that wait for other pushes (a round, a bound) are not copied: they have no answer yet, and their
-workers send them again.
+The server sends the step's gradient and hyper-parameters to the copy, and lists the pushes that the
+step includes. The copy's optimizer takes the same step, so that the parameters, the optimizer's
+state and the version are the same to the last bit. The server answers a worker only after the copy
+has confirmed the step. Some pushes wait for other pushes, because the step is synchronous or the
+staleness is bounded. Such pushes are not copied: they have no answer yet, so if the server dies,
+their workers send them again.
 
-    the server dies   its link to the copy ends, after all that it had sent; the copy then answers
-                      workers. Each opens the session there and repeats its requests without an
-                      answer; pushes carry numbers, so none counts twice.
+    the server dies   the copy first receives everything that the server had sent, then it answers
+                      the workers. Each worker connects to the copy and repeats the requests that
+                      have no answer. Pushes have numbers, so no push counts twice.
     the copy dies     the server continues alone.
     both die          the workers' links end, so the run ends (or continues from its last
                       checkpoint).
 
-After a death no third server holds a new copy. So a run survives one death in each pair of servers.
+After a death, no other server gets a new copy. So for each part, a run survives the death of one of
+the two servers that hold it.
 """
 
 from __future__ import annotations

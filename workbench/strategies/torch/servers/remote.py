@@ -150,10 +150,10 @@ class Remote:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(a is not None for a in args[1:]) or kwargs.get("closure") is not None:
             raise FitError(
-                "optimizer must not need a closure: the closure computes the loss again in the "
-                "middle of the step, which a server cannot do.",
+                "This optimizer needs a closure that computes the loss again during the step, "
+                "and a server cannot do this.",
                 seen=type(optimizer).__name__,
-                next_step="use another optimizer, or strategy mirrored",
+                next_step="use another optimizer, or the strategy `mirrored`",
                 code="WB-FIT-123",
             )
         self._check_known()
@@ -174,13 +174,12 @@ class Remote:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._known:
                     raise FitError(
-                        "The servers do not have this trained parameter: it was frozen or not "
-                        "in the optimizer when they received the model.",
+                        "The servers do not have this parameter. When they received the model, "
+                        "the parameter was frozen or not in the optimizer.",
                         seen=f"a parameter of shape {tuple(parameter.shape)}",
-                        allowed="the parameters that were trained at the beginning, or some of "
-                        "them",
+                        allowed="only parameters that were trained at the beginning",
                         next_step="call wb.prepare with all layers unfrozen and freeze some "
-                        "afterwards, or use strategy mirrored",
+                        "afterwards, or use the strategy `mirrored`",
                         code="WB-FIT-124",
                     )
 
@@ -195,11 +194,12 @@ class Remote:
         now = [-1 if p.grad is None else p.grad._version for p in self.parameters]
         if now != self._versions:
             raise FitError(
-                "The gradients were changed between backward and optimizer.step(). On this worker "
-                "they are only its share of the sum, so their norm is not that of the whole sum.",
-                seen="clipping, or another change in place",
-                next_step="use wb.fit(clip_norm=...), which clips on the server, or strategy "
-                "mirrored",
+                "The gradients were changed between backward and optimizer.step(). On this "
+                "worker they are only a part of the sum, so their norm is not the norm of the "
+                "whole sum.",
+                seen="clip_grad_norm_, or another change of the gradients in place",
+                next_step="use wb.fit(clip_norm=...), which clips on the server, or the strategy "
+                "`mirrored`",
                 code="WB-FIT-125",
             )
         self._versions = []
@@ -249,12 +249,12 @@ class Remote:
         for i, parameter in enumerate(self.parameters):
             if i not in self._tables and parameter.grad is not None and parameter.grad.is_sparse:
                 raise FitError(
-                    "A sparse gradient is only possible for a layer made with sparse=True: the "
-                    "servers reserve memory for whole tensors before the first step.",
-                    seen=f"parameter {i} of shape {tuple(parameter.shape)}",
-                    allowed="sparse gradients of layers made with sparse=True",
-                    next_step="make the embedding with nn.Embedding(..., sparse=True), or look it "
-                    "up with sparse=False",
+                    "Only a layer made with sparse=True can have a sparse gradient here. For "
+                    "other layers, the servers have reserved memory for dense gradients.",
+                    seen=f"parameter {i} with shape {tuple(parameter.shape)}",
+                    allowed="sparse gradients only for layers made with sparse=True",
+                    next_step="make the layer with nn.Embedding(..., sparse=True), or call "
+                    "F.embedding with sparse=False",
                     code="WB-FIT-126",
                 )
 

@@ -6,12 +6,13 @@ section 3.1 (a worker pushes and pulls the keys that its data has, not the whole
     push   | whole tensors ........ | table 3: which rows, their gradients | table 5: ... |
     answer | whole tensors ........ | table 3: which rows, their values    | table 5: ... |
 
-A worker receives a row again if the row has changed since the worker last received it. So a
-worker's copy always has one version, as if the whole table had been sent, and the message does not
-grow with the table. This needs optimizers that change only the gradient's rows (`check_row_wise`).
+A worker receives a row again if the row has changed since the worker last received it. So all rows
+of a worker's copy always belong to the same version of the table, as if the whole table had been
+sent. And the size of a message does not depend on the size of the table. This works only with
+optimizers that change no rows except the gradient's rows (`check_row_wise`).
 
-The number of rows differs from step to step, so such messages have no fixed size, only a largest
-size. They are sent on the stream, even if whole tensors use shared memory.
+The number of rows differs from step to step, so such messages have a largest size but no fixed
+size. They are sent over the socket, even if whole tensors use shared memory.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ def check_row_wise(optimizer: torch.optim.Optimizer, tables: Collection[torch.Te
             continue
         settings = ", ".join(f"{name}={value}" for name, value in kept.items())
         raise FitError(
-            "The optimizer must change only the rows that a sparse gradient holds, because only "
-            "these are sent; this optimizer changes other rows too.",
+            "This optimizer changes rows without a gradient too, but for a sparse gradient the "
+            "workers send only the rows with a gradient.",
             seen=f"{type(optimizer).__name__}({settings})",
             allowed="SGD, Adagrad and SparseAdam, without momentum and weight_decay",
-            next_step="use one of them, or make the embedding with sparse=False",
+            next_step="use one of these optimizers, or make the embedding with sparse=False",
             code="WB-FIT-185",
         )
 

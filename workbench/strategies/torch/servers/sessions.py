@@ -141,7 +141,7 @@ class Sessions:
         if len(texts) > 1 or (goes_on and before is None):
             for rank in list(opened):
                 del self._opened[rank]
-                text = "the workers' models differ in the shapes or types of their parameters"
+                text = "the parameters of the workers' models have different shapes or types"
                 self._hub.reply(rank, "error", {"text": text})
             return None
         if before is not None and not self._joining and not self._settle(before):

@@ -125,8 +125,9 @@ def divide(parameters: Sequence[torch.Tensor], servers: int) -> list[Shard]:
     """
     if servers > len(parameters):
         raise FitError(
-            "servers must be at most the number of parameter tensors.",
-            seen=f"{servers} servers, {len(parameters)} tensors",
+            "There are more servers than parameter tensors, but each server needs at least one "
+            "tensor.",
+            seen=f"{servers} servers, {len(parameters)} parameter tensors",
             allowed=f"1 to {len(parameters)} servers for this model",
             next_step=f"use -o servers={len(parameters)} or fewer",
             code="WB-FIT-132",
@@ -171,9 +172,10 @@ def importable(cls: type) -> str:
         found = getattr(found, part, None)
     if found is not cls or cls.__module__ == "__main__":
         raise FitError(
-            "The optimizer's class is defined in the cell, but the server does not run the cell.",
+            "The optimizer's class is defined in the cell, which the servers do not run.",
             seen=cls.__qualname__,
-            next_step="put the class into a module next to the notebook and import it",
+            next_step="put the class into a .py file next to the notebook, and import it in the "
+            "cell",
             code="WB-FIT-115",
         )
     return f"{cls.__module__}:{cls.__qualname__}"

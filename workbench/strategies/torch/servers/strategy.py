@@ -209,7 +209,7 @@ class Served(Strategy):
             adds_up=sync,
             epoch_end=self._epoch_end,
             exchanged=self._refuse_another,
-            scaled=lambda: self._refuse_scaling("a GradScaler"),
+            scaled=lambda: self._refuse_scaling("a GradScaler in the loop"),
             backward_ended=lambda: self.remote.backward_ended() if self.remote else None,
             complete=self._complete,
         )
@@ -224,9 +224,11 @@ class Served(Strategy):
 
     def _refuse_scaling(self, seen: str) -> None:
         raise FitError(
-            "Loss scaling cannot be used with servers: each worker would skip different steps.",
+            "The loss cannot be scaled with this strategy: the workers would leave out different "
+            "steps.",
             seen=seen,
-            allowed="bf16, which needs no scaling; fp16 under mirrored, sharded, local_sgd, gossip",
+            allowed="precision bf16, which needs no scaling; fp16 with the strategies "
+            "`mirrored`, `sharded`, `local_sgd`, `gossip`",
             next_step="use precision='bf16'; in your own loop, use torch.autocast(..., "
             "dtype=torch.bfloat16) without a GradScaler",
             code="WB-FIT-128",
@@ -234,12 +236,12 @@ class Served(Strategy):
 
     def _refuse_another(self) -> None:
         raise FitError(
-            "The servers use the optimizer that wb.prepare received; a new optimizer would train "
-            "only this worker's copy.",
-            seen="optimizer.step() of another optimizer",
+            "The servers use the optimizer that wb.prepare received. A new optimizer would train "
+            "only this worker's copy of the model.",
+            seen="a call of another optimizer's step()",
             allowed="one optimizer for the whole loop",
-            next_step="change the first optimizer's param_groups (lr, momentum, ...), which reach "
-            "the servers, or use strategy mirrored",
+            next_step="change param_groups (lr, momentum, ...) of the first optimizer, which the "
+            "servers follow, or use the strategy `mirrored`",
             code="WB-FIT-129",
         )
 
@@ -291,7 +293,7 @@ class Served(Strategy):
         if self.rank == 0 and self.context.faults.on_links:
             faults = self.context.spec.faults
             simulated = ", ".join(fault.text for fault in faults if fault.kind in ON_LINKS)
-            text = f"Simulated on the links to the servers: {simulated}."
+            text = f"The links to the servers are simulated with {simulated}."
             self.context.emit(events.Noted(rank=0, text=text))
 
     def evaluate(self, shares: Any) -> dict[str, float]:
