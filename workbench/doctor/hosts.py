@@ -542,11 +542,11 @@ def _clock(here: Host, host: Host) -> tuple[Any, ...]:
     if abs(offset) > MUCH_OFFSET_S + bound:
         return (
             "warn",
-            f"{words} ahead of this machine's clock",
+            f"difference from this machine's clock: {words}",
             "set both clocks with chrony or ntp",
             figures,
         )
-    return "ok", f"{words} ahead of this machine's clock", "", figures
+    return "ok", f"difference from this machine's clock: {words}", "", figures
 
 
 def _reach(a: Host, b: Host) -> Line:

@@ -75,7 +75,9 @@ def add_job_commands(commands: Any) -> None:
     jobs.add_argument(
         "--last", type=int, default=200, metavar="N", help="number of log lines (default 200)"
     )
-    follow = _command(commands, "follow", "show a run on another machine until it ends")
+    follow = _command(
+        commands, "follow", "show here a run that is on another machine, until the run ends"
+    )
     follow.add_argument("place", nargs="+", metavar="PLACE",
         help="a folder, ssh://host/dir, or a command that prints the run's lines")  # fmt: skip
     follow.add_argument("--until-end", action="store_true", help="print only how the run ended")

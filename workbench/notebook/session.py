@@ -463,7 +463,7 @@ def cluster_here() -> Cluster:
     raise ClusterError(
         "No cluster is running in this notebook."
         if not running
-        else f"{len(running)} clusters are running, and none of them is given.",
+        else f"{len(running)} clusters are running, and the call does not say which one to use.",
         next_step="run %cluster start 2 first"
         if not running
         else "choose one of them: cluster=...",

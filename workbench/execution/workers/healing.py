@@ -54,7 +54,7 @@ class Healer:
         self._launch, self._run = launch, launch.run
         self.generation = 0
         self.members = list(launch.run.members)
-        self._met = 0  # the newest generation whose members have met
+        self._met, self._number = 0, 0  # the newest generation that has met, and its size
         self._past: set[int] = set()  # have trained to the end
         self._in: set[int] = set()  # have begun to train
         self._asked: dict[int, str] = {}  # must leave after all members train
@@ -522,7 +522,7 @@ class Healer:
         change.heard[engine] = event
         self._copies.recent.clear()  # the others have continued
         if set(change.heard) >= set(self.members):
-            self._met = self.generation
+            self._met, self._number = self.generation, len(self.members)
             self._reached = event.step
             self._keeper = self._in_order({*self.members, *self._past})[0]
             self._let_go()
@@ -537,7 +537,7 @@ class Healer:
         if change.lost or change.short:
             # A member reports after its rows: rows of earlier steps that are missing are lost.
             run.history.settle_before(event.step)
-        change.tell(run, event.step, len(self.members), self._launch.plan.entry.dies_with)
+        change.tell(run, event.step, self._number, self._launch.plan.entry.dies_with)
         for one in change.fresh:
             self._awaited.discard(one)
             self._coming.pop(one, None)

@@ -134,7 +134,7 @@ def check_memory(workers: Sequence[EngineInfo], more: int) -> None:
             "There is too little memory for more workers.",
             seen=f"{more} more workers, {each / 1e6:.0f} MB each; {free / 1e6:.0f} MB are free",
             allowed=f"at most {free // each} more workers",
-            next_step="use a smaller run.scale(n), or free some memory",
+            next_step="call run.scale(n) with a smaller n, or free some memory",
             code="WB-RUN-151",
         )
 

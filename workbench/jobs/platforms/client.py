@@ -227,7 +227,7 @@ def say(
                 f"{program} does not answer.",
                 seen=f"{shlex.join(command[:3])} printed nothing for {limit_s:g} s",
                 next_step=f"try the command in a terminal: {shlex.join(command)[:200]}; if it "
-                "submits a job, first check that the platform does not have the job",
+                "submits a job, first check that the platform has not received the job yet",
                 code="WB-CLUSTER-083",
             ) from error
         return Said(code, _end(out), _end(err))

@@ -10,7 +10,7 @@ import numpy as np
 from ..answers import Check, close, exercise, number
 
 SHARE = 0.05
-"""How far a number that is read from a run may be off: a student may round it."""
+"""Largest relative error of a number that is read from a run: a student may round it."""
 
 
 @exercise("1.1", "The square of the rank", where="the engines")
@@ -22,12 +22,13 @@ def square(c: Check) -> None:
         c.need(
             _is_number(value),
             f"`square`: the value of rank {rank} is {value!r}, but it must be one number.",
-            "each engine holds only its own square, not in a list or in quotes",
+            "store only the engine's own square, as a number: not as a list or a string",
         )
         c.need(
             number(value) == rank**2,
-            f"`square`: the value of rank {rank} is {number(value):g}.",
-            "a square is a number times itself, and `rank` is different on each engine",
+            f"`square`: the value of rank {rank} is {number(value):g}, which is not the square of "
+            f"{rank}.",
+            "the square of a number is the number times itself: use the engine's own `rank`",
         )
     c.expect(True, "every engine holds the square of its rank", "")
 
@@ -39,20 +40,20 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-@exercise("1.2", "Bring it home")
+@exercise("1.2", "The sum of the squares")
 def total(c: Check) -> None:
     """Look at `total` in the notebook."""
     value = c.value("total")
     c.need(
         not isinstance(value, (list, tuple)) and getattr(value, "size", 1) == 1,
         f"`total` is {value!r}, but it must be one number.",
-        "%pull gives a list with one value per rank: add them up",
+        "`%pull` gives a list with one value for each rank: add up these values",
     )
     c.expect(
         c.number_of("total") == 5,
-        "the three squares are added up in the notebook",
+        "`total` is the sum of the three squares",
         f"`total` is {value}, which is not the sum of the three squares",
-        "pull from all engines, not from one, and add up all three values",
+        "pull `square` from all engines, not from one engine, and add up all three values",
     )
 
 
@@ -64,7 +65,7 @@ def mean(c: Check) -> None:
     for rank, value in enumerate(found):
         c.need(
             not isinstance(value, np.ndarray),
-            f"`mean` of rank {rank} is not a plain number.",
+            f"`mean` of rank {rank} is an array or a tensor, but it must be one number.",
             "`.item()` turns a tensor with one element into a number",
         )
         c.need(
@@ -76,8 +77,8 @@ def mean(c: Check) -> None:
     c.expect(
         len({round(value, 6) for value in found}) == 1,
         "all workers have the same mean",
-        f"the workers have different means: {[round(value, 3) for value in found]}",
-        "each worker knows only its own part: an all-reduce gives it the other parts",
+        f"`mean` is not the same on all workers: {[round(value, 3) for value in found]}",
+        "each worker knows only its own `part`: with an all-reduce you can add up over all workers",
     )
     parts = [rank + i for rank in range(len(found)) for i in range(rank**2 + 1)]
     truth = sum(parts) / len(parts)
@@ -85,11 +86,12 @@ def mean(c: Check) -> None:
         all(math.isclose(value, truth, rel_tol=1e-5) for value in found),
         "`mean` is the mean of all numbers",
         f"`mean` is {found[0]:.4g}, which is not the mean of all numbers",
-        "worker 2 has five numbers and worker 0 has only one. Add up sums and counts, not means",
+        "worker 2 has five numbers and worker 0 has only one number. Add up the workers' sums and "
+        "counts, not their means",
     )
 
 
-@exercise("1.4", "The speed-up as measured")
+@exercise("1.4", "The measured speed-up")
 def speedup(c: Check) -> None:
     """Compare both speed-ups with the runs of section 3."""
     for which, wins in (("small", False), ("big", True)):
@@ -97,18 +99,20 @@ def speedup(c: Check) -> None:
         truth = together.samples_per_s / alone.samples_per_s
         c.need(
             (truth > 1) is wins,
-            f"In these runs with the {which} model, two workers are {truth:.2f} times as fast as "
-            "one. On a computer with no other load it is the other way round.",
-            "run the cells of section 3 again, then this one",
+            f"In your runs with the {which} model, two workers are {truth:.2f} times as fast as "
+            f"one worker. Without other load, two workers are {'faster' if wins else 'slower'} "
+            "than one.",
+            "close other programs. Then run the cells of section 3 and the cell of exercise 1.4 "
+            "again",
         )
         name = f"speedup_{which}"
         found = c.number_of(name)
         c.expect(
             close(found, truth, SHARE),
             f"`{name}` is the ratio of the two throughputs",
-            f"`{name}` is {found:.3g}, which is not the ratio of the two runs",
-            "divide the samples per second of two workers by those of one. If you have run "
-            "section 3 again, run this exercise's cell again too",
+            f"`{name}` is {found:.3g}, which is not the ratio of the two throughputs",
+            "divide the samples per second of two workers by those of one worker. If you have run "
+            "section 3 again, also run the cell of exercise 1.4 again",
         )
 
 
@@ -119,8 +123,12 @@ def crossing(c: Check) -> None:
         found = c.number_from("crossing_s", n, c_s)
         c.need(
             math.isclose(found, c_s * n / (n - 1), rel_tol=1e-6),
-            f"crossing_s({n}, {c_s}) returned {found:.6g}. With this compute time a step of {n} "
-            f"workers takes {found / n + c_s:.6g} s, so it is not equal to that of one.",
-            "put your result for T₁ into T₁ / n + c_s: it must give T₁ again",
+            f"crossing_s({n}, {c_s}) returned {found:.6g}. With this compute time, a step of {n} "
+            f"workers takes {found / n + c_s:.6g} s and a step of one worker takes {found:.6g} s, "
+            "but both steps must be equally long.",
+            "use your result as T₁ in the formula T₁ / n + c_s: the formula must give your result "
+            "again",
         )
-    c.expect(True, "at the time from `crossing_s`, n workers take as long as one", "")
+    c.expect(
+        True, "with the time that `crossing_s` returns, n workers are as fast as one worker", ""
+    )

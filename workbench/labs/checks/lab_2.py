@@ -1,8 +1,8 @@
 """Lab 2: all-reduce by hand.
 
-A student's all-reduce is tried out on the engines. Tensors under test hold `10**rank` times a
-number that identifies its place, so each decimal digit of a quotient says how often a worker's
-part is in a sum.
+The checks run a student's all-reduce on the engines. On each worker, the number at place i of the
+tensor is `(i % 9 + 1) * 10**rank`. A result divided by `i % 9 + 1` is a decimal number with one
+digit for each worker: this digit says how often the sum contains the worker's part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..answers import Check
 
 EXACT = 1e-5
-"""How far weights may differ: a share in single precision is 1e-7 off, a mean of means 1e-2."""
+"""How far weights may differ: rounding changes them by about 1e-7, a wrong mean by about 1e-2."""
 
 _TRAIN = """
 def _labs_look(weights, batches):
@@ -52,7 +52,7 @@ def reduce_to_one(c: Check) -> None:
     """Run `reduce_to_one` on the engines. Check the sums, and the bytes that each worker sends."""
     workers = ready(c, "reduce_to_one")
     found = added_up(c, "reduce_to_one")
-    if not sums(c, found, [f"With {size} numbers" for size in SIZES]):
+    if not sums(c, found, [f"With a tensor of {size} numbers" for size in SIZES]):
         return
     through_mail(c, found)
     sent = {SIZES[k]: [worker[k][1] for worker in found] for k in range(len(SIZES))}
@@ -62,15 +62,16 @@ def reduce_to_one(c: Check) -> None:
     other = sent[shown].index(max(sent[shown]))
     c.need(
         not off or sorted(sent[shown]) != sorted(shown * NUMBER_BYTES * n for n in times),
-        f"Worker {other} adds up the tensors and sends out the sum.",
-        "this works, but here all workers must send to worker 0",
+        f"Worker {other} adds up the tensors and sends the sum, but worker 0 must do this.",
+        "the sum is right, but in this exercise all other workers must send to worker 0",
     )
     c.expect(
         not off,
-        "one worker adds up and sends out the sum, the others send once",
-        f"with a tensor of {shown * NUMBER_BYTES} bytes the workers sent {sent[shown]} bytes",
-        "every worker except worker 0 sends the tensor once, to worker 0, and worker 0 answers "
-        "each of them once",
+        "worker 0 adds up and sends the sum, and every other worker sends once",
+        f"with a tensor of {shown * NUMBER_BYTES} bytes, workers {_ranks(workers)} sent "
+        f"{sent[shown]} bytes, which is not right for reduce to one",
+        "every worker except worker 0 sends its tensor once, to worker 0. Worker 0 sends the sum "
+        "once to each other worker",
     )
 
 
@@ -79,16 +80,17 @@ def ring(c: Check) -> None:
     """Run `ring` on the engines. Check the sums, the receivers and the bytes of each worker."""
     workers = ready(c, "ring")
     found = added_up(c, "ring")
-    if not sums(c, found, [f"With {size} numbers" for size in SIZES]):
+    if not sums(c, found, [f"With a tensor of {size} numbers" for size in SIZES]):
         return
     through_mail(c, found)
     astray = min((_not_around(found, turn) for turn in (1, -1)), key=len)
     c.expect(
         not astray,
-        "every worker sends to the next one in the circle",
-        f"worker {astray[0][0] if astray else 0} sent to worker {astray[0][1] if astray else 0}",
-        "in a ring a worker has two neighbours: it always sends to the same one, and receives "
-        "from the other",
+        "every worker sends all its messages to the same neighbour in the ring",
+        f"worker {astray[0][0] if astray else 0} sent a message to worker "
+        f"{astray[0][1] if astray else 0}, but in a ring all messages go in the same direction",
+        "in a ring a worker has two neighbours: it always sends to the same neighbour, and always "
+        "receives from the other neighbour",
     )
     sent = {SIZES[k]: max(worker[k][1] for worker in found) for k in range(len(SIZES))}
     rounds = 2 * (workers - 1)
@@ -97,19 +99,24 @@ def ring(c: Check) -> None:
     c.expect(
         not off,
         "no worker sends more than one chunk in a round",
-        f"with a tensor of {shown * NUMBER_BYTES} bytes a worker sent {sent[shown]} bytes",
-        "a message is one chunk of the tensor, not the whole tensor",
+        f"with a tensor of {shown * NUMBER_BYTES} bytes, a worker sent {sent[shown]} bytes, which "
+        "is more than one chunk in each round",
+        "each message must be one chunk of the tensor, not the whole tensor",
     )
     matrices = c.ask(
-        _MATRIX, limit_s=LIMIT_S, hint="receive each chunk into torch.empty_like(chunk)"
+        _MATRIX, limit_s=LIMIT_S, hint="receive each chunk into `torch.empty_like(chunk)`"
     )
     whole = sum(10.0**rank for rank in range(workers))
     c.expect(
         all((np.asarray(one, dtype=float) == whole).all() for one in matrices),
-        "a matrix in double precision is added up too, like a gradient",
-        "a matrix of float64 is not added up",
-        "receive each chunk into torch.empty_like(chunk)",
+        "the function also adds up matrices in double precision, such as gradients",
+        "if `x` is a matrix of type float64, the result is not the sum",
+        "receive each chunk into `torch.empty_like(chunk)`",
     )
+
+
+def _ranks(workers: int) -> str:
+    return ", ".join(map(str, range(workers)))
 
 
 def _not_around(found: list[Any], turn: int) -> list[tuple[int, int]]:
@@ -140,22 +147,22 @@ def groupings(workers: int) -> list[Groups]:
     ]
 
 
-@exercise("2.3", "Hierarchical", where="the engines")
+@exercise("2.3", "The hierarchical all-reduce", where="the engines")
 def hierarchical(c: Check) -> None:
     """Run `hierarchical` with several groupings. Check the sums, the receivers and the bytes."""
     workers = ready(c, "hierarchical")
     tried = groupings(workers)
     found = added_up(c, "hierarchical", tried)
     trials = [(groups, size) for groups in tried for size in SIZES]
-    if not sums(c, found, [f"Groups {groups}, {size} numbers" for groups, size in trials]):
+    if not sums(c, found, [f"With groups {one} and {size} numbers" for one, size in trials]):
         return
     through_mail(c, found)
     for place, (groups, size) in enumerate(trials):
         for rank, worker in enumerate(found):
             sent = {int(to): size_bytes for to, size_bytes in worker[place][2].items()}
             _within(c, groups, rank, sent, size * NUMBER_BYTES)
-    c.expect(True, "members send only to their leader, whatever its rank", "")
-    c.expect(True, "no leader sends more to other groups than allowed", "")
+    c.expect(True, "members send only to their leader, for any rank of the leader", "")
+    c.expect(True, "no leader sends more bytes to other leaders than allowed", "")
 
 
 def _within(c: Check, groups: Groups, rank: int, sent: dict[int, int], size_bytes: int) -> None:
@@ -166,27 +173,28 @@ def _within(c: Check, groups: Groups, rank: int, sent: dict[int, int], size_byte
         others = [to for to in sent if to != mine[0]]
         c.need(
             not others,
-            f"Groups {groups}: worker {rank} sent to worker {others[0] if others else 0}.",
-            "it is not a leader, so it sends only to the first rank of its own group",
+            f"With groups {groups}, worker {rank} sent to worker {others[0] if others else 0}, "
+            "which is not its leader.",
+            "a worker that is not a leader sends only to the first rank of its own group",
         )
         return
     far = [to for to in sent if to not in mine and to not in leaders]
     c.need(
         not far,
-        f"Groups {groups}: worker {rank} sent to worker {far[0] if far else 0}, a member of "
-        "another group.",
-        "only a group's own leader sends to its members",
+        f"With groups {groups}, worker {rank} sent to worker {far[0] if far else 0}, which is a "
+        "member of another group, but not its leader.",
+        "only the leader of a group may send to the other members of this group",
     )
     across = sum(sent[to] for to in sent if to not in mine)
     c.need(
         across <= (len(groups) - 1) * size_bytes,
-        f"Groups {groups}: leader {rank} sent {across} bytes to other leaders. The tensor has "
-        f"{size_bytes} bytes.",
-        "each leader first adds up its own group, then the leaders compute one sum of these sums",
+        f"With groups {groups} and a tensor of {size_bytes} bytes, leader {rank} sent {across} "
+        f"bytes to other leaders, but at most {(len(groups) - 1) * size_bytes} bytes are allowed.",
+        "each leader first adds up the tensors of its group, then the leaders send only these sums",
     )
 
 
-@exercise("2.4", "Where both all-reduces take the same time")
+@exercise("2.4", "The size at which reduce to one and the ring are equally fast")
 def crossing(c: Check) -> None:
     """Call `crossing_bytes`, and compare the times of both algorithms at the returned size."""
     for n, latency_s, bytes_per_s in ((3, 0.01, 2e6), (4, 1e-3, 1e9), (64, 5e-5, 1e8)):
@@ -196,10 +204,12 @@ def crossing(c: Check) -> None:
         c.need(
             m_bytes > 0 and math.isclose(one_s, ring_s, rel_tol=1e-3),
             f"crossing_bytes({n}, {latency_s:g}, {bytes_per_s:g}) returned {m_bytes:.4g}. With "
-            f"this size reduce to one takes {one_s:.4g} s and the ring {ring_s:.4g} s.",
-            "set both times equal, move the terms with M to one side and those with λ to the other",
+            f"this size, reduce to one takes {one_s:.4g} s and the ring takes {ring_s:.4g} s, but "
+            "both times must be equal.",
+            "set both formulas equal. Then move the terms with M to one side, and the terms with λ "
+            "to the other side",
         )
-    c.expect(True, "with this size both take the same time", "")
+    c.expect(True, "with this size, reduce to one and the ring take the same time", "")
 
 
 @exercise("2.5", "Mirrored training by hand", where="the engines")
@@ -210,7 +220,7 @@ def train(c: Check) -> None:
     )
     c.need(
         all(all(one) for one in have),
-        "The engines do not have `train`, or something that it needs.",
+        "The engines do not have all of `train`, `loss_fn` and `Mail`.",
         "run the cells of sections 2 and 9 in order, then the cell of exercise 2.5",
     )
     weights, batches = _task(len(have))
@@ -220,27 +230,27 @@ def train(c: Check) -> None:
             batches=[(x.tolist(), y.tolist()) for x, y in batches],
         ),
         limit_s=LIMIT_S,
-        hint="all workers must call all_reduce equally often, in the same order",
+        hint="all workers must call `all_reduce` equally often, in the same order",
     )
     together = [np.asarray(worker[0], dtype=float) for worker in found]
     begun, alone = _flat(weights), _flat(_alone(weights, batches))
     c.need(
         all(weights.shape == alone.shape and np.isfinite(weights).all() for weights in together),
-        "After training, weights are missing or not finite.",
+        "After training, some weights are missing or are not finite numbers.",
         "change only the gradients of the model, in place",
     )
     c.need(
         not np.array_equal(together[0], begun),
-        "The weights have not changed.",
-        "leave optimizer.step() where it is",
+        "The training has not changed the weights.",
+        "keep the line `optimizer.step()` in the loop",
     )
     apart = max(float(np.abs(weights - together[0]).max()) for weights in together)
     c.expect(
         apart <= EXACT,
         "all workers end with the same weights",
-        f"the workers' weights differ by up to {apart:.1g}",
-        "each worker knows only the gradient of its own share, and before optimizer.step() it "
-        "needs the gradients of all",
+        f"after training, the workers' weights differ by up to {apart:.1g}",
+        "each worker knows only the gradient of its own share. Before `optimizer.step()` it needs "
+        "the gradients of all workers",
     )
     off = float(np.abs(together[0] - alone).max())
     c.expect(
@@ -260,13 +270,15 @@ def _shared_out(c: Check, counts: list[Any], whole: int) -> None:
     for rank, (rows, calls) in enumerate(counts):
         c.need(
             rows < whole,
-            f"Worker {rank} computed all {whole} samples of the batches.",
-            "a worker computes only with its own share: `own_x` and `own_y`",
+            f"Worker {rank} computed with all {whole} samples of the batches, but it must compute "
+            "only with its own share.",
+            "use only `own_x` and `own_y`",
         )
         c.need(
             calls > 0,
             f"Worker {rank} never called `all_reduce`.",
-            "add up with the function that `train` gets as `all_reduce` (later it is your ring)",
+            "add up the gradients with the argument `all_reduce` of `train`. Later, this argument "
+            "is your ring",
         )
 
 
@@ -304,7 +316,7 @@ def _flat(weights: Arrays) -> NDArray[Any]:
 
 
 LIMIT_S = 20.0
-"""Beyond what `Mail` waits for messages, for an answer that hangs without them."""
+"""Longer than `Mail` waits for a message: an answer can also hang without using `Mail`."""
 
 SIZES = (12, 7, 1)
 """Numbers in the tensors: divisible by three workers, not divisible, fewer than workers."""
@@ -312,8 +324,8 @@ SIZES = (12, 7, 1)
 NUMBER_BYTES = 4
 
 STEP_BY_STEP = (
-    "follow the messages on paper: each send needs a receive of the same size on the other "
-    "worker, and a worker that waits does nothing else"
+    "write down the messages on paper: each send needs a receive of the same size on the other "
+    "worker, and a worker that waits cannot send or receive anything else"
 )
 
 _ADD_UP = """
@@ -338,7 +350,7 @@ def _labs_look():
 _labs_answer = _labs_look()
 del _labs_look
 """
-"""What section 9 does with gradients."""
+"""A matrix of float64: in section 9, the ring adds up such gradients."""
 
 Groups = list[list[int]]
 
@@ -348,8 +360,9 @@ def ready(c: Check, function: str) -> int:
     have = c.ask(f"_labs_answer = [callable(globals().get(n)) for n in ('Mail', {function!r})]")
     c.need(
         all(one[0] for one in have),
-        "The engines have no `Mail`.",
-        "run the cell of section 2 that defines `Mail`, then the exercise's cell again",
+        "The engines have no class `Mail`.",
+        f"run the cell of section 2 that defines `Mail`, then the cell of exercise {c.number} "
+        "again",
     )
     c.need(
         all(one[1] for one in have),
@@ -384,7 +397,9 @@ def sums(c: Check, found: list[Any], trials: list[str]) -> bool:
             if not (parts[rank] == whole).all():
                 said = _unlike(rank, workers, parts[rank], whole, trial, changed)
                 return c.expect(False, "", *said)
-    return c.expect(True, "every worker has the sum, for each size of the tensor", "")
+    return c.expect(
+        True, "every worker has the sum, for every size of the tensor that the check tried", ""
+    )
 
 
 def _parts(x: Any) -> Any:
@@ -399,9 +414,9 @@ def _unlike(
     """Return what is wrong with a worker's result, and a hint."""
     if (parts == 10**rank).all():
         hints = (
-            "change `x` itself: `x += y` does this, `x = x + y` makes a new tensor",
-            "another worker has the sum and must send it to this worker, which receives it "
-            "into `x`",
+            "change `x` in place: `x += y` does this, but `x = x + y` makes a new tensor",
+            "a worker that has the sum must send it to this worker, and this worker must receive "
+            "the sum into `x`",
         )
         words = f"{trial}: worker {rank} still holds only its own numbers."
         return words, hints[others_changed]
@@ -410,9 +425,12 @@ def _unlike(
     words = f"{trial}: number {at} of worker {rank} is not the sum"
     digits = f"{value:.0f}".zfill(workers)[::-1]
     if np.isfinite(value) and value == round(value) and len(digits) == workers:
-        ranks = ", ".join(map(str, range(workers)))
-        words += f"; the parts of workers {ranks} are in it {', '.join(digits)} times"
-    hint = "each sum must contain each part once: follow one number through the rounds on paper"
+        parts_of = [f"{digit} times the part of worker {r}" for r, digit in enumerate(digits)]
+        words += f"; it contains {', '.join(parts_of)}"
+    hint = (
+        "the sum must contain each worker's part once: follow one number through all rounds on "
+        "paper"
+    )
     return f"{words}.", hint
 
 
@@ -420,6 +438,6 @@ def through_mail(c: Check, found: list[Any]) -> None:
     sent = sum(trial[1] for worker in found for trial in worker)
     c.need(
         sent > 0 or len(found) == 1,
-        "Nothing was sent through `mail`.",
-        "use mail.send, mail.receive and mail.exchange",
+        "The workers sent no message through `mail`.",
+        "use `mail.send`, `mail.receive` and `mail.exchange`",
     )

@@ -24,21 +24,23 @@ def expect(c: Check) -> None:
     step, wait = c.array("step_ms", (3,)), c.array("wait_ms", (3,))
     c.expect(
         float(np.ptp(step)) <= SAME_MS,
-        "all workers see the same step",
-        f"`step_ms` differs from worker to worker: {_list(step)}",
-        "a step ends with the update, and no worker can update before the average is known",
+        "the step is equally long for all workers",
+        f"`step_ms` is {_list(step)}, but the step must be equally long for all workers",
+        "a step ends when the weights are updated, and no worker can update its weights before it "
+        "has the average of all gradients",
     )
     c.expect(
         bool(np.all(np.abs(step - work_ms.max()) <= SAME_MS)),
         "the length of the step is right",
-        f"with these three workers steps do not take {_list(step)} ms",
-        "which gradient must arrive before the gradients can be averaged?",
+        f"`step_ms` is {_list(step)}, which is not the step of these three workers",
+        "the workers can average only when all three gradients are ready: when is that?",
     )
     c.expect(
         bool(np.all(np.abs(wait - (work_ms.max() - work_ms)) <= SAME_MS)),
         "the waits are right",
-        f"`wait_ms` is {_list(wait)}",
-        "a worker's work and its wait add up to the step, and the last worker does not wait",
+        f"`wait_ms` is {_list(wait)}, which are not the waits of these three workers",
+        "the time of a worker's own work plus its wait is the whole step, and the last worker does "
+        "not wait",
     )
 
 
@@ -58,43 +60,49 @@ def by_hand(c: Check) -> None:
         c.need(
             bool(np.isfinite(one[0])),
             f"`wait_s` of rank {rank} is {one[0]}, but it must be a finite number.",
-            "a wait is the difference of two times",
+            "a wait is the difference between two times of the clock",
         )
         waits.append(float(one[0]))
     truth = [max(ready) - mine for mine in ready]
     slow = max(range(len(ready)), key=lambda r: ready[r])
     c.need(
         all(0.005 <= truth[r] <= 10 for r in range(len(ready)) if r != slow),
-        "`ready_s` does not show that one worker was ready later than the others.",
+        "The times in `ready_s` do not show that one worker was ready later than the others.",
         "do not change the lines above `# YOUR CODE`, and run the cell again",
     )
-    c.need(len(ready) > 1, "A single worker never waits.", "run labs.begin(3) again")
+    c.need(
+        len(ready) > 1,
+        "Only one engine is running, and a single worker never waits.",
+        "run labs.begin(3, engines=3) again, then the cell of exercise 3.2",
+    )
     c.expect(
         min(waits) >= -SAME_S,
         "no wait is negative",
-        f"a wait of {min(waits) * 1e3:.1f} ms is negative",
-        "subtract this worker's time from the latest time, not the other way round",
+        f"one `wait_s` is {min(waits) * 1e3:.1f} ms, but a wait is never negative",
+        "subtract this worker's `ready_s` from the latest time, not the latest time from `ready_s`",
     )
     others = [r for r in range(len(ready)) if r != slow]
     c.need(
         not all(close(waits[r], 1e3 * truth[r], SHARE) for r in others),
         f"The wait of rank {others[0]} is {waits[others[0]]:.3g} s, which is far too long.",
-        "`wait_s` is in seconds, as the clock is",
+        "`wait_s` must be in seconds, like the times of the clock",
     )
     last = int(np.argmin(truth))
     c.expect(
         abs(waits[last]) <= SAME_S,
         "the worker that was ready last does not wait",
-        f"rank {last} was ready last, but its `wait_s` is {waits[last] * 1e3:.1f} ms",
-        "all workers wait until one of these times: which one?",
+        f"rank {last} was ready last, but its `wait_s` is {waits[last] * 1e3:.1f} ms: a worker "
+        "that is ready last does not wait",
+        "all workers wait until the same time: which of the workers' times is this?",
     )
     off = [r for r in range(len(ready)) if abs(waits[r] - truth[r]) > SAME_S and r != last]
     c.expect(
         not off,
-        "the others wait until the last one is ready",
+        "the other workers wait until the last worker is ready",
         f"the wait of rank {off[0] if off else 0} is {waits[off[0] if off else 0] * 1e3:.1f} ms, "
-        "which is not the time until the last one was ready",
-        "all workers wait until the same time: find it with one all_reduce, and choose its `op`",
+        "which is not the time until the last worker was ready",
+        "all workers wait until the same time: find this time with one `dist.all_reduce`, and "
+        "choose its `op`",
     )
 
 
@@ -111,29 +119,33 @@ def blind(c: Check) -> None:
     actual = [float(samples[rank == r].sum() / step[rank == r].sum()) for r in range(workers)]
     typical = [float(np.nanmedian(wait[rank == r])) for r in range(workers)]
     culprit = c.whole("culprit")
-    c.need(0 <= culprit < workers, f"There is no rank {culprit}.", f"ranks are 0 to {workers - 1}")
+    c.need(
+        0 <= culprit < workers,
+        f"`culprit` is {culprit}, but there is no such rank.",
+        f"the ranks are 0 to {workers - 1}",
+    )
     c.expect(
         culprit == int(np.argmin(typical)),
         "`culprit` is the slow worker",
-        f"worker {culprit} waits {typical[culprit] * 1e3:.0f} ms in a typical step, so it is not "
-        "the slow one",
-        "a worker that waits is early. For which worker do the others wait? blind.blame() has a "
-        "column for each",
+        f"`culprit` is {culprit}, but worker {culprit} waits {typical[culprit] * 1e3:.0f} ms in a "
+        "typical step, so it is not the slow worker",
+        "a worker that waits was ready early. For which worker do the others wait? The table of "
+        "blind.blame() has one column for each worker",
     )
     found = c.array("potential", (workers,))
     right = all(close(a, b, SHARE) for a, b in zip(found, truth, strict=True))
     as_it_was = all(close(a, b, SHARE) for a, b in zip(found, actual, strict=True))
     c.need(
         right or not as_it_was,
-        f"`potential` is {_list(found)}. These are the actual rates, almost the same for all.",
-        "divide by the time in which the worker was busy, without its waits",
+        f"`potential` is {_list(found)}. These are the actual speeds, with the waits.",
+        "divide by the time in which the worker did not wait: subtract its waits from its steps",
     )
     c.expect(
         right,
-        "the potentials are samples per busy time, and they show which worker is slow",
+        "the potentials do not include the waits, so they show which worker is slow",
         f"`potential` is {_list(found)}, which does not agree with the run",
-        "first add up over the run, then divide: a worker's samples by the time of its steps "
-        "minus its waits",
+        "first add up over all steps of the run, then divide: the sum of a worker's samples by the "
+        "sum of its steps minus the sum of its waits",
     )
 
 
@@ -145,35 +157,41 @@ def share(c: Check) -> None:
         if n == 1:
             c.need(
                 abs(found) < 1e-9,
-                f"waiting_share(1) returned {found:.4g}.",
+                f"waiting_share(1) returned {found:.4g}, which is not right for one worker.",
                 "how long does a single worker wait?",
             )
         c.need(
             0 <= found < 1,
-            f"waiting_share({n}) returned {found:.4g}.",
-            "the result is a fraction of the whole step: it is between 0 and 1",
+            f"waiting_share({n}) returned {found:.4g}, but it must return a fraction between 0 and "
+            "1.",
+            "divide the mean wait by the mean step: a wait is only a part of a step",
         )
         c.need(
             math.isclose(found, (n - 1) / (2 * n), rel_tol=1e-6, abs_tol=1e-9),
-            f"waiting_share({n}) returned {found:.4g}.",
-            "the mean wait is the mean step minus the mean delay: divide it by the mean step",
+            f"waiting_share({n}) returned {found:.4g}, which is not right for {n} workers.",
+            "the mean wait is the mean step minus the mean delay: divide this wait by the mean "
+            "step",
         )
     c.expect(True, "the fraction is right, for few workers and for many", "")
 
 
-@exercise("3.5", "Keep it or drop it")
+@exercise("3.5", "Keep the slow worker or leave it out")
 def keep(c: Check) -> None:
     """Call `keep_up_to_s` with several numbers of workers and times, and compare its results."""
     for n, t_s in ((3, 0.01), (2, 0.02), (10, 0.3)):
         found = c.number_from("keep_up_to_s", n, t_s)
         c.need(
             math.isclose(found, t_s * n / (n - 1), rel_tol=1e-6),
-            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}. With this time, keeping and dropping "
-            "the worker do not take equally long.",
-            "how large is the part of each worker without the slow one, and how long does a "
-            "worker take for that part?",
+            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}. If the slow worker needs this time, a "
+            "step with this worker and a step without it are not equally long, but they must be.",
+            "if the slow worker is left out, how large is the part of each other worker, and how "
+            "long does this part take?",
         )
-    c.expect(True, "with this time, keeping and dropping the worker take equally long", "")
+    c.expect(
+        True,
+        "if the slow worker needs this time, a step with it and a step without it are equally long",
+        "",
+    )
 
 
 def _list(values: np.ndarray[Any, Any]) -> str:

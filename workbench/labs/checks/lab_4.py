@@ -11,16 +11,16 @@ from ..answers import Check, close, exercise, number
 from ..plain import NamedRun
 
 LIMIT_S = 8.0
-"""Steps on a few numbers take milliseconds; an answer that takes longer waits forever."""
+"""Steps on a few numbers take milliseconds: an answer that takes longer probably never ends."""
 
 SHARE = 0.02
 """How far a number that is read from a run may be off: a student may round it."""
 
 EXACT = 1e-5
-"""How far weights may differ: a share in single precision is 1e-7 off, a mean of means 1e-2."""
+"""How far weights may differ: rounding changes them by about 1e-7, a wrong mean by about 1e-2."""
 
 ASIDE = 1.01
-"""How far from an answer a step must be longer: the answer is then within 0.5 % of the best."""
+"""If a step is longer with N times this and N divided by this, N is within 0.5 % of the best."""
 
 STEPS = 3
 TRIALS = (((7,), "float64"), ((3, 4), "float32"))
@@ -41,9 +41,9 @@ def _labs_look(gradients):
         return sum(map(tensors, of), []) if isinstance(held, (dict, list, tuple)) else []
     start, as_given = made(), made()
     store = KVStore(start, updater)
-    copies = sum(held.shape == given.shape and bool((held == given).all())
-                 for held in tensors(dict(getattr(store, "__dict__", {})))
-                 for given in as_given.values())
+    shapes = [given.shape for given in as_given.values()]  # other numbers take memory too
+    copies = sum(held.shape in shapes and held.device.type != "meta"
+                 for held in tensors(dict(getattr(store, "__dict__", {}))))
     seen, kept = [], True
     for key, numbers in gradients:
         gradient = torch.tensor(numbers, dtype=start[key].dtype)
@@ -75,7 +75,7 @@ import torch
 _labs_answer = _labs_look({parts!r}[rank])
 del _labs_look
 """
-"""The right result of both is computed here: the process of an answer only gets its own part."""
+"""The right results are computed here: an engine only gets its own part of the numbers."""
 
 
 @exercise("4.1", "The server's step", where="the engines")
@@ -93,8 +93,8 @@ def central_step(c: Check) -> None:
         _TRAIN.format(parts=[[(*trial[:2], trial[2][rank]) for trial in trials]
                              for rank in range(len(have))]),
         limit_s=LIMIT_S,
-        hint="`w` is a vector or a matrix, `velocity` is None on all workers except 0, and `dist` "
-        "is torch.distributed",
+        hint="`w` is a vector or a matrix, `velocity` is None on all workers except worker 0, and "
+        "`dist` is torch.distributed",
     )  # fmt: skip
     weights = [[np.asarray(one[0], dtype=float) for one in worker] for worker in found]
     held = [np.asarray(one[1], dtype=float) for one in found[0]]
@@ -103,43 +103,43 @@ def central_step(c: Check) -> None:
         for w, (shape, _, _) in zip(worker, trials, strict=True):
             c.need(
                 w.shape == shape,
-                f"`w` has the shape {w.shape} afterwards, but it must have {shape}.",
+                f"After the call `w` has the shape {w.shape}, but its shape must still be {shape}.",
                 "change the values of `w` in place, not its shape",
             )
     c.need(
         all(bool((w != 1).any()) for w in weights[0]),
         "The weights of worker 0 have not changed.",
-        "change `w` in place: `w -= ...` does this, `w = w - ...` makes a new tensor that the "
+        "change `w` in place: `w -= ...` does this, but `w = w - ...` makes a new tensor that the "
         "caller does not see",
     )
     c.expect(
         all(np.array_equal(w, server, equal_nan=True)
             for worker in weights for w, server in zip(worker, weights[0], strict=True)),
         "all workers have the server's weights",
-        "the workers' weights are not equal",
-        "the server has to send its weights to all workers, in every step",
+        "after the call, `w` is not the same on all workers",
+        "in every step, the server has to send its new weights to all workers",
     )  # fmt: skip
     c.expect(
         all(bool((velocity != 0).any()) for velocity in held),
         "the server keeps the optimizer's state",
         "`velocity` of worker 0 is still zero after three steps",
-        "the next step begins with `velocity`: change it in place",
+        "the next step needs the new velocity: change the tensor `velocity` in place",
     )
     off = [float(np.abs(w - true).max()) for w, (true, _) in zip(weights[0], alone, strict=True)]
     state_off = [float(np.abs(v - true).max()) for v, (_, true) in zip(held, alone, strict=True)]
     hint = (
-        "the mean of means is not the mean: weight each gradient by its worker's samples of this "
-        "step, and keep the velocity for the next step"
+        "weight each gradient by the number of its worker's samples in this step, as in the "
+        "formula for g. Also keep `velocity` for the next step"
     )
     if all(one <= EXACT for one in state_off):
-        hint = "the velocity is right: look at the step that `w` takes with it"
+        hint = "`velocity` is right: check how you change `w` with it"
     elif all(one <= EXACT for one in off):
-        hint = "the weights are right: compare `velocity` with the v in the text"
+        hint = "`w` is right: compare `velocity` with the formula for v"
     c.expect(
         all(one <= EXACT for one in off + state_off),
-        "three steps equal those of one device with the whole batch",
-        f"after three steps a weight of worker 0 differs by up to {max(off):.1g} from that of one "
-        f"device, and a number of its velocity by up to {max(state_off):.1g}",
+        "after three steps, `w` and `velocity` equal those of one device with the whole batch",
+        f"after three steps, `w` of worker 0 differs by up to {max(off):.1g} from the weights of "
+        f"one device, and `velocity` differs by up to {max(state_off):.1g} from its velocity",
         hint,
     )
 
@@ -148,7 +148,7 @@ Parts = list[list[tuple[Any, int]]]
 
 
 def _parts(workers: int, shape: tuple[int, ...]) -> Parts:
-    """Return by worker and step a gradient and the samples that it is a mean of."""
+    """Return for each worker and step a gradient and the number of its samples."""
     draw = np.random.default_rng(4)
     return [
         [(draw.normal(size=shape).round(6).tolist(), 3 + 4 * ((worker + 2 * step) % workers) + step)
@@ -169,11 +169,11 @@ def _alone(shape: tuple[int, ...], parts: Parts) -> tuple[Any, Any]:
 
 
 def _step_bytes(run: Any) -> float:
-    """Return what the workers of a run send in a step."""
+    """Return the bytes that all workers of a run send in a step."""
     return float(run.summarise().sent_step_bytes)
 
 
-@exercise("4.2", "What passes the server")
+@exercise("4.2", "Bytes through the server's link")
 def through_server(c: Check) -> None:
     """Compare the bytes of the server with the counts of the run."""
     known = {name: c.known_run(name) for name in _CENTRAL}
@@ -183,34 +183,37 @@ def through_server(c: Check) -> None:
         value = c.number_from("through_server", run)
         c.need(
             close(value, 2 * _step_bytes(run), SHARE),
-            f"through_server of run {name!r} returned {value:.6g} bytes, which is not right.",
-            "add up the rows of a single step: the gradients of all workers come in, and the "
-            "same number of bytes goes out to them",
+            f"For the run {name!r}, through_server returned {value:.6g} bytes, which is not right.",
+            "add up the rows of a single step: the server receives the gradients of all workers, "
+            "and sends the same number of bytes to the workers",
         )
     run = c.run((names or ["central-3"])[0])
     gradient_bytes = _step_bytes(run) / run.plan.workers
     c.need(
         gradient_bytes > 0,
-        f"In the run {run.name!r} nothing was sent.",
-        "run its cell again: in that cell the workers send their gradients to a server",
+        f"In the run {run.name!r} the workers sent 0 bytes.",
+        "run the cell that trains this run again: its strategy must be central_storage",
     )
     for workers, times in ((2, 3), (5, 2)):
         sent_bytes = times * gradient_bytes
         value = c.number_from("through_server", NamedRun(run.name, workers, sent_bytes))
         c.need(
             close(value, 2 * workers * sent_bytes, SHARE),
-            f"For a run with {workers} workers, each of which sends {sent_bytes:.6g} bytes in a "
-            f"step, through_server returned {value:.6g} bytes, which is not right.",
-            "read everything from the run that the function gets: how many steps and workers it "
-            "has, and how many bytes each worker sends",
+            f"The check made a run with {workers} workers, each of which sends {sent_bytes:.6g} "
+            f"bytes in a step. For it, through_server returned {value:.6g} bytes, which is not "
+            "right.",
+            "take all numbers from `run.history`: the number of its steps and workers, and the "
+            "bytes that each worker sends",
         )
-    c.expect(True, "all bytes that come in and go out in one step are counted", "")
+    c.expect(
+        True, "`through_server` counts all bytes that the server receives and sends in one step", ""
+    )
 
 
 _CENTRAL = ("central-3", "central-1", "central-2", "adam-central")
 
 
-@exercise("4.3", "Where the curve bends")
+@exercise("4.3", "The best number of workers")
 def best_workers(c: Check) -> None:
     """Compare the returned number of workers with other numbers of workers."""
     for t1_s, m_bytes, bytes_per_s in (
@@ -221,7 +224,11 @@ def best_workers(c: Check) -> None:
     ):
         asked = f"best_workers({t1_s:g}, {m_bytes:g}, {bytes_per_s:g})"
         n = c.number_from("best_workers", t1_s, m_bytes, bytes_per_s)
-        c.need(n > 0, f"{asked} returned {n:g}, but the result must be greater than 0.")
+        c.need(
+            n > 0,
+            f"{asked} returned {n:g}, but the result must be greater than 0.",
+            "return a number of workers",
+        )
         here_s, less_s, more_s = (
             t1_s / k + 2 * k * m_bytes / bytes_per_s for k in (n, n / ASIDE, n * ASIDE)
         )
@@ -229,19 +236,20 @@ def best_workers(c: Check) -> None:
         c.need(
             (n != round(best, 1) and (n != int(n) or abs(n - best) >= 1))
             or here_s <= min(less_s, more_s),
-            f"{asked} returned {n:g}, a rounded number.",
-            "do not round: return the exact lowest point of the curve",
+            f"{asked} returned {n:g}, which is a rounded number.",
+            "do not round: return the exact N with the shortest step, even if N is not whole",
         )
         fewer = "fewer" if less_s < here_s else "more"
         c.need(
             here_s <= min(less_s, more_s),
-            f"{asked} returned {n:.4g}: with {fewer} workers a step is shorter.",
-            "one term falls with N, the other grows, and at the best N their slopes cancel",
+            f"{asked} returned {n:.4g}, but with {fewer} workers a step is shorter.",
+            "T₁/N falls with N, and 2NM/B grows with N: at the best N, the derivative of the sum "
+            "is 0",
         )
-    c.expect(True, "with fewer workers and with more a step is longer", "")
+    c.expect(True, "with fewer or more workers than this number, a step is longer", "")
 
 
-@exercise("4.4", "Who holds what")
+@exercise("4.4", "The memory of each process")
 def holds(c: Check) -> None:
     """Compare the answer with the bytes that the runs counted."""
     central, mirrored = c.run("adam-central").summarise(), c.run("adam-mirrored").summarise()
@@ -256,8 +264,8 @@ def holds(c: Check) -> None:
     right = [True] * len(who)
     hints = (
         "a mirrored worker has everything: weights, gradients and the optimizer's state",
-        "a worker of central storage computes gradients, but its optimizer takes no step",
-        "in a step one gradient arrives from each worker, and the weights and the state exist once",
+        "a worker of central storage computes gradients, but the server has the optimizer",
+        "the server holds the weights, the optimizer's state, and one gradient from each worker",
     )
     said: list[tuple[str, str]] = []
     for (n, slots), truth in trials:
@@ -265,10 +273,16 @@ def holds(c: Check) -> None:
         for k in range(len(who)):
             if right[k] and not close(found[k], truth[k], SHARE):
                 right[k] = False
-                said.append((f"holds({n}, {slots}) gives {found[k]:g} M for {who[k]}", hints[k]))
+                said.append(
+                    (
+                        f"holds({n}, {slots}) gives {found[k]:g} M for {who[k]}, which is not "
+                        "right",
+                        hints[k],
+                    )
+                )
     for k in range(len(who)):
         if right[k]:
-            c.expect(True, f"what {who[k]} holds is right", "")
+            c.expect(True, f"the memory of {who[k]} is right", "")
     for words, hint in said:
         c.expect(False, "", words, hint)
 
@@ -282,7 +296,7 @@ def _three(c: Check, n: int, slots: int) -> list[float]:
     c.need(
         len(values) == 3 and all(math.isfinite(value) for value in values),
         f"holds({n}, {slots}) returned {found!r}, but it must return a list of three numbers.",
-        "fill in the three variables in the cell: each is a multiple of M",
+        "fill in the three variables in the cell: each number is a multiple of M",
     )
     return values
 
@@ -290,7 +304,7 @@ def _three(c: Check, n: int, slots: int) -> list[float]:
 _VALUES = {"a": ("float64", (2, 3)), "b": ("float32", (2,))}
 _KEYS = ("a", "b", "a", "a")
 _FILL = 7.0
-"""What `into` holds before a pull."""
+"""The value of all numbers in `into` before a pull."""
 
 
 @exercise("4.5", "Push and pull", where="the engines")
@@ -316,8 +330,8 @@ def store(c: Check) -> None:
         .replace("{start!r}", repr(start))
         .replace("{fill}", repr(_FILL)),
         limit_s=LIMIT_S,
-        hint="all workers call push and pull in the same order, a value may be a matrix, and only "
-        "worker 0 has the values",
+        hint="all workers call `push` and `pull` in the same order, a value may be a matrix, and "
+        "only worker 0 has the values",
     )
     truth = [np.array(values) for _, values in start.values()]
     pulled = [[[np.asarray(one, dtype=float) for one in pair] for pair in w[0]] for w in found]
@@ -327,14 +341,15 @@ def store(c: Check) -> None:
         for worker, seen in enumerate(pulled):
             c.need(
                 not any((one == _FILL).all() for one in seen[push]),
-                f"After push {push + 1} `pull` left `into` as it was on worker {worker}.",
+                f"After push {push + 1}, `pull` did not change `into` on worker {worker}.",
                 "copy the server's value into the tensor `into`, on every worker",
             )
             off = max(float(np.abs(a - b).max()) for a, b in zip(seen[push], truth, strict=True))
             c.need(
                 off <= EXACT,
-                f"After push {push + 1} worker {worker} pulled numbers that are {off:.2g} off.",
-                "the updater gets the sum of all workers' gradients, not their mean; pull copies "
+                f"After push {push + 1}, worker {worker} pulled numbers that differ by up to "
+                f"{off:.2g} from the right values.",
+                "the updater gets the sum of all workers' gradients, not their mean. `pull` copies "
                 "the server's value into `into` on every worker",
             )
     c.expect(True, "after each push, all workers pull the server's values of both keys", "")
@@ -342,26 +357,28 @@ def store(c: Check) -> None:
     c.expect(
         calls[0] == [*_KEYS] and not any(calls[1:]),
         "the updater runs once for each push, on worker 0 only",
-        f"in {len(_KEYS)} pushes the updater ran {', '.join(str(len(one)) for one in calls)} times "
-        "on the workers",
-        "worker 0 calls the updater once in each push, the other workers never do",
+        f"{len(_KEYS)} pushes called the updater {', '.join(str(len(one)) for one in calls)} times "
+        f"on workers {', '.join(map(str, range(len(calls))))}",
+        "worker 0 must call the updater once in each push, and the other workers must never call "
+        "it",
     )
     c.expect(
         all(w[2] for w in found),
-        "push leaves the gradient as it was",
-        "push changed the gradient of its caller",
-        "dist.reduce changes its tensor: give it a copy",
+        "`push` does not change `gradient`",
+        "`push` changed its argument `gradient` in place",
+        "`dist.reduce` changes the tensor that it gets: call it with a copy of `gradient`",
     )
     c.expect(
         all(w[3] for w in found),
-        "the tensors that the store was made of are as they were",
-        "after the pushes, the tensors in `values` of the caller have changed",
-        "the server keeps a copy of each tensor: a copy of the dictionary has the same tensors",
+        "a push does not change the tensors in `values`",
+        "the pushes changed the tensors in the argument `values` of KVStore",
+        "copy each tensor: a copy of the dictionary still contains the same tensors",
     )
     keepers = [worker for worker, w in enumerate(found) if worker > 0 and w[4] > 0]
     c.expect(
         not keepers,
         "only worker 0 keeps the values",
-        f"worker {keepers[0] if keepers else 0} keeps the values too",
-        "only the server has them: another worker gets a value when it pulls",
+        f"worker {keepers[0] if keepers else 0} also keeps tensors of the values' shapes, but only "
+        "worker 0 may keep them",
+        "the other workers need no copy: `pull` gives them the server's value",
     )

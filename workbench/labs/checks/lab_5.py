@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..answers import Check, RunFacts, as_read, exercise, number
 
 STEPS = 45
-"""The length of the runs: in a shorter one the start, without waits, counts too much."""
+"""Steps of a run: in a shorter run, the beginning without waits is too large a part."""
 
 SLOW = 1
 """The worker that is slow in exercise 5.3."""
@@ -29,16 +29,17 @@ _FAST: Diary = [(what, 0) for _ in range(3) for what in ("push", "pull")]
 _DIARIES: list[tuple[Diary, list[int], str]] = [
     ([("pull", 0), ("push", 0), ("pull", 0), ("push", 0)], [0, 0],
      "a single worker always computes with the newest parameters"),
-    (_TURNS, [0, 1, 2], "three workers pulled at once: each push makes the later ones staler"),
+    (_TURNS, [0, 1, 2],
+     "three workers pulled at the same time: each push makes the next pushes staler"),
     ([("pull", 0), ("pull", 1), ("push", 0), ("push", 1), ("pull", 0), ("push", 0), ("pull", 1),
       ("push", 1)], [0, 1, 0, 0],
-     "count from the worker's own latest pull, which may come long after its latest push"),
+     "count the updates after the worker's own latest pull, not those after its latest push"),
     ([("pull", 0), ("pull", 1), *_FAST, ("push", 1)], [0, 0, 0, 3],
-     "each push is one update, also when the same worker pushes several times"),
+     "each push is one update, even if the same worker pushes several times"),
     ([("pull", 0), ("pull", 1), ("push", 1), ("pull", 0), ("push", 0)], [0, 0],
      "a worker that pulls twice computes with the parameters of its second pull"),
     ([*[("pull", w) for w in (4, 9, 0, 2, 7)], *[("push", w) for w in (7, 4, 2, 0, 9)]],
-     [0, 1, 2, 3, 4], "there may be any number of workers"),
+     [0, 1, 2, 3, 4], "there may be any number of workers, with any ranks"),
 ]  # fmt: skip
 
 
@@ -57,15 +58,16 @@ def staleness(c: Check) -> None:
         pushes = len(truth)
         c.need(
             len(numbers) == pushes,
-            f"For a log with {pushes} pushes staleness(...) returned {len(numbers)} numbers.",
+            f"For a log with {pushes} pushes, staleness(...) returned {len(numbers)} numbers.",
             "append one number for each push, and none for a pull",
         )
         c.need(
             numbers == truth,
-            f"For {diary} staleness(...) returned [{', '.join(f'{n:g}' for n in numbers)}].",
+            f"For the log {diary}, staleness(...) returned "
+            f"[{', '.join(f'{n:g}' for n in numbers)}], which is not right.",
             hint,
         )
-    c.expect(True, "the staleness of every push is right, in every log that was tried", "")
+    c.expect(True, "the staleness of every push is right, in every log that the check tried", "")
 
 
 @exercise("5.2", "Staleness of unequal workers")
@@ -77,13 +79,14 @@ def own_staleness(c: Check) -> None:
         found = c.number_from("own_staleness", i, list(step_s))
         truth = sum(step_s[i] / t for j, t in enumerate(step_s) if j != i)
         hint = (
-            "add up only the pushes of the other workers, without those of worker i"
+            "add up only the pushes of the other workers, without the pushes of worker i"
             if len(set(step_s)) == 1
-            else "in t seconds a worker with steps of 0.1 s makes t / 0.1 pushes: add up the others"
+            else "in t seconds, a worker with a step of 0.1 s makes t / 0.1 pushes: add up the "
+            "pushes of all other workers"
         )
         c.need(
             math.isclose(found, truth, rel_tol=1e-6),
-            f"own_staleness({i}, {step_s}) returned {found:.4g}.",
+            f"own_staleness({i}, {step_s}) returned {found:.4g}, which is not right.",
             hint,
         )
     c.expect(True, "the result is right for equal and for unequal workers", "")
@@ -92,9 +95,10 @@ def own_staleness(c: Check) -> None:
     mean = sum(share * c.number_from("own_staleness", i, step_s) for i, share in enumerate(shares))
     c.expect(
         math.isclose(mean, len(step_s) - 1, rel_tol=1e-6),
-        "weighted by how often each worker pushes, the mean is that of equal workers",
-        f"weighted by how often each worker pushes, the mean is {mean:.3g}",
-        "the mean over all pushes does not depend on the speeds",
+        "the mean over all pushes is the same for equal and for unequal workers",
+        "with your own_staleness, the mean over all pushes of three unequal workers is "
+        f"{mean:.3g}, but it must be the same as for three equal workers",
+        "the mean over all pushes does not depend on the workers' speeds",
     )
 
 
@@ -105,28 +109,29 @@ def tight(c: Check) -> None:
     workers, bound = run.plan.workers, run.plan.options.get("max_staleness")
     c.need(
         run.plan.strategy == "parameter_server" and workers == 3,
-        f"The run 'tight' is {run.plan.strategy} with {workers} workers.",
-        "remove the # before the line in the cell, and replace the dots by the option",
+        f"The run 'tight' used {run.plan.strategy} with {workers} workers, but it must use "
+        "parameter_server with 3 workers.",
+        "in the cell, remove the # before the command, and replace the dots by the option",
     )
     if bound is None:
         c.wrong(
-            "The run 'tight' has no bound.",
-            "use the same option as in the run 'bounded', a few cells above",
+            "The run 'tight' has no bound on the staleness.",
+            "use the same option as the run 'bounded' in section 4",
         )
         return
     limit = (workers - 1) * (int(bound) + 1)
     if limit > 4:
         c.expect(
-            False, "", f"With max_staleness={bound} a push may be up to {limit} updates stale.",
-            "the option counts steps ahead, not updates: solve (N - 1)(s + 1) = 4 for s",
+            False, "", f"With max_staleness={bound} a push may have a staleness of {limit}.",
+            "`max_staleness` is a number of steps, not of updates: solve (N - 1)(s + 1) = 4 for s",
         )  # fmt: skip
     else:
         c.expect(
             limit == 4,
-            "the bound is the largest that rules out pushes staler than 4 updates",
-            f"With max_staleness={bound} no push is staler than {limit}. This is stricter than "
-            "necessary.",
-            "choose the largest bound that the limit allows",
+            "the bound is the largest bound with which no push has a staleness above 4",
+            f"With max_staleness={bound} no push has a staleness above {limit}. This bound is "
+            "stricter than necessary.",
+            "choose the largest bound with which no push has a staleness above 4",
         )
     _waits(c, run)
 
@@ -135,8 +140,8 @@ def _long_enough(c: Check, run: RunFacts) -> None:
     steps = int(run.history["step"].max(initial=-1)) + 1
     c.need(
         steps >= STEPS,
-        f"The run {run.name!r} has {steps} steps.",
-        f"keep --steps {STEPS} in the line of the cell",
+        f"The run {run.name!r} has only {steps} steps, but it must have at least {STEPS}.",
+        f"keep --steps {STEPS} in the command of the cell",
     )
 
 
@@ -147,20 +152,22 @@ def _waits(c: Check, run: RunFacts) -> None:
     c.need(
         len(blamed) > 0,
         "In the run 'tight' no worker had to wait.",
-        "make worker 1 slow, as in the line of the cell",
+        "make worker 1 slow, as in the command of the cell",
     )
     truth = int(np.bincount(blamed.astype(int)).argmax())
     c.need(
         truth == SLOW,
-        f"In the run 'tight' the workers waited mostly for worker {truth}.",
-        "keep the three --inject of the cell's line: the slow worker is the one of section 3",
+        f"In the run 'tight' the workers waited mostly for worker {truth}, which is not the slow "
+        "worker of section 3.",
+        "keep the three options --inject in the command of the cell",
     )
     found = c.whole("waited_for")
     c.expect(
         found == truth,
-        "`waited_for` is the worker that blocked the others",
-        f"`waited_for` is {found}, which does not agree with the history",
-        "`blamed_rank` gives this worker in each row with a wait, and -1 in the other rows",
+        "`waited_for` is the worker for which the other workers waited",
+        f"`waited_for` is {found}, which does not agree with the history of the run 'tight'",
+        "in a row with a wait, `blamed_rank` is the rank of the worker that caused the wait; in "
+        "the other rows it is -1",
     )
     mine = ranks == 0
     share = float(run.history["sync_wait_s"][mine].sum() / run.history["step_s"][mine].sum())
@@ -169,14 +176,17 @@ def _waits(c: Check, run: RunFacts) -> None:
     right = as_read(found_share, share)
     c.need(
         right or not as_read(found_share, float((own_wait_s / own_s).mean())),
-        f"`waited_share` is {found_share:.4g}, the mean over the fractions of the steps.",
-        "the mean of the fractions is not the fraction of the whole time: divide sum by sum",
+        f"`waited_share` is {found_share:.4g}. This is the mean of the fractions of single steps.",
+        "compute the fraction of the whole time: divide the sum of the waits by the sum of the "
+        "steps",
     )
     c.expect(
         right,
-        "`waited_share` is the fraction of its time in which worker 0 was blocked",
-        f"`waited_share` is {found_share:.4g}, which does not agree with the history",
-        "take all rows of worker 0 and no others, divide sum by sum, and keep two decimals or more",
+        "`waited_share` is the fraction of time in which worker 0 had to wait",
+        f"`waited_share` is {found_share:.4g}, which does not agree with the history of the run "
+        "'tight'",
+        "take all rows of worker 0 and no other rows. Divide the sum of the waits by the sum of "
+        "the steps, and keep at least two decimals",
     )
 
 
@@ -187,32 +197,36 @@ def aware(c: Check) -> None:
         found = c.number_from("rate_of_push", lr, stale)
         c.need(
             math.isclose(found, lr / max(1, stale), rel_tol=1e-6),
-            f"rate_of_push({lr}, {stale}) returned {found:.4g}.",
-            "a staleness of 2 halves the rate, and a staleness of 0 or 1 does not change it",
+            f"rate_of_push({lr}, {stale}) returned {found:.4g}, which is not right.",
+            "a staleness of 2 halves the rate, and a staleness of 0 or 1 does not change the rate",
         )
-    c.expect(True, "the rate is divided by the staleness; a fresh gradient keeps the rate", "")
+    c.expect(
+        True,
+        "the rate is divided by the staleness, and a staleness of 0 or 1 does not change it",
+        "",
+    )
     run = c.run("aware")
     if not c.expect(
         run.plan.strategy == "parameter_server" and bool(run.plan.options["staleness_aware_lr"]),
-        "the run 'aware' divides each push's rate by its staleness",
-        "the run 'aware' applies every push with the full rate"
+        "the run 'aware' divides the learning rate of each push by the staleness of this push",
+        "the run 'aware' applies every push with the full learning rate"
         if run.plan.strategy == "parameter_server"
-        else f"the run 'aware' is {run.plan.strategy}",
-        "set an option of parameter_server with -o name=true",
+        else f"the run 'aware' used {run.plan.strategy}, but it must use parameter_server",
+        "find the option of parameter_server that does this, and set it with -o name=true",
     ):
         return
     c.need(
         _trains_as(run, c.run("hot")),
         "The run 'aware' does not train the recipe of 'hot' with three workers.",
-        "use --recipe hot and three workers",
+        "use --recipe hot and -n 3",
     )
     _long_enough(c, run)
     loss = _by_time(run)[2]
     c.expect(
         bool(np.isfinite(loss).all()) and float(np.median(loss[-9:])) < float(np.median(loss[:9])),
-        "the loss of 'aware' falls, at the same learning rate",
+        "the loss of 'aware' falls, with the same learning rate as that of 'hot'",
         "the loss of 'aware' does not fall",
-        "run the recipe of `hot` as it is, with three workers of equal speed",
+        "train the recipe of the run 'hot' without changes, with three equally fast workers",
     )
 
 
@@ -224,7 +238,7 @@ def _trains_as(run: RunFacts, other: RunFacts) -> bool:
     return shapes == others and run.plan.workers == other.plan.workers
 
 
-@exercise("5.5", "Samples and seconds to the same loss")
+@exercise("5.5", "Samples and seconds until a loss of 1.2")
 def ratios(c: Check) -> None:
     """Compare the ratios with the histories of the two runs."""
     sync, uneven = (_reached(c, name) for name in ("sync", "uneven"))
@@ -233,10 +247,11 @@ def ratios(c: Check) -> None:
         found = c.number_of(name)
         c.expect(
             as_read(found, uneven[at] / sync[at]),
-            f"`{name}` compares what the parameter server and mirrored training needed",
-            f"`{name}` is {found:.4g}, which does not agree with the two curves",
-            f"curve() gives seconds, samples and loss: take the {what} at the first point with a "
-            f"loss below {TARGET}, divide uneven's by sync's, and keep two decimals or more",
+            f"`{name}` is the ratio of the {what} of 'uneven' and 'sync'",
+            f"`{name}` is {found:.4g}, which does not agree with the curves of 'uneven' and 'sync'",
+            f"`curve` returns seconds, samples and loss. For each run, take the {what} at the "
+            f"first point with a loss below {TARGET}. Divide the {what} of 'uneven' by those of "
+            "'sync', and keep at least two decimals",
         )
 
 
@@ -245,8 +260,8 @@ def _reached(c: Check, name: str) -> tuple[float, float]:
     below = np.flatnonzero(loss < TARGET)
     c.need(
         len(below) > 0,
-        f"The run {name!r} does not get below a loss of {TARGET}.",
-        f"run its cell again, with --name {name} and the number of steps in that cell",
+        f"The loss of the run {name!r} never falls below {TARGET}.",
+        f"run the cell with --name {name} again, with the number of steps that was in this cell",
     )
     return float(seconds[below[0]]), float(used[below[0]])
 

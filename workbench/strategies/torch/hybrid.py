@@ -272,8 +272,8 @@ class Hybrid(ModelSplit):
         if all(every % fewer == 0 for fewer in range(1, self._usual)):
             return ""
         return (
-            "the model computes the loss itself, and fewer pipelines cannot divide a batch into "
-            "equal microbatches"
+            "the model computes the loss itself, and the batch cannot be divided into equal "
+            "microbatches if a pipeline is missing"
         )
 
     def leave_group(self) -> None:

@@ -141,8 +141,8 @@ def _time(seconds: float) -> str:
 WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
     "synchronous": "each step ends when the last of the other workers is ready",
-    "pipeline": "the busiest of the other stages sets the pace; the real gain is larger, because "
-    "the model does not shorten the time to fill the pipeline",
+    "pipeline": "the busiest stage of the other workers sets the pace; the real gain is larger, "
+    "because this estimate does not shorten the time to fill the pipeline",
     "asynchronous": "the worker gets the median rate of the others",
 }
 
@@ -167,7 +167,7 @@ class WhatIfPicture(Picture, WhatIf):
 
     def text(self) -> str:
         """Return the result and the model behind it."""
-        found = [*self.sentences(), f"Model: {self.model}: {MODELS[self.model]}."]
+        found = [*self.sentences(), f"Estimate: {self.model}: {MODELS[self.model]}."]
         if self.stride > 1:
             found.append(f"Only every {self.stride}th step is stored and was recomputed.")
         for name, shown in (("measured", self.real), ("recomputed", self.ghost)):
@@ -198,7 +198,7 @@ class WhatIfPicture(Picture, WhatIf):
         more, y = paragraph(
             WHAT_IF_MARGIN,
             y + 2,
-            f"Model: {self.model}: {MODELS[self.model]}.",
+            f"Estimate: {self.model}: {MODELS[self.model]}.",
             WIDTH - 2 * WHAT_IF_MARGIN,
             size=9.5,
         )

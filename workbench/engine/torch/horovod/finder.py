@@ -64,8 +64,8 @@ _REFUSED = {
     "ProcessSet": _OTHER_GROUPS,
     "add_process_set": _OTHER_GROUPS,
     "remove_process_set": _OTHER_GROUPS,
-    "start_timeline": "use the run's dashboard, or --profile 10:15",
-    "stop_timeline": "use the run's dashboard, or --profile 10:15",
+    "start_timeline": "use the run's dashboard, or --profile 10:15 (from step 10)",
+    "stop_timeline": "use the run's dashboard, or --profile 10:15 (from step 10)",
 }
 _LAUNCH = "use %%distributed -n 4 on top of the cell, or torchrun --nproc-per-node 4 train.py"
 _PARTS = {

@@ -153,6 +153,7 @@ def _labs_look():
     generator, ones = begin(rank), torch.ones(4000).double()
     noisy, later = [private_update(ones, 2.0, 1.5, generator) for _ in range(2)]
     first = private_update(ones, 2.0, 1.5, begin(rank))
+    short = private_update(0 * ones, 2.0, 1.5, begin(rank))
     quiet = private_update(v, 2.5, 0.0, begin(rank))
     x = torch.tensor(np.random.default_rng([126, rank]).normal(size=(5 + 2 * rank, 8)))
     y = (x[:, 0] > 0).double()
@@ -162,7 +163,7 @@ def _labs_look():
         models = dp_fedavg(x, y, count, 2, 4, 0.5, 0.1, z, begin(rank), office)
         rounds.append([models, office.seen])
     eps = [epsilon(z, t, d) for z, t, d in ((1.0, 1, 1e-5), (2.0, 30, 1e-6))]
-    return [clips, same, [noisy, later, first], quiet, rounds, eps]
+    return [clips, same, [noisy, later, first, short], quiet, rounds, eps]
 _labs_answer = _labs_look()
 del _labs_look
 """
@@ -222,14 +223,21 @@ def _noise(c: Check, found: list[Any], n: int) -> None:
         "clip first, then add noise with the mean 0 and the standard deviation z * norm / "
         "sqrt(number of branches)",
     )
+    short = np.array([one[3] for one in drawn])
     c.need(
-        all(np.array_equal(noisy, again) for noisy, _, again in drawn),
+        abs(float(short.std()) / asked - 1) < 0.03,
+        "For an update of zeros, with norm 2 and z = 1.5, the noise of a branch has the standard "
+        f"deviation {float(short.std()):.3g}, which is not right.",
+        "every update gets noise, and the noise does not depend on the length of the update",
+    )
+    c.need(
+        all(np.array_equal(noisy, again) for noisy, _, again, _ in drawn),
         "`private_update` does not draw its noise from its argument `generator`.",
         "pass the generator on to torch.randn",
     )
     c.need(
         abs(float(noise.sum(0).std()) / (1.5 * 2.0) - 1) < 0.06
-        and not any(np.array_equal(noisy, later) for noisy, later, _ in drawn),
+        and not any(np.array_equal(noisy, later) for noisy, later, *_ in drawn),
         "Two branches, or two calls on one branch, add the same noise.",
         "use `generator` as it is: do not set its seed in the function",
     )
