@@ -50,7 +50,7 @@ netG, optG = wb.prepare(netG, optG)
 ```
 
 The gradients of all these models are averaged, and the workers' copies of the models are
-[compared](metrics.md#equal-copies). A step ends when the optimizer of the first pair steps. The
+[compared](metrics.md#equal-copies). A step ends after the first pair's `optimizer.step()`. The
 time after this moment counts as `other` of the next step. If you want to avoid this, begin with the
 pair whose optimizer steps last in an iteration. `one_device` and `mirrored` accept several pairs.
 The run's final weights are the weights of the first model. Name the other models in `keep=`, so

@@ -78,6 +78,7 @@ def test_what_is_wrong_is_said_where_it_was_typed(notebook, tmp_path):
     summary(book, "bucket_mb of mirrored")
     field = book.page.locator(".wbp-field").filter(has=book.page.get_by_label("bucket_mb"))
     assert "from 0.001 to 4096" in field.locator("small").text_content()
+    assert field.locator("small code").text_content() == "bucket_mb"
     book.page.get_by_label("Faults from the start").fill("slow=7:50ms, sloow=1")
     book.page.locator(".wbp-of-inject.wbp-wrong").wait_for()
     book.page.get_by_label("Batch size").fill("1")

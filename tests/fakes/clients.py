@@ -72,3 +72,17 @@ def small_job(folder: Path, train: str = "print('hello')\n", *, name: str = "dig
     (folder / "run.json").write_text(json.dumps(about))
     (folder / "train.py").write_text(train)
     return folder
+
+
+def handed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clients:
+    """Hand out stand-ins for clients; a fixture where a test file makes it one."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    return Clients(tmp_path, monkeypatch)
+
+
+def folder_with(where: Path, *files: str) -> Path:
+    """A job folder with files of an envelope."""
+    folder = small_job(where / "job")
+    for name in files:
+        (folder / name).write_text("#\n")
+    return folder

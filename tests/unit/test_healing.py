@@ -173,6 +173,17 @@ def test_others_notice_a_death_before_it_is_told(made) -> None:
     assert launch.replaced == [2]
 
 
+def test_members_whose_cells_have_ended_still_count_in_what_is_told_late(made) -> None:
+    healer, run, launch = made
+    launch.dead = 2
+    healer.hear(0, Standing(rank=0, phase="cut"))
+    regrouped(healer, 5)
+    for engine in (0, 1):
+        healer.spares(engine, WELL)
+    assert healer.spares(2, DIED) is DIED
+    assert [done.workers for done in run.recoveries] == [2]
+
+
 def test_members_meet_anew_where_one_was_cut_off_from_the_living(made, monkeypatch) -> None:
     monkeypatch.setattr(healing, "CUT_S", 0.01)
     healer, _, launch = made

@@ -324,7 +324,8 @@ def local_sgd(layout: Layout) -> Parts:
     phases = (
         _work(layout), _update(layout, "Workers take separate steps, so the copies of the "
         "model become different."),
-        *_meetings(layout, "take an outer step from their mean" if outer else "become their mean"),
+        *_meetings(layout, "take an outer step, computed from their mean over all workers" if outer
+                   else "become their mean over all workers"),
     )  # fmt: skip
     units = {"P": "bytes of parameters and floating-point buffers", **N}
     units |= {"F": "number of fragments"} if fragments > 1 else {}
@@ -353,7 +354,7 @@ def _meetings(layout: Layout, what: str) -> tuple[Phase, ...]:
         for place, turn in enumerate(turns, 1)
         for phase in ring(
             f"Average, fragment {place}",
-            f"In step {turn} of each {every} steps, the parameters of this fragment {what}.",
+            f"In step {turn} of every {every} steps, the parameters of this fragment {what}.",
             every=every, turn=turn,
         )
     )  # fmt: skip

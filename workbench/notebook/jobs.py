@@ -381,7 +381,7 @@ def _planned(
                 "A run or a plan already has its strategy and settings.",
                 seen=", ".join([*(["strategy"] if strategy else []), *asked]),
                 allowed="resources: " + ", ".join(sorted(_RESOURCES)),
-                next_step="give the source of the cell, or a function, with strategy=...",
+                next_step="pass the cell's source or a function, and add strategy='mirrored'",
                 code="WB-PLAN-199",
             )
         return what
