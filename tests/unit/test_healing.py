@@ -46,6 +46,11 @@ class Run:
         self.agreeing = ranks
 
 
+def engine_of(number: int) -> SimpleNamespace:
+    """Return an engine of this host that lives."""
+    return SimpleNamespace(place="h", is_here=True, pid=number, state="alive")
+
+
 class Launch:
     """As much of an execution."""
 
@@ -55,7 +60,7 @@ class Launch:
         self.servers: tuple[int, ...] = ()
         self.held_twice: list[list[int]] = []
         self.dismissed = 0
-        known = {i: SimpleNamespace(place="h", is_here=True, pid=i) for i in run.engines}
+        known = {i: engine_of(i) for i in run.engines}
         engines = SimpleNamespace(
             engines=known,
             router=SimpleNamespace(
@@ -523,6 +528,16 @@ def test_at_their_own_pace_rows_of_all_workers_stand_alone(made):
     assert "no step" not in run.notes[-1]
 
 
+def test_engines_that_are_dead_when_the_run_ends_are_left_to_the_next_cell(made):
+    healer, run, launch = made
+    known = launch.pool.engines.engines
+    known[1].state = known[2].state = "dead"
+    healer._awaited.update({0, 2})  # 0 lives again: a new engine was started, and runs the cell
+    run.task.is_over, run.task.unfinished = True, list
+    healer._replace(1)  # its replacement began before the run's end, but comes too late
+    assert sorted(healer.settle()) == [1, 2]
+
+
 # -- more and fewer --------------------------------------------------------------------------------
 
 
@@ -536,7 +551,7 @@ def scaled(made):
         run.engines = run.members = (*run.members, *fresh)
         run.history.grow(fresh)
         known = launch.pool.engines.engines
-        known |= {one: SimpleNamespace(place="h", is_here=True, pid=one) for one in fresh}
+        known |= {one: engine_of(one) for one in fresh}
         return fresh
 
     def begin(engine: int) -> None:

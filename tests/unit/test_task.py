@@ -82,6 +82,48 @@ def test_a_cell_is_over_when_every_engine_is_done(engines):
     assert task.failure() is None
 
 
+class Board:
+    """Remembers the engines whose errors it was asked to show."""
+
+    banner = ""
+
+    def __init__(self):
+        self.messages = []
+
+    def message(self, engine, kind, content):
+        self.messages.append(engine)
+
+
+class Mender:
+    """Says that the others continue without engine 1, however its cell ends."""
+
+    def spares(self, engine, outcome):
+        return CellOutcome(status="died", evalue="before") if engine == 1 else None
+
+
+@pytest.mark.parametrize(("name", "printed"), [("KeyboardInterrupt", 0), ("ValueError", 1)])
+def test_only_the_interrupt_of_an_engine_that_the_others_do_not_need_is_not_shown(
+    engines, name, printed
+):
+    task, _ = start(engines, 0, 1)
+    task.mender, task.board = Mender(), Board()
+    engines.calls[0].finish({"status": "ok"})
+    shown(engines, 1, name, "")
+    engines.calls[1].finish({"status": "interrupted", "ename": name, "evalue": ""})
+    assert task.failure() is None
+    assert len(task.board.messages) == printed
+
+
+def test_an_interrupt_by_the_user_is_shown(engines):
+    task, _ = start(engines, 0, 1)
+    task.mender, task.board = Mender(), Board()
+    task.interrupted = True
+    engines.calls[0].finish({"status": "ok"})
+    shown(engines, 1, "KeyboardInterrupt", "")
+    engines.calls[1].finish({"status": "interrupted", "ename": "KeyboardInterrupt", "evalue": ""})
+    assert len(task.board.messages) == 1
+
+
 @pytest.mark.parametrize("answer", [None, {"status": "ok", "new": 1}, {"status": "odd"}])
 def test_an_outcome_that_cannot_be_read_is_an_error_and_the_cell_is_over(engines, answer):
     task, _ = start(engines, 0, 1)
@@ -316,7 +358,7 @@ def test_lost_workers_are_told_until_they_are_back():
     assert short_handed([], 2) == ""
     assert re.search("Engine 1 .* 1 of 2 workers.*%cluster restart 1 ", short_handed([1], 1))
     assert short_handed([0, 3], 2) == (
-        "Engines 0, 3 are dead, so 2 of 4 workers are left; %cluster restart 0 3 brings them back."
+        "Engines 0, 3 are dead, so 2 of 4 workers remain; %cluster restart 0 3 brings them back."
     )
 
 
@@ -333,20 +375,25 @@ def test_a_row_in_which_a_strategy_refused_ends_in_its_name_and_reason():
     assert error.seen == "model_split: It does not support step_fn."
 
 
+def named_threads() -> set[threading.Thread]:
+    """Return the threads of Workbench, without timers: earlier tests may have left some."""
+    return {one for one in threading.enumerate() if one.name.startswith("workbench")}
+
+
 @pytest.mark.parametrize("lasts", [False, True])
 def test_a_view_says_when_its_cell_lasts_and_a_short_one_begins_no_thread(
     engines, monkeypatch, lasts
 ):
     monkeypatch.setattr(run_view, "FIRST_S", 0.02 if lasts else 30.0)
     task, _ = start(engines, 0)
-    told, threads = threading.Event(), threading.active_count()
+    told, threads = threading.Event(), named_threads()
     task.when_long = told.set
     ends = threading.Timer(0.2, engines.calls[0].finish, ({"status": "ok"},))
     ends.start()
     CellView(task).wait()
     ends.join()
     assert told.is_set() == lasts
-    assert threading.active_count() == threads
+    assert named_threads() <= threads
 
 
 def test_a_run_that_is_over_keeps_nothing_of_its_cluster(tmp_path):

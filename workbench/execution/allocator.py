@@ -412,18 +412,23 @@ class Replacer:
     def begin(
         self,
         engines: Engines,
-        ids: Sequence[int],
+        ids: Callable[[], Sequence[int]],
         framework: str,
         then: Callable[[ClusterError | None], None] = lambda error: None,
     ) -> None:
-        """Replace engines by new engines with the framework; `then` receives the result."""
+        """Replace engines by new engines with the framework; `then` receives the result.
+
+        Args:
+            ids: Returns the engines; called in the background, so it may wait.
+        """
 
         def replace(before: threading.Thread | None) -> None:
             if before is not None:
                 before.join()
             error = None
             try:
-                engines.restart(ids, framework)
+                if gone := ids():
+                    engines.restart(gone, framework)
             except ClusterError as failure:
                 error = failure
             then(error)

@@ -294,6 +294,8 @@ class RunExecution:
         ends = self._departures.settle(left)
         if self._replace(task.outcomes) or self._recoverer.begin(task, left):
             return
+        if self.healer is not None:  # the next cell waits for engines that came too late for this
+            self.pool.replacer.begin(self.pool.engines, self.healer.settle, run.plan.framework)
         shutil.rmtree(run.folder / RESCUED, ignore_errors=True)
         self._sweep(task.outcomes)
         error = task.failure()
@@ -339,11 +341,8 @@ class RunExecution:
         run.note(replacement_words(ids, found[ids[0]]))
         begins_again = run.state == "starting" and not self.begun_again
         self.begun_again = True
-        begin = self.pool.replacer.begin
-        if begins_again:
-            begin(self.pool.engines, ids, run.plan.framework, self._again)
-        else:
-            begin(self.pool.engines, ids, run.plan.framework)
+        then = [self._again] if begins_again else []
+        self.pool.replacer.begin(self.pool.engines, lambda: ids, run.plan.framework, *then)
         return begins_again
 
     def _again(self, error: ClusterError | None) -> None:

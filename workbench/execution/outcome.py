@@ -390,8 +390,8 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
                 "to the strategy.",
                 seen=f"{max(loop.updates for loop in loops)} optimizer steps on a worker, "
                 "and no recorded step",
-                allowed="wb.fit, a loop with wb.prepare, or wb.watch around a loop that "
-                "distributes itself",
+                allowed="wb.fit, a loop with wb.prepare, or wb.watch in a loop that uses "
+                "torch.distributed itself",
                 next_step="put wb.watch(model, optimizer, loader) before the loop; trainers that "
                 "have their own loop (Lightning, Accelerate) run under %%distributed without a "
                 "strategy",
@@ -519,7 +519,7 @@ def short_handed(dead: Sequence[int], living: int) -> str:
     one = len(dead) == 1
     return (
         f"Engine{'' if one else 's'} {ids} {'is' if one else 'are'} dead, so "
-        f"{living} of {living + len(dead)} workers {'is' if living == 1 else 'are'} left; "
+        f"{living} of {living + len(dead)} workers {'remains' if living == 1 else 'remain'}; "
         f"%cluster restart {' '.join(map(str, dead))} brings {'it' if one else 'them'} back."
     )
 

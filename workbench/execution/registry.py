@@ -265,7 +265,9 @@ def load(path: str | Path) -> Run:
     meta, history = store.read_run(folder)
     if "plan" not in meta:
         raise RunError(
-            "The run was cut off before its plan was written.", seen=str(folder), code="WB-RUN-072"
+            "The saved run has no plan, because its process ended too early.",
+            seen=str(folder),
+            code="WB-RUN-072",
         )
     run = Run(
         Plan.from_wire(meta["plan"]),

@@ -233,7 +233,7 @@ class Task:
         self.changed.set()
         if spared:
             name = self.names.of(call.engine)
-            text = f"{name} is gone, and the others continue: {outcome.evalue}"
+            text = f"{name} is gone, and the other workers continue: {outcome.evalue}"
             _guarded(self._on_loss, text, [call.engine])
         if complete:
             self._end()
@@ -327,7 +327,11 @@ class Task:
         end = self.end
         cause, followed = end.cause, end.followed
         self._errors.sort(key=lambda error: error[0] != cause)
+        # A spared engine's cell is interrupted by us: the run no longer needs the engine.
+        sent_home = frozenset() if self.interrupted else frozenset(self._lost)
         for engine, content in self._errors:
+            if engine in sent_home and content.get("ename") == "KeyboardInterrupt":
+                continue
             if engine in followed:
                 self.board.fold(engine, content)
             else:

@@ -383,7 +383,7 @@ class Cluster:
     def cell_over(self, task: Task, framework: str) -> None:
         """Settle a cell: replace engines that cannot be used again, drop a broken process group."""
         if found := spent(task.outcomes):
-            self.pool.replacer.begin(self.engine_set, list(found), framework)
+            self.pool.replacer.begin(self.engine_set, lambda: list(found), framework)
         if task.group_broken:
             self.pool.drop_group()
         self.pool.on_task(None)

@@ -64,6 +64,16 @@ def test_by_any_all_reduce_with_evaluations_and_checkpoints(
     assert not list((tmp_path / "c").glob("*.tmp"))
 
 
+def test_the_next_cell_has_the_engine_that_was_still_starting_when_the_run_ended(cluster):
+    run = cluster.run(cell(21), strategy="mirrored", on_failure="heal", inject=["kill=1@20"])
+    run.wait(WAIT_S)
+    assert [one["event"] for one in run.events] == ["healed"]
+    task = cluster.execute("print(rank)")
+    assert task.over.wait(WAIT_S)
+    assert task.ids == [0, 1, 2]
+    assert task.failure() is None
+
+
 CAUGHT = """
 import torch
 class Caught(torch.optim.SGD):

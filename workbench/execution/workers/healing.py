@@ -64,10 +64,11 @@ class Healer:
         self._size = len(self.members)  # how many members the run should have
         self._at_door: list[int] = []  # wait to join
         self._unwanted: set[int] = set()  # waiting engines that must not join any more
-        self._scaling = threading.Lock()
+        self._scaling, self._starting = threading.Lock(), threading.Lock()
         self._target: int | None = None
         self.failed: list[str] = []
-        self._why_not = ""
+        self._over, self._why_not = False, ""
+        self._late: set[int] = set()  # dead engines whose replacement came too late
         self._reached = 0  # the first step of the present members
         self._keeper = self.members[0]  # whose weights are the run's
         self._ended: set[int] = set()  # their cells are over
@@ -75,9 +76,7 @@ class Healer:
         self._tries: dict[int, int] = {}
         self._change, self._copies = Change(), Copies(launch)
         self._halted: dict[int, float] = {}  # ended because they were halted; the seconds
-        self._over = False
         self._lock = threading.RLock()
-        self._starting = threading.Lock()
 
     @property
     def is_together(self) -> bool:
@@ -170,21 +169,22 @@ class Healer:
     @property
     def can_regroup(self) -> bool:
         """Whether all members train, so that some of them can leave now without a loss."""
-        copies = self._launch.plan.entry.replicated
         with self._lock:
-            return copies and self._goes_on and set(self.members) <= self._in
+            all_in = self._goes_on and set(self.members) <= self._in
+            return all_in and self._launch.plan.entry.replicated
 
     def expects(self, engine: int) -> bool:
         """Whether an engine has not joined yet: the others continue without it."""
         with self._lock:
             return engine in self._coming
 
-    def settle(self) -> None:
-        """Let no worker join any more; return when no engine is being started."""
+    def settle(self) -> list[int]:
+        """Let no worker join any more; wait for starting engines, return those still dead."""
         with self._lock:
             self._over = True
         with self._starting:
-            pass
+            known = self._launch.pool.engines.engines
+            return [i for i in {*self._awaited, *self._late} if known[i].state == "dead"]
 
     def hear(self, engine: int, event: Standing | Regrouped) -> None:
         """Process an engine's position, or its report that it continues with the others."""
@@ -560,7 +560,7 @@ class Healer:
         self._tries[engine] = self._tries.get(engine, 0) + 1
         if self._tries[engine] > TRIES:
             self._run.note(
-                f"{TRIES} new engines died in the place of one worker. The other workers continue."
+                f"{TRIES} new engines for the same worker died. The run continues without it."
             )
             return
         self._awaited.add(engine)
@@ -583,11 +583,11 @@ class Healer:
     def _failed(self, engine: int, why: str) -> None:
         with self._lock:
             self._awaited.discard(engine)
+            self._late |= {engine} if why == ENDED else set()
             self.failed.append(f"{self._run.called(engine)}: {why}")
 
     def _start(self, engine: int) -> None:
-        launch, task = self._launch, self._task
-        engines = launch.pool.engines
+        launch, task, engines = self._launch, self._task, self._launch.pool.engines
         if task is None or not self._ended_before(engine, task):
             self._failed(engine, ENDED)
             return

@@ -68,9 +68,10 @@ class Replacing(Watching):
         who = self._called(pace)
         slow = f"{pace.ratio[pace.slowest]:.1f} times as long as the other workers for its share"
         if engine in self._replaced or len(self._replaced) >= MOST:
-            why = "a new engine" if engine in self._replaced else f"{MOST} replacements"
+            again = engine in self._replaced
+            why = "a new engine replaced it" if again else f"{MOST} workers were replaced"
             self._over = True
-            self._run.note(f"{who} takes {slow}, even after {why}. No more workers are replaced.")
+            self._run.note(f"{who} takes {slow}, although {why}. No more workers are replaced.")
             return
         self._replaced.append(engine)
         rank = self._run.engines.index(engine)
