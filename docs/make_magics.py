@@ -86,7 +86,10 @@ ACTIONS: dict[str, tuple[str, str]] = {
         "%cluster free",
         "deletes the cells' variables on all engines, and releases GPUs until the next cell or run",
     ),
-    "attach": ("%cluster attach ID", "takes over the kept cluster with this id, and its run"),
+    "attach": (
+        "%cluster attach ID",
+        "takes over the cluster with this id, which was started with `--keep`, and its run",
+    ),
     "stop": ("%cluster stop", "ends all engines"),
 }
 """Per action of `%cluster`: a line that asks for it, what it does."""

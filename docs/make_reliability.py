@@ -202,8 +202,9 @@ def chaos(seeds: list[dict[str, Any]]) -> str:
     """Return the table of what became of rounds of random faults."""
     lines = [
         "| fault | rounds | time until the cell ends: median | worst | rounds in which the next "
-        "cell works immediately | rounds in which it works after the step that the message names "
-        "| time until the next cell has ended: median | worst | rounds not as promised |",
+        "cell works immediately | rounds in which it works after the action that the message "
+        "suggests | time until the next cell has ended: median | worst | rounds in which a check "
+        "failed |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     rounds = [one for seed in seeds for one in seed["each"]]

@@ -51,10 +51,10 @@ netG, optG = wb.prepare(netG, optG)
 
 The gradients of all these models are averaged, and the workers' copies of the models are
 [compared](metrics.md#equal-copies). A step ends after the first pair's `optimizer.step()`. The
-time after this moment counts as `other` of the next step. If you want to avoid this, begin with the
-pair whose optimizer steps last in an iteration. `one_device` and `mirrored` accept several pairs.
-The run's final weights are the weights of the first model. Name the other models in `keep=`, so
-that checkpoints contain them.
+time after this moment counts as `other` of the next step. If you want to avoid this, call
+`wb.prepare` first for the pair whose optimizer steps last in an iteration. `one_device` and
+`mirrored` accept several pairs. The run's final weights are the weights of the first model. Name
+the other models in `keep=`, so that checkpoints contain them.
 
 If an optimizer has parameters whose gradients are not averaged, a warning names this optimizer.
 """

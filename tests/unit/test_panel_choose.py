@@ -110,7 +110,7 @@ def test_several_numbers_of_workers_are_a_plan_each_and_one_device_is_one(panel)
     do(panel, "strategies.common", name="workers", value="1, 2,4")
     assert said(panel)["ready"], said(panel)["problem"]
     assert said(panel)["common"]["workers"]["value"] == "1,2,4"
-    assert said(panel)["common"]["workers"]["hint"] == "Run starts 2 more; 2 already running"
+    assert said(panel)["common"]["workers"]["hint"] == '"Run" starts 2 more engines; 2 are running'
     assert said(panel)["summary"] == (
         "4 runs of digits_mlp: mirrored, then one_device, on 1, 2, 4 workers"
     )

@@ -169,8 +169,8 @@ def hierarchical(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
     down = tuple(Arrow(g[0], one, kind, size) for g in groups for one in g[1:])
     leaders = [group[0] for group in groups]
     within = (
-        "In each group (a host or a block of workers), one worker, the leader, adds up the "
-        "tensors of all."
+        "In each group (a host or a block of workers), one worker is the leader. The leader adds "
+        "up the tensors of its group."
     )
     text = "The leaders add up their sums in a ring: 2(L-1) rounds, each with 1/L of the bytes."
     return (

@@ -60,8 +60,8 @@ TORCH: tuple[Strategy, ...] = (
         heals=True,
         sheds=True,
         exact_with=(("compress", "none"),),
-        loses="the steps since the last checkpoint; with another number of workers also the "
-        "compression error that was not sent yet",
+        loses="the steps since the last checkpoint; if the number of workers changes, it also "
+        "loses the compression error that was not sent yet",
         links=True,
         options=(
             Option(
@@ -74,8 +74,8 @@ TORCH: tuple[Strategy, ...] = (
             Option(
                 "compress", "str", "none", pattern=COMPRESSIONS,
                 form="none, fp16, bf16, powersgd:RANK (1 or more), topk:FRACTION (above 0, to 1)",
-                help="sends fewer bytes; the error is added to the next gradient: fp16, bf16, "
-                "powersgd:2, topk:0.01",
+                help="compresses the gradients, so that fewer bytes are sent (for example fp16 or "
+                "topk:0.01); the compression error is added to the next gradient",
             ),
             Option(
                 "bucket_mb", "float", 25.0, minimum=0.001, maximum=4096,
@@ -100,8 +100,8 @@ TORCH: tuple[Strategy, ...] = (
         module="workbench.strategies.torch.central_storage:CentralStorage",
         keeps="weights",
         messages="workbench.catalog.step_messages:central_storage",
-        suits="few devices on a host; the host's memory holds the optimizer's state, and the "
-        "devices do not need to",
+        suits="few devices on a host; the optimizer's state is in the host's memory and takes no "
+        "memory of the devices",
         shares_gpu=True,
         sheds=True,
         source="Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
@@ -144,9 +144,9 @@ TORCH: tuple[Strategy, ...] = (
         servers_option="servers",
         copies_option="replicas",
         sync_option="sync",
-        loses="the steps since the last checkpoint, the pushes on their way when it was taken, "
-        "and the steps by which other workers were ahead of worker 0; with sync=true only the "
-        "steps since the checkpoint",
+        loses="the steps since the last checkpoint, the pushes that were on their way when the "
+        "checkpoint was taken, and the steps by which other workers were ahead of worker 0; with "
+        "sync=true it loses only the steps since the checkpoint",
         links=True,
         excludes=(
             ("sync", "max_staleness"), ("sync", "staleness_aware_lr"), ("sync", "pull_every"),
@@ -213,7 +213,7 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "unit_mb", "float", 1.0, minimum=0, maximum=65536,
-                help="size in MB of parameters from which a layer is gathered separately",
+                help="a layer with at least this many MB of parameters is gathered separately",
             ),
             Option(
                 "reshard", "bool", True,
@@ -258,7 +258,7 @@ TORCH: tuple[Strategy, ...] = (
         module="workbench.strategies.torch.hybrid:Hybrid",
         keeps="part",
         messages="workbench.catalog.step_messages:hybrid",
-        suits="models that do not fit on one device, with more workers than useful stages",
+        suits="models that do not fit on one device, if there are more workers than useful stages",
         heals=True,
         copy_rule="workbench.catalog.schedules:pipeline_workers",
         source="Narayanan et al., PipeDream, SOSP 2019; Megatron-LM, SC 2021, section 3",
@@ -282,8 +282,8 @@ TORCH: tuple[Strategy, ...] = (
         name="tensor_parallel",
         framework="torch",
         term="tensor (intra-layer model) parallelism",
-        summary="The weight matrices of a layer are divided among the workers, which compute it "
-        "together.",
+        summary="The weight matrices of a layer are divided among the workers, which compute the "
+        "layer together.",
         module="workbench.strategies.torch.tensor_parallel:TensorParallel",
         keeps="part",
         messages="workbench.catalog.step_messages:tensor_parallel",
@@ -325,8 +325,8 @@ TORCH: tuple[Strategy, ...] = (
         exact_with=(("every", 1),),
         heals=True,
         dies_with="the dead worker's steps since the last average, and its optimizer's state",
-        loses="the steps since the last checkpoint; with another number of workers also the "
-        "differences between replicas, because all replicas start from their mean",
+        loses="the steps since the last checkpoint; if the number of workers changes, it also "
+        "loses the differences between replicas, because all replicas start from their mean",
         linear_only=True,
         links=True,
         excludes=(("fragments", "fraction"),),
@@ -355,13 +355,13 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "fragments", "int", 1, minimum=1, maximum=64,
-                help="number of parts of the parameters; they are averaged one after the other, "
-                "so that less is sent at a time",
+                help="number of parts into which the parameters are divided; the parts are "
+                "averaged one after the other, so that less is sent at a time",
             ),
             Option(
                 "fraction", "float", 1.0, minimum=0.001, maximum=1,
-                help="share of the workers that are drawn for each round; the others do not take "
-                "part",
+                help="fraction of the workers that is drawn for each round; the other workers do "
+                "not take part",
             ),
             Option(
                 "skew", "float", None, minimum=0.001, optional=True,
@@ -387,14 +387,14 @@ TORCH: tuple[Strategy, ...] = (
         heals=True,
         dies_with="the dead worker's updates that it had not sent to its neighbours, and its "
         "optimizer's state",
-        loses="the steps since the last checkpoint; with another number of workers also the "
-        "differences between replicas, because all replicas start from their mean",
+        loses="the steps since the last checkpoint; if the number of workers changes, it also "
+        "loses the differences between replicas, because all replicas start from their mean",
         links=True,
         options=(
             Option(
                 "graph", "choice", "ring", choices=("ring", "exponential"),
-                help="which workers mix: both neighbours on a ring, or one worker 1, 2, 4, .. "
-                "ranks away",
+                help="with whom a worker mixes: `ring`: with both neighbours on a ring; "
+                "`exponential`: with one worker, which is 1, 2, 4, .. ranks away in turn",
             ),
             Option(
                 "spread_every", "int", 10, minimum=1,
@@ -473,7 +473,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
             ),
             Option(
                 "timeout_s", "float", 120.0, minimum=1.0, maximum=3600.0,
-                help="seconds after which a worker stops waiting for the others",
+                help="seconds after which a worker stops waiting for the other workers",
             ),
         ),
     ),
@@ -562,7 +562,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
         sync=False,
         one_engine=True,
         remote_workers=True,
-        loses="the steps since the last checkpoint, which is taken when no push is on its way",
+        loses="the steps since the last checkpoint; a checkpoint is taken only when no push is on "
+        "its way",
         servers_option="servers",
         exact_with=None,
         options=(

@@ -168,7 +168,7 @@ def check_schedule(options: Mapping[str, Any], workers: int, batch_size: int | N
         if every % workers:
             raise PlanError(
                 "The number of workers must be a multiple of `stages`, because each pipeline "
-                "needs that many workers.",
+                "needs `stages` workers.",
                 seen=f"stages={workers} on {every} workers",
                 allowed=f"a multiple of {workers} workers",
                 next_step=f"use -n {-(-every // workers) * workers}",

@@ -168,7 +168,7 @@ def parameter_server(layout: Layout) -> Parts:
 
 def sharded(layout: Layout) -> Parts:
     """Layers are gathered to compute, gradients scattered to their owners."""
-    gather = "The shards of one layer after the other are gathered, used and freed."
+    gather = "For one layer after the other, the shards are gathered, used and freed."
     forward = diagrams.scatter_ring(layout.ids, "weights", "M", "All-gather, forward", gather)
     again: tuple[Phase, ...] = ()
     units = {**M, **N}
@@ -294,8 +294,8 @@ def tensor_parallel(layout: Layout) -> Parts:
     units = {
         "Y": "bytes of the outputs of all divided pairs of layers, for one batch",
         "X": (
-            "bytes of the gradients of the inputs of these pairs; the first layer of the model "
-            "needs none"
+            "bytes of the gradients of the inputs of these pairs; no gradient is needed for the "
+            "input of the model's first layer"
         ),
         **N,
     }

@@ -500,7 +500,7 @@ class DevicePool:
             self._open.clear()
         raise ClusterError(
             f"Another notebook holds GPUs that this cluster's engines need: {'; '.join(notes)}.",
-            allowed="the GPUs with which the engines started, as soon as they are free again",
+            allowed="the GPUs with which the engines started, when these GPUs are free again",
             next_step="run %cluster restart to use GPUs that are free; all variables will be lost",
             code="WB-CLUSTER-056",
         )

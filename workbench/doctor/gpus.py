@@ -74,7 +74,7 @@ PROBED: tuple[Probe, ...] = (
     Probe("nccl", 25, {
         "gpu.nccl": "NCCL all-reduce of two ranks",
         "gpu.abort": "aborting an NCCL collective",
-        "gpu.contexts": "contexts on GPU 0 after two ranks",
+        "gpu.contexts": "each of two ranks uses only its own GPU",
     }, 2, "torch", {"NCCL_DEBUG": "INFO", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
     Probe("tensorflow", 25, {"gpu.tensorflow": "TensorFlow on the GPUs"}, 1, "tensorflow"),
     Probe("warm", 20, {"machine.warm": "the warm parent can be forked"}, 0, "torch"),
@@ -270,7 +270,7 @@ def order(
     places = [ours.index(uuid) for uuid in theirs if uuid in ours]
     if places == sorted(places):
         return "ok", f"same order as NVML: {places}", ""
-    return "warn", f"torch counts NVML's GPUs as {places}", (
+    return "warn", f"torch lists the GPUs in another order than NVML: {places}", (
         "engines select GPUs by UUID, so this is safe; for other programs: "
         "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
     )  # fmt: skip
@@ -420,7 +420,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("collectives", "collectives in cells, CPU and device tensors", 60, True),
     Stage("strategies", "each strategy compared with one device", 120, True),
     Stage("faults", "interrupts, errors, deaths", 120, True, module=FAULTS_MODULE),
-    Stage("telemetry", "delays show in the measurements", 60, module=TRIALS_MODULE),
+    Stage("telemetry", "added delays are seen in the measurements", 60, module=TRIALS_MODULE),
     Stage("memory", "memory is freed", 40, module=TRIALS_MODULE),
     Stage(
         "speed", "speed compared with torchrun, time to the first step", 75, module=TRIALS_MODULE

@@ -603,6 +603,7 @@ def _twins(ends: Sequence[Host]) -> list[Line]:
                 lines.append(Line(id, "warn", what, f"both are called {a.facts['hostname']}",
                                   "gloo uses names: give each host its own name"))  # fmt: skip
             else:
-                words = "yes: containers with one kernel and two networks" if same_boot else "yes"
+                words = "yes: two containers on one Linux kernel, each with its own network"
+                words = words if same_boot else "yes"
                 lines.append(Line(id, "ok", what, words))
     return lines

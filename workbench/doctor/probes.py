@@ -144,7 +144,8 @@ def _matmul(child: Child, torch: Any, gpus: int) -> None:
             child.say("fail", "gpu.matmul", what, "; ".join(wrong),
                       "exclude this GPU: its results cannot be trusted")  # fmt: skip
         else:
-            child.say("ok", "gpu.matmul", what, f"{gpus} of {gpus} GPUs have the CPU's results",
+            child.say("ok", "gpu.matmul", what,
+                      f"{gpus} of {gpus} GPUs give the same results as the CPU",
                       difference=max(worst.values()))  # fmt: skip
 
 
@@ -383,7 +384,7 @@ def nccl(child: Child) -> None:
 
 
 def _contexts(child: Child, pids: list[int]) -> None:
-    what = "contexts on GPU 0 after two ranks"
+    what = "each of two ranks uses only its own GPU"
     with child.trying("gpu.contexts", what):
         import pynvml
 

@@ -75,8 +75,8 @@ def _telemetry(child: Child, place: Place, cluster: Any) -> None:
             )
             child.say("ok" if right else "fail", f"{id}.{where}",
                       f"{what}50 ms in {where} of rank 1",
-                      f"rank 0 waits {wait:.1f} ms, rank 1's own part grew by {own:.1f} ms, rank 1 "
-                      f"is named in {seen['blamed']:.0%} of the steps",
+                      f"rank 0 waits {wait:.1f} ms, rank 1's own time grew by {own:.1f} ms, rank 1 "
+                      f"is named as straggler in {seen['blamed']:.0%} of the steps",
                       wait_ms=wait, own_ms=own, blamed=seen["blamed"])  # fmt: skip
     if not child.asked["quick"]:
         with child.trying(f"{id}.link", f"{what}20 ms on every link"):
@@ -267,7 +267,7 @@ def refusals(child: Child) -> None:
     device, gpus = child.asked["device"], int(child.asked["gpus"])
     asks: dict[str, Callable[[], Any]] = {
         "a GPU that does not exist": lambda: Cluster(1, devices="99"),
-        "devices that are not devices": lambda: Cluster(1, devices="fast ones"),
+        "an invalid value of devices": lambda: Cluster(1, devices="fast ones"),
     }
     if device == "cpu" and not gpus:
         asks["GPUs on a machine without GPUs"] = lambda: Cluster(1, devices="cuda")
@@ -430,7 +430,7 @@ def speed(child: Child) -> None:
             first_s = time.perf_counter() - began
             child.say("ok" if first_s < 30 else "warn", "speed.first_step",
                       f"{place.title}: from start to the first step",
-                      f"{first_s:.1f} s; {start_s:.1f} s of this to start the engines",
+                      f"{first_s:.1f} s, of which the start of the engines took {start_s:.1f} s",
                       start_s=round(start_s, 2), first_step_s=round(first_s, 2))  # fmt: skip
             script = Path(folder) / "plain.py"
             threads = max(1, (os.cpu_count() or 1) // place.workers)

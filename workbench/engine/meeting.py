@@ -324,7 +324,11 @@ def meeting_of(where: Surroundings) -> Meeting:
     if len(key) < LEAST_KEY and (key or len(where.addresses) > 1):
         raise PlanError(
             f"{KEY} proves that processes belong to one job, but the key is "
-            + ("too short." if key else "not set: TensorFlow's processes need it to meet."),
+            + (
+                "too short."
+                if key
+                else "not set. TensorFlow's processes need the key to find each other."
+            ),
             seen=f"{len(key)} characters" if key else "nothing",
             allowed=f"the same {LEAST_KEY} characters or more in each process",
             next_step=f"export {KEY}=$(python -c 'import secrets; print(secrets.token_hex(16))') "

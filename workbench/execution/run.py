@@ -506,7 +506,7 @@ class Run:
         return diagram.step_picture(self, step)
 
     def blame(self, first: int | None = None, last: int | None = None) -> BlameMatrix:
-        """Return for how many seconds each worker waited for each other worker.
+        """Return for how many seconds each worker waited for each of the other workers.
 
         Args:
             first, last: The first and the last step to count; by default all steps.

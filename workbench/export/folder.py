@@ -535,8 +535,8 @@ def _recorded(plan: Plan) -> list[str]:
     ]
     lines += ["same data as in a notebook: rows, events, logs, final weights. In a notebook:", ""]
     lines += ["    import workbench as wb", '    wb.follow("PATH/OF/THIS/FOLDER")', ""]
-    lines += ["This shows the live dashboard, also after the run, or from another machine with "
-    '`"ssh://host/path"`.', ""]  # fmt: skip
+    lines += ["This shows the dashboard during the run and after it. On another machine, use "
+    '`"ssh://host/path"` as the path.', ""]  # fmt: skip
     lines += ["## Stop and continue", "", "    workbench control . stop", ""]
     lines += ["This command stops the run at the end of a step, like Stop in the dashboard.", ""]
     if plan.checkpoint:

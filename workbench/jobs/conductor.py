@@ -398,7 +398,7 @@ class Conductor:
         }
 
     def _pin(self, requests: Mapping[int, dict[str, Any]]) -> None:
-        """Apply the settings that `run.json` fixes, where the run has a choice."""
+        """Apply the settings of `run.json`, where the run has a choice."""
         pins = self._job.get("pins") or {}
         for request in requests.values():
             spec = request["spec"]

@@ -390,6 +390,7 @@ def _check(meta: Mapping[str, Any], place: Place) -> None:
             "The job runs another version of Workbench, or its run.json is damaged.",
             seen=f"{place.where}: {seen}",
             allowed=f"rows of {RECORD.itemsize} bytes",
-            next_step="follow the job with its own version: the wheel is in the job's folder",
+            next_step="follow the job with the version of Workbench whose wheel is in the job's "
+            "folder",
             code="WB-RUN-105",
         )

@@ -154,7 +154,7 @@ _WRONG = {
     ),
     "gone": ("The folder of the run no longer exists.", "follow the job again"),
     "shrank": (
-        "The files of the run became shorter because it was started again.",
+        "The files of the run became shorter because the run was started again.",
         "follow the job again",
     ),
 }

@@ -366,8 +366,8 @@ def parse_condition(text: str) -> Condition:
         raise PlanError(
             "--fail-if takes a metric, a comparison and a number.",
             seen=text,
-            allowed="METRIC < NUMBER, with < <= > or >=; NUMBER is a ratio to the first run, or "
-            'with "abs" at the end a value',
+            allowed="METRIC < NUMBER, with < <= > or >=. Each run's value is divided by the first "
+            """run's value; with "abs" at the end, it is not divided""",
             next_step='--fail-if "samples_per_s < 0.95"',
             code="WB-PLAN-251",
         )

@@ -111,20 +111,30 @@ class Check:
                 else "give a single number of Python, NumPy or PyTorch",
             )
         if not math.isfinite(found):
-            self.wrong(f"{said}, but it must be a finite number.")
+            self.wrong(
+                f"{said}, but it must be a finite number.",
+                "look for a division by zero or by a very small number",
+            )
         return found
 
     def whole(self, name: str) -> int:
         """Return a whole number, such as a rank."""
         number = self.number_of(name)
-        self.need(number == int(number), f"`{name}` is {number:g}, but it must be a whole number.")
+        self.need(
+            number == int(number),
+            f"`{name}` is {number:g}, but it must be a whole number.",
+            "what does this number count? There is no half of it",
+        )
         return int(number)
 
     def text(self, name: str, allowed: Sequence[str] = ()) -> str:
         """Return a string; one of `allowed` if given (upper and lower case count as equal)."""
         value, words = self._value(name)
         if not isinstance(value, str):
-            self.wrong(f"`{name}` is {words}, but it must be a string in quotes.")
+            self.wrong(
+                f"`{name}` is {words}, but it must be a string in quotes.",
+                "put quotes around the value",
+            )
         if allowed and value.strip().lower() not in [word.lower() for word in allowed]:
             choices = ", ".join(repr(word) for word in allowed)
             self.wrong(f"`{name}` is {value!r}.", f"choose one of {choices}")
@@ -134,11 +144,16 @@ class Check:
         """Return a list, tuple, set or array as a list, of `count` items."""
         value, words = self._value(name)
         if isinstance(value, (str, Mapping)) or not hasattr(value, "__iter__"):
-            self.wrong(f"`{name}` is {words}, but it must be a list.")
+            self.wrong(
+                f"`{name}` is {words}, but it must be a list.",
+                "write the values in square brackets, with commas between them",
+            )
         found = list(value)
         if count is not None:
             self.need(
-                len(found) == count, f"`{name}` has {len(found)} items, but it must have {count}."
+                len(found) == count,
+                f"`{name}` has {len(found)} items, but it must have {count}.",
+                f"the text of exercise {self.number} says what each item is",
             )
         return found
 
@@ -156,7 +171,11 @@ class Check:
                 f"`{name}` has the shape {found.shape}, but the shape must be {shape}.",
                 "a list of n numbers has the shape (n,), and one number has the shape ()",
             )
-        self.need(bool(np.isfinite(found).all()), f"`{name}` has numbers that are not finite.")
+        self.need(
+            bool(np.isfinite(found).all()),
+            f"`{name}` has numbers that are not finite.",
+            "look for a division by zero or by a very small number",
+        )
         return found
 
     def _function(self, name: str) -> None:
@@ -268,8 +287,8 @@ class Check:
         if "late" in found:
             self.wrong(
                 f"The code on the engines did not end within {limit_s:g} s and was interrupted.",
-                "does every receive have a send, in the same order? If nobody sends a message, the "
-                "worker that receives it waits forever",
+                "does every receive have a send, in the same order? A worker that receives waits "
+                "forever if no worker sends the message",
             )
         if "values" not in found:
             self.wrong(str(found.get("wrong")), str(found.get("hint") or hint))

@@ -307,8 +307,13 @@ def _workers_hint(workers: int | None, engines: int, place: Place) -> str:
     if workers is None:
         return f"uses all {engines} engines" if engines > 1 else "uses the only engine"
     if workers > engines:
-        return f"Run starts {workers - engines} more; {engines} already running"
+        return _starts_hint(workers - engines, engines)
     return f"uses {workers} of {engines} engines" if workers < engines else ""
+
+
+def _starts_hint(more: int, there: int) -> str:
+    s, are = "s" if more > 1 else "", "are" if there > 1 else "is"
+    return f'"Run" starts {more} more engine{s}; {there} {are} running'
 
 
 @lru_cache(maxsize=64)

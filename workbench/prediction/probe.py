@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 LEAST_STEPS = 20
 """With fewer steps after warm-up, the tail and so a straggler cannot be estimated."""
 NOT_PREDICTED = {
-    "hybrid": "it is not known how one more worker changes the stages of its pipelines",
+    "hybrid": "it is not known how one more worker changes the stages of the pipelines",
     "tensor_parallel": "it is not known how more workers divide the computation of a layer",
     "tpu": "it is not known how the compiler changes a step for more cores",
 }

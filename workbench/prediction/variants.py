@@ -206,7 +206,7 @@ def _without(
     worst = blame(run.history).worst
     if worst is None:
         raise PlanError(
-            "No worker stands out as slow, so there is no straggler to remove.",
+            "No worker is clearly slower than the others, so there is no straggler to remove.",
             seen=f"run {run.name}", next_step="name the worker yourself: run.what_if(0)",
             code="WB-PLAN-309",
         )  # fmt: skip

@@ -9,10 +9,10 @@ A worker's seconds in a step are split as in a two-way analysis of variance with
   could be chance, this part is zero.
 - The part of a worker counts if workers differ by more than their steps explain. Further workers
   are drawn from the measured ones.
-- The rest is drawn for each worker and step. The slowest of n workers is the largest of n such
-  draws, so its tail matters: beyond the 90th of a hundred it is smoothed by a generalized Pareto
-  distribution (Pickands, Annals of Statistics 3(1), 1975; probability-weighted moments: Hosking and
-  Wallis, Technometrics 29(3), 1987).
+- The rest is drawn for each worker and step. The time of the slowest of n workers is the largest
+  of n such draws, so the largest measured values matter: above the 90th percentile they are
+  smoothed by a generalized Pareto distribution (Pickands, Annals of Statistics 3(1), 1975;
+  probability-weighted moments: Hosking and Wallis, Technometrics 29(3), 1987).
 
 Each draw of a run begins with other steps and workers, drawn with replacement from the measured
 ones, so few steps give a wider interval.

@@ -215,8 +215,8 @@ class PostMortem:
         text = self._call("command", line)
         if text is None:
             raise RunError(
-                f"The traceback of rank {self.engine} was dropped because another cell has run "
-                "since.",
+                f"The traceback of rank {self.engine} was dropped because another cell was run "
+                "after the failure.",
                 code="WB-RUN-078",
             )
         return str(text)

@@ -239,7 +239,7 @@ class Vitals:
                 for listener in listeners:
                     listener(found)
             except Exception:  # a listener that fails must not end the calls of the others
-                log.exception("A sample of the engines failed")
+                log.exception("The state of the engines could not be read or shown")
             self._ended.wait(EVERY_S)
 
     # -- one sample, under the lock --------------------------------------------------------------

@@ -261,7 +261,7 @@ def settings(folder: str, every: object, on_failure: str) -> tuple[str, int, str
         )
     if every and not folder:
         raise PlanError(
-            "checkpoint_every was given, but no checkpoint folder.",
+            "checkpoint_every was given without a checkpoint folder.",
             seen=f"checkpoint_every={every}",
             next_step="add --checkpoint DIR",
             code="WB-PLAN-013",
@@ -480,7 +480,7 @@ def _unlike(seen: str, allowed: str) -> PlanError:
         "The model's parameters do not match the parameters of the run.",
         seen=seen,
         allowed=allowed,
-        next_step="build the model in the same way as the run's cell",
+        next_step="build the model in the same way as the run's cell does",
         code="WB-PLAN-151",
     )
 

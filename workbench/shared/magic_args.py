@@ -220,11 +220,16 @@ def _debug_flags(add: Callable[..., Any]) -> None:
         action="append",
         default=[],
         metavar="CMD",
-        help="debug: run this command of pdb or expression without a prompt; may be repeated",
+        help="debug: run this pdb command or expression, without a prompt; can be repeated",
     )
     add("--port", metavar="P", help="debug: serve debugpy on loopback; 0 takes any free port")
     add("-f", "--follow", action="store_true", help="logs: show new lines until interrupted")
-    add("-n", "--lines", metavar="N", help="logs: how many lines to show first (40)")
+    add(
+        "-n",
+        "--lines",
+        metavar="N",
+        help="logs: number of lines to show from the end of each log (40)",
+    )
 
 
 def parse_cluster_line(line: str) -> ClusterLine:

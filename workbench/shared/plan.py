@@ -270,7 +270,8 @@ def plan_of(
             seen=", ".join(
                 f"{len(axis.values)} values of {_axis(axis)}" for axis in request.several
             ),
-            allowed="one value; several values are possible above a cell, or in wb.sweep(...)",
+            allowed="one value; several values are possible in a %%distributed line, or in "
+            "wb.sweep(...)",
             code="WB-PLAN-274",
         )
     if request.batch_per_worker is not None:
@@ -423,7 +424,7 @@ def _check_on_failure(
     if on_failure == "heal" and not entry.heals:
         able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.framework == "torch")
         why = entry.unhealed or (
-            "TensorFlow fixes its workers at the start" if entry.framework == "tensorflow"
+            "TensorFlow cannot replace workers during a run" if entry.framework == "tensorflow"
             else "its workers cannot be replaced"
         )  # fmt: skip
         raise PlanError(

@@ -452,7 +452,7 @@ NUMERIC = frozenset({"parameters", "per microbatch", "sends on"})
 """Columns of `rows` that are aligned right."""
 
 MOST_ROWS = 12
-TITLE = "Pipeline bubble, as a share of a step without its wait for data"
+TITLE = "Pipeline bubble, as a fraction of step time minus data wait"
 NAMES = ("ideal bubble", "excess bubble", "work")
 """Names of the parts of a worker's bar: ideal bubble, excess, the rest."""
 

@@ -53,6 +53,7 @@ LOG_TAIL_LINES = 20
 LOOK_S = 1.0
 PATIENCE = 3
 """This many checks in a row must find a silent parent halted (SIGSTOP) before it is given up."""
+_NAME = "The warm parent, which forks engines,"
 
 
 class WarmParent:
@@ -108,7 +109,7 @@ class WarmParent:
             possible, reason = can_fork(self.framework)
             if not possible:
                 raise ClusterError(
-                    "Engines cannot be forked from a warm parent.",
+                    "Engines cannot be forked from a warm parent, which has loaded the framework.",
                     seen=reason,
                     code="WB-CLUSTER-020",
                 )
@@ -187,7 +188,7 @@ class WarmParent:
         """
         self.start()
         if not self.ready.wait(timeout_s):
-            raise self._error(f"The warm parent was not ready within {timeout_s:g} s.")
+            raise self._error(f"{_NAME} was not ready within {timeout_s:g} s.")
         if self._failure:
             raise self._error(self._failure)
 
@@ -368,9 +369,9 @@ class WarmParent:
         try:
             answer = self._await(future, timeout_s)
         except FutureTimeout:
-            raise self._error(f"The warm parent did not answer {cmd} in {timeout_s:g} s.") from None
+            raise self._error(f"{_NAME} did not answer {cmd} within {timeout_s:g} s.") from None
         if "error" in answer:
-            raise self._error(f"The warm parent refused {cmd}: {answer['error']}")
+            raise self._error(f"{_NAME} refused {cmd}: {answer['error']}")
         return answer
 
     def _await(self, future: Future[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
@@ -405,7 +406,7 @@ class WarmParent:
         future: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._sock is None or self._stopped or self._failure:
-                raise self._error(self._failure or "The warm parent is not running.")
+                raise self._error(self._failure or f"{_NAME} is not running.")
             number = next(self._numbers)
             self._pending[number] = future
             try:
@@ -413,7 +414,7 @@ class WarmParent:
                 self._sock.sendall(line)
             except OSError as error:
                 self._pending.pop(number, None)
-                raise self._error(f"The warm parent cannot be reached ({error}).") from error
+                raise self._error(f"{_NAME} cannot be reached ({error}).") from error
         return future
 
     # -- reading -------------------------------------------------------------------------------
@@ -445,7 +446,7 @@ class WarmParent:
             self._looker.join(LOOK_S)
         with self._lock:
             if not self._stopped:
-                self._failure = self._failure or "The warm parent ended."
+                self._failure = self._failure or f"{_NAME} has ended."
             pending, self._pending = list(self._pending.values()), {}
         for future in pending:
             future.set_result({"error": "the warm parent ended"})
@@ -510,4 +511,4 @@ def _tell(callback: ExitCallback, end: Exit) -> None:
     try:
         callback(end)
     except Exception:  # an error in one listener must not stop the others
-        log.exception("A listener failed on the end of process %d", end.pid)
+        log.exception("A listener for the end of process %d failed", end.pid)

@@ -197,7 +197,7 @@ def check_keep(launcher: str) -> None:
     """Raise PlanError if engines of this launcher should outlive the notebook."""
     if launcher != LOCAL:
         raise PlanError(
-            "Only engines of this machine can outlive the notebook.",
+            "Only engines of this machine can continue after the end of the notebook.",
             seen=f"--keep --launcher {launcher}",
             allowed="--keep without --launcher",
             next_step="remove --keep; --checkpoint saves the training",

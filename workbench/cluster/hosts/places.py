@@ -228,8 +228,8 @@ class HostedEngines:
             return ""
         if found is not None:
             return (
-                f"{cwd} is not the notebook's folder but another folder, so the notebook's files "
-                "are missing"
+                f"{cwd} is another folder on this host, not the notebook's folder, so the "
+                "notebook's files are missing"
             )
         return f"the notebook's folder {cwd} does not exist, so engines start in {host.facts.home}"
 

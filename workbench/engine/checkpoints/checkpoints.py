@@ -104,8 +104,8 @@ class Checkpoints:
             raise FitError(
                 "The checkpoint belongs to another cell: it was saved after a different number of "
                 "earlier steps.",
-                seen=f"{self.context.trained} steps before this training; the checkpoint has "
-                f"{about['base']}",
+                seen=f"{self.context.trained} steps before this training; {about['base']} steps "
+                "before the training of the checkpoint",
                 next_step="use wb.resume(DIR), which runs the cell that wrote the checkpoint",
                 code="WB-FIT-002",
             )
@@ -146,8 +146,8 @@ class Checkpoints:
                 "The checkpoint does not fit the model, optimizer or scheduler of the cell.",
                 seen=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
                 allowed="the model, optimizer and scheduler with which the checkpoint was saved",
-                next_step="run the unchanged cell, or start a new run with "
-                "another --checkpoint DIR",
+                next_step="run the cell as it was when the checkpoint was saved, or start a new "
+                "run with another --checkpoint DIR",
                 code="WB-FIT-003",
             ) from error
         if whole and own is not None:
@@ -157,7 +157,7 @@ class Checkpoints:
         rank = self.context.spec.rank
         return (
             f"{path / f'rank-{rank}'} is missing, so the random states of rank {rank} are lost. "
-            "The run continues, but its result will differ from an uninterrupted one."
+            "The run continues, but its result will differ from that of an uninterrupted run."
         )
 
     def tell(self) -> None:
@@ -531,8 +531,8 @@ class Writer:
         """Report that checkpoints are written again, if several were missed."""
         if len(self._missed) > 1:
             self._warn(
-                f"Checkpoints are written again, from step {step} on; {self._how_many()} could "
-                "not be written."
+                f"Since step {step}, checkpoints can be written again. Before, "
+                f"{self._how_many()} could not be written."
             )
         self._missed.clear()
         self._told.clear()

@@ -474,9 +474,9 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"ncclUnhandledCudaError|unhandled cuda error",
-        "NCCL met a CUDA error: most often the memory of the GPU or the shared memory was full "
-        "(docker run --shm-size=2g). If you set NCCL_DEBUG=WARN before you start the cluster, the "
-        "engine's log names the cause",
+        "NCCL reported a CUDA error: most often the memory of the GPU or the shared memory was "
+        "full (docker run --shm-size=2g). If you set NCCL_DEBUG=WARN before you start the cluster, "
+        "the engine's log names the cause",
     ),
     (
         r"(?:CUDA|HIP|XPU|MPS)(?: backend)? out of memory|\bOutOfMemoryError"

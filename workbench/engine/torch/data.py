@@ -226,8 +226,8 @@ class StreamSource(Source):
                 "and others never.",
                 seen=f"batch {step}: the targets of rank {rank} and of rank {other} differ",
                 allowed="the same samples in the same order on every worker",
-                next_step="give the stream's random numbers a fixed seed, the same on every rank, "
-                "as torch.Generator().manual_seed(0) does. If each worker must read its own "
+                next_step="use the same fixed seed for the stream's random numbers on every rank, "
+                "for example torch.Generator().manual_seed(0). If each worker must read its own "
                 "files, write the training loop yourself (docs/data.md)",
                 code="WB-FIT-188",
             )

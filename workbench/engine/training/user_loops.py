@@ -97,8 +97,8 @@ def _prepare_another(
     saved = context.spec.checkpoint or context.spec.resume
     if saved and not all(any(k is each for k in context.kept) for each in (model, optimizer)):
         raise FitError(
-            "A checkpoint would not contain this model: it saves only the first model and "
-            "optimizer, and the objects in `keep`.",
+            "A checkpoint would not contain this model. A checkpoint contains only the first model "
+            "and optimizer, and the objects in `keep`.",
             seen="--checkpoint with several models",
             allowed="the loop's other models and optimizers in `keep` of the first wb.prepare",
             next_step="call wb.prepare(first, first_optimizer, loader, keep=[other, "

@@ -175,8 +175,8 @@ class ChainedLink(Link):
             raise error
         if copy is None:
             raise LinkError(
-                f"{error.felt}: both servers that held the same part of the parameters have "
-                f"died, {gone.name} last.",
+                f"{error.felt}: both servers that held the same part of the parameters have died. "
+                f"The last of them was {gone.name}.",
                 felt=error.felt,
                 next_step="%cluster restart, and run the cell again. With --checkpoint, the run "
                 "continues automatically from its last checkpoint",

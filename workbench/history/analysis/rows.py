@@ -419,8 +419,9 @@ _UNDIVIDED = 0.1
 _EQUAL = 0.05
 _SAME_BATCH = 0.02
 ASSUMED = (
-    "The point from which distributing pays is an estimate. It assumes that the time for compute "
-    "and data grows with the batch, and that the time for waiting and communication does not."
+    "The step time from which distributing pays is an estimate. It assumes that the time for "
+    "compute and data grows with the batch, and that the time for waiting and communication stays "
+    "the same."
 )
 
 
@@ -503,8 +504,8 @@ def _undivided(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
     )
     if share_cores(one, plan):
         return (
-            f"A larger batch would hardly help {plan.name}, because its {plan.workers} workers "
-            f"share the cores that {one.name} has alone: {measured}."
+            f"A larger batch would help {plan.name} very little, because its {plan.workers} "
+            f"workers share the cores that {one.name} has alone: {measured}."
         )
     return f"These runs do not show when {plan.name} would begin to pay: {measured}."
 

@@ -226,8 +226,8 @@ def say(
             raise ClusterError(
                 f"{program} does not answer.",
                 seen=f"{shlex.join(command[:3])} printed nothing for {limit_s:g} s",
-                next_step=f"try the command in a terminal: {shlex.join(command)[:200]}; if it "
-                "submits a job, first check that the platform has not received the job yet",
+                next_step=f"try the command in a terminal: {shlex.join(command)[:200]}; if this "
+                "command submits a job, first check whether the platform already has the job",
                 code="WB-CLUSTER-083",
             ) from error
         return Said(code, _end(out), _end(err))

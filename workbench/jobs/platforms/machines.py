@@ -153,7 +153,7 @@ class Local:
                     "the job was started on another machine, or before this machine was restarted"
                 )
                 return JobState("unknown", words, began, gone=True)
-            words = f"pid {ticket.id} is gone and left no exit code: it was killed"
+            words = f"process {ticket.id} has ended without an exit code, so it was killed"
             return JobState("failed", words, began, stepped=has_stepped(ticket))
         code = left.get("code")
         if left.get("told"):
@@ -225,7 +225,7 @@ class _Nodes(NamedTuple):
     def words(self) -> str:
         """Return the nodes in words."""
         gpus = f" and {self.gpus} GPUs" if self.gpus else ""
-        return f"{self.nodes} nodes with {self.cpus} CPUs{gpus} each, at most {self.limit} a job"
+        return f"{self.nodes} nodes with {self.cpus} CPUs{gpus} each; time limit {self.limit}"
 
 
 @dataclass(frozen=True)
@@ -579,7 +579,7 @@ class Ssh:
         if word == "exit":
             return JobState("failed", f"exit code {code} {where}", stepped="stepped" in said)
         if word == "lost":
-            words = f"pid {pid} is gone {where} and left no exit code: it was killed"
+            words = f"process {pid} {where} has ended without an exit code, so it was killed"
             return JobState("failed", words, stepped="stepped" in said)
         return JobState("unknown", f"{ticket.extra['dir']} is gone {where}", gone=word == "gone")
 

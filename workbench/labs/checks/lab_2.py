@@ -67,12 +67,13 @@ def reduce_to_one(c: Check) -> None:
     )
     c.expect(
         not off,
-        "worker 0 adds up and sends the sum, and every other worker sends once",
+        "worker 0 adds up and sends the sum, and each of the other workers sends once",
         f"with a tensor of {shown * NUMBER_BYTES} bytes, workers {_ranks(workers)} sent "
         f"{sent[shown]} bytes, which is not right for reduce to one",
         "every worker except worker 0 sends its tensor once, to worker 0. Worker 0 sends the sum "
-        "once to each other worker",
+        "once to each of the other workers",
     )
+    matrices(c, "reduce_to_one", "receive into a tensor like `x`: torch.empty_like(x)")
 
 
 @exercise("2.2", "The ring", where="the engines")
@@ -101,18 +102,10 @@ def ring(c: Check) -> None:
         "no worker sends more than one chunk in a round",
         f"with a tensor of {shown * NUMBER_BYTES} bytes, a worker sent {sent[shown]} bytes, which "
         "is more than one chunk in each round",
-        "each message must be one chunk of the tensor, not the whole tensor",
+        "each message must be one chunk of the tensor, not the whole tensor, and each of the two "
+        "loops must have N-1 rounds",
     )
-    matrices = c.ask(
-        _MATRIX, limit_s=LIMIT_S, hint="receive each chunk into `torch.empty_like(chunk)`"
-    )
-    whole = sum(10.0**rank for rank in range(workers))
-    c.expect(
-        all((np.asarray(one, dtype=float) == whole).all() for one in matrices),
-        "the function also adds up matrices in double precision, such as gradients",
-        "if `x` is a matrix of type float64, the result is not the sum",
-        "receive each chunk into `torch.empty_like(chunk)`",
-    )
+    matrices(c, "ring", "receive each chunk into `torch.empty_like(chunk)`")
 
 
 def _ranks(workers: int) -> str:
@@ -132,7 +125,7 @@ def _not_around(found: list[Any], turn: int) -> list[tuple[int, int]]:
 
 
 def groupings(workers: int) -> list[Groups]:
-    """Return ways to group workers: unequal ones, leaders that are not the lowest, one group."""
+    """Return ways to group workers: unequal ones, one group, and with a member of rank 0."""
     ranks = list(range(workers))
     if workers < 2:
         return [[ranks]]
@@ -142,6 +135,7 @@ def groupings(workers: int) -> list[Groups]:
         [ranks[:half], ranks[half:]],
         [ranks[:1], ranks[1:]],
         [turned[: workers - 1], turned[workers - 1 :]],
+        [one for one in ([ranks[1], ranks[0]], ranks[2:]) if one],
         [ranks],
         [[rank] for rank in ranks],
     ]
@@ -163,6 +157,7 @@ def hierarchical(c: Check) -> None:
             _within(c, groups, rank, sent, size * NUMBER_BYTES)
     c.expect(True, "members send only to their leader, for any rank of the leader", "")
     c.expect(True, "no leader sends more bytes to other leaders than allowed", "")
+    matrices(c, "hierarchical", "receive into a tensor like `x`: torch.empty_like(x)", tried[:1])
 
 
 def _within(c: Check, groups: Groups, rank: int, sent: dict[int, int], size_bytes: int) -> None:
@@ -181,8 +176,8 @@ def _within(c: Check, groups: Groups, rank: int, sent: dict[int, int], size_byte
     far = [to for to in sent if to not in mine and to not in leaders]
     c.need(
         not far,
-        f"With groups {groups}, worker {rank} sent to worker {far[0] if far else 0}, which is a "
-        "member of another group, but not its leader.",
+        f"With groups {groups}, worker {rank} sent to worker {far[0] if far else 0}, which is "
+        "in another group, but is not the leader of that group.",
         "only the leader of a group may send to the other members of this group",
     )
     across = sum(sent[to] for to in sent if to not in mine)
@@ -223,6 +218,7 @@ def train(c: Check) -> None:
         "The engines do not have all of `train`, `loss_fn` and `Mail`.",
         "run the cells of sections 2 and 9 in order, then the cell of exercise 2.5",
     )
+    c.need_all_engines()
     weights, batches = _task(len(have))
     found = c.ask(
         _TRAIN.format(
@@ -335,7 +331,12 @@ def _labs_look():
         for size in {sizes!r}:
             x = (torch.arange(size) % 9 + 1).float() * 10**rank
             mail = Mail()
-            {name}(x, mail, *groups)
+            try:
+                {name}(x, mail, *groups)
+            except (TimeoutError, ValueError) as error:
+                if not groups:
+                    raise
+                raise type(error)(f"with groups {{groups[0]}}: {{error}}") from None
             found.append([x, mail.sent_bytes, dict(mail.sent_to)])
     return found
 _labs_answer = _labs_look()
@@ -345,12 +346,12 @@ del _labs_look
 _MATRIX = """
 def _labs_look():
     x = torch.full((4, 3), 10.0**rank, dtype=torch.float64)
-    ring(x, Mail())
+    {name}(x, Mail(), *{groups!r})
     return x
 _labs_answer = _labs_look()
 del _labs_look
 """
-"""A matrix of float64: in section 9, the ring adds up such gradients."""
+"""A matrix of float64: in section 9, such gradients are added up."""
 
 Groups = list[list[int]]
 
@@ -378,6 +379,18 @@ def added_up(c: Check, function: str, groupings: list[Groups] | None = None) -> 
     groups = [[]] if groupings is None else [[one] for one in groupings]
     source = _ADD_UP.format(groups=groups, sizes=SIZES, name=function)
     return c.ask(source, limit_s=LIMIT_S, hint=STEP_BY_STEP)
+
+
+def matrices(c: Check, function: str, hint: str, groups: list[Groups] | None = None) -> None:
+    hint = f"the check also tries a matrix of type float64, such as a gradient: {hint}"
+    found = c.ask(_MATRIX.format(name=function, groups=groups or []), limit_s=LIMIT_S, hint=hint)
+    whole = sum(10.0**rank for rank in range(len(found)))
+    c.expect(
+        all((np.asarray(one, dtype=float) == whole).all() for one in found),
+        "the function also adds up matrices in double precision, such as gradients",
+        "if `x` is a matrix of type float64, the result is not the sum",
+        hint,
+    )
 
 
 def sums(c: Check, found: list[Any], trials: list[str]) -> bool:

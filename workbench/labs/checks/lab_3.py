@@ -144,8 +144,8 @@ def blind(c: Check) -> None:
         right,
         "the potentials do not include the waits, so they show which worker is slow",
         f"`potential` is {_list(found)}, which does not agree with the run",
-        "first add up over all steps of the run, then divide: the sum of a worker's samples by the "
-        "sum of its steps minus the sum of its waits",
+        "add up samples, steps and waits of a worker over the whole run. Subtract the sum of the "
+        "waits from the sum of the steps, then divide the sum of the samples by the result",
     )
 
 
@@ -184,8 +184,8 @@ def keep(c: Check) -> None:
             math.isclose(found, t_s * n / (n - 1), rel_tol=1e-6),
             f"keep_up_to_s({n}, {t_s}) returned {found:.4g}. If the slow worker needs this time, a "
             "step with this worker and a step without it are not equally long, but they must be.",
-            "if the slow worker is left out, how large is the part of each other worker, and how "
-            "long does this part take?",
+            "if the slow worker is left out, how large is the part of each of the other workers, "
+            "and how long does this part take?",
         )
     c.expect(
         True,

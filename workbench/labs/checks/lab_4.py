@@ -139,7 +139,8 @@ def central_step(c: Check) -> None:
         all(one <= EXACT for one in off + state_off),
         "after three steps, `w` and `velocity` equal those of one device with the whole batch",
         f"after three steps, `w` of worker 0 differs by up to {max(off):.1g} from the weights of "
-        f"one device, and `velocity` differs by up to {max(state_off):.1g} from its velocity",
+        f"one device, and `velocity` differs by up to {max(state_off):.1g} from the "
+        "velocity of one device",
         hint,
     )
 
@@ -200,8 +201,8 @@ def through_server(c: Check) -> None:
         c.need(
             close(value, 2 * workers * sent_bytes, SHARE),
             f"The check made a run with {workers} workers, each of which sends {sent_bytes:.6g} "
-            f"bytes in a step. For it, through_server returned {value:.6g} bytes, which is not "
-            "right.",
+            f"bytes in a step. For this run, through_server returned {value:.6g} bytes, which is "
+            "not right.",
             "take all numbers from `run.history`: the number of its steps and workers, and the "
             "bytes that each worker sends",
         )

@@ -122,7 +122,7 @@ def tight(c: Check) -> None:
     limit = (workers - 1) * (int(bound) + 1)
     if limit > 4:
         c.expect(
-            False, "", f"With max_staleness={bound} a push may have a staleness of {limit}.",
+            False, "", f"With max_staleness={bound} a push can have a staleness of {limit}.",
             "`max_staleness` is a number of steps, not of updates: solve (N - 1)(s + 1) = 4 for s",
         )  # fmt: skip
     else:

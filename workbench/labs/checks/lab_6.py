@@ -95,7 +95,11 @@ def right_cnn(c: Check) -> None:
     """Run `RightCNN` on images. Check the shape of its result and what each row depends on."""
     seen = c.engines("RightCNN")
     c.need(bool(seen), "No engine has a class `RightCNN`.", "run the cell of exercise 6.2")
-    answers = c.ask(_LOOK_AT_CNN)
+    answers = c.ask(
+        _LOOK_AT_CNN,
+        hint="call `RightCNN()(torch.randn(5, 1, 28, 28))` in a new cell on the engines: which "
+        "line raises the error?",
+    )
     answer: dict[str, Any] = answers[0] if answers and isinstance(answers[0], dict) else {}
     c.need(
         "raised" not in answer,

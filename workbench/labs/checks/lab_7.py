@@ -68,7 +68,7 @@ def odd_step(c: Check) -> None:
     c.need(
         bool(odd),
         "In every step of the run 'mirrored', the shares are equal.",
-        "run the cells of section 1 again as they were handed out",
+        "run the cells of section 1 again, exactly as they are in the original lab",
     )
     shares = steps[odd[0]]
     given = c.whole("odd_step")

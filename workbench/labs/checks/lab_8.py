@@ -79,11 +79,11 @@ def _labs_answer():
         step, error = tried("load", load, saved, fresh, optimizer)
         if error:
             return {{"error": error, "saved": True}}
-        back = held(fresh)
+        back, training = held(fresh), fresh.training
         train(fresh, optimizer, at, total)
         return {{
             "saved": True, "step": step, "unloaded": unloaded, "then": then, "back": back,
-            "whole": whole, "went_on": went_on, "end": held(fresh),
+            "whole": whole, "went_on": went_on, "end": held(fresh), "training": training,
         }}
 
     missing = [name for name in ("save", "load") if not callable(globals().get(name))]
@@ -112,7 +112,8 @@ def by_hand(c: Check) -> None:
     c.need(
         _is_near(first["then"], _trained(begun[0], batches, 12))
         and _is_near(first["whole"], _trained(begun[0], batches, 20)),
-        "A training on the engines, before `load` was called, gave wrong weights.",
+        "The check trains a small model on the engines. Its weights were wrong before the check "
+        "called `load`.",
         "a cell may have changed torch: restart the engines with labs.begin(8), and run the cell "
         "of exercise 8.1 again",
     )
@@ -142,7 +143,8 @@ def _loaded(
     c.need(
         found["saved"],
         f"{words}`save` returned None.",
-        "write its body in the cell of exercise 8.1, return what is needed, and run the cell",
+        "write the body of `save` in the cell of exercise 8.1, return what is needed, and run "
+        "the cell",
     )
     names = ("unloaded", "then", "back", "whole", "went_on", "end")
     held = {name: np.asarray(found[name], dtype=float) for name in names}
@@ -150,6 +152,12 @@ def _loaded(
         not _same(held["back"], held["unloaded"]),
         f"{words}`load` did not change the fresh model.",
         "model.load_state_dict(...) puts weights into a model",
+    )
+    c.need(
+        bool(found["training"]),
+        f"{words}`load` put the fresh model into evaluation mode, but the training continues.",
+        "in evaluation mode, layers such as BatchNorm and dropout do not behave as in training: "
+        "does `load` call model.eval()?",
     )
     c.need(
         _same(held["went_on"], held["whole"]),
@@ -218,15 +226,26 @@ def lost(c: Check) -> None:
 @exercise("8.3", "Resume with two workers")
 def resumed(c: Check) -> None:
     """Check the run `resumed` and compare its weights with the undisturbed run."""
+    known = c.known_run("resumed")
     c.need(
-        c.known_run("resumed") is not None,
-        "There is no run named 'resumed' yet.",
-        'start it with wb.resume(..., name="resumed") and wait for its end with .wait()',
+        known is not None and known.state == "finished",
+        "There is no run named 'resumed' yet."
+        if known is None
+        else f"The run 'resumed' is {known.state}, but it must be finished.",
+        'start it with wb.resume(..., name="resumed") and wait for its end with .wait(), in the '
+        "same cell",
     )
     run, whole = c.run("resumed"), c.run("undisturbed")
     began = int(np.min(run.history["step"])) if len(run.history["step"]) else TOTAL
+    c.need(
+        began < TOTAL,
+        "The run 'resumed' took no steps: the checkpoint from which it began is that of the last "
+        "step.",
+        'a run that was resumed without checkpoint="lab_8/resumed" writes its checkpoints to '
+        "lab_8/broken: run the cell of the run `broken` again, then the cell of this exercise",
+    )
     c.expect(
-        0 < began < TOTAL,
+        began > 0,
         "the run continues from the checkpoint",
         f"the first step of the run is {began}, which is not the step of a checkpoint",
         'wb.resume("lab_8/broken", ...) continues from the step of the checkpoint',
@@ -346,7 +365,7 @@ def healed(c: Check) -> None:
     )
     c.expect(
         then == BATCH / 2,
-        "the two workers that are left share the batch of step 20",
+        "the two remaining workers share the batch of step 20",
         f"{then:g} samples are not worker 0's share of step 20",
         "the global batch does not change: how many workers take step 20?",
     )
@@ -371,7 +390,8 @@ def lost_time(c: Check) -> None:
     cases = (
         (
             (2.0, 0.0, 1, 5e5),
-            "at each failure all workers pause twice: at the death, and when a fresh worker joins",
+            "at each failure all workers pause twice: at the death, and when a fresh worker joins; "
+            "return a fraction of the time, not seconds and not per cent",
         ),
         ((2.0, 0.0, 10, 5e5), "how often does any of n machines fail?"),
         ((0.5, 90.0, 3, 9e6), "while one of n workers is away, which part of the work is missing?"),

@@ -54,7 +54,8 @@ def probed(c: Check) -> None:
         ("latency_s", PRACTICE.latency_s, "the seconds that even the smallest message takes",
          "a message with only a few bytes takes little more than the latency"),
         ("bytes_per_s", PRACTICE.bytes_per_s, "the bytes that the link carries in a second",
-         "time two sizes: by how many bytes, and by how many seconds, do the messages differ?"),
+         "measure the times of a short and a long message: how many more bytes does the long "
+         "message have, and how many more seconds does it take?"),
     ):  # fmt: skip
         found = c.number_of(name)
         c.expect(

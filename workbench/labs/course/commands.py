@@ -36,7 +36,7 @@ def add_commands(commands: Any) -> None:
         "--to", type=Path, default=Path("submitted"), help="folder (default: submitted)"
     )
     into.add_argument(
-        "--roster", type=Path, metavar="FILE", help="CSV of the class, to say who is missing"
+        "--roster", type=Path, metavar="FILE", help="CSV of the class, to list who is missing"
     )
     into.add_argument(
         "--replace", action="store_true", help="replace notebooks that were collected before"

@@ -64,7 +64,7 @@ def read_roster(path: Path) -> dict[str, Student]:
         student = row.get("student_id") or row.get("id")
         if not student or student in found:
             raise PlanError(
-                "The roster needs an id in each row, and each id once.",
+                "Each row of the roster needs an id that no other row has.",
                 seen=f"{path}, line {number}: {student or 'no id'}",
                 allowed="a column student_id (or id) with a different value in each row",
                 code="WB-PLAN-338",

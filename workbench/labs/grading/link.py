@@ -263,11 +263,11 @@ class KernelLink:
 
 def _ended(code: int) -> str:
     if code >= 0:
-        return f"it ended the notebook's process (exit code {code})"
+        return f"the notebook's process ended (exit code {code})"
     try:
-        return f"it ended the notebook's process ({signal.Signals(-code).name})"
+        return f"the notebook's process ended ({signal.Signals(-code).name})"
     except ValueError:
-        return f"it ended the notebook's process (signal {-code})"
+        return f"the notebook's process ended (signal {-code})"
 
 
 _MOST_FINDINGS, _MOST_CHARACTERS = 50, 2000

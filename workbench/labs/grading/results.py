@@ -297,7 +297,7 @@ def _notes(graded: Sequence[Graded], names: Mapping[str, str]) -> list[str]:
         name = names[one.file]
         found += [f"{name}: {_line(note)}" for note in one.notes]
         found += [
-            f"{name}: {outcome.exercise} had redefined {_line(', '.join(outcome.put_back))}: "
+            f"{name}: exercise {outcome.exercise} redefined {_line(', '.join(outcome.put_back))}: "
             "these names were restored"
             for outcome in one.outcomes if outcome.put_back
         ]  # fmt: skip

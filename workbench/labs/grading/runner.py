@@ -272,7 +272,7 @@ class Grading:
             self._check_time()
             self._without_the_loser("")
             why = "it took too long" if reply.interrupted else reply.error.partition("\n")[0]
-            self._problem(f"The lab's step in cell {item.place} failed: {why}")
+            self._problem(f"The lab's cell {item.place} failed: {why}")
         self._engines = _count(after, 0)
         if not self._ran or "begin(" in item.sources[0] or "%cluster" in item.sources[0]:
             link.workers = self._engines
@@ -292,7 +292,7 @@ class Grading:
         if not suspects:
             raise _Enough(f"the lab's cell {item.place} failed before any answer had run: {why}")
         if item.kind == "step":
-            why = f"after its cell had run, cell {item.place} of the lab failed: {why}"
+            why = f"the lab's cell {item.place}, which runs after the exercise, failed: {why}"
         self._stop(suspects[0], why)
 
     def _stop(self, number: str, why: str) -> NoReturn:

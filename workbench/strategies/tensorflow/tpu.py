@@ -15,7 +15,8 @@ Without this check, TensorFlow would wait for minutes if there is no server.
 Sources: tf.distribute.TPUStrategy, https://www.tensorflow.org/guide/tpu; Jouppi et al.,
 In-Datacenter Performance Analysis of a Tensor Processing Unit, ISCA 2017.
 
-Workbench looks for signs of a TPU that it can read without any connection.
+To find out whether the machine has a TPU, Workbench reads environment variables and the names of
+device files. It opens no connection for this.
 
 Source: tf.distribute.cluster_resolver.TPUClusterResolver; https://cloud.google.com/tpu/docs.
 """

@@ -23,10 +23,10 @@ The gradients are added up outside the pipeline. DistributedDataParallel cannot 
 because it does not know when the last microbatch has left its stage.
 
 The message also contains the time on each worker's clock, so that waiting and transfer can be
-distinguished. The worker that computed longest in the step is named as the cause of the waits, in
-any row and column. A worker sends the messages of its pipeline, and 2 (d-1)/d of its stage's
-gradients (a ring all-reduce over d pipelines). In each pipeline only the worker with the last stage
-counts samples, so that the sum of the counts is the batch size.
+distinguished. The worker that computed longest in the step is named as the cause of the waits,
+also of waits in other rows and columns. A worker sends the messages of its pipeline, and 2 (d-1)/d
+of its stage's gradients (a ring all-reduce over d pipelines). In each pipeline only the worker with
+the last stage counts samples, so that the sum of the counts is the batch size.
 
 When a worker dies (`--on-failure heal`), its pipeline stops, and the other pipelines compute its
 share too. The size of a microbatch stays the same, but each pipeline has more microbatches. The
@@ -39,8 +39,9 @@ never gets its sum. Therefore every worker updates only after it knows that all 
     worker 3   sum of stage 1 --+
 
 A worker updates only after messages within the rows and the columns have confirmed that all other
-workers have their sums. If a death interrupts the confirmation on a worker, this worker can still
-take the step alone if another worker has taken the step.
+workers have their sums. If a death interrupts the confirmation, some workers may already have taken
+the step. Then the interrupted workers take the step too: they do not need other workers for it,
+because they have their sums. If no worker has taken the step, the workers begin it again.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class Hybrid(ModelSplit):
         if self.world_size % self.workers:
             raise FitError(
                 "The number of workers must be a multiple of `stages`, because each pipeline "
-                "needs that many workers.",
+                "needs `stages` workers.",
                 seen=f"stages={self.workers} on {self.world_size} workers",
                 allowed=f"a multiple of {self.workers} workers",
                 next_step=f"use -n {-(-self.world_size // self.workers) * self.workers}",

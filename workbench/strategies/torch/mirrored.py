@@ -19,7 +19,7 @@ worker r is therefore weighted by n x samples_r / samples: sum_r 1/n (n samples_
 Buffers (BatchNorm's running statistics) are not learnt from gradients, and training does not read
 them. So rank 0's buffers are broadcast only before each evaluation and at the end. DDP, with its
 default settings, broadcasts the buffers in each forward pass. This broadcast would hide which
-worker waits for which.
+worker waits for which other worker.
 
 The option `allreduce` selects the all-reduce algorithm (`allreduce/`), and the option `compress`
 reduces the number of bytes that are sent (`allreduce/compression.py`). With either option, all

@@ -14,13 +14,13 @@ nothing to do. So the batch is divided into m microbatches that go through the s
 other. The idle time that remains is the bubble: (p - 1) / (m + p - 1) of the time with p balanced
 stages, and less with interleaved or zero-bubble schedules.
 
-All workers get the same batch: the first stage needs x, and the last stage needs y. Some batches'
-targets are compared during the run (`engine/torch/same_batch.py`). The gradients of the
-microbatches, each weighted by its number of samples, are added up before the optimizer's step. So
-the result is the same as on one device. The exception is BatchNorm, which normalises over a
-microbatch instead of the batch. Two stages can share a parameter, such as an embedding whose weight
-is also the weight of the output layer. In this case both stages hold the parameter, and they add up
-its gradients before the step.
+All workers get the same batch: the first stage needs x, and the last stage needs y. For some
+batches, Workbench checks that all workers have read the same targets
+(`engine/torch/same_batch.py`). The gradients of the microbatches, each weighted by its number of
+samples, are added up before the optimizer's step. So the result is the same as on one device. The
+exception is BatchNorm, which normalises over a microbatch instead of the batch. Two stages can
+share a parameter, such as an embedding whose weight is also the weight of the output layer. In this
+case both stages hold the parameter, and they add up its gradients before the step.
 
 The last stage's worker computes the loss from the output (`pipeline/program.py`). If the model
 computes the loss itself, the workers send the targets with the activations. In this case all

@@ -4,8 +4,8 @@ Source: Robbins and Monro, A Stochastic Approximation Method, 1951.
 
     worker 0:  batch -> forward -> loss -> backward -> optimizer
 
-For each batch of B samples, the gradient is g = 1/B sum of grad loss(sample), and the step is w = w
-- lr g. Nothing is sent.
+For each batch of B samples, the gradient is g = 1/B sum of grad loss(sample). The step changes the
+parameters w to w - lr g. Nothing is sent.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class BlameMatrix(Picture, Blame):
             unknown = any(math.isnan(v) for v in self.total_s.ravel())
             return "Waits were not measured." if unknown else "No worker waited for another."
         if self.worst is None:
-            return "No worker stands out. Waits like these are random."
+            return "No single worker caused these waits. They are random."
         caused = np.nansum(self.total_s[:, self.worst])
         return f"The others waited {duration(float(caused))} in total for worker {self.worst}."
 
@@ -141,9 +141,9 @@ def _time(seconds: float) -> str:
 WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
     "synchronous": "each step ends when the last of the other workers is ready",
-    "pipeline": "the busiest stage of the other workers sets the pace; the real gain is larger, "
-    "because this estimate does not shorten the time to fill the pipeline",
-    "asynchronous": "the worker gets the median rate of the others",
+    "pipeline": "the step time depends on the busiest stage of the other workers; the real gain "
+    "is larger, because this estimate does not shorten the time to fill the pipeline",
+    "asynchronous": "the worker has the median throughput of the other workers",
 }
 
 
@@ -169,7 +169,7 @@ class WhatIfPicture(Picture, WhatIf):
         """Return the result and the model behind it."""
         found = [*self.sentences(), f"Estimate: {self.model}: {MODELS[self.model]}."]
         if self.stride > 1:
-            found.append(f"Only every {self.stride}th step is stored and was recomputed.")
+            found.append(f"Only every {self.stride}th step is stored and recomputed.")
         for name, shown in (("measured", self.real), ("recomputed", self.ghost)):
             found.append(f"{name}: the latest {len(shown.step)} steps in {_length(shown)}")
         return "\n".join(found)

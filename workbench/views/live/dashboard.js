@@ -687,7 +687,7 @@ class View {
     this.fewer.disabled = !live || Boolean(whyNot) || changing || workers <= 1;
     this.oneMore.disabled = !live || Boolean(whyNot) || changing || workers >= (most ?? Infinity);
     const why = whyNot || (changing ? "The number of workers is changing." : "");
-    const full = workers >= (most ?? Infinity) ? "Each sample of a batch already has its own worker." : "";
+    const full = workers >= (most ?? Infinity) ? "The run already has as many workers as a batch has samples." : "";
     this.staffing.title = why;
     for (const [button, label, limit] of [[this.fewer, FEWER, workers <= 1 ? "A run needs at least one worker." : ""], [this.oneMore, MORE, full]]) {
       button.title = why || limit || label;

@@ -52,7 +52,7 @@ SECTIONS.push((() => {
     const devices = kit.field({ kind: "str", label: "Devices", placeholder: "auto, cpu, cuda, 0,1" });
     devices.set("auto");
     const launcher = kit.field({ kind: "choice", label: "Launcher", choices: ["local"], onchange: () => { redraw(); place(); } });
-    launcher.input.title = "What starts the engines: local is this machine";
+    launcher.input.title = "What starts the engines. Choose \"local\" to start them on this machine.";
     const fields = {
       on: kit.field({ kind: "str", label: "Hosts", placeholder: "node1:4,user@node2:4", onchange: () => place() }),
       nodes: kit.field({ kind: "str", label: "Nodes", placeholder: "any", onchange: () => place() }),

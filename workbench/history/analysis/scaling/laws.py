@@ -145,6 +145,8 @@ def _line(name: Name, workers: Floats, rates: Sequence[Spread], base_per_s: floa
     miss = float(np.abs(drawn / speed - 1).max())
     if miss > MOST_MISS:
         return replace(
-            law, why_not=f"{head}: the law misses one measured run by {miss * 100:.0f} %"
+            law,
+            why_not=f"{head}: for one run, the law's speed-up differs by {miss * 100:.0f} % from "
+            "the measured speed-up",
         )
     return law

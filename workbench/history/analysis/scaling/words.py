@@ -53,10 +53,10 @@ def verdict_of(curves: Sequence[Curve]) -> tuple[str, bool | None]:
     reason = reason_of(best.row, base)
     head = "You should not distribute this"
     if base.workers > 1:
-        head = f"More than {base.workers} workers do not pay"
+        head = f"You should not use more than {base.workers} workers"
     if best.high < 1:
         return f"{head}: the best run, {gives}. {reason}".rstrip(), False
-    doubt = "The gain is within the variation of steps; more steps or seeds may show a gain."
+    doubt = "The gain is smaller than the variation between steps; more steps or seeds may show it."
     return f"{head}: the best run, {gives}. {doubt} {reason}".rstrip(), False
 
 
@@ -192,8 +192,8 @@ def words_of_predictions(curves: Sequence[Curve]) -> Iterable[str]:
         runs = ", ".join(dict.fromkeys(one.run for one in made.values()))
         yield (
             f"The predictions come from {runs}. Runs with one worker are used only to find how the "
-            "work depends on the samples. Of the runs that you would measure, 90 % lie in the "
-            "predicted interval."
+            "work depends on the samples. A new run lies in the predicted interval with a "
+            "probability of 90 %."
         )
     said: dict[str, list[str]] = {}
     for name, one in made.items():

@@ -63,7 +63,7 @@ def fedavg(c: Check) -> None:
             bool(np.allclose(floats(c, after, "client_update", (9,)), _update(begun, x, y))),
             f"`client_update` returned wrong weights on branch {rank}, with {len(y)} rows in "
             "batches of 4.",
-            "every pass takes all batches in their order, including the last and smaller batch",
+            "every pass takes all batches in order, also the last batch, which may be smaller",
         )
         c.need(
             same,
@@ -83,8 +83,10 @@ def fedavg(c: Check) -> None:
             bool(np.allclose(seen, truth)),
             "`fedavg` did not return the means of the branches' weights, weighted by their numbers "
             "of rows.",
-            "with r rows, send r * weights and r in one vector, then divide the sums; each round "
-            "begins with the mean of the previous round",
+            "all vectors in the list are equal: is each of them a tensor of its own?"
+            if np.array_equal(seen, seen[[-1]].repeat(3, axis=0))
+            else "with r rows, send r * weights and r in one vector, then divide the sums; each "
+            "round begins with the mean of the previous round",
         )
         c.need(
             sent_bytes <= 3 * 8 * 10,
@@ -116,8 +118,8 @@ def _models(c: Check, value: Any, name: str, rounds: int = 3) -> Floats:
         found.shape == (rounds, 9),
         f"For {rounds} rounds `{name}` returned a result of the shape {found.shape}, but its shape "
         f"must be {(rounds, 9)}.",
-        "return a list with one vector of 9 numbers for each round, without the zeros before the "
-        "first round",
+        "return a list with one vector of 9 numbers for each round. The zeros with which the "
+        "training begins must not be in the list",
     )
     return found
 
@@ -162,8 +164,11 @@ def _labs_look():
         office = Office()
         models = dp_fedavg(x, y, count, 2, 4, 0.5, 0.1, z, begin(rank), office)
         rounds.append([models, office.seen])
+    again = []
+    for seed in (rank, rank, 1000 + rank):
+        again.append(dp_fedavg(x, y, 1, 2, 4, 0.5, 0.1, 1.0, begin(seed), Office()))
     eps = [epsilon(z, t, d) for z, t, d in ((1.0, 1, 1e-5), (2.0, 30, 1e-6))]
-    return [clips, same, [noisy, later, first, short], quiet, rounds, eps]
+    return [clips, same, [noisy, later, first, short], quiet, rounds, eps, again]
 _labs_answer = _labs_look()
 del _labs_look
 """
@@ -197,7 +202,7 @@ def private(c: Check) -> None:
         c.need(
             math.isclose(seen, truth, rel_tol=1e-6),
             f"epsilon({z:g}, {t}, {delta:g}) returned {seen:.4g}, which is not right.",
-            "rho grows with the number of rounds; use the natural logarithm",
+            "rho depends on the square of z and on the number of rounds; use the natural logarithm",
         )
     c.expect(True, "`epsilon` follows the formula", "")
 
@@ -288,6 +293,12 @@ def _dp_rounds(c: Check, found: list[Any], n: int) -> None:
         "Two rounds of `dp_fedavg` have the same noise.",
         "use `generator` as it is: do not set its seed in a round",
     )
+    first, same, other = (_models(c, one, "dp_fedavg", 1) for one in found[0][6])
+    c.need(
+        bool(np.allclose(first, same) and not np.allclose(first, other)),
+        "`dp_fedavg` does not draw its noise from its argument `generator`.",
+        "pass `generator` on to private_update; make no generator of your own",
+    )
     c.need(
         bool(np.allclose(models, before + messages[1].sum(1) / n)),
         "With z = 1, the new weights are not the old weights plus the mean of the messages that "
@@ -323,7 +334,7 @@ def _labs_look():
         return found
     try:
         v = torch.tensor({vectors!r}[rank]).double()
-        plain = encode(v)
+        plain = encode(v.clone())
         kind, back = str(getattr(plain, "dtype", None)), None
         if plain is not None:
             plain = plain.clone()
@@ -337,7 +348,7 @@ def _labs_look():
         zeros = masked(torch.zeros(2000, dtype=torch.int64), {turn} + 2)
         partners()
         office = Office()
-        total = secure_sum(v, {turn} + 3, office)
+        total = secure_sum(v.clone(), {turn} + 3, office)
         seen = office.seen[0] if office.seen else None
         return [plain, first, second, zeros, total, seen, back, kind, [pairs, partners()]]
     finally:
@@ -365,7 +376,7 @@ def secure(c: Check) -> None:
         not off.any(),
         "`encode` did not return round(2**16 * v) modulo R.",
         "round to the nearest whole number; do not cut off the fraction"
-        if np.minimum(off, _R - off).max() <= 1
+        if 0 < np.minimum(off, _R - off).max() <= 1
         else "a negative number becomes R minus its magnitude: % R does this",
     )
     c.need(
@@ -406,7 +417,7 @@ def secure(c: Check) -> None:
         c.need(
             masks == others,
             f"`masked` on branch {rank} called pair_seed only for the branches {masks}.",
-            "the formula needs one mask for each other branch",
+            "the formula needs one mask for each of the other branches",
         )
         c.need(
             not one[8][1][1] or turn + 3 in one[8][1][1],
@@ -419,7 +430,7 @@ def secure(c: Check) -> None:
     c.need(
         n == 1 or float(uniform) < 0.06,
         "`masked` of a vector of zeros did not return random numbers.",
-        "add or subtract a mask for every other branch",
+        "add or subtract a mask for each of the other branches",
     )
     four = (noise[:-1].sum(0)) % 1.0  # what remains is the last branch's mask
     c.need(

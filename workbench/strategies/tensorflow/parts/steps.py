@@ -141,7 +141,8 @@ def _say(context: RunContext, name: str, *, given: bool) -> None:
     )
     if given:
         text += (
-            " The arguments of this call were not used: -n and -o in the cell's first line decide."
+            " The arguments of this call were not used. Instead, -n and -o in the cell's first "
+            "line set these values."
         )
     if context.spec.rank == 0:
         context.emit(events.Noted(rank=0, text=text))
@@ -425,7 +426,7 @@ class OwnLoop:
             return
         if tf.executing_eagerly():
             raise FitError(
-                "--init-from needs a step in a tf.function: without it, the first step has "
+                "--init-from needs a step in a tf.function. In this loop, the first step has "
                 "already used the model's own weights.",
                 seen="--init-from, with a step that is not in a tf.function",
                 allowed="a step in a tf.function, or training with wb.fit or model.fit",

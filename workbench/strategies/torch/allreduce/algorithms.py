@@ -73,7 +73,7 @@ def reduce_to_one(flat: torch.Tensor, links: Links) -> None:
         worker 2:  g2 ──┼─▶ worker 0: sum ┼──▶ worker 2
         worker 3:  g3 ──┘                 └──▶ worker 3
 
-    Every other worker sends the tensor once. Worker 0 sends the sum n-1 times, and is the
+    Each of the other workers sends the tensor once. Worker 0 sends the sum n-1 times, and is the
     bottleneck for large tensors. There are 2 rounds.
 
     Args:
@@ -165,7 +165,7 @@ def hierarchical(flat: torch.Tensor, links: Links) -> None:
         worker 3 ──▶ worker 2 ──┘          └── worker 2 ──▶ worker 3
 
     Each of m leaders sends 2 (m-1)/m of the tensor to other leaders, and the tensor to each member
-    of its group. Every other worker sends the tensor once. There are 2 + 2 (m-1) rounds.
+    of its group. Each of the other workers sends the tensor once. There are 2 + 2 (m-1) rounds.
 
     Args:
         flat: Shape (numbers,); becomes the sum over the workers.

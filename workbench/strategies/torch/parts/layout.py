@@ -390,8 +390,8 @@ class Partitioned(Strategy):
             place = "the memory of the workers' devices, so the model is now on the CPU"
             if asked and not on_host:
                 place = (
-                    "the host's memory once per worker, so only rank 0 has the model, as "
-                    "with -o gather=first"
+                    "the host's memory if every worker has a copy, so only rank 0 has the "
+                    "model, as with -o gather=first"
                 )
             self.context.emit(
                 events.Noted(

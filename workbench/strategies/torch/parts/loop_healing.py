@@ -309,7 +309,7 @@ class LoopHealing:
 
     def arrive(self) -> None:
         """Take over the state, and report that this worker has joined."""
-        assert self._arrival is not None, "it was let in before"
+        assert self._arrival is not None, "this worker has already joined"
         (state, random), self._arrival = self._arrival, None
         self._strategy.load_state(state)
         self._load_kept(self._place)

@@ -89,7 +89,7 @@ def traced_layers(
 ) -> tuple[list[Layer], tuple[Output, Output]]:
     """Return the pieces of a program, and the form of its output in training and in evaluation.
 
-    Tracing fixes the behaviour of dropout and BatchNorm, so the program is traced once per mode.
+    A trace keeps the behaviour of dropout and BatchNorm, so the program is traced once per mode.
 
     Args:
         device: The device of the pieces; the model can be on another device, or have no memory.

@@ -9,7 +9,7 @@ section 3.1 (a worker pushes and pulls the keys that its data has, not the whole
 A worker receives a row again if the row has changed since the worker last received it. So all rows
 of a worker's copy always belong to the same version of the table, as if the whole table had been
 sent. And the size of a message does not depend on the size of the table. This works only with
-optimizers that change no rows except the gradient's rows (`check_row_wise`).
+optimizers that change only the rows for which there is a gradient (`check_row_wise`).
 
 The number of rows differs from step to step, so such messages have a largest size but no fixed
 size. They are sent over the socket, even if whole tensors use shared memory.
@@ -158,7 +158,7 @@ class Parted:
         """
         known = len(counts) == len(self.tables) and min(counts, default=0) >= 0
         if not known or self._size(counts) > memory.size:
-            raise ValueError(f"{counts} rows do not fit {memory.size} bytes")
+            raise ValueError(f"{counts} rows do not fit into {memory.size} bytes")
         found, at, flat = [], _up(self.whole.size_bytes), torch.from_numpy(memory)
         for piece, count in zip(self.tables, counts, strict=True):
             size, shape = count * _row_bytes(piece), (count, *piece.shape[1:])
