@@ -2,16 +2,16 @@
 
 Loaded by name (`engine.runtime.support`), so nothing else in the engine names the framework.
 
-TensorFlow cannot change devices and threads after its first operation. So an engine asks for a large number of
-logical CPU devices at once (`LOGICAL_DEVICES`), so that most runs fit after any earlier one. If a
-run does not fit, TensorFlow's state is made again (`reset`). If even that fails, the run ends with
-`EngineSpentError`, and the kernel replaces the engine. Which GPUs TensorFlow sees, and how it takes
-their memory, is fixed then too (`accelerator.py`).
+TensorFlow cannot change devices and threads after its first operation. So an engine asks for a
+large number of logical CPU devices at once (`LOGICAL_DEVICES`), so that most runs fit after any
+earlier one. If a run does not fit, TensorFlow's state is made again (`reset`). If even that fails,
+the run ends with `EngineSpentError`, and the kernel replaces the engine. Which GPUs TensorFlow
+sees, and how it takes their memory, is fixed then too (`accelerator.py`).
 
 A worker is limited to its share of the host's cores if its thread pools cannot be resized.
-TensorFlow decides the size of its thread pool at its first operation. A pool sized for one run would
-falsify the speed-up of another. So the pool is sized for the whole host, and a worker that shares
-the host with others may only use some of its cores meanwhile.
+TensorFlow decides the size of its thread pool at its first operation. A pool sized for one run
+would falsify the speed-up of another. So the pool is sized for the whole host, and a worker that
+shares the host with others may only use some of its cores meanwhile.
 
 TensorFlow's generated source files go into the cluster's folder, and are removed with it. AutoGraph
 writes each function that it traces to the temporary folder and removes it when the process exits,

@@ -74,6 +74,7 @@ _SAME = """
 def _labs_look():
     net, wire = _labs_net(rank), _LabsWire()
     net[1].running_mean.fill_(float(rank) + 1)
+    net[1].num_batches_tracked.fill_(rank + 1)  # a whole number: buffers may have other types
     same_weights(net, wire)
     tensors = [*net.parameters(), *net.buffers()]
     return torch.cat([t.detach().double().reshape(-1) for t in tensors])
@@ -382,6 +383,9 @@ def _trained(
             "in every backward pass, count the gradients of a bucket that have arrived in this "
             "pass: a .grad can hold old values before its new gradient arrives"
             if keep or (quiet and limit != _SMALL)
+            else "after two backward passes, each .grad must be the mean over the workers of the "
+            "sum of both passes: no_sync() must leave the first gradients in .grad"
+            if quiet
             else "divide by world_size, write every part of a message back into its .grad, and "
             "remove the messages of the previous step",
         )
