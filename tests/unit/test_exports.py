@@ -173,7 +173,8 @@ def test_the_outlook_is_the_first_note_and_part_of_the_verdict() -> None:
     ]
     shown = Compared(compare(runs))
     outlook = shown.comparison.outlook
-    assert "to pay" in outlook
+    assert "estimate" not in outlook
+    assert "one_device" in outlook
     assert shown.table().notes[0] == outlook
     assert any("estimate" in note for note in shown.table().notes)
     assert shown.verdict == f"{shown.comparison.verdict} {outlook}"

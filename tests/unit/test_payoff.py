@@ -1,4 +1,4 @@
-"""When distributing pays: made-up steps of which the answer is known by hand."""
+"""When several workers are faster: made-up steps of which the answer is known by hand."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def test_undivided_work_elsewhere_is_left_open() -> None:
     found = payoff_of(one, plan)
     assert found is not None
     said = sentence_of(found, one, plan)
-    assert "These runs do not show when mirrored would begin to pay" in said
+    assert found.kind == "undivided"
+    assert "cores" not in said
 
 
 def test_a_break_even_far_beyond_these_runs_gets_no_number() -> None:

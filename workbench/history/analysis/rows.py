@@ -419,9 +419,9 @@ _UNDIVIDED = 0.1
 _EQUAL = 0.05
 _SAME_BATCH = 0.02
 ASSUMED = (
-    "The step time from which distributing pays is an estimate. It assumes that the time for "
-    "compute and data grows with the batch, and that the time for waiting and communication stays "
-    "the same."
+    "The step time from which several workers are faster is an estimate. It assumes that the time "
+    "for compute and data grows with the batch, and that the time for waiting and communication "
+    "stays the same."
 )
 
 
@@ -488,11 +488,11 @@ def sentence_of(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
     time, batch = milliseconds(payoff.step_s), _batch(payoff)
     if payoff.kind == "pays":
         return (
-            f"Distributing pays if a step of {one.name} takes longer than about {time}, which "
-            f"means {batch}."
+            f"{plan.name} is faster than {one.name} if a step of {one.name} takes longer than "
+            f"about {time}, which means {batch}."
         )
     return (
-        f"Distributing with {plan.name} begins to pay when a step of {one.name} takes longer than "
+        f"{plan.name} would be faster than {one.name} if a step of {one.name} took longer than "
         f"about {time}, which means {batch}."
     )
 
@@ -507,7 +507,10 @@ def _undivided(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
             f"A larger batch would help {plan.name} very little, because its {plan.workers} "
             f"workers share the cores that {one.name} has alone: {measured}."
         )
-    return f"These runs do not show when {plan.name} would begin to pay: {measured}."
+    return (
+        f"These runs do not show which batch would make {plan.name} faster than {one.name}: "
+        f"{measured}."
+    )
 
 
 def share_cores(one: ComparisonRow, plan: ComparisonRow) -> bool:
