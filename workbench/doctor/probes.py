@@ -214,7 +214,7 @@ def drift(child: Child) -> None:
     """Measure the speed of each GPU's clock relative to this machine's clock."""
     import torch
 
-    what = "GPU clock compared with the machine's"
+    what = "drift of the GPU's timer against this machine's clock"
     devices = range(torch.cuda.device_count())
 
     def mark(device: int) -> tuple[Any, float, float]:

@@ -129,7 +129,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        kept = f", every {self.stride}th step kept" if self.stride > 1 else ""
+        kept = f", one of every {self.stride} steps kept" if self.stride > 1 else ""
         return f"RunHistory({len(self)} rows, {len(self.engines)} workers{kept})"
 
     @property
@@ -229,9 +229,8 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             events += _logged_events(self._logged, rows)
             if self.stride > 1:
                 text = (
-                    f"This copy has only every {self.stride}th step because the run could not be "
-                    f"written to "
-                    "disk, and memory holds no more steps."
+                    f"This copy has only one of every {self.stride} steps, because the run could "
+                    "not be written to disk, and memory holds no more steps."
                 )
                 events.append(("note", {"text": text}))
         for rank in range(len(self.engines)):

@@ -188,7 +188,7 @@ def _play_of(case: Case) -> Play:
     play = latest(case.name) if isinstance(case, Case) else None
     if play is None or play.case != case:
         raise PlanError(
-            "This is not an open case.",
+            "This is not the current case.",
             seen=case,
             allowed="the last result of blind.practice() or blind.case()",
             next_step='case = blind.case("A")',

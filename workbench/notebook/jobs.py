@@ -378,7 +378,8 @@ def _planned(
     if isinstance(what, (Plan, Run)):
         if asked or strategy:
             raise PlanError(
-                "A run or a plan already has its strategy and settings.",
+                "A run or a plan already has its strategy and settings, so you cannot give them "
+                "again.",
                 seen=", ".join([*(["strategy"] if strategy else []), *asked]),
                 allowed="resources: " + ", ".join(sorted(_RESOURCES)),
                 next_step="pass the cell's source or a function, and add strategy='mirrored'",

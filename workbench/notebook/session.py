@@ -143,13 +143,13 @@ class Session:
                 "The notebook's cluster was started with other settings.",
                 seen=wanted,
                 allowed=now or "the settings with which the cluster was started, or no settings",
-                next_step="%cluster stop, then start again",
+                next_step="run %cluster stop, then run %cluster start with --keep",
                 code="WB-PLAN-127",
             )
         if settings.get("keep") and not cluster.keeping.kept:
             raise PlanError(
                 "The notebook's cluster was started without --keep.",
-                next_step="%cluster stop, then start again",
+                next_step="run %cluster stop, then run %cluster start with --keep",
                 code="WB-PLAN-128",
             )
         if framework := settings.get("framework"):

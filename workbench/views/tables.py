@@ -340,7 +340,7 @@ def _figures(run: RunSummary) -> list[str]:
     if run.batch_size:
         lines[0] = lines[0][:-1] + f"; global batch {run.batch_size}."
     if run.stride > 1:
-        lines.append(f"Every {run.stride}th step is stored, but these figures count all steps.")
+        lines.append(f"One of {run.stride} steps is stored, but these figures count all steps.")
     lines += [_server(held) for held in run.servers]
     if run.changes:
         lines.append(f"Workers: {'; '.join(map(_change, run.changes))}.")

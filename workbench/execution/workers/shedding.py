@@ -225,7 +225,7 @@ class Shedding(Watching):
         self._run.note(
             f"{self._called(pace)} takes {pace.ratio[pace.slowest]:.1f} times as long as the "
             "other workers, but the shares of this training cannot be changed. Shares can change "
-            "only with wb.fit and data with a length."
+            "only if the cell uses wb.fit and its data has a length (`len(data)`)."
         )
 
 

@@ -287,7 +287,7 @@ def fewer(c: Check) -> None:
     c.expect(
         before == BATCH / 3,
         "before the death each worker takes its share of the batch",
-        f"{before:g} samples are not the share of one of three workers",
+        f"the share of each of the three workers is not {before:g} samples",
         "the global batch is the samples of one step, on all workers together",
     )
     c.expect(

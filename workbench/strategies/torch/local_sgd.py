@@ -27,9 +27,10 @@ AdamW.
     round t+1  b - lr (d + mu m), on all workers       lr: outer_lr           mu: outer_momentum
 
 With `outer_lr=1` and `outer_momentum=0` the outer step gives the mean of the replicas. The momentum
-strengthens a direction that several rounds have in common. A single worker takes outer steps too.
-Buffers and frozen parameters are replaced by their mean over the workers. An evaluation during a
-round uses the mean of the replicas. The final weights of a run are also the mean of the replicas.
+strengthens a direction that several rounds have in common. A run with only one worker takes outer
+steps too. Buffers and frozen parameters are replaced by their mean over the workers. An evaluation
+during a round uses the mean of the replicas. The final weights of a run are also the mean of the
+replicas.
 
 With fragments (`fragments=F`), the parameters are divided into F parts of equal length. Each part
 is averaged every H steps, and different parts are averaged at different steps. The total number of

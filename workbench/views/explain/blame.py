@@ -69,7 +69,7 @@ class BlameMatrix(Picture, Blame):
             last = "the end" if self.last is None else f"step {self.last}"
             words += f", from step {self.first or 0} to {last}"
         if self.stride > 1:
-            words += f"; only every {self.stride}th step is stored and counted"
+            words += f"; only one of every {self.stride} steps is stored and counted"
         return words
 
     def canvas(self) -> Canvas:
@@ -169,7 +169,7 @@ class WhatIfPicture(Picture, WhatIf):
         """Return the result and the model behind it."""
         found = [*self.sentences(), f"Estimate: {self.model}: {MODELS[self.model]}."]
         if self.stride > 1:
-            found.append(f"Only every {self.stride}th step is stored and recomputed.")
+            found.append(f"Only one of every {self.stride} steps is stored and recomputed.")
         for name, shown in (("measured", self.real), ("recomputed", self.ghost)):
             found.append(f"{name}: the latest {len(shown.step)} steps in {_length(shown)}")
         return "\n".join(found)
