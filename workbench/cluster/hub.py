@@ -236,7 +236,7 @@ class Controller:
             raise NoAnswerError(
                 "The cluster's controller does not answer.",
                 seen=f"no answer for {ANSWER_S:g} s",
-                next_step="%cluster stop, then start again",
+                next_step="run %cluster stop, then %cluster start",
                 code="WB-CLUSTER-012",
             )
 

@@ -491,7 +491,7 @@ class Starter:
                 f"Engines {missing} did not start"
                 + (f": {', '.join(how)}." if how else f" within {timeout_s:g} s."),
                 seen=logs or "the engines' logs are empty",
-                next_step="%cluster stop, then start again",
+                next_step="run %cluster stop, then %cluster start",
                 code="WB-CLUSTER-018",
             )
 
@@ -521,7 +521,7 @@ class Starter:
         return ClusterError(
             f"Engines {list(engines)} did not connect, or ended before they connected.",
             seen=said[-LOG_CHARS:] or "the engines' logs are empty",
-            next_step="%cluster stop, then start again",
+            next_step="run %cluster stop, then %cluster start",
             code="WB-CLUSTER-070",
         )
 

@@ -143,7 +143,7 @@ class Session:
                 "The notebook's cluster was started with other settings.",
                 seen=wanted,
                 allowed=now or "the settings with which the cluster was started, or no settings",
-                next_step="run %cluster stop, then run %cluster start with --keep",
+                next_step="run %cluster stop, then %cluster start with your settings",
                 code="WB-PLAN-127",
             )
         if settings.get("keep") and not cluster.keeping.kept:

@@ -502,7 +502,8 @@ class WarmParent:
             tail = "\n".join(lines[-LOG_TAIL_LINES:])
         return ClusterError(
             f"{what}\n{tail}".rstrip(),
-            next_step="%cluster stop, then start again; --launcher local needs no warm parent",
+            next_step="run %cluster stop, then %cluster start; --launcher local needs no warm "
+            "parent",
             code="WB-CLUSTER-024",
         )
 

@@ -276,7 +276,7 @@ class Store:
             raise ClusterError(
                 "The workers' rendezvous store does not end.",
                 seen=f"pid {pid}, for {END_S:g} s",
-                next_step="%cluster stop, then start again",
+                next_step="run %cluster stop, then %cluster start",
                 code="WB-CLUSTER-019",
             )
 

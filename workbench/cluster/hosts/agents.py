@@ -194,7 +194,7 @@ class Agents:
             raise ClusterError(
                 f"{host.name} does not answer.",
                 seen=f"no answer for {timeout_s:g} s",
-                next_step="%cluster stop, then start again",
+                next_step="run %cluster stop, then %cluster start",
                 code="WB-CLUSTER-057",
             ) from None
         if found.error:
@@ -411,7 +411,7 @@ class HostFiles:
             raise RunError(
                 f"{host.name} sent an invalid description of files.",
                 seen=str(found)[:200],
-                next_step="%cluster stop, then start again",
+                next_step="run %cluster stop, then %cluster start",
                 code="WB-RUN-099",
             ) from error
 

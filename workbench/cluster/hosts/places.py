@@ -321,7 +321,7 @@ class HostedEngines:
             raise ClusterError(
                 "This cluster has no host left.",
                 seen="; ".join(one.gone for one in self.agents.hosts) or "no host has answered",
-                next_step="%cluster stop, then start again",
+                next_step="run %cluster stop, then %cluster start",
                 code="WB-CLUSTER-069",
             )
         return living

@@ -14,14 +14,14 @@ SECTIONS.push((() => {
 
   /** One group of bars: caption, a bar per row with its value in words, spread over seeds. */
   const BARS = [
-    ["samples_per_s", "Throughput", "samples/s after warm-up, more is better", rate],
+    ["samples_per_s", "Throughput", "samples/s after warm-up, higher is better", rate],
     ["all_samples_per_s", "Throughput, all steps", "samples/s, including the first steps", rate],
     ["speedup", "Speed-up", "throughput divided by that of one device, after warm-up", times],
     ["efficiency", "Efficiency", "speed-up per worker", percent],
-    ["step_s", "Time of a step", "less is better", kit.seconds],
+    ["step_s", "Time of a step", "lower is better", kit.seconds],
     ["sent_bytes_per_step", "Sent per step", "by all workers", kit.bytes],
     ["memory_bytes_per_worker", "Memory of a worker", "model, gradients, optimizer; worker with the most memory", kit.bytes],
-    ["final_loss", "Final loss", "mean and spread over seeds, less is better", plain],
+    ["final_loss", "Final loss", "mean and spread over seeds, lower is better", plain],
   ];
   /** What is shown at first; the others are told by "All columns". */
   const FEW = new Set(["run", "workers", "samples_per_s", "speedup", "efficiency", "step_s", "sync_wait_share", "staleness_mean", "final_loss", "state"]);
