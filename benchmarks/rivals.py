@@ -265,7 +265,7 @@ def raises(page: Book, limit_s: float) -> tuple[float | None, str]:
     wait_for(at)
     began = time.monotonic()
     status, text, ended = page.ended(sent, limit_s)
-    shown = "its error is shown" if "mine" in text else "its error is not shown"
+    shown = "the rank's error is shown" if "mine" in text else "the rank's error is not shown"
     return (None if status == "hangs" else ended - began), f"{status}, {shown}"
 
 

@@ -53,7 +53,7 @@ CLUSTER: dict[str, tuple[str, str]] = {
         "%cluster start 8 --launcher slurm --start-timeout 10m",
     ),
     "--framework": ("`torch`, if it is installed", "%cluster start 2 --framework tensorflow"),
-    "--keep": ("off: the cluster ends with the notebook", "%cluster start 8 --keep"),
+    "--keep": ("off: the cluster ends when the notebook ends", "%cluster start 8 --keep"),
     "--idle-timeout": ("`never`; with `--keep` a day", "%cluster start 2 --idle-timeout 30m"),
     "--take": ("off", "%cluster attach ID --take"),
     "--command": ("a prompt opens", '%cluster debug 1 -c "p x.shape" -c u'),

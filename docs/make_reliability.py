@@ -91,7 +91,7 @@ CHAOS = {
     "the controller or one of its own processes is killed": ("kill controller", "kill part"),
     "the warm parent is killed": ("kill warm parent",),
     "the keeper is killed": ("kill keeper",),
-    "one of these processes is killed before the cell begins": (
+    "an engine, a controller process or the warm parent is killed before the cell begins": (
         "kill engine when idle", "kill part when idle", "kill controller when idle",
         "kill warm parent when idle",
     ),

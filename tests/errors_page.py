@@ -18,8 +18,8 @@ The first line of each message ends in a code, `[WB-FIT-...]`. The code stays th
 change. [error-codes.md](error-codes.md) lists all codes.
 
 The tests really make each of these mistakes. The page shows the error that appeared. The test then
-follows the next step and checks that the cluster works. The cells are shown without these common
-lines:
+does what the error says after `next:`, and checks that the cluster works. The cells are shown
+without these common lines:
 
 ```python
 import torch

@@ -296,7 +296,8 @@ SOURCES = "lab_*.md"
 OPENS = "`workbench lab` (without s) opens JupyterLab with the notebooks"
 NOT_GRADED, INTERRUPTED = 2, 130
 _GRADE = """\
-Runs the exercises of each notebook in the original lab, in separate processes.
+Puts the exercises of each notebook into the original lab, and runs each lab in
+its own process.
 Exit status: 0 everything was graded and is correct; 1 everything was graded, but
 not everything is correct; 2 something could not be graded, or an argument is wrong."""
 
@@ -345,7 +346,8 @@ def _add_grade(commands: Any) -> None:
     add("--disk", type=float, default=5.0, metavar="GB",
         help="limit for the files of a notebook (default 5)")  # fmt: skip
     add("--jobs", type=int, default=1, metavar="N",
-        help="notebooks graded at the same time (default 1: labs measure times)")  # fmt: skip
+        help="notebooks that are graded at the same time (default 1, because labs measure "
+             "times)")  # fmt: skip
     add("--lab", type=Path, metavar="FILE",
         help="the original lab (default: the one that the notebook names)")  # fmt: skip
 

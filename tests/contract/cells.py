@@ -101,6 +101,25 @@ def train_from_loader(own_loop, processes=0, custom_sampler=False, batch=23, epo
     return list(model.state_dict())
 
 
+def processes_after_fit(persistent):
+    """Train three of eight steps from two processes; return how many of them live after `fit`."""
+    import multiprocessing
+
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from workbench.engine.training.fit import fit
+
+    before = len(multiprocessing.active_children())
+    data = TensorDataset(torch.randn(96, 8), torch.randint(0, 3, (96,)))
+    fit(
+        torch.nn.Linear(8, 3),
+        DataLoader(data, batch_size=12, num_workers=2, persistent_workers=persistent),
+        loss=torch.nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, 0.1), steps=3,
+    )  # fmt: skip
+    return len(multiprocessing.active_children()) - before
+
+
 def slow_steps(own_loop=False, steps=30, millis=12):
     """Steps of at least `millis` ms, most of it asleep so that cores do not matter."""
     import time
@@ -189,8 +208,8 @@ def watched_adapter():
     return type(loader).__name__, seen
 
 
-def averaged_by_hand(steps=10):
-    """A loop that averages its gradients with collectives of its own, under wb.watch."""
+def averaged_by_hand(steps=10, averages=True):
+    """A loop that averages its gradients with its own collectives, or forgets to, under watch."""
     import torch
     import torch.distributed as dist
 
@@ -205,7 +224,7 @@ def averaged_by_hand(steps=10):
     for inputs, targets in loader:
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(inputs), targets).backward()
-        for parameter in model.parameters():
+        for parameter in model.parameters() if averages else ():
             dist.all_reduce(parameter.grad)
         optimizer.step()
 

@@ -9,14 +9,18 @@ rank = 0  # the running worker's
 SAMPLES, WIDTH = 48, 4
 
 
-def train(draws, own_seed=False, read="indexed"):
+def train(draws, own_seed=False, read="indexed", processes=0):
     """Train on samples of which x, y, both or their order are drawn; return the last loss.
 
     Args:
         draws: `x`, `both` or `order`: what is drawn from torch's random numbers while reading.
         own_seed: Whether each worker has its own seed from the start of training.
-        read: `indexed`, `stream`, or `untargeted`: a stream whose batches are x alone.
+        read: `indexed`, `stream`, `untargeted`: a stream whose batches are x alone, or `divided`:
+            a stream that its loader's processes divide among them.
+        processes: The processes of the stream's loader.
     """
+    import itertools
+
     import torch
     from same_batch_cells import SAMPLES, WIDTH
 
@@ -47,6 +51,15 @@ def train(draws, own_seed=False, read="indexed"):
                 pair = sample(int(index))
                 yield pair[0] if read == "untargeted" else pair
 
+    class Divided(Stream):
+        def __iter__(self):
+            info = torch.utils.data.get_worker_info()
+            yield from itertools.islice(super().__iter__(), info.id, None, info.num_workers)
+
+    Stream.__module__ = Divided.__module__ = "__main__"  # as in a notebook's cell
+    data = {"indexed": Indexed, "divided": Divided}.get(read, Stream)()
+    if processes:
+        data = torch.utils.data.DataLoader(data, batch_size=12, num_workers=processes)
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6), torch.nn.Tanh(),
         torch.nn.Linear(6, 1),
@@ -57,7 +70,7 @@ def train(draws, own_seed=False, read="indexed"):
     if read == "untargeted":
         how = {"step_fn": lambda model, x: model(x).square().mean()}
     done = fit(
-        model, Indexed() if read == "indexed" else Stream(), batch_size=12, steps=6,
+        model, data, batch_size=None if processes else 12, steps=6,
         optimizer=lambda p: torch.optim.SGD(p, 0.05), **how,
     )  # fmt: skip
     return done.loss

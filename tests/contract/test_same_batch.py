@@ -65,3 +65,16 @@ def test_a_stream_without_targets_is_only_warned_of(workers: Workers) -> None:
 
 def test_a_stream_may_change_its_inputs_in_other_ways(workers: Workers) -> None:
     clean(workers.run("mirrored", same_batch_cells.train, "x", True, "stream", workers=2))
+
+
+@pytest.mark.parametrize(
+    ("read", "processes", "warnings"), [("stream", 2, 1), ("stream", 1, 0), ("divided", 2, 0)]
+)
+def test_a_stream_that_each_process_of_its_loader_reads_whole_is_warned_of(
+    workers: Workers, read: str, processes: int, warnings: int
+) -> None:
+    reports = workers.run(
+        "mirrored", same_batch_cells.train, "order", False, read, processes, workers=2
+    )
+    told = [each["text"] for report in clean(reports) for each in report.emitted("warning")]
+    assert len(set(told)) == warnings

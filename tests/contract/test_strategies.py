@@ -88,6 +88,14 @@ def test_an_own_loop_trains_as_fit_does(
         assert reports[0].trained == len(truth.rows)
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_processes_that_load_the_data_have_ended_after_fit(
+    workers: Workers, persistent: bool
+) -> None:
+    reports = clean(workers.run("mirrored", cells.processes_after_fit, persistent, workers=2))
+    assert [report.value for report in reports] == [0, 0]
+
+
 @pytest.mark.parametrize(("entry", "count"), CASES)
 def test_stop_ends_all_workers_at_the_agreed_step(
     workers: Workers, entry: catalog.Strategy, count: int
@@ -232,6 +240,13 @@ def test_waits_of_a_loop_that_averages_by_itself_are_unknown_not_0(workers: Work
     assert (derived.compute_s > 0).all()
     (told,) = reports[0].emitted("unmeasured")
     assert set(told["columns"]) >= {"sync_wait_s", "transfer_s"}
+
+
+def test_workers_that_send_each_other_nothing_are_warned_of(workers: Workers) -> None:
+    """Each trains a model of its own, although all figures of the run look right."""
+    for averages, warnings in ((True, 0), (False, 1)):
+        reports = clean(workers.run("mirrored", cells.averaged_by_hand, 4, averages, workers=2))
+        assert [len(report.emitted("warning")) for report in reports] == [warnings] * 2
 
 
 def test_a_killed_worker_ends_in_an_error_not_a_hang() -> None:

@@ -46,6 +46,20 @@ def test_the_last_evaluation_decides(metric: str, largest: bool | None, name: st
     assert found.name == name
 
 
+@pytest.mark.parametrize(
+    ("metric", "least"),
+    [("val_loss", True), ("Loss", True), ("mean_squared_error", True), ("err", True),
+     ("top1-err", True), ("mae", True), ("eval/MSE", True), ("val_rmse", True), ("mape", True),
+     ("test perplexity", True), ("ppl", True), ("nll", True), ("WER", True), ("cer", True),
+     ("accuracy", False), ("f1", False), ("rmse_skill", False), ("answer", False),
+     ("officer", False), ("loss_kept", False)],
+)  # fmt: skip
+def test_the_name_says_whether_the_least_value_is_the_best(metric: str, least: bool) -> None:
+    small, large = run("small", {"step": 1, metric: 0.1}), run("large", {"step": 1, metric: 0.9})
+    assert compared(small, large).best(metric).name == ("small" if least else "large")
+    assert compared(small, large).best(metric, largest=True).name == "large"
+
+
 def test_a_metric_that_no_run_has_is_refused_with_those_that_exist() -> None:
     with pytest.raises(PlanError, match="WB-PLAN-333") as caught:
         compared(EARLY, LATE).best("f1")

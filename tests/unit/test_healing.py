@@ -129,7 +129,7 @@ def test_a_note_says_what_dies_with_a_worker_whose_replica_is_its_own(made) -> N
     launch.plan.entry.dies_with = "its own steps"
     healer.spares(1, DIED)
     regrouped(healer, 5)
-    assert run.notes[-1].endswith("; maximum loss: its own steps.")
+    assert run.notes[-1].endswith(": its own steps.")
 
 
 def joined(healer: Healer, engine: int, step: int) -> None:

@@ -71,6 +71,23 @@ def test_one_size_leaves_open_what_a_message_costs_and_says_so() -> None:
     assert any("-o compress=fp16" in note for note in found.notes)
 
 
+def test_a_link_without_a_latency_names_the_cost_of_a_message_that_it_keeps() -> None:
+    rng = np.random.default_rng(3)
+    whole, over_simulated = ring_run(rng, A, B), ring_run(rng, A, B, faults=SIMULATED)
+    half = ring_run(rng, A, B, size_bytes=GRADIENTS_BYTES / 2, compress="fp16", name="half")
+
+    def kept_ms(*runs: Any) -> list[float]:
+        found = predict(runs, 8, link="1GB/s").link
+        assert "1 GB/s" in found
+        return [float(number) for number in re.findall(r"([\d.e-]+) (?:to|ms)", found)]
+
+    low, high = kept_ms(whole)
+    assert low < 1e3 * A < high
+    assert kept_ms(whole, half) == [pytest.approx(1e3 * A, rel=0.2)]
+    assert kept_ms(over_simulated) == [4.0]
+    assert predict([whole], 8, link="1GB/s 3ms").link == parse_link("1GB/s 3ms").text
+
+
 def test_a_given_link_takes_the_place_of_the_measured_one() -> None:
     rng = np.random.default_rng(4)
     found = predict([ring_run(rng, A, B)], 8, scaling="weak", link="8Mbit", latency="1ms")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from workbench.engine import runtime
+from workbench.engine.training import user_loops
 
 
 @pytest.fixture
@@ -52,6 +53,21 @@ def test_a_strategy_that_cannot_close_still_leaves_the_group(
     with pytest.raises(RuntimeError, match="stuck"):
         runtime._tear_down(*parts)
     assert done == ["link", "group"]
+
+
+def test_the_way_around_a_wrapper_is_said_of_prepared_models_alone() -> None:
+    class Model:
+        pass
+
+    def advised(model: Model) -> bool:
+        with pytest.raises(AttributeError) as caught:
+            model.module  # noqa: B018
+        return runtime.outcome_of(caught.value).advice is not None
+
+    ours, other = Model(), Model()
+    user_loops.prepared.add(ours)
+    assert advised(ours)
+    assert not advised(other)
 
 
 def test_a_runs_variables_are_there_for_its_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,8 +237,8 @@ def copies(
         return ()
     what = "the sum of all gradients" if together else "each push"
     text = (
-        f"A server first sends {what} to the server that holds its copy, and then answers the "
-        "workers."
+        f"A server first sends {what} to the server that holds a copy of its part, and then "
+        "answers the workers."
     )
     return (Phase("Copy", text, arrows=arrows, formula=unit if one else f"{unit}/S each"),)
 

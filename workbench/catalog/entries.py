@@ -16,7 +16,8 @@ _PIPELINE_OPTIONS = (
     ),
     Option(
         "microbatches", "int", None, minimum=1, maximum=4096, optional=True,
-        help="number of microbatches in a batch; `none`: two per worker (`naive`: one)",
+        help="number of microbatches in a batch; `none`: two per worker (`naive`: "
+        "only one, the whole batch)",
     ),
     Option(
         "stages_per_worker", "int", None, minimum=1, maximum=64, optional=True,
@@ -73,13 +74,15 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "compress", "str", "none", pattern=COMPRESSIONS,
-                form="none, fp16, bf16, powersgd:RANK (1 or more), topk:FRACTION (above 0, to 1)",
+                form="none, fp16, bf16, powersgd:RANK (1 or more), "
+                "topk:FRACTION (more than 0, at most 1)",
                 help="compresses the gradients, so that fewer bytes are sent (for example fp16 or "
                 "topk:0.01); the compression error is added to the next gradient",
             ),
             Option(
                 "bucket_mb", "float", 25.0, minimum=0.001, maximum=4096,
-                help="size of the buckets that the backend reduces during backward",
+                help="size of the buckets (groups of gradients) that the backend averages during "
+                "the backward pass",
             ),
             Option(
                 "find_unused_parameters", "bool", False,
@@ -288,7 +291,7 @@ TORCH: tuple[Strategy, ...] = (
         keeps="part",
         messages="workbench.catalog.step_messages:tensor_parallel",
         suits="models with wide layers, on workers with fast links",
-        unhealed="each worker holds a part of each layer that no other worker has",
+        unhealed="of each layer, each worker holds a part that no other worker has",
         source="Shoeybi et al., Megatron-LM, 2019, section 3",
         aliases=("tp", "megatron"),
         links=True,
@@ -334,8 +337,8 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "every", "int", 8, minimum=1,
-                help="number of steps between two averages; with 1 and SGD the result equals one "
-                "device",
+                help="number of steps between two averages; with 1 and SGD the result is the same "
+                "as on one device",
             ),
             Option(
                 "outer", "choice", "average", choices=("average", "nesterov"),
@@ -345,8 +348,8 @@ TORCH: tuple[Strategy, ...] = (
             Option(
                 "outer_lr", "float", 0.7, minimum=0.001, maximum=10,
                 only_with=("outer", "nesterov"),
-                help="learning rate of the outer step (outer=nesterov); 1 without momentum gives "
-                "the mean",
+                help="learning rate of the outer step (outer=nesterov); with 1 and without "
+                "momentum, the result is the mean",
             ),
             Option(
                 "outer_momentum", "float", 0.9, minimum=0, maximum=0.999,
@@ -394,11 +397,11 @@ TORCH: tuple[Strategy, ...] = (
             Option(
                 "graph", "choice", "ring", choices=("ring", "exponential"),
                 help="with whom a worker mixes: `ring`: with both neighbours on a ring; "
-                "`exponential`: with one worker, which is 1, 2, 4, .. ranks away in turn",
+                "`exponential`: with one worker per step, which is 1, 2, 4, .. ranks away",
             ),
             Option(
                 "spread_every", "int", 10, minimum=1,
-                help="number of steps between two measurements of the distance between replicas",
+                help="number of steps between two measurements of the replica spread",
             ),
         ),
     ),
@@ -574,7 +577,8 @@ TENSORFLOW: tuple[Strategy, ...] = (
             Option(
                 "partitioner", "str", "none", pattern=r"none|fixed:0*[1-9]\d*|min_size:0*[1-9]\d*",
                 form="none, fixed:PARTS, min_size:BYTES",
-                help="cuts each variable into parts on all servers (only in your own loop)",
+                help="cuts each variable into parts, and divides the parts among the servers (only "
+                "in your own loop)",
             ),
         ),
     ),

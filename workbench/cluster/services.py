@@ -38,6 +38,7 @@ log = logging.getLogger("workbench.cluster")
 PREPARED_POLL_S = 0.1
 HEARD_S = 5.0
 """How long the report of a killed helper's end may take."""
+DID_NOT_ANSWER = "by Workbench, because the engine did not answer"
 
 
 class ClusterServices:
@@ -261,13 +262,13 @@ class ClusterServices:
     def signal(self, engine: int, pid: int, sig: int) -> None:
         """Signal one engine: by pid where it is on this machine, else through its nanny."""
         if self.hosted is not None:
-            by_us = "by Workbench, because it did not answer" if sig == signals.SIGKILL else ""
+            by_us = DID_NOT_ANSWER if sig == signals.SIGKILL else ""
             self.hosted.signal(engine, sig, by_us)
             return
         forked = self.starter.pids.get(engine)
         if forked is not None:
             if sig == signals.SIGKILL:
-                self._ended_by_us[forked] = "by Workbench, because it did not answer"
+                self._ended_by_us[forked] = DID_NOT_ANSWER
             self.parents.signal(forked, sig)
         elif self.launcher == LOCAL and pid > 0:
             with contextlib.suppress(ProcessLookupError):

@@ -513,7 +513,8 @@ class DevicePool:
         self._open.clear()
         said = [once(note) for note in self._notes]
         said += [
-            f"{note}, so memory may be too small there, and measured times are not reliable."
+            f"{note}, so this GPU may not have enough free memory, and measured times are not "
+            "reliable."
             for note in held
         ]
         if not leases.on_gpus:

@@ -70,7 +70,9 @@ PROBED: tuple[Probe, ...] = (
         "gpu.p2p": "copies between GPUs",
         "gpu.events": "resolution of GPU events",
     }, 1, "torch"),
-    Probe("drift", 25, {"gpu.drift": "GPU clock compared with the machine's clock"}, 1, "torch"),
+    Probe("drift", 25, {
+        "gpu.drift": "drift of the GPU's timer against this machine's clock",
+    }, 1, "torch"),
     Probe("nccl", 25, {
         "gpu.nccl": "NCCL all-reduce of two ranks",
         "gpu.abort": "aborting an NCCL collective",
@@ -79,7 +81,7 @@ PROBED: tuple[Probe, ...] = (
     Probe("tensorflow", 25, {"gpu.tensorflow": "TensorFlow on the GPUs"}, 1, "tensorflow"),
     Probe("warm", 20, {"machine.warm": "the warm parent can be forked"}, 0, "torch"),
     Probe("gloo", 20, {"machine.gloo": "gloo all-reduce of two processes"}, 0, "torch"),
-    Probe("cluster", 28, {"machine.cluster": "two engines start and all-reduce"}, 0, "torch"),
+    Probe("cluster", 28, {"machine.cluster": "two engines start and do an all-reduce"}, 0, "torch"),
 )  # fmt: skip
 
 JUDGED: Mapping[str, str] = {
@@ -213,14 +215,19 @@ def runtime(
 ) -> tuple[Status, str, str]:
     """Check whether the wheel of torch runs with this driver, on these GPUs."""
     if not build:
-        return "unknown", "torch is not installed", "pytorch.org/get-started has the command"
+        return "unknown", "torch is not installed", (
+            "pytorch.org/get-started has the command that installs torch"
+        )  # fmt: skip
     if not build.get("cuda"):
         return "fail", f"torch {build.get('version')} is built without CUDA", (
             "pytorch.org/get-started has the command for a build with CUDA"
         )  # fmt: skip
     wants = [int(part) for part in str(build["cuda"]).split(".")[:2]]
     has = [int(part) for part in nvml.get("cuda_driver", [0, 0])]
-    said = f"torch {build['version']} for CUDA {build['cuda']}, driver up to {has[0]}.{has[1]}"
+    said = (
+        f"torch {build['version']} for CUDA {build['cuda']}; "
+        f"the driver supports CUDA up to {has[0]}.{has[1]}"
+    )
     if has[0] < wants[0]:
         return "fail", said, f"install a newer driver, or a torch built for CUDA {has[0]}"
     unfit = [
@@ -321,7 +328,7 @@ def health(gpus: Sequence[Mapping[str, Any]], xid: Sequence[str]) -> tuple[Statu
         )  # fmt: skip
     if xid:
         return "warn", f"the kernel's log has Xid errors: {xid[-1][-160:]}", (
-            "docs.nvidia.com/deploy/xid-errors explains the number"
+            "docs.nvidia.com/deploy/xid-errors explains the Xid number"
         )  # fmt: skip
     return "ok", "no GPU is lost, and there are no uncorrected memory errors", ""
 
@@ -351,7 +358,7 @@ def visible(
         return "warn", f"{said}: none of {len(gpus)} GPUs is visible", (
             "unset CUDA_VISIBLE_DEVICES, or set it to GPUs that `nvidia-smi -L` lists"
         )  # fmt: skip
-    return "ok", f"{said}: {left} of {len(gpus)} GPUs", ""
+    return "ok", f"{said}: {left} of {len(gpus)} GPUs can be seen", ""
 
 
 def iommu(
@@ -428,7 +435,12 @@ STAGES: tuple[Stage, ...] = (
     Stage("ways", "precision, compile, accumulation, loaders", 90, module=TRIALS_MODULE),
     Stage("checkpoints", "checkpoint and resume", 40, module=TRIALS_MODULE),
     Stage("refusals", "impossible requests are refused", 20, module=TRIALS_MODULE),
-    Stage("tensorflow", "TensorFlow's strategies, then PyTorch", 75, module=TRIALS_MODULE),
+    Stage(
+        "tensorflow",
+        "TensorFlow's strategies, then PyTorch in the same cluster",
+        75,
+        module=TRIALS_MODULE,
+    ),
     Stage("labs", "cells of the first labs", 90, module=TRIALS_MODULE),
 )
 

@@ -498,7 +498,7 @@ def _disk(here: Host, host: Host) -> tuple[Any, ...]:
         return (
             "warn",
             f"{free / (1 << 30):.1f} GB in the temporary folder",
-            "free disk space in the host's temporary folder",
+            "delete files in the host's temporary folder to free disk space",
             figures,
         )
     return "ok", f"{free / (1 << 30):.1f} GB in the temporary folder", "", figures

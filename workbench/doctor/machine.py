@@ -84,7 +84,7 @@ def system() -> Found:
     if sys.platform == "win32":
         return "fail", found, "Windows needs WSL2: run `wsl --install`, and install Workbench there"
     if sys.platform != "linux":
-        return "warn", found, "tests run on Linux only; please report what does not work"
+        return "warn", found, "Workbench is tested only on Linux; please report what does not work"
     return "ok", found
 
 
@@ -381,7 +381,8 @@ def clock(source: str | None = None) -> Found:
         return (
             "warn",
             found,
-            "use the clock source tsc or kvm-clock: a slow clock makes short steps longer",
+            "use the clock source tsc or kvm-clock: a clock that takes long to read makes short "
+            "steps longer",
             figures,
         )
     return "ok", found, "", figures

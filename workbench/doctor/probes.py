@@ -475,7 +475,7 @@ def warm(child: Child) -> None:
 
 def cluster(child: Child) -> None:
     """Measure the time until two engines have done an all-reduce in a cell."""
-    what = "two engines start and all-reduce"
+    what = "two engines start and do an all-reduce"
     with child.trying(
         "machine.cluster", what, "look at `workbench ps` and at the log in the error"
     ):

@@ -142,7 +142,8 @@ def devices(child: Child) -> None:
             child.say(
                 "ok" if worst < 1e-9 else "fail", f"devices.computes.{name}",
                 f"products and convolutions on {title}",
-                f"largest difference from the CPU {worst:.1e}, {seconds:.2f} s with the start",
+                f"results differ from the CPU's by at most {worst:.1e}; computed in "
+                f"{seconds:.2f} s, including the device's start",
                 difference=worst,
             )  # fmt: skip
 

@@ -61,7 +61,7 @@ def _telemetry(child: Child, place: Place, cluster: Any) -> None:
     id, what = f"telemetry.{slug(place)}", f"{place.title}: "
     child.say("ok" if wait_ms < FALSE_WAIT_MS or not exact else "fail", f"{id}.quiet",
               f"{what}sync wait without a fault",
-              f"{wait_ms:.2f} ms of a step of {quiet['step_s'][0]:.2f} ms",
+              f"{wait_ms:.2f} ms in a step of {quiet['step_s'][0]:.2f} ms",
               wait_ms=wait_ms)  # fmt: skip
     for where in ("forward",) if child.asked["quick"] else ("data", "forward", "backward"):
         with child.trying(f"{id}.{where}", f"{what}50 ms in {where} of rank 1"):
@@ -85,7 +85,7 @@ def _telemetry(child: Child, place: Place, cluster: Any) -> None:
             moved = seen["transfer_s"][0] - quiet["transfer_s"][0]
             child.say("ok" if more > 15 and moved > 0.5 * more else "fail", f"{id}.link",
                       f"{what}20 ms on every link",
-                      f"the step grew by {more:.1f} ms, its transfer by {moved:.1f} ms",
+                      f"a step takes {more:.1f} ms longer, its transfer {moved:.1f} ms longer",
                       step_ms=more, transfer_ms=moved)  # fmt: skip
 
 

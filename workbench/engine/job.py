@@ -102,8 +102,8 @@ class Conductor:
                 seen=f"exit status {status}"
                 if status is not None
                 else f"no message within {CONDUCT_S} s",
-                next_step="read the messages of this process above, and check that Workbench is "
-                "fully installed",
+                next_step="read the messages above, which this process printed, and check that "
+                "Workbench is fully installed",
                 code="WB-CLUSTER-081",
             )
         parts: list[About] = answer["parts"]

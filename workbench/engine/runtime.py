@@ -41,7 +41,7 @@ from .telemetry.departure import Departure, Notice
 from .telemetry.membership import Membership
 from .telemetry.recorder import Recorder
 from .telemetry.step_gate import FaultInjector, Gate
-from .training import fit_arguments
+from .training import fit_arguments, user_loops
 from .transport import ServerLinks, address, connect_chains, sessions_before
 from .transport.connection import LinkError
 
@@ -494,6 +494,7 @@ def outcome_of(error: BaseException | None, traceback: str = "") -> CellOutcome:
     elif isinstance(error, KeyboardInterrupt):
         status = "interrupted"
     ours = isinstance(error, WorkbenchError)  # ours say themselves what helps
+    told = not ours and not _asks_another_for_module(error)
     return CellOutcome(
         status=status,
         ename=type(error).__name__,
@@ -501,8 +502,15 @@ def outcome_of(error: BaseException | None, traceback: str = "") -> CellOutcome:
         traceback=traceback,
         replace=isinstance(error, EngineSpentError),
         felt=error.felt if isinstance(error, LinkError) else "",
-        advice=None if ours else advice(f"{type(error).__name__}: {error}"),
+        advice=advice(f"{type(error).__name__}: {error}") if told else None,
     )
+
+
+def _asks_another_for_module(error: BaseException) -> bool:
+    """Whether `.module` was read of an object that `wb.prepare` has not received."""
+    if not isinstance(error, AttributeError) or error.name != "module":
+        return False
+    return not any(error.obj is model for model in user_loops.prepared)
 
 
 def open_links(run: RunContext, framework: Any) -> None:

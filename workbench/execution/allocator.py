@@ -394,8 +394,13 @@ def replacement_words(ids: Sequence[int], why: str) -> str:
     """Return the note on engines that must be replaced."""
     reason = why.partition("\n")[0]
     if len(ids) == 1:
-        return f"A new engine replaces engine {ids[0]}, whose variables are lost: {reason}"
-    return f"New engines replace engines {ranges(ids)}, whose variables are lost: {reason}"
+        return (
+            f"The variables of engine {ids[0]} are lost, because a new engine replaces it: {reason}"
+        )
+    return (
+        f"The variables of engines {ranges(ids)} are lost, because new engines replace them: "
+        f"{reason}"
+    )
 
 
 class Replacer:

@@ -392,9 +392,10 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
                 "and no recorded step",
                 allowed="wb.fit, a loop with wb.prepare, or wb.watch in a loop that uses "
                 "torch.distributed itself",
-                next_step="put wb.watch(model, optimizer, loader) before the loop; trainers that "
-                "have their own loop (Lightning, Accelerate) run under %%distributed without a "
-                "strategy",
+                next_step="write model, optimizer, loader = wb.prepare(model, optimizer, loader) "
+                "before the loop. Use wb.watch only if the loop uses DistributedDataParallel, FSDP "
+                "or torch.distributed itself. Trainers that have their own loop (Lightning, "
+                "Accelerate) run under %%distributed without a strategy",
                 code="WB-RUN-091",
             )
         allowed, next_step = _TRAINS.get(run.plan.framework, _TRAINS["torch"])
@@ -573,18 +574,19 @@ def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
     """Return the note about the recovery and its cost."""
     text = f"{done.how}. "
     if on_failure == "continue":
-        text += f"{done.workers} worker{'s continue' if done.workers > 1 else ' continues'}"
+        workers = f"{done.workers} worker{'s continue' if done.workers > 1 else ' continues'}"
+        text += f"After {done.seconds:.1f} s, {workers}"
     elif len(done.engines) > 1:
-        text += "New engines replaced them, and the run continued"
+        text += f"New engines replaced them, and the run continued after {done.seconds:.1f} s"
     else:
-        text += "A new engine replaced it, and the run continued"
+        text += f"A new engine replaced it, and the run continued after {done.seconds:.1f} s"
     if not saved:
         text += " from the first step"
     elif done.lost_steps == 0 and on_failure == "continue":
         text += f" from step {done.step}, with the state of the worker that had done the most steps"
     else:
         text += f" from the checkpoint of step {done.step}"
-    text += f" after {done.seconds:.1f} s; "
+    text += "; "
     if done.lost_steps == 0:
         return text + "no step is lost."
     return text + f"{done.lost_steps} step{'s are' if done.lost_steps > 1 else ' is'} repeated."

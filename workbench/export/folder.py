@@ -312,8 +312,8 @@ def _portable_target(target: str) -> str:
     if bad or (where.startswith("/") and kind == "mlflow"):
         shown = where.partition("://")[0] + "://***" if "://" in where else "***"
         raise PlanError(
-            "The log target would be written to the job folder, but it contains a user name, a "
-            "secret, or a path of this machine.",
+            "The log target contains a user name, a secret, or a path of this machine, so it "
+            "cannot be written to the job folder.",
             seen=f"--log {kind}:{shown}",
             allowed="an address without user name, password and query",
             next_step="set user name and password where the job runs: MLFLOW_TRACKING_USERNAME, "

@@ -178,7 +178,8 @@ def packed_files(folder: Path) -> bytes:
             "The files that the cell reads are too large for ConfigMaps, which bring them to the "
             "pods.",
             seen=f"{', '.join(names)}: {size_bytes >> 20} MiB",
-            allowed=f"{MOST_UNPACKED_BYTES >> 20} MiB before packing, and less after packing",
+            allowed=f"at most {MOST_UNPACKED_BYTES >> 20} MiB before packing; the packed files "
+            "have a lower limit",
             next_step="copy the job folder to a PersistentVolumeClaim and give its name: "
             "volume_claim='NAME'",
             code="WB-PLAN-262",

@@ -56,7 +56,7 @@ def train_py(plan: Plan) -> str:
     ]
     lines += [*cell.future, ""] if cell.future else []
     lines += ["import workbench as wb", ""]
-    join = "joins the run that run.json describes; the notebook's cell follows"
+    join = "joins the run that run.json describes; the notebook's cell is below"
     lines += [f"wb.run_job(__file__)  # {join}", "", cell.text]
     return "\n".join(lines)
 

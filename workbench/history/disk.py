@@ -308,7 +308,7 @@ def read_weights(path: Path, written: Sequence[int] = ()) -> dict[str, np.ndarra
         "The file with the run's weights is damaged.",
         seen=f"{path}: {what}",
         allowed="an unchanged file, as the run wrote it",
-        next_step=f"torch.load({str(plain)!r}, weights_only=True) has the same weights"
+        next_step=f"torch.load({str(plain)!r}, weights_only=True) loads the same weights"
         if plain.is_file() and plain.stat().st_size
         else "restore the folder from a copy, or train again: run.to_cell() gives the cell",
         code="WB-RUN-040",

@@ -61,11 +61,12 @@ def add_job_commands(commands: Any) -> None:
         commands, "run", "run a job folder, a script or a cell on this machine, and record it"
     )
     add_run_arguments(run)
-    compare = _command(commands, "compare", "compare runs with the first run, also in CI")
+    compare = _command(commands, "compare", "compare runs with the first of them, also in CI")
     compare.add_argument("places", nargs="+", metavar="PLACE",
         help="a run folder, a job folder (its newest run), or what run.save wrote")  # fmt: skip
     compare.add_argument("--fail-if", action="append", default=[], metavar="CONDITION",
-        help='"samples_per_s < 0.95": ratio to the first run; "loss > 0.5 abs": value')  # fmt: skip
+        help='"samples_per_s < 0.95" tests the ratio to the first run; "loss > 0.5 abs" tests '
+             "the value itself")  # fmt: skip
     jobs = _command(
         commands, "jobs", "list the jobs that you submitted; cancel one; show its output"
     )

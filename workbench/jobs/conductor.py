@@ -432,7 +432,9 @@ class Conductor:
         if self.task.first_failed is not None:
             return  # torchrun ends the others after one has failed
         self.run.job["preempted"] = True
-        self.run.note(f"The platform asked the job to end ({why}). The job stops after this step.")
+        self.run.note(
+            f"The platform asked the job to end ({why}). The job stops after the current step."
+        )
         self.run.stop()
 
     def _settled(self, task: Task) -> None:

@@ -190,7 +190,7 @@ def _checked(given: argparse.Namespace) -> Path:
             "A job folder has its own settings and keeps its own records.",
             seen=" ".join(too_many),
             allowed=f"workbench run {shlex.quote(given.what)}",
-            next_step="write another folder: run.to_job(DIR) of a run with other settings",
+            next_step="write a new job folder from a run with other settings: run.to_job(DIR)",
             code="WB-PLAN-256",
         )
     return what

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from ..session.cluster import Cluster
     from ..views.table import Table
     from .scaling import Scaled
+
+_SMALLEST_IS_BEST = re.compile(
+    r"(?:loss|error|(?:^|[_\-/ ])(?:err|mae|mse|rmse|mape|perplexity|ppl|nll|wer|cer))\Z", re.I
+)
 
 
 class Compared:
@@ -89,8 +94,10 @@ class Compared:
         Args:
             metric: A name in `run.evals`: `"loss"`, or one of `metrics` of `wb.fit`.
             largest: Whether the largest value is the best. By default the smallest value is the
-                best for names that end in `loss` or `error`, and the largest value for all other
-                names.
+                best for names that end in `loss` or `error`, and for names whose last word is
+                `err`, `mae`, `mse`, `rmse`, `mape`, `perplexity`, `ppl`, `nll`, `wer` or `cer`. A
+                word begins after `_`, `-`, `/` or a space. For all other names the largest value
+                is the best.
 
         Raises:
             PlanError: No run was evaluated with this metric.
@@ -108,7 +115,7 @@ class Compared:
                 code="WB-PLAN-333",
             )
         if largest is None:
-            largest = not metric.endswith(("loss", "error"))
+            largest = _SMALLEST_IS_BEST.search(metric) is None
         return (max if largest else min)(values, key=values.__getitem__)
 
     def scaling(self, *, price: float | None = None) -> Scaled:

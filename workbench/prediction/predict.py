@@ -433,10 +433,20 @@ class Knows:
     def link_text(self, link: Link | None) -> str:
         """Return the link of a prediction in words."""
         if link is not None:
-            return link.text
+            return f"{link.text}, {self._kept_text()}" if link.latency_s is None else link.text
         if self.fitted is None:
             return "none"
         return "as measured" if self.fitted.link is None else f"simulated: {self.fitted.link.text}"
+
+    def _kept_text(self) -> str:
+        """Return the cost of a message in words, for a link that is given without a latency."""
+        if self.fitted is None:
+            return "0 ms per message (no run sent messages)"
+        if self.fitted.link is not None:
+            return f"{1e3 * (self.fitted.link.latency_s or 0.0):g} ms per message (as simulated)"
+        low, middle, high = (1e3 * v for v in np.percentile(self.fitted.message_s, (5, 50, 95)))
+        cost = f"{middle:.2g}" if self.fitted.settled else f"{low:.2g} to {high:.2g}"
+        return f"{cost} ms per message (as measured)"
 
     def notes(
         self, settings: Sequence[Setting], samples: Sequence[float], link: Link | None

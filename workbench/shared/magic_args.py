@@ -187,7 +187,8 @@ def _launch_flags(add: Callable[..., Any]) -> None:
         action="append",
         default=[],
         metavar="LINE",
-        help="a shell line to run on each host first; '#SBATCH ...' is an option of the job",
+        help="a shell line that each host runs before its engines start; "
+        "'#SBATCH ...': an option of the job",
     )
     add(
         "--launcher-option",

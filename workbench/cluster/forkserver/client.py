@@ -109,7 +109,8 @@ class WarmParent:
             possible, reason = can_fork(self.framework)
             if not possible:
                 raise ClusterError(
-                    "Engines cannot be forked from a warm parent, which has loaded the framework.",
+                    "Engines cannot be forked from a warm parent, a process that has loaded the "
+                    "framework.",
                     seen=reason,
                     code="WB-CLUSTER-020",
                 )

@@ -249,7 +249,7 @@ def _no_class(name: str, why: str) -> PlanError:
         "The launcher's class cannot be imported.",
         seen=f"{name}: {why}",
         allowed=f"package.module.Class, or one of {', '.join(known_launchers())}",
-        next_step="make the class importable in the notebook, then start again",
+        next_step="make the class importable in the notebook, then start the cluster",
         code="WB-PLAN-184",
     )
 
@@ -294,7 +294,7 @@ def _check_hosts(settings: LaunchSettings, engines: int) -> None:
     slots = [host.slots for host in settings.on]
     if slots and all(slots) and sum(slots) < engines:
         raise PlanError(
-            "The hosts have fewer slots than the requested engines.",
+            "The requested engines need more slots than the hosts have.",
             seen=f"{sum(slots)} slots for {engines} engines",
             allowed=f"slots that add up to at least {engines}, or a host without a number of slots",
             next_step=f"%cluster start {sum(slots)}, or more slots: --on {settings.on[0].name}:"

@@ -247,8 +247,8 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
             code="WB-CLUSTER-076",
         )
     return PlanError(
-        f"{host.name} does not have one of the GPUs in --devices, or --devices contains a GPU "
-        "twice. Each host uses the GPUs with these numbers.",
+        f"One of the GPUs in --devices does not exist on {host.name}, or --devices contains a "
+        "GPU twice. Every host uses the GPUs with the numbers in --devices.",
         seen=error.seen,
         allowed=error.allowed,
         next_step="use numbers within each host's CUDA_VISIBLE_DEVICES, or remove --devices "

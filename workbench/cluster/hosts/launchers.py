@@ -273,7 +273,8 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
         return ClusterError(
             f"{what}: the host cannot connect to the notebook.",
             seen=last.splitlines()[-1],
-            allowed="an address of this machine that the hosts can connect to, and open ports",
+            allowed="an address of this machine that the hosts can connect to, and ports that are "
+            "open",
             next_step="change or remove --listen; set --ports for a firewall; "
             "`workbench doctor --on HOST` checks the connection",
             code="WB-CLUSTER-062",

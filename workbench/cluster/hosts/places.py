@@ -228,7 +228,7 @@ class HostedEngines:
             return ""
         if found is not None:
             return (
-                f"{cwd} is another folder on this host, not the notebook's folder, so the "
+                f"on this host, {cwd} is not the notebook's folder but another folder, so the "
                 "notebook's files are missing"
             )
         return f"the notebook's folder {cwd} does not exist, so engines start in {host.facts.home}"
@@ -319,7 +319,7 @@ class HostedEngines:
         living = self.agents.living
         if not living:
             raise ClusterError(
-                "This cluster has no host left.",
+                "No host of this cluster can be used any more.",
                 seen="; ".join(one.gone for one in self.agents.hosts) or "no host has answered",
                 next_step="run %cluster stop, then %cluster start",
                 code="WB-CLUSTER-069",

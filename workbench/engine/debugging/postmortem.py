@@ -107,7 +107,10 @@ def command(line: str) -> str | None:
         return None
     word = debugger.parseline(line)[0]
     if word in _RESUME:
-        return "The cell has ended and cannot continue. To inspect it: w u d l p pp a locals.\n"
+        return (
+            "The cell has ended and cannot continue. "
+            "Commands that inspect it: w u d l p pp a locals.\n"
+        )
     try:
         debugger.onecmd(debugger.precmd(line))
     except KeyboardInterrupt:

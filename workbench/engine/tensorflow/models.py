@@ -54,7 +54,7 @@ def check_optimizer(optimizer: Any, model: Any) -> None:
         raise FitError(
             "`optimizer` must be a Keras optimizer or a function.",
             seen=optimizer,
-            allowed="a keras.optimizers.Optimizer, or a function of the variables that returns one",
+            allowed="a keras.optimizers.Optimizer, or a function that makes one from the variables",
             next_step="optimizer=keras.optimizers.SGD(0.1)",
             code="WB-FIT-043",
         )

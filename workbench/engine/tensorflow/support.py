@@ -252,7 +252,7 @@ def break_collectives(*, store: bool = False) -> int:
     context = accelerator.context()
     if context._context_handle is None or context._collective_ops_server_def is None:
         return 0
-    context.abort_collective_ops(tf.errors.UNAVAILABLE, "the workbench ended this run")
+    context.abort_collective_ops(tf.errors.UNAVAILABLE, "Workbench ended this run")
     return 1
 
 

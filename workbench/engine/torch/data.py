@@ -161,6 +161,9 @@ class IndexedSource(Source):
             )
         return self._fetching
 
+    def close(self) -> None:
+        self._fetching = None
+
     def peek(self) -> Any:
         state = random.getstate(), np.random.get_state()
         try:
@@ -188,6 +191,7 @@ class StreamSource(Source):
         self.samples = None
 
     def epoch(self, epoch: int, rank: int, workers: Workers, first: int = 0) -> Iterator[Share]:
+        self._warn_of_processes()
         empty = True
         for step, data in enumerate(self.loader):
             empty = False
@@ -203,6 +207,25 @@ class StreamSource(Source):
                 "The data set returned no sample.",
                 seen=type(self.loader.dataset).__name__,
                 code="WB-FIT-048",
+            )
+
+    def _warn_of_processes(self) -> None:
+        """Warn if each process of the loader reads the whole stream (PyTorch's documentation of
+        `IterableDataset`); data sets of libraries divide themselves.
+        """
+        count, kind = self.loader.num_workers, type(self.loader.dataset)
+        if self._context is None or count < 2 or kind.__module__ != "__main__":
+            return
+        codes = [getattr(method, "__code__", None) for method in vars(kind).values()]
+        if not any(code and "get_worker_info" in code.co_names for code in codes):
+            self._context.emit(  # the same text on every worker, so it is shown once
+                events.Warned(
+                    rank=self._context.spec.rank,
+                    text=f"The loader has {count} processes, and each of them reads the whole "
+                    f"stream, so samples are used {count} times, or the last samples never. Let "
+                    "the data set's __iter__ read a part for each process "
+                    "(torch.utils.data.get_worker_info()), or use num_workers=1.",
+                )
             )
 
     def _compare(self, data: Any, epoch: int, step: int) -> None:
@@ -236,9 +259,10 @@ class StreamSource(Source):
             self._context.emit(  # the same text on every worker, so it is shown once
                 events.Warned(
                     rank=rank,
-                    text="The workers read different batches from their streams. If only random "
-                    "changes of the samples differ, ignore this warning. If the samples differ, "
-                    "some are used several times and others never: give the stream a fixed seed.",
+                    text="The workers read different batches from their streams. If the samples "
+                    "are the same and only their random changes differ, ignore this warning. If "
+                    "the samples differ, some are used several times and others never: give the "
+                    "stream a fixed seed.",
                 )
             )
 

@@ -294,7 +294,7 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
         raise FitError(
             "`optimizer` must be a torch optimizer or a function.",
             seen=optimizer,
-            allowed="a torch.optim.Optimizer, or a function of the parameters that returns one",
+            allowed="a torch.optim.Optimizer, or a function that makes one from the parameters",
             next_step="optimizer=lambda p: torch.optim.SGD(p, 0.1)",
             code="WB-FIT-063",
         )
@@ -321,7 +321,7 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
         raise FitError(
             "`scheduler` must be a torch scheduler or a function.",
             seen=scheduler,
-            allowed="a scheduler, or a function of the optimizer that returns one",
+            allowed="a scheduler, or a function that makes a scheduler from the optimizer",
             code="WB-FIT-066",
         )
 

@@ -117,7 +117,10 @@ def fit(
         counts.seed, chosen, build,
     )  # fmt: skip
     training = Training(context, job, sources, hooks, eval_every)
-    return training.run(counts.epochs if counts.steps is None else None)
+    try:
+        return training.run(counts.epochs if counts.steps is None else None)
+    finally:
+        training.close()
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,17 @@ class Training:
             hook({**self.logs, "loss": result.loss})
         return result
 
+    def close(self) -> None:
+        """End the processes that load the data.
+
+        The garbage collector would wait 5 s for each: when it ends a `DataLoader`'s iterator, the
+        message that tells these processes to end is not sent any more.
+        """
+        self._dealt = iter(())
+        for source in (self.source, self.eval_source):
+            if source is not None:
+                source.close()
+
     def deal(self, portions: tuple[int, ...] = ()) -> None:
         """Continue in the data at the current step, with these shares (by default equal shares)."""
         self._portions = portions

@@ -151,6 +151,9 @@ class Source(ABC):
                 yield share
             first = 0
 
+    def close(self) -> None:  # noqa: B027 - most sources have no processes
+        """End the processes that load the data, if the source has any."""
+
     def stay_on(self, device: str) -> None:  # noqa: B027 - most sources read their samples while training
         """Keep the samples on the worker's device, if the source supports it."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from . import fit_arguments
 from .initial import initialise
 from .notes import announce as announce_run
 from .regrouping import Regrouping
+
+prepared: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The models that `wb.prepare` received on this engine."""
 
 
 def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[Any] = ()) -> Any:
@@ -165,6 +169,7 @@ def check_pair(context: RunContext, model: Any, optimizer: Any, source: Any = No
     fit_arguments.warn_if_trained(context, module)
     fit_arguments.lacks_memory(context.entry, module)
     initialise(context, module)
+    prepared.add(module)
     return module
 
 
@@ -213,8 +218,7 @@ def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
     if importlib.util.find_spec(f"workbench.strategies.{framework}.parts.watched") is None:
         raise FitError(
             f"wb.watch is not needed in {framework}: loops are recorded automatically.",
-            next_step="leave wb.watch out; reduce the gradients with strategy.run and the "
-            "optimizer",
+            next_step="leave wb.watch out; in strategy.run, the optimizer adds up the gradients",
             code="WB-FIT-069",
         )
     module = importlib.import_module(f"workbench.strategies.{framework}.parts.watched")

@@ -216,7 +216,7 @@ class _Writer:
         self._run.define_metric("step", hidden=True)
         found = self._run.settings
         if self._run.disabled:
-            return {"place": "nowhere", "remark": "WANDB_MODE is disabled: nothing is written."}
+            return {"place": "nowhere", "remark": "With WANDB_MODE=disabled, nothing is written."}
         if self._run.offline:
             place = str(found.sync_dir)
             later = f'`wandb sync "{place}"` sends the run to W&B.'

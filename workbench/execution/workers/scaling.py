@@ -154,7 +154,7 @@ def nobody_left(engines: Sequence[int], members: Sequence[int]) -> RunError:
     """Return the error for a request that all workers leave."""
     return RunError(
         "At least one worker must stay in the run.",
-        seen=f"engines {list(engines)} would leave; the run has {list(members)}",
+        seen=f"engines {list(engines)} would leave; the run has engines {list(members)}",
         allowed="some of the engines, but not all",
         next_step="run.stop() ends the run",
         code="WB-RUN-141",

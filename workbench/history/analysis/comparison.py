@@ -137,8 +137,8 @@ def _rates(rows: Sequence[ComparisonRow]) -> str:
     cut = [f"{row.warm_up} of {row.name}" for row in rows if row.warm_up]
     out = f" (without the first steps: {', '.join(cut)})" if cut else " (no run needed one)"
     return (
-        f'Rates and shares are measured after warm-up{out}. The column "all steps" shows the '
-        "samples per second with warm-up."
+        f"Rates and shares of the step time are measured after warm-up{out}. The column "
+        '"all steps" shows the samples per second with warm-up.'
     )
 
 

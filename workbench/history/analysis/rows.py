@@ -383,7 +383,7 @@ def _gain(fast: ComparisonRow, slow: ComparisonRow) -> str:
     share = fast.shares["compute_s"]
     if not math.isfinite(share):
         return f"{said}."
-    return f"{said}, and the {fast.workers} workers compute {share * 100:.0f} % of the time."
+    return f"{said}, and the {fast.workers} workers compute for {share * 100:.0f} % of the time."
 
 
 def _cost(slow: ComparisonRow) -> str:
@@ -419,7 +419,7 @@ _UNDIVIDED = 0.1
 _EQUAL = 0.05
 _SAME_BATCH = 0.02
 ASSUMED = (
-    "The step time from which several workers are faster is an estimate. It assumes that the time "
+    "The step time above which several workers are faster is an estimate. It assumes that the time "
     "for compute and data grows with the batch, and that the time for waiting and communication "
     "stays the same."
 )

@@ -161,11 +161,11 @@ _INSTALL = {
     "and run `sbatch job.sbatch` there",
     "ssh": "install ssh (Debian: apt-get install openssh-client); or copy the folder to the host "
     "by hand and run `bash start.sh` on the host",
-    "ray": 'pip install "ray[default]"; or run where Ray is installed: ray job submit '
+    "ray": 'pip install "ray[default]"; or, on a machine with Ray, run: ray job submit '
     "--working-dir . --runtime-env ray-env.yaml -- python run_ray.py",
-    "kubectl": "install kubectl (https://kubernetes.io/docs/tasks/tools); or run where it is "
-    "installed: kubectl create -f trainjob.yaml",
-    "sky": 'pip install "skypilot[...]" for your cloud; or run where SkyPilot is installed: '
+    "kubectl": "install kubectl (https://kubernetes.io/docs/tasks/tools); or, on a machine with "
+    "kubectl, run: kubectl create -f trainjob.yaml",
+    "sky": 'pip install "skypilot[...]" for your cloud; or, on a machine with SkyPilot, run: '
     "sky launch sky.yaml",
 }  # fmt: skip
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,120}")

@@ -146,7 +146,8 @@ class Kubernetes:
              *more],
             "Kubernetes refused the job.",
             "if a job has this name already: delete that job (kubectl delete -f trainjob.yaml), or "
-            "give yours another name (name=...); if TrainJob is unknown: install Kubeflow Trainer",
+            "give your job another name (name=...); if TrainJob is unknown: install Kubeflow "
+            "Trainer",
             cwd=folder,
         )  # fmt: skip
 

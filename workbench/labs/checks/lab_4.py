@@ -23,7 +23,8 @@ ASIDE = 1.01
 """If a step is longer with N times this and N divided by this, N is within 0.5 % of the best."""
 
 STEPS = 3
-TRIALS = (((7,), "float64"), ((3, 4), "float32"))
+TRIALS = (((7,), "float64", 0.0), ((3, 4), "float32", 0.5))
+"""The shape and type of `w`, and all numbers of `velocity` before the first step."""
 
 _STORE = """
 def _labs_look(gradients):
@@ -41,9 +42,10 @@ def _labs_look(gradients):
         return sum(map(tensors, of), []) if isinstance(held, (dict, list, tuple)) else []
     start, as_given = made(), made()
     store = KVStore(start, updater)
+    def of_store():
+        return tensors(dict(getattr(store, "__dict__", {})))
     shapes = [given.shape for given in as_given.values()]  # other numbers take memory too
-    copies = sum(held.shape in shapes and held.device.type != "meta"
-                 for held in tensors(dict(getattr(store, "__dict__", {}))))
+    copies = sum(held.shape in shapes and held.device.type != "meta" for held in of_store())
     seen, kept = [], True
     for key, numbers in gradients:
         gradient = torch.tensor(numbers, dtype=start[key].dtype)
@@ -54,6 +56,8 @@ def _labs_look(gradients):
         for name in into:
             store.pull(name, into[name])
         seen.append([into["a"], into["b"]])
+    copies += sum(torch.equal(held, one.to(held.dtype)) for held in of_store()
+                  for one in into.values() if held.device.type != "meta")
     alike = all(bool((start[key] == as_given[key]).all()) for key in as_given)
     return [seen, calls, kept, alike, copies]
 import torch
@@ -64,9 +68,9 @@ del _labs_look
 _TRAIN = """
 def _labs_look(trials):
     found = []
-    for shape, kind, parts in trials:
+    for shape, kind, begin, parts in trials:
         w = torch.ones(shape, dtype=getattr(torch, kind))
-        velocity = torch.zeros_like(w) if rank == 0 else None
+        velocity = torch.full_like(w, begin) if rank == 0 else None
         for gradient, samples in parts:
             central_step(w, torch.tensor(gradient, dtype=w.dtype), samples, velocity)
         found.append([w, velocity])
@@ -88,9 +92,9 @@ def central_step(c: Check) -> None:
         "run the cell of exercise 4.1: it begins with %%distributed",
     )
     c.need_all_engines()
-    trials = [(shape, kind, _parts(len(have), shape)) for shape, kind in TRIALS]
+    trials = [(*trial, _parts(len(have), trial[0])) for trial in TRIALS]
     found = c.ask(
-        _TRAIN.format(parts=[[(*trial[:2], trial[2][rank]) for trial in trials]
+        _TRAIN.format(parts=[[(*trial[:3], trial[3][rank]) for trial in trials]
                              for rank in range(len(have))]),
         limit_s=LIMIT_S,
         hint="`w` is a vector or a matrix, `velocity` is None on all workers except worker 0, and "
@@ -98,9 +102,9 @@ def central_step(c: Check) -> None:
     )  # fmt: skip
     weights = [[np.asarray(one[0], dtype=float) for one in worker] for worker in found]
     held = [np.asarray(one[1], dtype=float) for one in found[0]]
-    alone = [_alone(shape, parts) for shape, _, parts in trials]
+    alone = [_alone(shape, begin, parts) for shape, _, begin, parts in trials]
     for worker in weights:
-        for w, (shape, _, _) in zip(worker, trials, strict=True):
+        for w, (shape, *_) in zip(worker, trials, strict=True):
             c.need(
                 w.shape == shape,
                 f"After the call `w` has the shape {w.shape}, but its shape must still be {shape}.",
@@ -120,9 +124,9 @@ def central_step(c: Check) -> None:
         "in every step, the server has to send its new weights to all workers",
     )  # fmt: skip
     c.expect(
-        all(bool((velocity != 0).any()) for velocity in held),
+        all(bool((v != begin).any()) for v, (_, _, begin) in zip(held, TRIALS, strict=True)),
         "the server keeps the optimizer's state",
-        "`velocity` of worker 0 is still zero after three steps",
+        "`velocity` of worker 0 has not changed after three steps",
         "the next step needs the new velocity: change the tensor `velocity` in place",
     )
     off = [float(np.abs(w - true).max()) for w, (true, _) in zip(weights[0], alone, strict=True)]
@@ -135,6 +139,12 @@ def central_step(c: Check) -> None:
         hint = "`velocity` is right: check how you change `w` with it"
     elif all(one <= EXACT for one in off):
         hint = "`w` is right: compare `velocity` with the formula for v"
+    elif max(off[0], state_off[0]) <= EXACT:
+        hint = (
+            "if `velocity` is zero before the first step, both are right. In the second trial the "
+            f"numbers in `velocity` are {TRIALS[1][2]:g} before the first step: does your step use "
+            "them?"
+        )
     c.expect(
         all(one <= EXACT for one in off + state_off),
         "after three steps, `w` and `velocity` equal those of one device with the whole batch",
@@ -158,9 +168,9 @@ def _parts(workers: int, shape: tuple[int, ...]) -> Parts:
     ]  # fmt: skip
 
 
-def _alone(shape: tuple[int, ...], parts: Parts) -> tuple[Any, Any]:
+def _alone(shape: tuple[int, ...], begin: float, parts: Parts) -> tuple[Any, Any]:
     """Return the weights and the velocity of one device that takes the whole batch."""
-    weights, velocity = np.ones(shape), np.zeros(shape)
+    weights, velocity = np.ones(shape), np.full(shape, begin)
     for step in range(STEPS):
         mine = [worker[step] for worker in parts]
         mean = sum(np.array(g) * n for g, n in mine) / sum(n for _, n in mine)

@@ -16,6 +16,9 @@ STEPS = 45
 SLOW = 1
 """The worker that is slow in exercise 5.3."""
 
+SLOWER = 1.5
+"""At least by this factor its steps are longer, without waits; it is about 3 on a quiet machine."""
+
 TARGET = 1.2
 """The loss that exercise 5.5 asks for."""
 
@@ -155,10 +158,11 @@ def _waits(c: Check, run: RunFacts) -> None:
         "make worker 1 slow, as in the command of the cell",
     )
     truth = int(np.bincount(blamed.astype(int)).argmax())
+    busy_s = run.history["step_s"] - run.history["sync_wait_s"]
+    typical_s = {rank: np.median(busy_s[ranks == rank]) for rank in range(run.plan.workers)}
     c.need(
-        truth == SLOW,
-        f"In the run 'tight' the workers waited mostly for worker {truth}, which is not the slow "
-        "worker of section 3.",
+        truth == SLOW and typical_s.pop(SLOW) >= SLOWER * max(typical_s.values()),
+        f"In the run 'tight' worker {SLOW} is not much slower than the other workers.",
         "keep the three options --inject in the command of the cell",
     )
     found = c.whole("waited_for")

@@ -22,16 +22,17 @@ samples:
 The gradients are added up outside the pipeline. DistributedDataParallel cannot be used for this,
 because it does not know when the last microbatch has left its stage.
 
-The message also contains the time on each worker's clock, so that waiting and transfer can be
-distinguished. The worker that computed longest in the step is named as the cause of the waits,
+In this message each worker also sends the time when it was ready, so that waiting and transfer can
+be distinguished. The worker that computed longest in the step is named as the cause of the waits,
 also of waits in other rows and columns. A worker sends the messages of its pipeline, and 2 (d-1)/d
 of its stage's gradients (a ring all-reduce over d pipelines). In each pipeline only the worker with
 the last stage counts samples, so that the sum of the counts is the batch size.
 
 When a worker dies (`--on-failure heal`), its pipeline stops, and the other pipelines compute its
 share too. The size of a microbatch stays the same, but each pipeline has more microbatches. The
-gradients of each stage are summed separately. So one worker can have its sum while another worker
-never gets its sum. Therefore every worker updates only after it knows that all workers can update:
+gradients of each stage are summed separately. So it can happen that one worker has its sum, but
+another worker never gets its sum. Therefore every worker updates only after it knows that all
+workers can update:
 
     worker 0   sum of stage 0 --+--> in the row --+--> in the column --> optimizer
     worker 1   sum of stage 1 --+                 |

@@ -47,10 +47,10 @@ smaller alpha gives a larger difference.
 When a worker dies, each of the other workers continues from its own replica. Either all workers
 complete an average or none does. If some workers have completed an average, the other workers copy
 the mean and the outer optimizer's state from them. If no worker has completed the average, the
-remaining workers repeat the step before the average. So with `every=1` and SGD without momentum
-nothing is lost. In other cases at most the dead worker's steps since the last average and its
-optimizer's state are lost. A new worker copies another worker's replica. In the next average, the
-steps of the copied worker since the last average count twice.
+remaining workers repeat the last step, and then the average. So with `every=1` and SGD without
+momentum nothing is lost. In other cases at most the dead worker's steps since the last average and
+its optimizer's state are lost. A new worker copies another worker's replica. In the next average,
+the steps of the copied worker since the last average count twice.
 
 In a step with an average, a worker sends 2 (n-1)/n of the size of the parameters and floating-point
 buffers, in a ring all-reduce. With fragments, it sends 2 (n-1)/n of the current fragment. In other

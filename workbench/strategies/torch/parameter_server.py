@@ -20,8 +20,8 @@ workers take n steps, and one device takes one step. Clipping is applied to the 
 push.
 
     max_staleness=s       a worker that is more than s steps ahead of the slowest worker must wait
-                          (SSP); with s=0 no worker begins a step before all workers have ended
-                          the step before, but there are still n separate steps
+                          (SSP); with s=0 no worker begins a step until all workers have ended
+                          the previous step, but there are still n separate steps
     staleness_aware_lr    the learning rate of a push is divided by the push's staleness
     pull_every=k          a worker pulls new parameters only after every k steps
     consistency=snapshot  all servers send the same version of their tensors. Server 0 gives each

@@ -458,9 +458,10 @@ def predict(
             depends on its number of samples. A run with other messages shows the fixed cost of a
             message, which does not depend on its bytes.
         workers: One number of workers, or several numbers.
-        given: `link="100Gbit"` and `latency="20us"` replace the measured values. `strategy=` and
-            `options={...}` replace the strategy and options of the run. `scaling="weak"` keeps the
-            number of samples per worker constant; `scaling="strong"` keeps the batch constant.
+        given: `link="100Gbit"` and `latency="20us"` replace the measured values. Without a latency,
+            a message keeps its measured (or simulated) fixed cost. `strategy=` and `options={...}`
+            replace the strategy and options of the run. `scaling="weak"` keeps the number of
+            samples per worker constant; `scaling="strong"` keeps the batch constant.
             `batch_size=` and `steps=` are those of the predicted run. `per_host=` is the number of
             workers on a host. Give `gradient_bytes=` if no run has sent gradients.
 

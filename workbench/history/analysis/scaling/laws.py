@@ -98,8 +98,8 @@ def fitted(
         are = "is" if len(workers) == 1 else "are"
         return Law(
             name,
-            why_not=f"{name}'s law is not fitted: the fit needs {LEAST_POINTS} numbers of workers, "
-            f"but {len(workers)} {are} measured",
+            why_not=f"{name}'s law is not fitted: the fit needs runs with at least {LEAST_POINTS} "
+            f"different numbers of workers, but only {len(workers)} {are} measured",
         )
     if base_workers != 1:
         return Law(name, why_not=f"{name}'s law is not fitted: there is no run with one worker")

@@ -86,8 +86,9 @@ def _more(curve: Curve, best: Point) -> str:
         return ""
     least, most = law.scale / law.high, law.scale / law.low
     return (
-        f"By Amdahl's law, {law.serial * 100:.0f} % of one worker's step cannot be divided. So no "
-        f"number of workers gives more than {law.limit:.1f}x ({least:.1f} to {most:.1f})."
+        f"By Amdahl's law, {law.serial * 100:.0f} % of one worker's step cannot be divided "
+        "(communication and overhead included). So no number of workers gives more than "
+        f"{law.limit:.1f}x ({least:.1f} to {most:.1f})."
     )
 
 
@@ -192,8 +193,8 @@ def words_of_predictions(curves: Sequence[Curve]) -> Iterable[str]:
         runs = ", ".join(dict.fromkeys(one.run for one in made.values()))
         yield (
             f"The predictions come from {runs}. Runs with one worker are used only to find how the "
-            "work depends on the samples. A new run lies in the predicted interval with a "
-            "probability of 90 %."
+            "work depends on the number of samples. A new run lies in the predicted interval with "
+            "a probability of 90 %."
         )
     said: dict[str, list[str]] = {}
     for name, one in made.items():

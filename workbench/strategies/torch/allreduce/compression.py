@@ -13,7 +13,7 @@ Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
   and its largest number is 65504.
 - `topk:F`: the numbers with the largest magnitude, a fraction F of the whole gradient, are sent as
   values and indices. Workers choose different numbers, so the chosen numbers are gathered, not
-  reduced: each worker sends n-1 messages, each with as many numbers as it chose.
+  reduced: each worker sends n-1 messages, each with all the numbers that one worker chose.
 - `powersgd:R`: each gradient matrix M, shape (m, k), is sent as P Q^T of rank R. One step of power
   iteration computes P and Q from the previous Q. P and Q are linear in M, so an all-reduce can
   average them: P = mean(M_r Q), made orthonormal; Q = mean(M_r^T P). Vectors are sent without

@@ -57,7 +57,37 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
         loop.timer.blind()
         why = "the loop exchanges gradients outside backward, where wb.watch does not measure"
         context.emit(events.Unmeasured(columns=dict.fromkeys(("sync_wait_s", "transfer_s"), why)))
+        context.closers.append(_Silence(context).close)
     return loop
+
+
+class _Silence:
+    """Warns at the end if the workers sent each other nothing while they trained."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context, self._trained, self._calls = context, context.trained, _calls()
+
+    def close(self) -> None:
+        """Compare the numbers of calls; a group that does not count its calls is not judged."""
+        steps, calls = self._context.trained - self._trained, _calls()
+        if steps and calls is not None and calls == self._calls:
+            self._context.emit(  # the same text on every worker, so it is shown once
+                events.Warned(
+                    rank=self._context.spec.rank,
+                    text=f"In {steps} steps the workers sent each other no messages, so each "
+                    "worker trained a separate model. For an ordinary PyTorch loop, replace "
+                    "wb.watch by model, optimizer, loader = wb.prepare(model, optimizer, loader).",
+                )
+            )
+
+
+def _calls() -> dict[Any, int] | None:
+    """Return how many messages each process group has begun to send; None if unknown."""
+    groups: Any = torch.distributed.distributed_c10d._world.pg_map
+    try:
+        return {group: group._get_sequence_number_for_group() for group in groups}
+    except RuntimeError:
+        return None
 
 
 class _OfDdp(Guard):

@@ -5,8 +5,8 @@ A chain of layers is cut so that the slowest stage is as fast as possible.
 Source: the linear partition problem; used for pipelines in Narayanan et al., PipeDream, SOSP 2019,
 section 3.1.
 
-A pipeline is as fast as its slowest stage. Let T(i, s) be the smallest possible time of the slowest
-of s stages that hold the first i layers:
+A pipeline is as fast as its slowest stage. There are many ways to cut the first i layers into s
+stages. T(i, s) is the time of the slowest stage in the best of these ways:
 
     T(i, 1) = time of layers 0..i-1
     T(i, s) = min over j < i of max(T(j, s-1), time of layers j..i-1 and of moving the values at j)

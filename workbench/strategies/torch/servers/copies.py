@@ -7,10 +7,10 @@
 
 Source: van Renesse and Schneider, Chain Replication for Supporting High Throughput and
 Availability, OSDI 2004; for parameter servers Li et al., OSDI 2014, section 4.3: a copy receives
-only the result of the aggregation. In a synchronous step the result is one gradient, for any number
-of workers. In asynchronous training nothing is aggregated, so the copy receives every push. The
-servers form a ring: each server holds its own part and a copy of the part of the server before it.
-If there is only one part, the second server holds only the copy.
+only the result of the aggregation. In a synchronous step this result is one gradient, for any
+number of workers. In asynchronous training nothing is aggregated, so the copy receives every push.
+The servers form a ring: each server holds its own part and a copy of the part of the server before
+it. If there is only one part, the second server holds only the copy.
 
 The server sends the step's gradient and hyper-parameters to the copy, and lists the pushes that the
 step includes. The copy's optimizer takes the same step, so that the parameters, the optimizer's
