@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-accelerator = Accelerator(cpu=True)
+accelerator = Accelerator()
 torch.manual_seed(0)
 model = nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.05)

@@ -111,14 +111,14 @@ def environ(spec: RunSpec) -> dict[str, str]:
         # Connect when the group is made. A rank that waits for a peer's first connection has no
         # socket that could be shut, so nothing could end its wait.
         "TORCH_GLOO_LAZY_INIT": 0,
+        "ACCELERATE_USE_CPU": spec.device == "cpu",  # else it trains on each CPU rank alone
     }
     if "OMP_NUM_THREADS" not in os.environ:  # torchrun does the same
         values["OMP_NUM_THREADS"] = max(1, spec.threads)
     wanted = dict(DEVICE_COLLECTIVES) if spec.backend != "gloo" else {}
     if local_size == spec.world_size:
         values["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-        if spec.backend != "gloo":  # else NCCL listens on the first interface
-            wanted["NCCL_SOCKET_IFNAME"] = "lo"
+        wanted["NCCL_SOCKET_IFNAME"] = "lo"  # else NCCL listens on the first interface
     elif spec.store is not None and (ours := address.interface_of(address.address_in(spec))):
         wanted |= dict.fromkeys(INTERFACES, ours)
     values |= {name: value for name, value in wanted.items() if name not in os.environ}
