@@ -119,7 +119,7 @@ class WorkbenchMagics(Magics):
         progress.done(cluster.status())
         count = len(cluster.worker_ids)
         if asked.count is not None and asked.count < count:
-            print(f"{count} engines were running already; `%%distributed -n` uses fewer")  # noqa: T201
+            print(f"{count} engines already run; to use fewer: `%%distributed -n`")  # noqa: T201
         if why := cluster.engine_set.put_off:
             print(f"the framework was not imported before the start: {why}")  # noqa: T201
         if asked.keep:
@@ -140,7 +140,7 @@ class WorkbenchMagics(Magics):
 
     @cell_magic
     def distributed(self, line: str, cell: str) -> None:
-        """Run the cell on the engines; with a strategy, train under it. See `%%distributed?`."""
+        """Run the cell on the engines, or train it under a strategy. See `%%distributed?`."""
         self._cell(parse_cell_line(line), Recipe(cell, BODY_LINE, self._origin()), cell)
 
     @line_magic("distributed")  # type: ignore[arg-type]

@@ -80,6 +80,12 @@ from workbench.engine.debugging.tracebacks import advice
         ),
         ("RuntimeError: can't start new thread", "--pids-limit"),
         ("BlockingIOError: [Errno 11] Resource temporarily unavailable", "ulimit -u"),
+        (
+            "TypeError: cross_entropy_loss(): argument 'input' (position 1) must be Tensor, not "
+            "NoneType",
+            "`return`",
+        ),
+        ("TypeError: copy_(): argument 'other' (position 1) must be Tensor, not NoneType", None),
         ("ValueError: something else", None),
     ],
 )

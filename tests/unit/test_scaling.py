@@ -86,7 +86,7 @@ def test_points_that_miss_the_law_widen_its_interval() -> None:
 @pytest.mark.parametrize(
     ("runs", "words"),
     [
-        (lambda: strong((2,)), "3 numbers"),
+        (lambda: strong((2,)), "least 3 "),
         (lambda: [run_of(n, amdahl(n)) for n in (2, 4, 8)], "one worker"),
         (lambda: strong(steps=3), "few steps"),
         (lambda: [run_of(1, 0.1), run_of(2, 0.15), run_of(4, 0.25)], "describe"),

@@ -82,7 +82,7 @@ class Limits:
         if self.max_engines is None or wanted + elsewhere <= self.max_engines:
             return
         engines = f"{elsewhere} engine{'s' if elsewhere > 1 else ''}"
-        others = f"; your other clusters already have {engines}" if elsewhere else ""
+        others = f"; your other clusters have {engines}" if elsewhere else ""
         raise PlanError(
             f"The administrator limits the engines of each user to {self.max_engines}{others}.",
             seen=wanted,

@@ -233,8 +233,9 @@ def everyone() -> list[Paused]:
 
 
 HELP = (
-    "type w u d l p pp a locals n s c q, or any expression; `rank 2` shows another paused rank, "
-    "`all c` sends `c` to all paused ranks, `leave` closes this prompt"
+    "commands: w, u, d, l, p, pp, a, locals, n, s, c, q, or any expression; "
+    "`rank 2` shows another paused rank, `all c` sends `c` to all paused ranks, "
+    "`leave` closes this prompt"
 )
 
 

@@ -71,8 +71,8 @@ METRICS = {
     "sent_bytes": "bytes that all workers have sent in the whole run",
     "memory_bytes_per_worker": "bytes of the model, the gradients and the optimizer state, on the "
     "worker that holds the most bytes",
-    "staleness_mean": "mean number of updates by others between a worker's pull and its push, in "
-    "asynchronous strategies",
+    "staleness_mean": "mean number of updates by other workers between a worker's pull and its "
+    "push, in asynchronous strategies",
     "loss": "the loss of the last step",
 }
 """Figures of a run; those of its last evaluation are `eval_NAME`. A value that was not measured is

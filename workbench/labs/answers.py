@@ -123,7 +123,7 @@ class Check:
         self.need(
             number == int(number),
             f"`{name}` is {number:g}, but it must be a whole number.",
-            "what does this number count? There is no half of it",
+            "what does this number count? A half of such a thing does not exist",
         )
         return int(number)
 
@@ -192,10 +192,10 @@ class Check:
         """
         return self._call(name, args)[0]
 
-    def _call(self, name: str, args: Sequence[Any]) -> tuple[Any, str]:
+    def _call(self, name: str, args: Sequence[Any], what: str = "") -> tuple[Any, str]:
         """Return what a function of the notebook returns, and how that is shown."""
         self._function(name)
-        asked = _asked(name, args)
+        asked = _asked(name, args, what)
         given = [NamedRun(one.name) if isinstance(one, RunFacts) else one for one in args]
         found = self._side.call(name, [pack(one) for one in given], CALL_LIMIT_S)
         if "late" in found:
@@ -206,7 +206,9 @@ class Check:
         if "raised" in found:
             self.wrong(
                 f"{asked} raised {found['raised']}",
-                f"call `{name}` with these values in a new cell: which line raises the error?",
+                f"does `{name}` also work for values other than those of your own runs?"
+                if what
+                else f"call `{name}` with these values in a new cell: which line raises the error?",
             )
         value = unpack(found.get("value"))
         if value is None or value is NotImplemented or value is Ellipsis:
@@ -217,10 +219,14 @@ class Check:
             )
         return value, str(found.get("words"))
 
-    def number_from(self, name: str, *args: Any) -> float:
-        """Call a function of the notebook that must return one finite number."""
-        value, words = self._call(name, args)
-        return self._number(value, f"{_asked(name, args)} returned {words}")
+    def number_from(self, name: str, *args: Any, given: str = "") -> float:
+        """Call a function of the notebook that must return one finite number.
+
+        Args:
+            given: What the arguments are, in words, if they are too long for a message.
+        """
+        value, words = self._call(name, args, given)
+        return self._number(value, f"{_asked(name, args, given)} returned {words}")
 
     def known_run(self, name: str) -> RunFacts | None:
         """Return the newest run of that name, in any state; None if there is none."""
@@ -233,8 +239,8 @@ class Check:
         if found is None:
             self.wrong(
                 f"There is no run named {name!r}.",
-                f"run the cells down to exercise {self.number} in order: one of them trains this "
-                f"run with --name {name}",
+                f"run all cells from the first cell to exercise {self.number}, in order: one of "
+                f"them trains this run with --name {name}",
             )
         if found.state != "finished":
             self.wrong(
@@ -296,7 +302,9 @@ class Check:
         return [unpack(one) for one in found["values"]]
 
 
-def _asked(name: str, args: Sequence[Any]) -> str:
+def _asked(name: str, args: Sequence[Any], what: str = "") -> str:
+    if what:
+        return f"For {what}, `{name}`"
     return f"{name}({', '.join(map(shown, args))})"
 
 
@@ -316,12 +324,16 @@ def close(found: float, truth: float, share: float) -> bool:
     return math.isfinite(truth) and abs(found - truth) <= share * abs(truth)
 
 
-def as_read(found: float, truth: float) -> bool:
-    """Whether a number is the positive truth, or the truth cut or rounded to 2 to 6 decimals."""
+def as_read(found: float, truth: float, least: int = 2) -> bool:
+    """Whether a number is the positive truth, or the truth cut or rounded to some decimals.
+
+    Args:
+        least: The fewest decimals; the most are 6.
+    """
     off = found - truth
     return abs(off) <= 1e-5 * truth or any(
         -(0.1**places) < off <= 0.1**places / 2 and abs(found - round(found, places)) < 1e-12
-        for places in range(2, 7)
+        for places in range(least, 7)
     )
 
 

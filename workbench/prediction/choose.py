@@ -322,7 +322,7 @@ class Race:
         """Return the prediction for a candidate from the measured runs."""
         held = self._held(one)
         runs = self._predictable()
-        why = "no measured run to predict it from"
+        why = "no run was measured from which its speed can be predicted"
         if runs and runs[0].plan.workers > 1:
             try:
                 found = predict(runs, one.workers, strategy=one.entry.name,

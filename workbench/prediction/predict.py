@@ -496,7 +496,7 @@ class Knows:
             )
         if any(s.overlapped for s in settings) and most > 1:
             found.append(
-                "The prediction assumes that two thirds of the computation time are backward. "
+                "The prediction assumes that backward takes two thirds of the computation time. "
                 "During backward, gradients are already sent in buckets."
             )
         if any(s.piped and s.workers != base.workers for s in settings):

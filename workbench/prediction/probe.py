@@ -179,7 +179,7 @@ class Probe:
             raise RunError(
                 "The run has too few steps for a prediction.",
                 seen=f"{len(table.step)} steps after the warm-up, in {run.name}",
-                allowed=f"{LEAST_STEPS} steps or more, or 100 to predict stragglers too",
+                allowed=f"{LEAST_STEPS} steps or more; to predict stragglers too, 100 or more",
                 next_step="train again with --steps 100",
                 code="WB-RUN-131",
             )

@@ -183,8 +183,8 @@ class PostMortem:
         if not found:
             raise RunError(
                 f"Rank {engine} has no traceback to inspect.",
-                allowed="a rank whose last cell raised an error; an interrupt leaves no traceback, "
-                "and the next cell or %cluster free drops the traceback",
+                allowed="a rank whose last cell raised an error; after an interrupt there "
+                "is no traceback, and the next cell or %cluster free deletes the traceback",
                 next_step="%cluster debug, without a number, opens the rank that failed first",
                 code="WB-RUN-076",
             )
@@ -264,7 +264,10 @@ def failed_engine(task: Task | None) -> int:
 
 def converse(found: PostMortem, read: Callable[[str], str], write: Callable[[str], object]) -> None:
     """Read commands until `q`."""
-    write(f"{found!r}\n(type w u d l p pp a locals, or any expression; `q` ends this prompt)\n")
+    write(
+        f"{found!r}\n(commands: w, u, d, l, p, pp, a, locals, or any expression; `q` ends this "
+        "prompt)\n"
+    )
     while True:
         try:
             line = read(f"rank {found.engine} post-mortem> ")

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from .access import ClusterAccess
 
 RESIDENT = (
-    "Memory is the resident set. Pages that several engines share are counted once for each engine."
+    "Memory is the resident set size (RSS). Pages that several engines share are counted for each "
+    "of these engines."
 )
 
 

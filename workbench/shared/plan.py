@@ -153,7 +153,7 @@ class Plan(RunSettings):
                 raise PlanError(
                     f"-o {name}={value} needs a GPU for each replica.",
                     seen=", ".join(devices),
-                    allowed=f"on CPUs another value of `{name}`; `{default}` always works",
+                    allowed=f"on CPUs, another value of `{name}`; `{default}` always works",
                     next_step=f"leave -o {name} out, or use -o {name}={default}",
                     code="WB-PLAN-084",
                 )

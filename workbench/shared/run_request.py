@@ -428,7 +428,8 @@ def cell_parser(prog: str = "%%distributed") -> argparse.ArgumentParser:
         prog=prog,
         add_help=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Run the cell on the engines; with a strategy, train under it.",
+        description="Run the cell on the engines. If the line names a strategy, the cell trains "
+        "under it.",
         epilog=_strategies_and_options(),
     )
     for flag in FLAGS.values():
@@ -494,7 +495,7 @@ def _check_replacing(entry: catalog.Strategy, asked: RunSettings) -> None:
     if not (entry.heals and entry.replicated):
         able = ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated)
         raise PlanError(
-            f"Strategy {entry.name} cannot add a new worker while the others train.",
+            f"Strategy {entry.name} cannot add a new worker while the other workers train.",
             seen="--on-straggler replace",
             allowed=f"`replace` under {able}; `wait`" + ("; `shed`" if entry.sheds else ""),
             next_step="remove --on-straggler, or use an allowed value",

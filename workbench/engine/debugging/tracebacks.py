@@ -528,7 +528,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "pad them in DataLoader(..., collate_fn=...)",
     ),
     (
-        r"must be Tensor, not NoneType",
+        r"(?:loss|linear|conv\w*)\(\): argument 'input' \(position 1\) must be Tensor, "
+        r"not NoneType",
         "the model returned nothing: end its forward() with `return`",
     ),
     (

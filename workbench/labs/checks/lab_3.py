@@ -158,7 +158,7 @@ def share(c: Check) -> None:
             c.need(
                 abs(found) < 1e-9,
                 f"waiting_share(1) returned {found:.4g}, which is not right for one worker.",
-                "how long does a single worker wait?",
+                "how long does a worker wait if there are no other workers?",
             )
         c.need(
             0 <= found < 1,

@@ -141,9 +141,8 @@ def central_step(c: Check) -> None:
         hint = "`w` is right: compare `velocity` with the formula for v"
     elif max(off[0], state_off[0]) <= EXACT:
         hint = (
-            "if `velocity` is zero before the first step, both are right. In the second trial the "
-            f"numbers in `velocity` are {TRIALS[1][2]:g} before the first step: does your step use "
-            "them?"
+            "if the numbers in `velocity` are 0 before the first step, both are right. If these "
+            f"numbers are {TRIALS[1][2]:g}, both are wrong: does your step use them?"
         )
     c.expect(
         all(one <= EXACT for one in off + state_off),

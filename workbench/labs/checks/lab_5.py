@@ -31,7 +31,7 @@ _TURNS: Diary = [(what, w) for what in ("pull", "push") for w in (0, 1, 2)]
 _FAST: Diary = [(what, 0) for _ in range(3) for what in ("push", "pull")]
 _DIARIES: list[tuple[Diary, list[int], str]] = [
     ([("pull", 0), ("push", 0), ("pull", 0), ("push", 0)], [0, 0],
-     "a single worker always computes with the newest parameters"),
+     "if there is only one worker, it always computes with the newest parameters"),
     (_TURNS, [0, 1, 2],
      "three workers pulled at the same time: each push makes the next pushes staler"),
     ([("pull", 0), ("pull", 1), ("push", 0), ("push", 1), ("pull", 0), ("push", 0), ("pull", 1),
@@ -265,7 +265,7 @@ def _reached(c: Check, name: str) -> tuple[float, float]:
     c.need(
         len(below) > 0,
         f"The loss of the run {name!r} never falls below {TARGET}.",
-        f"run the cell with --name {name} again, with the number of steps that was in this cell",
+        f"run the cell with --name {name} again, with the number of steps in the original lab",
     )
     return float(seconds[below[0]]), float(used[below[0]])
 

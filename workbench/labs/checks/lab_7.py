@@ -88,12 +88,12 @@ def odd_step(c: Check) -> None:
         "select the rows of this step in the history, and take the values of `samples`",
     )
     c.expect(
-        as_read(c.number_of("factor"), sum(shares) / (2 * min(shares))),
+        as_read(c.number_of("factor"), sum(shares) / (2 * min(shares)), least=3),
         "a sample of the smaller share counts `factor` times as much as on one device",
         f"`factor` is {c.number_of('factor'):.5g}, which does not agree with the shares of this "
         "step",
-        "let a be the smaller share and b the larger share: divide 1/(2a) by 1/(a+b), and keep two "
-        "decimals or more",
+        "let a be the smaller share and b the larger share: divide 1/(2a) by 1/(a+b), and keep "
+        "three decimals or more",
     )
 
 
@@ -103,12 +103,15 @@ def even(c: Check) -> None:
     alone, together = c.run("even-one_device"), c.run("even-mirrored")
     steps = _by_step(together)
     for run, workers in ((alone, 1), (together, 2)):
-        count = len(_by_step(run))
+        count, same = len(_by_step(run)), run.plan.workers == workers
         c.need(
-            count == _STEPS and run.plan.workers == workers,
+            count == _STEPS and same,
             f"The run {run.name!r} must have {_STEPS} steps and workers={workers}, but it has "
             f"{count} steps and workers={run.plan.workers}.",
-            f"do not change the first line of the cell: it has --steps {_STEPS} and -n 2",
+            "the data ended early, or the first line was changed: pass only whole batches to "
+            "`fit`, without `steps_per_epoch`"
+            if same
+            else f"do not change the first line of the cell: it has --steps {_STEPS} and -n 2",
         )
     most = max(sum(samples) for samples in steps)
     c.need(
@@ -150,6 +153,12 @@ def in_pytorch(c: Check) -> None:
             f"`in_pytorch` has no PyTorch tool for {name}.",
             f"choose one of {', '.join(_KNOWN)}",
         )
+        c.need(
+            isinstance(given, str),
+            f"{name}: {given!r} is not a name in quotes.",
+            "write the name of the tool as a string, not the class or the module itself: one of "
+            + ", ".join(map(repr, _KNOWN)),
+        )
         word = str(given).strip().lower().rpartition(".")[2]  # also with its module
         c.need(
             word in [known.lower() for known in _KNOWN],
@@ -190,7 +199,7 @@ def apart(c: Check) -> None:
 def _compare(c: Check, keras: dict[str, Any], torch: dict[str, Any], what: str) -> None:
     truth = max(float(np.abs(k.T - t).max()) for k, t in zip(keras.values(), torch.values(),
                                                              strict=True))  # fmt: skip
-    found = c.number_from("apart", keras, torch)
+    found = c.number_from("apart", keras, torch, given=what)
     c.need(
         math.isclose(found, truth, rel_tol=1e-4, abs_tol=1e-9),
         f"For {what}, `apart` returned {found:.4g}, which is not the largest difference.",

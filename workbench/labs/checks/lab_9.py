@@ -120,7 +120,7 @@ def apart(c: Check) -> None:
         c.need(
             not wrong,
             f"{wrong} for {facts}",
-            "one worker computes B/N samples in its own time, then pushes and pulls: what is its "
+            "each worker computes B/N samples at its own pace, then pushes and pulls: what is its "
             "rate? Add up the rates of all workers",
         )
     c.expect(True, "the result is the sum of the workers' own rates", "")

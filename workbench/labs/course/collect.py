@@ -29,8 +29,8 @@ State = Literal["new", "unchanged", "replaced", "older", "kept", "unreadable"]
 SAID: dict[State, str] = {
     "new": "collected",
     "unchanged": "collected before",
-    "replaced": "collected; the notebook from before is kept with the suffix .before",
-    "older": "not collected: the student handed in a newer notebook for this lab too",
+    "replaced": "collected; the previous notebook is kept, with .before at the end of its name",
+    "older": "not collected: the student also handed in a newer notebook for this lab",
     "kept": "not collected: another notebook was collected before; --replace replaces it",
     "unreadable": "not collected",
 }

@@ -27,7 +27,7 @@ def add_commands(commands: Any) -> None:
     out.add_argument("labs", nargs="+", type=int, metavar="LAB", help="numbers of labs")
     out.add_argument("--to", type=Path, default=Path("release"), help="folder (default: release)")
     into = commands.add_parser(
-        "collect", help="sort the notebooks that students handed in by student and lab"
+        "collect", help="copy the students' notebooks into one folder for each student and lab"
     )
     into.add_argument(
         "places", nargs="+", type=Path, metavar="PLACE", help="folders, zip files and notebooks"
@@ -36,7 +36,10 @@ def add_commands(commands: Any) -> None:
         "--to", type=Path, default=Path("submitted"), help="folder (default: submitted)"
     )
     into.add_argument(
-        "--roster", type=Path, metavar="FILE", help="CSV of the class, to list who is missing"
+        "--roster",
+        type=Path,
+        metavar="FILE",
+        help="CSV of the class; then students without a notebook are listed",
     )
     into.add_argument(
         "--replace", action="store_true", help="replace notebooks that were collected before"
@@ -46,10 +49,10 @@ def add_commands(commands: Any) -> None:
 def add_flags(add: Any) -> None:
     """Add what a course needs to the flags of `workbench grade`."""
     add("--csv", type=Path, metavar="FILE",
-        help="write points to this gradebook; rows of other students stay")  # fmt: skip
+        help="write points to this gradebook; rows of other students do not change")  # fmt: skip
     add("--roster", type=Path, metavar="FILE", help="CSV of the class, for the gradebook")
     add("--feedback", type=Path, metavar="FOLDER",
-        help="write each notebook with its points and findings")  # fmt: skip
+        help="write copies of the notebooks, with points and findings, to this folder")  # fmt: skip
 
 
 def run(given: argparse.Namespace, notebooks: Path) -> int:

@@ -55,7 +55,7 @@ def release(numbers: Sequence[int], notebooks: Path, to: Path) -> list[Path]:
             raise PlanError(
                 "The folder already has another version of this notebook.",
                 seen=str(target),
-                next_step="move it away, or release to another folder with --to",
+                next_step="move this version to another place, or use another folder: --to FOLDER",
                 code="WB-PLAN-335",
             )
         target.parent.mkdir(parents=True, exist_ok=True)

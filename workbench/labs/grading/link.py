@@ -387,7 +387,7 @@ class Told:
             raise ValueError("no engine answered")
         if values is not None and self._workers > 0 and len(values) != self._workers:
             words = f"{len(values)} engines answered the check, but the lab has {self._workers}."
-            return {"wrong": words, "hint": "did a cell of the notebook end or start engines?"}
+            return {"wrong": words, "hint": "did a cell of the notebook start or stop engines?"}
         return found
 
     def run(self, name: str) -> Wire:

@@ -337,7 +337,7 @@ class _Student:
                 places = [cell.place for cell in cells if role(cell)[0] == kind]
                 if places:
                     said.append(f"{_counted(len(places), kind)} {words} (cell {_listed(places)})")
-        restored = [f"{words}: run as handed out" for words in said]
+        restored = [f"{words}: the original was run" for words in said]
         idle = [
             cell.place
             for i, cell in enumerate(self._cells)

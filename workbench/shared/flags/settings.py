@@ -99,7 +99,7 @@ class RunSettings:
         trains=True,
         argument="on_failure",
         help="when an engine dies: `stop`, `continue` with fewer workers, `replace` the engine "
-        "(needs --checkpoint), or `heal`: the others continue, and a new engine joins them",
+        "(needs --checkpoint), or `heal`: the other workers continue, and a new engine joins them",
         without="`replace` if `--checkpoint` is given, otherwise `stop`",
         example="%%distributed mirrored --on-failure continue",
     )

@@ -228,7 +228,7 @@ class ParameterServer(Strategy):
     def step(self, share: Share) -> StepResult:
         """Refuse: see `run_loop`."""
         raise FitError(
-            "The strategy cannot take a single step: its workers take all steps of a run.",
+            "This strategy cannot take one step alone: it takes all steps of a run at once.",
             code="WB-FIT-096",
         )
 

@@ -184,7 +184,7 @@ def _values_of(
                 "The function that builds the model must return the same model each time it is "
                 "called.",
                 seen=f"{len(_names(model))} tensors, then {len(_names(source))}",
-                next_step="build the model inside the function from constants only",
+                next_step="build the model inside the function, and use only constants there",
                 code="WB-FIT-159",
             )
     if forms(source):

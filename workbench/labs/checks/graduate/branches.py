@@ -98,7 +98,7 @@ def fedavg(c: Check) -> None:
         calls == 3,
         f"In three rounds `office.add_up` was called {calls} times, but must be called once in "
         "each round.",
-        "put everything that a branch sends to the office in a round into one vector",
+        "in each round, put everything that a branch sends to the office into one vector",
     )
     c.expect(True, "`fedavg` returns the weighted means, and sends one vector in each round", "")
     data = c.ask(_ROWS, limit_s=LIMIT_S, hint="run the cell of section 6 again")
@@ -303,7 +303,8 @@ def _dp_rounds(c: Check, found: list[Any], n: int) -> None:
         bool(np.allclose(models, before + messages[1].sum(1) / n)),
         "With z = 1, the new weights are not the old weights plus the mean of the messages that "
         "the office received.",
-        "the noise is in the messages already: add the office's sum, divided by world_size",
+        "the messages already contain the noise: divide the office's sum by world_size, and add "
+        "the result to the old weights",
     )
     c.expect(True, "`dp_fedavg` adds clipped and noisy updates", "")
 
@@ -435,7 +436,7 @@ def secure(c: Check) -> None:
     four = (noise[:-1].sum(0)) % 1.0  # what remains is the last branch's mask
     c.need(
         n == 1 or float(np.abs(np.sort(four) - np.linspace(0, 1, 2000)).max()) < 0.06,
-        "The sum of all messages except one is not random.",
+        "If one message is left out, the sum of the other messages is not random.",
         "each pair of branches needs its own mask",
     )
     c.need(

@@ -236,7 +236,7 @@ def naive(c: Check) -> None:
         np.array_equal(first, np.asarray(again[0], dtype=float)),
         "all workers have the weights and buffers of worker 0",
         "`same_weights` changed the values of worker 0",
-        "a broadcast from worker 0 leaves its values as they are",
+        "a broadcast from worker 0 does not change the values of worker 0",
     )
     found = c.ask(_WIRE + _NAIVE + _FORGET, hint=_ORDER)
     _mean_of(c, "average_naive", found, workers, _naive_truth(workers))
@@ -383,8 +383,8 @@ def _trained(
             "in every backward pass, count the gradients of a bucket that have arrived in this "
             "pass: a .grad can hold old values before its new gradient arrives"
             if keep or (quiet and limit != _SMALL)
-            else "after two backward passes, each .grad must be the mean over the workers of the "
-            "sum of both passes: no_sync() must leave the first gradients in .grad"
+            else "after two backward passes, each .grad must be the sum of both passes, averaged "
+            "over the workers: no_sync() must not remove the first gradients from .grad"
             if quiet
             else "divide by world_size, write every part of a message back into its .grad, and "
             "remove the messages of the previous step",
@@ -410,7 +410,7 @@ def parallel(c: Check) -> None:
         min(early) >= 4,
         "messages begin while the backward pass is still running",
         f"in steps 1 and 2, only {early[0]} and {early[1]} of 7 messages began before the backward "
-        "pass reached the first layer; at least 4 must",
+        "pass reached the first layer; at least 4 messages must begin before that",
         "begin the message of a bucket in the hook that gets the last gradient of this bucket, and "
         "let `finish` prepare the next step",
     )
@@ -460,8 +460,8 @@ def accumulating(c: Check) -> None:
         "after no_sync(), the backward pass sends the summed gradients of both passes while it "
         "computes",
         f"after no_sync() two steps sent {told[0][1]} and {told[0][5]} messages for 7 parameters, "
-        f"and in one step {early} of them began during the backward pass; in each step 7 must be "
-        "sent, and at least 4 must begin early",
+        f"and in one step {early} of them began during the backward pass. Each step must send 7 "
+        "messages, and at least 4 of them must begin during the backward pass",
         "after no_sync() has ended, the hooks must begin messages again",
     )
     _trained(c, "Accumulating", 200, quiet=True)

@@ -418,10 +418,10 @@ def saved_state(c: Check) -> None:
     again = max(float(one[3]) for one in found)
     c.need(
         again < 1e-10,
-        f"Two steps after `load` the weights differ from those of an uninterrupted run by "
-        f"{again:.2g}.",
-        "`load` must write this worker's part of the moments, and `step`, into "
-        "self.optimizer.state",
+        f"After `load` and two more steps, the weights differ by {again:.2g} from those of an "
+        "uninterrupted run.",
+        "`load` must write two things into self.optimizer.state: this worker's part of the "
+        "moments, and `step`",
     )
     c.need(
         all(one[4] for one in found),

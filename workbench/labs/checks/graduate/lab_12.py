@@ -202,7 +202,8 @@ def feedback(c: Check) -> None:
             c.need(
                 bool(np.allclose(error, memory[rank], atol=EXACT)),
                 f"{words}: `error` of worker {rank} is wrong after {len(gradients)} steps.",
-                "what a worker has sent plus its memory must be the sum of its gradients"
+                "add up a worker's messages and its memory: the result must be the sum of its "
+                "gradients"
                 if used
                 else "without feedback the memory must stay zero",
             )
@@ -222,7 +223,7 @@ def feedback(c: Check) -> None:
                 "`mean` did not send exactly one message in each call.",
                 "in `mean`, call post.gather(message) exactly once",
             )
-    c.expect(True, "on every worker, what was sent plus the memory is the sum of the gradients", "")
+    c.expect(True, "on every worker, messages and memory add up to the sum of the gradients", "")
 
 
 _KINDS = {"largest": "that sends one number", "halves": "that rounds every number"}

@@ -133,8 +133,8 @@ def rates(c: Check) -> None:
     c.need(
         not other,
         f"The work that `matmul_rate` or `copy_rate` measures also contains {', '.join(other)}.",
-        "make all tensors as float32 before you measure. The measured work is only the product, "
-        "or only the copy",
+        "before you measure, create all tensors with the type float32. The measured work is only "
+        "the product, or only the copy",
     )
     for name, rate, truth, hint in (
         (
@@ -153,7 +153,7 @@ def rates(c: Check) -> None:
         value = float(floats(c, rate, name, ()))
         c.need(
             math.isclose(value, truth, rel_tol=1e-6),
-            f"If a call takes 0.5 s, `{name}` returned {value:.4g}, which is not the rate.",
+            f"For a call that takes 0.5 s, `{name}` returned {value:.4g}, which is not the rate.",
             hint,
         )
     c.expect(True, "`matmul_rate` and `copy_rate` are right", "")
@@ -437,7 +437,8 @@ def slowest(c: Check) -> None:
         "`many_interval` is the interval of the mean step of `many`",
         f"`many_interval` is {pair[0]:.4g} to {pair[1]:.4g} s, but the mean step is between "
         f"{ends[0]:.4g} and {ends[1]:.4g} s in 90 % of the draws",
-        "call `interval` with `step_s` of worker 0 without step 0, with 1000 repeats and any seed",
+        "call `interval` with the values `step_s` of worker 0, but leave out step 0; use 1000 "
+        "repeats and any seed",
     )
 
 

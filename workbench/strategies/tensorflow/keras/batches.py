@@ -76,6 +76,7 @@ class Batches:
             self._note_lost()
         self._check_divides()
         self._limit(given)
+        self._note_rest()
 
     def _limit(self, given: Mapping[str, Any]) -> None:
         call = self._call
@@ -90,7 +91,6 @@ class Batches:
     def _check_divides(self) -> None:
         size, replicas = self.size, self._replicas
         if size is None or size % replicas == 0:
-            self._note_rest()
             return
         below, above = size - size % replicas, size + replicas - size % replicas
         raise FitError(
@@ -108,6 +108,8 @@ class Batches:
     def _note_rest(self) -> None:
         if self.size is None or self.samples is None or self._call["steps_per_epoch"]:
             return
+        if self.total_steps is not None and self.total_steps < (self.steps_per_epoch or 0):
+            return  # training ends before this batch
         rest = self.samples % self.size
         if rest % self._replicas and self._context.spec.rank == 0:
             text = (
@@ -125,10 +127,10 @@ class Batches:
     def _note_lost(self) -> None:
         if self._context.spec.rank == 0:
             text = (
-                "Keras reads a Python generator ahead, so it trains on fewer batches than the "
-                "generator yields. Batches that Keras reads to build the model, or ahead at the "
-                "end of an epoch, are lost. With tf.data.Dataset or keras.utils.PyDataset, no "
-                "batch is lost."
+                "Keras trains on fewer batches than the Python generator yields. Two kinds of "
+                "batches are lost: those that Keras reads to build the model, and those that it "
+                "reads in advance, at the end of an epoch. With tf.data.Dataset or "
+                "keras.utils.PyDataset, no batch is lost."
             )
             self._context.emit(events.Noted(rank=0, text=text))
 

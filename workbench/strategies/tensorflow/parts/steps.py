@@ -286,8 +286,8 @@ class Steps:
         if self._traced_s >= WORTH_SAYING_S and self.context.spec.rank == 0:
             often = "once" if self._traces == 1 else f"{self._traces} times"
             text = (
-                f"TensorFlow traced the step {often}, which took {self._traced_s:.1f} s in total. "
-                "The measured step times do not include this tracing."
+                f"TensorFlow traced the step {often}. The tracing took {self._traced_s:.1f} s in "
+                "total. The measured step times do not include this time."
             )
             self.context.emit(events.Noted(rank=0, text=text))
 

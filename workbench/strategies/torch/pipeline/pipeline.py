@@ -105,7 +105,7 @@ def fill(
         raise FitError(
             "The function that builds the model must return the same model each time it is called.",
             seen=f"{len(names)} tensors, then {len(building.seen)}",
-            next_step="build the model inside the function from constants only",
+            next_step="build the model inside the function, and use only constants there",
             code="WB-FIT-133",
         )
     for name, tensor in final.items():
@@ -381,8 +381,8 @@ class Pipeline:
 def uneven(samples: int, whole: int) -> FitError:
     """Return the error for a model that computes the loss and would count repeated samples."""
     return FitError(
-        "Each batch must divide into equal microbatches, because the model computes the loss "
-        "itself.",
+        "It must be possible to divide each batch into equal microbatches, because the model "
+        "computes the loss itself.",
         seen=f"{samples} samples",
         allowed=f"a multiple of {whole} samples",
         next_step="drop the last, smaller batch (DataLoader with drop_last=True); or let the "
