@@ -528,8 +528,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "pad them in DataLoader(..., collate_fn=...)",
     ),
     (
-        r"(?:loss|linear|conv\w*)\(\): argument 'input' \(position 1\) must be Tensor, "
-        r"not NoneType",
+        r"(?:loss|linear|conv\w*)\(\): argument 'input' .+ must be Tensor, not NoneType",
         "the model returned nothing: end its forward() with `return`",
     ),
     (
