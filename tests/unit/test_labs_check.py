@@ -59,6 +59,14 @@ def test_a_number_read_from_a_run_may_be_cut_or_rounded_to_two_decimals(found, r
 
 
 @pytest.mark.parametrize(
+    ("found", "right"),
+    [(1.035, True), (1.036, True), (1.03571, True), (1.034, False), (1.04, False)],
+)
+def test_three_decimals_can_be_asked_for(found, right):
+    assert answers.as_read(found, 29 / 28, least=3) == right
+
+
+@pytest.mark.parametrize(
     ("value", "words"),
     [
         (True, "True"), ("fast", "'fast'"), ("42", "'42'"), ([1, 2], "[1, 2]"), (math.nan, "nan"),
@@ -128,6 +136,14 @@ def test_a_function_that_raises_is_shown_with_its_arguments_and_a_hint():
     finding = said(lambda c: c.call("share", 3, 0), share=lambda a, b: a / b)
     assert "share(3, 0) raised ZeroDivisionError" in finding.words
     assert finding.hint
+
+
+def test_arguments_too_long_for_a_message_are_given_in_words():
+    finding = said(
+        lambda c: c.number_from("f", [0] * 99, given="99 zeros"), f=lambda values: values[99]
+    )
+    assert "99 zeros, `f` raised IndexError" in finding.words
+    assert "[0" not in finding.words
 
 
 @pytest.mark.parametrize("returned", ["fast", True, math.nan, [1, 2], 10**400])

@@ -260,6 +260,11 @@ def test_the_steps_asked_for_are_named_where_fewer_were_taken(total: int, said: 
     assert summary_table(run).notes[0].startswith(said)
 
 
+def test_steps_beyond_those_asked_for_are_the_busiest_workers() -> None:
+    run = replace(make_summary("parameter_server"), total_steps=15, joined=False)
+    assert "20 steps (busiest worker)," in summary_table(run).notes[0]
+
+
 def test_a_summary_says_when_workers_went_and_came() -> None:
     history = make_history(make_rows(60, 3))
     assert not any(note.startswith("Workers:") for note in summary_of(history).notes)

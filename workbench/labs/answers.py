@@ -206,7 +206,8 @@ class Check:
         if "raised" in found:
             self.wrong(
                 f"{asked} raised {found['raised']}",
-                f"does `{name}` also work for values other than those of your own runs?"
+                f"which line raises the error? `{name}` must also work for other values than those "
+                "of your runs"
                 if what
                 else f"call `{name}` with these values in a new cell: which line raises the error?",
             )

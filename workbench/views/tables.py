@@ -330,8 +330,10 @@ def _headline(run: RunSummary) -> str:
 def _figures(run: RunSummary) -> list[str]:
     # Workers that take the next free step can exceed their share; "27 of 20" would be confusing.
     of = f" of {run.total_steps}" if run.total_steps and run.steps < run.total_steps else ""
+    exceeds = not run.joined and run.total_steps and run.steps > run.total_steps
+    whose = " (busiest worker)" if exceeds else ""
     lines = [
-        f"{run.steps}{of} steps, {number(run.samples)} samples in {duration(run.wall_s)}.",
+        f"{run.steps}{of} steps{whose}, {number(run.samples)} samples in {duration(run.wall_s)}.",
         f"{_warmed(run)} {number(run.samples_per_s)} samples/s{_believed(run)}; a step takes "
         f"{milliseconds(run.step_s * 1e3)}, of which {percent(run.compute_share)} is compute.",
         f"Over all steps, as in the table: {number(run.all_per_s)} samples/s.",

@@ -452,7 +452,8 @@ class Sharded(Partitioned):
 def _passed_by(kind: type) -> FitError:
     return FitError(
         "With the strategy `sharded`, a layer's parameters are gathered only when the model "
-        "itself is called. But step_fn called a part of the model, which holds only shards.",
+        "itself is called. But step_fn called a part of the model, and this part has "
+        "only shards.",
         seen=f"step_fn called a method or a part of {kind.__name__}",
         allowed="a step_fn that calls the whole model: step_fn=lambda model, batch: ... "
         "model(...) ...",

@@ -421,7 +421,7 @@ def gossip(c: Check) -> None:
         c.need(
             math.isclose(found, second, abs_tol=1e-6),
             f"second_eigenvalue of {matrix.tolist()} returned {found:.4g}, which is not "
-            "the second largest magnitude.",
+            "the second largest magnitude of its eigenvalues.",
             "sort the magnitudes of the eigenvalues: an eigenvalue of -0.8 counts as 0.8",
         )
     for matrix, factor, rounds in (
@@ -434,7 +434,7 @@ def gossip(c: Check) -> None:
         c.need(
             found == rounds,
             f"rounds_to({matrix.tolist()}, {factor}) returned {found:g}, which is not the "
-            "smallest number of rounds.",
+            "smallest number of rounds for this factor.",
             "return the smallest whole t with second ** t <= factor; `second` is the second "
             "eigenvalue",
         )

@@ -281,7 +281,8 @@ def laws(c: Check) -> None:
         found = c.number_from("most_workers", s, efficiency)
         c.need(
             found == truth,
-            f"most_workers({s}, {efficiency}) returned {found:g}, which is not the largest n.",
+            f"most_workers({s}, {efficiency}) returned {found:g}, which is not the largest n "
+            "with at least this efficiency.",
             "the efficiency is the strong speed-up divided by n: compute it for n = 1, 2, 3, ...",
         )
     c.need(
@@ -401,7 +402,7 @@ def slowest(c: Check) -> None:
     c.need(
         np.array_equal(pairs[0], pairs[1]) and not np.array_equal(pairs[0], pairs[2]),
         "`interval` must return the same result for the same seed, and another result for another "
-        "seed. It does not.",
+        "seed. At least one of these two things is not true.",
         "make the generator in the function, from the argument `seed`, and draw only with it",
     )
     c.need(
@@ -496,7 +497,8 @@ def cost(c: Check) -> None:
         and names == sorted(names),
         "`job_files` are the files of a job folder",
         f"`job_files` has {len(names)} names, but names are missing or the list is not sorted",
-        "list the names of the files in the folder that to_job returns, sorted, without subfolders",
+        "list the names of the files in the folder that to_job returns: sort the list, and leave "
+        "out subfolders",
     )
     c.expect(
         c.text("job_strategy") == "one_device",

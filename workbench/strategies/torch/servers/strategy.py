@@ -240,8 +240,8 @@ class Served(Strategy):
             "only this worker's copy of the model.",
             seen="a call of another optimizer's step()",
             allowed="one optimizer for the whole loop",
-            next_step="change param_groups (lr, momentum, ...) of the first optimizer, which the "
-            "servers follow, or use the strategy `mirrored`",
+            next_step="change param_groups (lr, momentum, ...) of the first optimizer, because the "
+            "servers use its values; or use the strategy `mirrored`",
             code="WB-FIT-129",
         )
 
