@@ -109,6 +109,13 @@ def test_a_replica_without_a_sample_has_no_say_in_the_statistics() -> None:
     assert any("a sample" in note["text"] for note in report.emitted("note"))
 
 
+def test_an_uneven_last_batch_that_is_not_reached_is_not_mentioned() -> None:
+    names = {"SAMPLES": 97}
+    report = clean(run("mirrored", STATISTICS, 2, overrides={"steps": 2}, names=names))
+    assert report.trained == 2
+    assert not any("a sample" in note["text"] for note in report.emitted("note"))
+
+
 TRAINS_ITSELF = """
 import keras, numpy as np, tensorflow as tf
 layers = keras.layers
