@@ -363,8 +363,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "fraction", "float", 1.0, minimum=0.001, maximum=1,
-                help="fraction of the workers that is drawn for each round; the other workers do "
-                "not take part",
+                help="fraction of the workers that is chosen at random for each round; the other "
+                "workers do not take part",
             ),
             Option(
                 "skew", "float", None, minimum=0.001, optional=True,

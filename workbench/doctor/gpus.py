@@ -79,7 +79,7 @@ PROBED: tuple[Probe, ...] = (
         "gpu.contexts": "each of two ranks uses only its own GPU",
     }, 2, "torch", {"NCCL_DEBUG": "INFO", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
     Probe("tensorflow", 25, {"gpu.tensorflow": "TensorFlow on the GPUs"}, 1, "tensorflow"),
-    Probe("warm", 20, {"machine.warm": "the warm parent can be forked"}, 0, "torch"),
+    Probe("warm", 20, {"machine.warm": "forks of a process with PyTorch work"}, 0, "torch"),
     Probe("gloo", 20, {"machine.gloo": "gloo all-reduce of two processes"}, 0, "torch"),
     Probe("cluster", 28, {"machine.cluster": "two engines start and do an all-reduce"}, 0, "torch"),
 )  # fmt: skip

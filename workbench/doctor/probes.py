@@ -437,7 +437,7 @@ def warm(child: Child) -> None:
     """Check whether the warm parent can be forked after its imports."""
     import torch
 
-    what = "the warm parent can be forked"
+    what = "forks of a process with PyTorch work"
     maps = Path("/proc/self/maps")
     mapped = maps.exists() and "libcuda.so" in maps.read_text()
     opened = []

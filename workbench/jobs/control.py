@@ -166,7 +166,8 @@ def read_key(run_dir: str | os.PathLike[str]) -> bytes:
         if path.is_symlink():
             raise _unsafe(path, "it is a symbolic link") from None
         raise RunError(
-            f"This user cannot send orders: the run's key cannot be read ({error.strerror}).",
+            "You cannot control this run, because your user cannot read the run's key "
+            f"({error.strerror}).",
             seen=str(path),
             next_step="send the order as the user who started the job, after the job has begun",
             code="WB-RUN-108",

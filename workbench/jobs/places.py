@@ -405,7 +405,7 @@ class SshPlace(_Streamed):
                 raise self._unsent(self.problem or "the run is over")
             if not self._key:
                 raise RunError(
-                    "This user cannot send orders, because the run's key cannot be read.",
+                    "You cannot control this run, because your user cannot read the run's key.",
                     seen=self.where,
                     next_step="after the run has begun, follow it as the user who started the job",
                     code="WB-RUN-116",

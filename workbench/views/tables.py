@@ -342,7 +342,8 @@ def _figures(run: RunSummary) -> list[str]:
     if run.batch_size:
         lines[0] = lines[0][:-1] + f"; global batch {run.batch_size}."
     if run.stride > 1:
-        lines.append(f"One of {run.stride} steps is stored, but these figures count all steps.")
+        kept = f"Only one of every {run.stride} steps is stored"
+        lines.append(f"{kept}, but the numbers above count all steps.")
     lines += [_server(held) for held in run.servers]
     if run.changes:
         lines.append(f"Workers: {'; '.join(map(_change, run.changes))}.")

@@ -489,11 +489,11 @@ def sentence_of(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
     if payoff.kind == "pays":
         return (
             f"{plan.name} is faster than {one.name} if a step of {one.name} takes longer than "
-            f"about {time}, which means {batch}."
+            f"about {time}, that is, with {batch}."
         )
     return (
         f"{plan.name} would be faster than {one.name} if a step of {one.name} took longer than "
-        f"about {time}, which means {batch}."
+        f"about {time}, that is, with {batch}."
     )
 
 
@@ -522,7 +522,7 @@ def share_cores(one: ComparisonRow, plan: ComparisonRow) -> bool:
 
 def _batch(payoff: Payoff) -> str:
     samples = float(f"{payoff.samples:.2g}")
-    return f"a batch about {payoff.factor:.2g}x as large ({samples:.0f} samples)"
+    return f"more than about {samples:.0f} samples in a batch ({payoff.factor:.2g}x this batch)"
 
 
 def _comparable(one: ComparisonRow, plan: ComparisonRow) -> bool:

@@ -369,8 +369,8 @@ class ChoicePicture(Picture, Choice):
 
     def _notes(self) -> list[str]:
         spent = f"Short runs took {_time(self.seconds)}. " if self.seconds == self.seconds else ""
-        text = f"{spent}Measured rates have 95 % intervals, predicted runs 90 % intervals."
-        return [text, *self.notes]
+        text = "Measured rates have 95 % intervals, and predicted rates have 90 % intervals."
+        return [spent + text, *self.notes]
 
     def text(self) -> str:
         """Return the table as text."""

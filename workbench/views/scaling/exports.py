@@ -76,7 +76,7 @@ def as_bytes(scaling: Scaling, suffix: str, published: Sequence[Published] = ())
     make = _FORMS.get(suffix)
     if make is None:
         raise PlanError(
-            "Scaling cannot be saved with this file suffix.",
+            "The scaling results cannot be saved in a file with this suffix.",
             seen=suffix,
             allowed=", ".join(_FORMS),
             code="WB-PLAN-279",

@@ -386,8 +386,8 @@ def _trained(
             else "after two backward passes, each .grad must be the sum of both passes, averaged "
             "over the workers: no_sync() must not remove the first gradients from .grad"
             if quiet
-            else "divide by world_size, write every part of a message back into its .grad, and "
-            "remove the messages of the previous step",
+            else "divide by world_size, write each part of a message back into the .grad of its "
+            "parameter, and remove the messages of the previous step",
         )
     return found
 
@@ -459,9 +459,9 @@ def accumulating(c: Check) -> None:
         all(one[1] == one[5] == 7 for one in told) and early >= 4,
         "after no_sync(), the backward pass sends the summed gradients of both passes while it "
         "computes",
-        f"after no_sync() two steps sent {told[0][1]} and {told[0][5]} messages for 7 parameters, "
-        f"and in one step {early} of them began during the backward pass. Each step must send 7 "
-        "messages, and at least 4 of them must begin during the backward pass",
+        f"after no_sync(), two steps sent {told[0][1]} and {told[0][5]} messages for 7 parameters. "
+        f"In one of these steps, {early} messages began during the backward pass. Each step must "
+        "send 7 messages, and at least 4 of them must begin during the backward pass",
         "after no_sync() has ended, the hooks must begin messages again",
     )
     _trained(c, "Accumulating", 200, quiet=True)
