@@ -36,6 +36,35 @@ def test_fewer_workers_go_on_with_the_same_batch_and_nothing_is_lost(
     assert again.history.totals.steps == STEPS
 
 
+OWN_LOOP = """
+from torch import nn
+x = torch.randn(96, 8, generator=torch.Generator().manual_seed(1)).double()
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+model = nn.Linear(8, 1).double()
+nn.init.constant_(model.weight, 0.1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+loader = torch.utils.data.DataLoader(data, batch_size=12, shuffle=True)
+model, optimizer, loader = wb.prepare(model, optimizer, loader)
+for epoch in range(8):
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("step", [0, 20, 23, 24])
+def test_an_own_loop_repeats_the_batch_of_the_step_that_failed(cluster, step):
+    """An epoch has 8 batches: step 23 is the last of an epoch, step 24 the first of the next."""
+    source = "import torch\n" + OWN_LOOP
+    whole = cluster.run(source, strategy="mirrored").wait(WAIT_S)
+    run = cluster.run(
+        source, strategy="mirrored", on_failure="continue", inject=[f"kill=1@{step}"]
+    ).wait(WAIT_S)
+    assert run.history.totals.steps == whole.history.totals.steps == 64
+    assert difference(run.weights(), whole.weights()) <= 1e-10
+
+
 def test_down_to_one_worker(cluster, undisturbed):
     run = cluster.run(
         cell(), strategy="mirrored", on_failure="continue", inject=["kill=1@60", "kill=0@30"]

@@ -158,12 +158,17 @@ class SharedLoader(DataLoader[Any]):
         self._loop.restore()
         return True
 
-    def position(self) -> dict[str, Any]:
-        """Return the current epoch and the number of its batches that were given out."""
+    def position(self, unfinished: int = 0) -> dict[str, Any]:
+        """Return the current epoch, and the number of its batches whose steps are complete.
+
+        Args:
+            unfinished: Batches of a step that failed: they are given out again.
+        """
         at = self._at
-        if at.served and at.served == self._source.steps_per_epoch:
+        served = max(0, at.served - unfinished)
+        if served and served == self._source.steps_per_epoch:
             return {"epoch": at.begun, "batch": 0}
-        return {"epoch": max(0, at.begun - 1), "batch": at.served}
+        return {"epoch": max(0, at.begun - 1), "batch": served}
 
     def go_on(self, epoch: int, batch: int) -> None:
         """Begin with this batch of this epoch; earlier epochs are empty."""

@@ -275,7 +275,7 @@ class OwnLoop:
 
     def position(self) -> dict[str, Any]:
         """Return the loop's position in the loader."""
-        return {} if self.loader is None else self.loader.position()
+        return {} if self.loader is None else self.loader.position(self.batches)
 
     def go_on(self, about: Mapping[str, Any]) -> None:
         """Let the loader skip the batches before the checkpoint."""
