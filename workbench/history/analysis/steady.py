@@ -123,24 +123,36 @@ def interval(samples: Sequence[Floats], step_s: Sequence[Floats]) -> tuple[float
 
     Args:
         samples, step_s: Samples and seconds of each step: one array each if workers take steps
-            together, one per worker if each worker steps alone. Their rates add up.
+            together, one per worker if each worker steps alone. Their rates add up, each for the
+            part of the time in which its worker trained (`_rate`).
     """
     if min(map(len, step_s), default=0) < LEAST_RATED:
         return float("nan"), float("nan")
     rng = np.random.default_rng(_SEED)
-    rates = np.zeros(_DRAWS)
+    rates, longest_s = np.zeros(_DRAWS), max(spent.sum() for spent in step_s)
     for drawn, spent in zip(samples, step_s, strict=True):
         size = -(-len(spent) // _MOST_BLOCKED)
         drawn, spent = _binned(drawn, size), _binned(spent, size)
+        trained = spent.sum() / longest_s
         count = len(spent)
         block = max(1, round(count ** (1 / 3)))
         starts = rng.integers(0, count, (_DRAWS, -(-count // block)))
-        rates += _blocks(drawn, block)[starts].sum(1) / _blocks(spent, block)[starts].sum(1)
-    mean = float(sum(s.sum() / t.sum() for s, t in zip(samples, step_s, strict=True)))
+        own = _blocks(drawn, block)[starts].sum(1) / _blocks(spent, block)[starts].sum(1)
+        rates += trained * own
+    mean = _rate(samples, step_s)
     low, high = (float(end) for end in np.quantile(rates, (0.025, 0.975)))
     # Intervals from few blocks are too narrow: widen them, as Student's t is wider than the normal.
     wide = _student(max(count / block - 1, 1.0)) / _Z
     return max(mean - wide * (mean - low), 0.0), mean + wide * (high - mean)
+
+
+def _rate(samples: Sequence[Floats], step_s: Sequence[Floats]) -> float:
+    """Return all samples by the time of the busiest worker.
+
+    If each worker steps alone, a fast worker can end long before a slow one. The sum of the rates
+    of both would be a rate that the run had only at its beginning.
+    """
+    return float(sum(s.sum() for s in samples) / max(t.sum() for t in step_s))
 
 
 def rate_of(history: RunHistory) -> Rate | None:
@@ -155,7 +167,7 @@ def rate_of(history: RunHistory) -> Rate | None:
         return None
     lanes, late = _lanes(history, columns)
     samples, spent = [lane[0] for lane in lanes], [lane[1] for lane in lanes]
-    mean = float(sum(s.sum() / t.sum() for s, t in lanes))
+    mean = _rate(samples, spent)
     low, high = interval(samples, spent)
     if history.stride > 1:
         exact = history.totals.samples_per_s
