@@ -260,7 +260,7 @@ def test_a_long_run_that_is_saved_from_memory_says_which_steps_it_has(tmp_path):
     run.finish(None)
     saved = load(run.save(tmp_path / "elsewhere"))
     assert saved.history["step"].tolist() == run.history["step"].tolist()
-    assert f"{run.history.stride}th" in saved.history.story.notes[-1]
+    assert f" {run.history.stride} " in saved.history.story.notes[-1]
 
 
 def test_rows_stay_in_memory_where_a_rewind_finds_no_room(tmp_path, monkeypatch):

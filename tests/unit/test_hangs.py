@@ -79,8 +79,8 @@ def test_who_is_a_worker_is_told_by_the_part_it_takes_and_not_by_its_name():
     members = {0: Member.of_ranks(0), 1: Member.helper("rank 1"), 2: Member.of_ranks(2, 3)}
     places = {0: waits_in(), 1: busy("of no matter"), 2: busy("either")}
     waited = dict.fromkeys(places, 15.0)
-    assert "all workers" in diagnose(places, waited, members, (), 5.0)
-    assert "all workers" in diagnose({0: waits_in()}, waited, members, (1, 2), 5.0)
+    assert "All workers" in diagnose(places, waited, members, (), 5.0)
+    assert "All workers" in diagnose({0: waits_in()}, waited, members, (1, 2), 5.0)
 
 
 def test_short_waits_are_none_and_long_ones_alike_are_said():

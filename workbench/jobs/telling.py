@@ -111,8 +111,8 @@ END = {
     "state": "`finished`, `stopped` or `failed`",
     "error": "the run's error; null if there is none",
     "folder": "the run's folder; null if nothing was recorded",
-    "figures": "the run's figures, an object as in `runs` of `workbench compare --json`; null if "
-    "nothing was recorded",
+    "figures": "the run's measured values, an object as in `runs` of `workbench compare --json`; "
+    "null if nothing was recorded",
     "exit_code": "the exit status of the command",
 }
 

@@ -57,6 +57,10 @@ class Items(Other):
         return iter(self._items)
 
 
+EXPOSED_S = (0.5, 0.375, 0.125, 0.25)
+"""Exposed times of the steps of a run that a check made up: the first two take longest."""
+
+
 @dataclass(frozen=True)
 class NamedRun:
     """A run that a check passes to a function of the answer.

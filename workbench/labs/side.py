@@ -186,12 +186,13 @@ def _as_if_of(run: Any, workers: int, sent_bytes: float) -> Any:
     from ..history.store import RunHistory
     from ..shared.record import RECORD
 
-    steps = 4
+    steps = len(plain.EXPOSED_S)
     rows = np.zeros((steps, workers), RECORD)
     rows["step"], rows["rank"] = np.arange(steps)[:, None], np.arange(workers)
     rows["start_s"] = rows["step"]
     rows["ready_s"], rows["end_s"] = rows["start_s"] + 0.5, rows["start_s"] + 1.0
     rows["samples"], rows["compute_s"], rows["sent_bytes"] = 8, 0.5, sent_bytes
+    rows["exposed_s"] = np.array(plain.EXPOSED_S)[:, None]
     for name in ("wait_s", "staleness", "bubble_s"):
         rows[name] = math.nan
     rows["waited_for"] = -1

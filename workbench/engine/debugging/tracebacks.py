@@ -301,8 +301,8 @@ _NO_ROOM_BYTES = 64 << 10
 _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
-        "the batch has {0} features, but the `Linear` layer takes {1}: write nn.Linear({0}, ...), "
-        "or put nn.Flatten() before this layer",
+        "the inner sizes {0} and {1} differ. At a `Linear` layer, the batch has {0} features: "
+        "write nn.Linear({0}, ...), or put nn.Flatten() before this layer",
     ),
     (
         r"expected axis (-?\d+) of input shape to have value (\d+), but received input with shape "

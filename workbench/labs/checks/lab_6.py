@@ -208,6 +208,9 @@ def in_flight(c: Check) -> None:
             "run the layers of this stage counted another number",
             "with gpipe, a stage begins its first backward pass after its last forward pass"
             if schedule == "gpipe"
+            else "look at stage 0 in the picture of 1f1b: F2 could begin right after F1; why is "
+            "the stage idle?"
+            if off and given[off[0]] > counted[off[0]]
             else "with 1f1b, a microbatch comes back to stage 0 only after it has been in all "
             "later stages; but the last stage does not wait for a later stage",
         )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...answers import exercise
+from ...plain import EXPOSED_S, NamedRun
 from .on_engines import filled, floats, have
 
 if TYPE_CHECKING:
@@ -46,8 +47,20 @@ class _LabsWire:
     def broadcast(self, x, source=0):
         dist.broadcast(x, source)
 
-def _labs_net(seed, unused=False):
+class _LabsCrossed(torch.nn.Sequential):
+    def forward(self, x):  # the last module is used second: its gradients come late
+        for place in (0, 4, 1, 2, 3):
+            x = self[place](x)
+        return x
+
+def _labs_net(seed, crossed=False):
     torch.manual_seed(seed)
+    if crossed:
+        net = _LabsCrossed(
+            torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3),
+            torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(7)).double()
+        net[2].bias.requires_grad_(False)
+        return net
     net = torch.nn.Sequential(
         torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Tanh(), torch.nn.Linear(7, 3),
         torch.nn.Linear(3, 2)).double()
@@ -68,7 +81,9 @@ _ORDER = (
     "these zeros must have the type of the parameter"
 )
 
-_FORGET = "\ndel _LabsSent, _LabsWire, _labs_net, _labs_grads, _labs_data, _labs_look\n"
+_FORGET = """
+del _LabsSent, _LabsWire, _LabsCrossed, _labs_net, _labs_grads, _labs_data, _labs_look
+"""
 
 _SAME = """
 def _labs_look():
@@ -88,8 +103,8 @@ def _labs_look():
     for place, p in enumerate(p for p in net.parameters() if p.requires_grad):
         p.grad = None if (place == 1 and rank == 0) else torch.full_like(p, place + 10.0 ** rank)
     average_naive(net, wire)
-    kept = net[3].bias.grad is None
-    return [torch.cat([g.reshape(-1) for g in _labs_grads(net)]), [wire.messages, int(kept)]]
+    missing = sum(p.grad is None for p in net.parameters() if p.requires_grad)
+    return [torch.cat([g.reshape(-1) for g in _labs_grads(net)]), [wire.messages, missing]]
 _labs_answer = _labs_look()
 """
 
@@ -127,8 +142,8 @@ _TRIALS = [
 """Sizes of the parameters, which are frozen, the limit in bytes, and the bytes of one number."""
 
 _PARALLEL = """
-def _labs_look(kind, limit, steps, quiet, unused, keep):
-    net, wire = _labs_net(rank), _LabsWire()
+def _labs_look(kind, limit, steps, quiet, unused, keep, crossed):
+    net, wire = _labs_net(rank, crossed), _LabsWire()
     parallel = kind(net, wire, limit)
     weights = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
     told, done, waits = [], [], 0
@@ -139,7 +154,9 @@ def _labs_look(kind, limit, steps, quiet, unused, keep):
         x, y = _labs_data(10 * step + rank)
         def loss(part):
             out = parallel(x[part])
-            left_out = unused and rank == 0
+            left_out = rank == 0 and (
+                unused is True or (unused == "step 0" and step == 0)
+                or (unused == "pass 2" and part.start == 3))
             out = out.detach() * net[0].weight.sum() if left_out else out
             return ((out - y[part]) ** 2).mean()
         wire.messages, wire.sizes, wire.begun, wire.waits = 0, [], [], 0
@@ -157,25 +174,32 @@ def _labs_look(kind, limit, steps, quiet, unused, keep):
         parallel.finish()
         told += [wire.messages, early, sum(wire.sizes)]
     grads = torch.cat([g.reshape(-1) for g in _labs_grads(net)])
-    net2 = _labs_net(0)
+    net2 = _labs_net(0, crossed)
     mine = []
     for other in range(world_size):
         x, y = _labs_data(10 * (steps - 1) + other)
         net2.zero_grad(set_to_none=True)
-        for p, q in zip(net2.buffers(), _labs_net(0).buffers()):
+        for p, q in zip(net2.buffers(), _labs_net(0, crossed).buffers()):
             p.copy_(q)
         parts = [slice(0, 3), slice(3, 6)] if quiet else [slice(0, 6)]
         for part in parts:
             out = net2(x[part])
-            out = out.detach() * net2[0].weight.sum() if unused and other == 0 else out
+            left_out = other == 0 and (unused is True or (unused == "pass 2" and part.start == 3))
+            out = out.detach() * net2[0].weight.sum() if left_out else out
             ((out - y[part]) ** 2).mean().backward()
         mine.append([torch.zeros_like(p) if p.grad is None else p.grad.clone()
                      for p in net2.parameters() if p.requires_grad])
     true = torch.cat([sum(parts).reshape(-1) / world_size for parts in zip(*mine)])
     return [weights, grads, true, told, waits]
-_labs_answer = _labs_look(KIND, LIMIT, STEPS, QUIET, UNUSED, KEEP)
+_labs_answer = _labs_look(KIND, LIMIT, STEPS, QUIET, UNUSED, KEEP, CROSSED)
 """
 """A step's gradients by the answer, and those of one device that computes all shares."""
+
+_EMPTY = """
+_labs_answer = getattr(getattr(DataParallel, "finish", None), "__code__", None)
+_labs_answer = "still empty" in str(getattr(_labs_answer, "co_consts", ""))
+"""
+"""Whether the method is still the one of the cell that students get."""
 
 _SMALL, _LARGE = 1, 1 << 20
 """Limits in bytes: every parameter in a bucket of its own; all in one."""
@@ -239,6 +263,12 @@ def naive(c: Check) -> None:
         "a broadcast from worker 0 does not change the values of worker 0",
     )
     found = c.ask(_WIRE + _NAIVE + _FORGET, hint=_ORDER)
+    missing = [rank for rank, one in enumerate(found) if int(one[1][1])]
+    c.need(
+        not missing,
+        f"After `average_naive`, a `.grad` of worker {missing[0] if missing else 0} is still None.",
+        "the mean is also the gradient of a worker that sent zeros: write it into this `.grad`",
+    )
     _mean_of(c, "average_naive", found, workers, _naive_truth(workers))
     c.expect(
         all(int(one[1][0]) == 7 for one in found),
@@ -352,17 +382,19 @@ def _buckets(sizes: list[int], frozen: list[int], limit: int) -> list[list[int]]
 
 
 def _trained(
-    c: Check, kind: str, limit: int, *, quiet: bool = False, unused: bool = False,
-    keep: bool = False, steps: int = 2,
+    c: Check, kind: str, limit: int, *, quiet: bool = False, unused: bool | str = False,
+    keep: bool = False, crossed: bool = False, steps: int = 2,
 ) -> list[Any]:  # fmt: skip
     """Return what steps of an answer's class gave, after checking weights and gradients.
 
     Args:
+        unused: Whether worker 0 does not use a layer; or "step 0" or "pass 2", if only then.
         keep: Whether the gradients of the previous step become zeros, not None.
+        crossed: Whether the model uses its layers in another order than it lists them.
     """
     source = _PARALLEL
-    given = {"KIND": kind, "LIMIT": limit, "STEPS": steps, "QUIET": quiet, "UNUSED": unused,
-             "KEEP": keep}  # fmt: skip
+    given = {"KIND": kind, "LIMIT": limit, "STEPS": steps, "QUIET": quiet,
+             "UNUSED": repr(unused), "CROSSED": crossed, "KEEP": keep}  # fmt: skip
     for name, value in given.items():
         source = source.replace(name, str(value))
     found = c.ask(_WIRE + source + _FORGET, hint=_ORDER)
@@ -375,13 +407,24 @@ def _trained(
         )
         values, truth = floats(c, grads, "finish"), np.asarray(true, dtype=float)
         where = "worker 0 did not use a layer" if unused else f"the limit was {limit} bytes"
+        where += f" in {unused}" if isinstance(unused, str) else ""
+        where += ", and the model used its last layer second" if crossed else ""
         where += ", after zero_grad(set_to_none=False)" if keep else ""
         where += ", with two backward passes" if quiet else ""
         c.need(
             values.shape == truth.shape and bool(np.allclose(values, truth, atol=1e-10)),
             f"After `finish()`, worker {rank} does not have the means of the gradients ({where}).",
-            "in every backward pass, count the gradients of a bucket that have arrived in this "
-            "pass: a .grad can hold old values before its new gradient arrives"
+            "gradients do not always arrive in the order of the bucket: register a hook for each "
+            "parameter, and begin a message after the last of these hooks was called"
+            if crossed
+            else "in `finish`, prepare the next step for each bucket, also for a bucket whose "
+            "message `finish` itself began"
+            if unused == "step 0"
+            else "send the .grad of each parameter: even if a parameter gets no gradient in the "
+            "last backward pass, its .grad holds the gradient of an earlier pass"
+            if unused == "pass 2"
+            else "in every backward pass, count the gradients of a bucket that have arrived in "
+            "this pass: a .grad can hold old values before its new gradient arrives"
             if keep or (quiet and limit != _SMALL)
             else "after two backward passes, each .grad must be the sum of both passes, averaged "
             "over the workers: no_sync() must not remove the first gradients from .grad"
@@ -396,6 +439,11 @@ def _trained(
 def parallel(c: Check) -> None:
     """Train two steps with several limits. Compare gradients, messages, and when they begin."""
     have(c, "DataParallel", "make_buckets", "same_weights")
+    c.need(
+        not any(c.ask(_EMPTY)),
+        "`finish` of `DataParallel` is still empty.",
+        "write the class in the cell of exercise 10.5, and remove the line with `raise`",
+    )
     small = _trained(c, "DataParallel", _SMALL)
     c.expect(True, "weights and averaged gradients equal those of one device", "")
     told = [[int(one) for one in worker[3]] for worker in small]
@@ -432,6 +480,8 @@ def parallel(c: Check) -> None:
     _trained(c, "DataParallel", 200, keep=True)
     for limit in (_SMALL, 200):
         _trained(c, "DataParallel", limit, unused=True)
+    _trained(c, "DataParallel", _LARGE, unused="step 0")
+    _trained(c, "DataParallel", 200, crossed=True)
     c.expect(True, "the means are right even if one worker did not use a layer", "")
 
 
@@ -465,24 +515,34 @@ def accumulating(c: Check) -> None:
         "after no_sync() has ended, the hooks must begin messages again",
     )
     _trained(c, "Accumulating", 200, quiet=True)
+    _trained(c, "Accumulating", _SMALL, quiet=True, unused="pass 2")
     _trained(c, "Accumulating", _SMALL)
     c.expect(True, "without no_sync() the gradients of every backward pass are still averaged", "")
 
 
 @exercise("10.8", "Exposed time in Workbench")
 def exposed(c: Check) -> None:
-    """Call `exposed_of` with the run of `mirrored`, and compare it with the run's own columns."""
+    """Call `exposed_of` with the run of `mirrored` and a made-up run, and compare the medians."""
     run = c.run("ddp")
     found = c.number_from("exposed_of", run)
     history = run.history
     both = np.asarray(history["sync_wait_s"]) + np.asarray(history["transfer_s"])
     true = float(np.median(both[np.asarray(history["step"]) >= 2]))
-    c.expect(
+    c.need(
         math.isclose(found, true, rel_tol=1e-6),
-        "`exposed_of` returns the median of wait plus transfer, without the first two steps",
-        f"exposed_of(run) returned {found:.4g} s, but the median is {true:.4g} s",
+        f"exposed_of(run) returned {found:.4g} s, but the median is {true:.4g} s.",
         "add `sync_wait_s` and `transfer_s` in each row, leave out steps 0 and 1, and take the "
         "median",
+    )
+    made = c.number_from("exposed_of", NamedRun(run.name, 3))
+    wanted = float(np.median(EXPOSED_S[2:]))
+    c.expect(
+        math.isclose(made, wanted, rel_tol=1e-6),
+        "`exposed_of` returns the median of wait plus transfer, without the first two steps",
+        f"the check made a run with four steps, in which {list(EXPOSED_S)} s are exposed. For this "
+        f"run, `exposed_of` returned {made:.4g} s, but the median of steps 2 and 3 is "
+        f"{wanted:.4g} s",
+        'leave out all rows of steps 0 and 1: `run.history["step"]` is the step of each row',
     )
 
 
@@ -491,6 +551,7 @@ _UNEQUAL = (
     ([1e3, 1e3, 9e5, 1e3, 1e3, 1e3], [0.01, 0.01, 0.2, 0.01, 0.01, 0.01], 0.004, 1e7),
     ([5e4] * 12, [0.002] * 12, 0.02, 1e8),
     ([4e5, 1e4, 1e4, 1e4], [0.001, 0.05, 0.05, 0.05], 0.001, 1e7),
+    ([1e4, 2e4, 5e4, 2e5, 4e5, 4e5], [0.05, 0.04, 0.02, 0.01, 0.005, 0.002], 0.006, 5e6),
     ([1e4, 5e4, 1e4, 5e4, 1e4], [0.01, 0.002, 0.05, 0.002, 0.01], 0.005, 5e6),
 )  # fmt: skip
 """Bytes and backward times of blocks, from the first to the last; latency and bandwidth."""
