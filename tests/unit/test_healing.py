@@ -536,6 +536,8 @@ def test_engines_that_are_dead_when_the_run_ends_are_left_to_the_next_cell(made)
     run.task.is_over, run.task.unfinished = True, list
     healer._replace(1)  # its replacement began before the run's end, but comes too late
     assert sorted(healer.settle()) == [1, 2]
+    known.clear()  # the cluster has been stopped
+    assert healer.settle() == []
 
 
 # -- more and fewer --------------------------------------------------------------------------------

@@ -183,8 +183,8 @@ class Healer:
         with self._lock:
             self._over = True
         with self._starting:
-            known = self._launch.pool.engines.engines
-            return [i for i in {*self._awaited, *self._late} if known[i].state == "dead"]
+            known = self._launch.pool.engines.engines.items()  # none in a stopped cluster
+            return [i for i, one in known if one.state == "dead" and i in self._awaited | self._late]
 
     def hear(self, engine: int, event: Standing | Regrouped) -> None:
         """Process an engine's position, or its report that it continues with the others."""

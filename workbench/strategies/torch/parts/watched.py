@@ -69,12 +69,12 @@ class _Silence:
 
     def close(self) -> None:
         """Compare the numbers of calls; a group that does not count its calls is not judged."""
-        steps, calls = self._context.trained - self._trained, _calls()
-        if steps and calls is not None and calls == self._calls:
+        calls, trained = _calls(), self._context.trained > self._trained
+        if trained and calls is not None and calls == self._calls:
             self._context.emit(  # the same text on every worker, so it is shown once
                 events.Warned(
                     rank=self._context.spec.rank,
-                    text=f"In {steps} steps the workers sent each other no messages, so each "
+                    text="The workers sent each other no messages while they trained, so each "
                     "worker trained a separate model. For an ordinary PyTorch loop, replace "
                     "wb.watch by model, optimizer, loader = wb.prepare(model, optimizer, loader).",
                 )
