@@ -184,7 +184,7 @@ class Healer:
             self._over = True
         with self._starting:
             known = self._launch.pool.engines.engines.items()  # none in a stopped cluster
-            return [i for i, one in known if one.state == "dead" and i in self._awaited | self._late]
+            return [i for i, e in known if e.state == "dead" and i in self._awaited | self._late]
 
     def hear(self, engine: int, event: Standing | Regrouped) -> None:
         """Process an engine's position, or its report that it continues with the others."""
