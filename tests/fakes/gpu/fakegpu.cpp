@@ -454,7 +454,7 @@ class FakeNccl : public c10d::Backend {
   bool supportsCoalescing() const override { return true; }
   void setTimeout(std::chrono::milliseconds) override {}
   void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return 0; }
+  uint64_t getSequenceNumberForGroup() override { return collectives_; }  // as NCCL, without send and recv
 
   void startCoalescing() override { coalescing_ = true; grouped_.clear(); outputs_.clear(); }
   c10::intrusive_ptr<c10d::Work> endCoalescing() override {
@@ -627,7 +627,7 @@ class FakeNccl : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> submit(const std::string& where, std::vector<Operation> operations, std::vector<at::Tensor> outputs) {
     check();
     int device = outputs.empty() ? current : outputs[0].device().index();
-    if (where == "collectives") meet(device);
+    if (where == "collectives") { meet(device); collectives_++; }
     auto pending = std::make_shared<Pending>();
     Communicator::Item item{std::move(operations), snapshot(device), pending};
     communicator(where)->add(std::move(item));
@@ -661,6 +661,7 @@ class FakeNccl : public c10d::Backend {
   std::mutex lock_;
   std::map<std::string, std::shared_ptr<Communicator>> communicators_;
   std::atomic<bool> aborted_{false};
+  uint64_t collectives_ = 0;
   bool met_ = false, coalescing_ = false;
   std::vector<Operation> grouped_;
   std::vector<at::Tensor> outputs_;

@@ -118,7 +118,8 @@ def environ(spec: RunSpec) -> dict[str, str]:
     wanted = dict(DEVICE_COLLECTIVES) if spec.backend != "gloo" else {}
     if local_size == spec.world_size:
         values["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-        wanted["NCCL_SOCKET_IFNAME"] = "lo"  # else NCCL listens on the first interface
+        if spec.backend != "gloo":  # else NCCL listens on the first interface
+            wanted["NCCL_SOCKET_IFNAME"] = "lo"
     elif spec.store is not None and (ours := address.interface_of(address.address_in(spec))):
         wanted |= dict.fromkeys(INTERFACES, ours)
     values |= {name: value for name, value in wanted.items() if name not in os.environ}
@@ -169,8 +170,7 @@ def _make_group(spec: RunSpec, prefix: str, backend: str, **settings: Any) -> No
         )
     except BaseException:
         # torch numbers groups and has counted the failed group. The number is part of the keys
-        # under
-        # which ranks meet. So the next group would wait for ranks with another count.
+        # under which ranks meet. So the next group would wait for ranks with another count.
         with contextlib.suppress(AttributeError):
             stores.distributed_c10d._world.group_count = 0
         raise

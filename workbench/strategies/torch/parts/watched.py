@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,9 +86,18 @@ def _calls() -> dict[Any, int] | None:
     """Return how many messages each process group has begun to send; None if unknown."""
     groups: Any = torch.distributed.distributed_c10d._world.pg_map
     try:
-        return {group: group._get_sequence_number_for_group() for group in groups}
+        # A group with two backends, as on GPU engines, has a number for each, and none of its own.
+        calls: dict[Any, int] = {
+            (group, device.type): group._get_backend(device)._get_sequence_number_for_group()
+            for group in groups
+            for device in group._device_types
+        }
     except RuntimeError:
         return None
+    # NCCL's sequence number counts collectives alone; its flight recorder knows send and recv too.
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # type: ignore[attr-defined]
+    entries = json.loads(dump(True, False)).get("entries", []) if dump else []
+    return calls | {"p2p": max((one.get("p2p_seq_id", 0) for one in entries), default=0)}
 
 
 class _OfDdp(Guard):
