@@ -95,7 +95,7 @@ def _calls() -> dict[Any, int] | None:
     except RuntimeError:
         return None
     # NCCL's sequence number counts collectives alone; its flight recorder knows send and recv too.
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # type: ignore[attr-defined]
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     entries = json.loads(dump(True, False)).get("entries", []) if dump else []
     return calls | {"p2p": max((one.get("p2p_seq_id", 0) for one in entries), default=0)}
 
