@@ -51,6 +51,8 @@ def test_the_last_evaluation_decides(metric: str, largest: bool | None, name: st
     [("val_loss", True), ("Loss", True), ("mean_squared_error", True), ("err", True),
      ("top1-err", True), ("mae", True), ("eval/MSE", True), ("val_rmse", True), ("mape", True),
      ("test perplexity", True), ("ppl", True), ("nll", True), ("WER", True), ("cer", True),
+     ("val_binary_crossentropy", True), ("cross_entropy", True), ("kl_divergence", True),
+     ("categorical_hinge", True), ("entropy", False),
      ("accuracy", False), ("f1", False), ("rmse_skill", False), ("answer", False),
      ("officer", False), ("loss_kept", False)],
 )  # fmt: skip

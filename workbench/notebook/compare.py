@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from .scaling import Scaled
 
 _SMALLEST_IS_BEST = re.compile(
-    r"(?:loss|error|(?:^|[_\-/ ])(?:err|mae|mse|rmse|mape|perplexity|ppl|nll|wer|cer))\Z", re.I
+    r"(?:loss|error|cross_?entropy|divergence|hinge"
+    r"|(?:^|[_\-/ ])(?:err|mae|mse|rmse|mape|perplexity|ppl|nll|wer|cer))\Z",
+    re.I,
 )
 
 
@@ -94,10 +96,11 @@ class Compared:
         Args:
             metric: A name in `run.evals`: `"loss"`, or one of `metrics` of `wb.fit`.
             largest: Whether the largest value is the best. By default the smallest value is the
-                best for names that end in `loss` or `error`, and for names whose last word is
-                `err`, `mae`, `mse`, `rmse`, `mape`, `perplexity`, `ppl`, `nll`, `wer` or `cer`. A
-                word begins after `_`, `-`, `/` or a space. For all other names the largest value
-                is the best.
+                best for names that end in `loss`, `error`, `crossentropy`, `cross_entropy`,
+                `divergence` or `hinge` (Keras' losses), and for names whose last word is `err`,
+                `mae`, `mse`, `rmse`, `mape`, `perplexity`, `ppl`, `nll`, `wer` or `cer`. A word
+                begins after `_`, `-`, `/` or a space. For all other names the largest value is
+                the best.
 
         Raises:
             PlanError: No run was evaluated with this metric.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,6 +85,8 @@ class _Silence:
 
 def _calls() -> dict[Any, int] | None:
     """Return how many messages each process group has begun to send; None if unknown."""
+    if "mpi4py.MPI" in sys.modules:  # its messages are in no process group
+        return None
     groups: Any = torch.distributed.distributed_c10d._world.pg_map
     try:
         # A group with two backends, as on GPU engines, has a number for each, and none of its own.
