@@ -88,7 +88,7 @@ ACTIONS: dict[str, tuple[str, str]] = {
     ),
     "attach": (
         "%cluster attach ID",
-        "takes over the cluster with this id, which was started with `--keep`, and its run",
+        "takes over the cluster with this id, and its run; the cluster was started with `--keep`",
     ),
     "stop": ("%cluster stop", "ends all engines"),
 }

@@ -71,7 +71,7 @@ FAULTS = {
         "a worker receives SIGKILL and the other workers continue: time until the next step"
     ),
     "Stop while a rank's data hangs and the others wait in all_reduce": (
-        "the run is stopped while one rank hangs in its data and the other ranks wait in "
+        "the run is stopped while one rank hangs (it loads data) and the other ranks wait in "
         "`all_reduce`"
     ),
     "Stop while a rank is in an endless loop and the others wait": (
@@ -175,7 +175,7 @@ def cell(fault: str, row: dict[str, Any] | None) -> str:
 def soak(found: dict[str, Any], without_kills: dict[str, Any]) -> str:
     """Return the table of what grew over many runs."""
     lines = [
-        f"| growth per 100 runs, after the first {without_kills['behind']} | with kills "
+        f"| growth per 100 runs, after the first {without_kills['behind']} runs | with kills "
         "| without kills | without kills, earlier half | without kills, later half |",
         "|---|---|---|---|---|",
     ]
@@ -202,9 +202,9 @@ def chaos(seeds: list[dict[str, Any]]) -> str:
     """Return the table of what became of rounds of random faults."""
     lines = [
         "| fault | rounds | time until the cell ends: median | worst | rounds in which the next "
-        "cell works immediately | rounds in which it works after the action that the message "
-        "suggests | time until the next cell has ended: median | worst | rounds in which a check "
-        "failed |",
+        "cell works immediately | rounds in which the next cell works after the action that the "
+        "message suggests | time until the next cell has ended: median | worst | rounds in which "
+        "a check failed |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     rounds = [one for seed in seeds for one in seed["each"]]
@@ -285,7 +285,7 @@ def a_class(found: dict[str, Any]) -> str:
         f"{STUDENTS * each_gb:.0f} GB while they train. The last notebook is ready after "
         f"{STUDENTS} / {one['notebooks']} × "
         f"{one['last_ready_s']:.0f} s = {last_s:.0f} s on {one['cores']} cores, and after about "
-        f"{server_s:.0f} s on {SERVER_CORES} cores if starts scale with the number of cores. "
+        f"{server_s:.0f} s on {SERVER_CORES} cores if twice the cores mean half the time. "
         f"So use a server with {SERVER_CORES} cores and {server_gb(STUDENTS * each_gb)} GB.",
     ]
     return "\n".join(lines)

@@ -51,7 +51,7 @@ netG, optG = wb.prepare(netG, optG)
 
 The gradients of all these models are averaged, and the workers' copies of the models are
 [compared](metrics.md#equal-copies). A step ends after the first pair's `optimizer.step()`. The
-time after this moment counts as `other` of the next step. If you want to avoid this, call
+time after this moment counts as the part `other` of the next step. If you want to avoid this, call
 `wb.prepare` first for the pair whose optimizer steps last in an iteration. `one_device` and
 `mirrored` accept several pairs. The run's final weights are the weights of the first model. Name
 the other models in `keep=`, so that checkpoints contain them.
@@ -181,8 +181,11 @@ def facts(entry) -> str:
         )
     elif entry.exact_with is None:
         lines.append("- several workers do not give the result of one device")
-    elif entry.exact_with:
-        given = ", ".join(f"`{name}={value}`" for name, value in entry.exact_with)
+    elif entry.exact_with or entry.sync_option:
+        named = [f"`{name}={value}`" for name, value in entry.exact_with]
+        if entry.sync_option:
+            named.append(f"`{entry.sync_option}=true`")
+        given = ", ".join(named)
         lines.append(
             f"- with {given}, several workers give the result of one device, up to rounding"
         )

@@ -346,8 +346,8 @@ def _add_grade(commands: Any) -> None:
     add("--disk", type=float, default=5.0, metavar="GB",
         help="limit for the files of a notebook (default 5)")  # fmt: skip
     add("--jobs", type=int, default=1, metavar="N",
-        help="notebooks that are graded at the same time (default 1, because labs measure "
-             "times)")  # fmt: skip
+        help="number of notebooks that are graded at the same time (default 1, because labs "
+             "measure times)")  # fmt: skip
     add("--lab", type=Path, metavar="FILE",
         help="the original lab (default: the one that the notebook names)")  # fmt: skip
 

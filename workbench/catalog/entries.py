@@ -116,8 +116,8 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "replicas", "int", 1, minimum=1, maximum=2,
-                help="number of servers that hold each part; with 2, one of them can die and no "
-                "step is lost",
+                help="number of servers that hold each part of the parameters; with 2, one of "
+                "them can die and no step is lost",
             ),
             Option(
                 "link", "choice", "auto", choices=("auto", "shared_memory", "unix", "tcp"),
@@ -186,8 +186,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "replicas", "int", 1, minimum=1, maximum=2,
-                help="number of servers that hold each part; with 2, one of them can die and no "
-                "step is lost",
+                help="number of servers that hold each part of the parameters; with 2, one of "
+                "them can die and no step is lost",
             ),
             Option(
                 "link", "choice", "auto", choices=("auto", "shared_memory", "unix", "tcp"),
@@ -199,8 +199,8 @@ TORCH: tuple[Strategy, ...] = (
         name="sharded",
         framework="torch",
         term="fully sharded data parallelism (ZeRO)",
-        summary="Each worker keeps 1/n of parameters, gradients and optimizer state. A layer is "
-        "gathered while it computes.",
+        summary="Each worker keeps 1/n of parameters, gradients and optimizer state. Before a "
+        "layer computes, its parameters are gathered from all workers.",
         module="workbench.strategies.torch.sharded:Sharded",
         keeps="part",
         messages="workbench.catalog.step_messages:sharded",
@@ -337,8 +337,8 @@ TORCH: tuple[Strategy, ...] = (
         options=(
             Option(
                 "every", "int", 8, minimum=1,
-                help="number of steps between two averages; with 1 and SGD the result is the same "
-                "as on one device",
+                help="number of steps between two averages; with every=1 and SGD the result is the "
+                "same as on one device",
             ),
             Option(
                 "outer", "choice", "average", choices=("average", "nesterov"),
@@ -348,8 +348,8 @@ TORCH: tuple[Strategy, ...] = (
             Option(
                 "outer_lr", "float", 0.7, minimum=0.001, maximum=10,
                 only_with=("outer", "nesterov"),
-                help="learning rate of the outer step (outer=nesterov); with 1 and without "
-                "momentum, the result is the mean",
+                help="learning rate of the outer step (outer=nesterov); with outer_lr=1 and "
+                "outer_momentum=0 the outer step gives the mean",
             ),
             Option(
                 "outer_momentum", "float", 0.9, minimum=0, maximum=0.999,
@@ -397,7 +397,8 @@ TORCH: tuple[Strategy, ...] = (
             Option(
                 "graph", "choice", "ring", choices=("ring", "exponential"),
                 help="with whom a worker mixes: `ring`: with both neighbours on a ring; "
-                "`exponential`: with one worker per step, which is 1, 2, 4, .. ranks away",
+                "`exponential`: with one worker per step, in turn with the worker that is "
+                "1, 2, 4, .. ranks away",
             ),
             Option(
                 "spread_every", "int", 10, minimum=1,
@@ -572,7 +573,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         options=(
             Option(
                 "servers", "int", 1, minimum=1, maximum=64,
-                help="number of servers; the variables are given to them in turn",
+                help="number of servers; each new variable goes to the next server",
             ),
             Option(
                 "partitioner", "str", "none", pattern=r"none|fixed:0*[1-9]\d*|min_size:0*[1-9]\d*",

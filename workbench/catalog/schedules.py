@@ -192,8 +192,8 @@ def check_turns(options: Mapping[str, Any], workers: int, batch_size: int | None
     every, fragments = options["every"], options["fragments"]
     if fragments > every:
         raise PlanError(
-            "A round has fewer steps than fragments, but each fragment needs its own step of the "
-            "round.",
+            "A round has fewer steps than fragments, but in each round, every fragment needs a "
+            "step of its own.",
             seen=f"every={every}, fragments={fragments}",
             allowed=f"fragments from 1 to {every}",
             next_step=f"use -o fragments={every}, or -o every={fragments}",

@@ -310,14 +310,14 @@ def local_sgd(layout: Layout) -> Parts:
     outer, fragments = options["outer"] == "nesterov", int(options["fragments"])
     holds, source = _WHOLE, "Stich, Local SGD, ICLR 2019"
     if options["fraction"] < 1:
-        notes.append("In each round some workers are not drawn, and send zeros to the sum.")
+        notes.append("In each round, some workers are not chosen. They send zeros to the sum.")
     if outer:
         holds = f"{_WHOLE}; the parameters at the start of the round and the outer momentum"
         source = "Douillard et al., DiLoCo, 2023, algorithm 1"
         notes.append(
             "The outer step starts from the parameters at the start of the round. It adds the "
             f"workers' mean change, with learning rate {options['outer_lr']:g} and Nesterov "
-            f"momentum {options['outer_momentum']:g}. This needs no other messages."
+            f"momentum {options['outer_momentum']:g}. The workers send no other messages for this."
         )
     if fragments > 1:
         source = f"{source}; Douillard et al., Streaming DiLoCo, 2025"
@@ -325,7 +325,7 @@ def local_sgd(layout: Layout) -> Parts:
         _work(layout), _update(layout, "Workers take separate steps, so the copies of the "
         "model become different."),
         *_meetings(layout, "take an outer step, computed from their mean over all workers" if outer
-                   else "become their mean over all workers"),
+                   else "are replaced by their mean over all workers"),
     )  # fmt: skip
     units = {"P": "bytes of parameters and floating-point buffers", **N}
     units |= {"F": "number of fragments"} if fragments > 1 else {}
@@ -537,7 +537,7 @@ def tensorflow_parameter_server(layout: Layout) -> Parts:
     )  # fmt: skip
     units = {
         **M, **diagrams.server_units("M", len(servers)),
-        "T": "bytes of a closure and of the samples that it needs",
+        "T": "bytes of a closure (the function of a step) and of the samples that it needs",
     }  # fmt: skip
     nodes = diagrams.around(diagrams.workers(layout, "nothing between two steps"), inner)
     source = "tf.distribute.ParameterServerStrategy; Li et al., Parameter Server, OSDI 2014"

@@ -186,8 +186,8 @@ class Recipe:
         free = inspect.getclosurevars(function).nonlocals
         if free:
             raise PlanError(
-                "The function uses variables of the function around it, which do not exist on "
-                "the engines.",
+                "The function uses variables of the function around it. These variables do not "
+                "exist on the engines.",
                 seen=", ".join(sorted(free)),
                 next_step="pass the variables as arguments: args=(...)",
                 code="WB-PLAN-036",

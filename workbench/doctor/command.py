@@ -11,8 +11,9 @@ from typing import Any
 from .report import Report
 
 ABOUT = """\
-Checks this machine for Workbench. The result of each check is ok, a warning, a failure, or "cannot
-be checked here", with the next step. Exit status: 0 ok or warnings, 1 something failed."""
+Checks this machine for Workbench. A line begins with the result of a check: ok, warn, FAIL, or
+"not known" if the check is not possible here. If something must be done, the next step follows.
+Exit status: 0 ok or warnings, 1 something failed."""
 
 
 def add_doctor_command(commands: Any) -> None:
@@ -111,7 +112,7 @@ def _gpu_test(given: argparse.Namespace) -> int:
         print(report.json())
     elif report.failed:
         print("\n" + gpus.summary(report))
-    tell(f"The report is in {out}/report.txt. {out}.zip has all files, for an issue.")
+    tell(f"The report is in {out}/report.txt. To report a problem, attach {out}.zip (all files).")
     return report.exit_status
 
 

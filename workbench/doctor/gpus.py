@@ -79,7 +79,7 @@ PROBED: tuple[Probe, ...] = (
         "gpu.contexts": "each of two ranks uses only its own GPU",
     }, 2, "torch", {"NCCL_DEBUG": "INFO", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
     Probe("tensorflow", 25, {"gpu.tensorflow": "TensorFlow on the GPUs"}, 1, "tensorflow"),
-    Probe("warm", 20, {"machine.warm": "forks of a process with PyTorch work"}, 0, "torch"),
+    Probe("warm", 20, {"machine.warm": "a process with PyTorch can be forked"}, 0, "torch"),
     Probe("gloo", 20, {"machine.gloo": "gloo all-reduce of two processes"}, 0, "torch"),
     Probe("cluster", 28, {"machine.cluster": "two engines start and do an all-reduce"}, 0, "torch"),
 )  # fmt: skip
@@ -424,7 +424,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "group", "the smallest run, with two processes and one all-reduce", 45, True, 30, ("torch",)
     ),
-    Stage("collectives", "collectives in cells, CPU and device tensors", 60, True),
+    Stage("collectives", "collectives in cells, on CPU tensors and on device tensors", 60, True),
     Stage("strategies", "each strategy compared with one device", 120, True),
     Stage("faults", "interrupts, errors, deaths", 120, True, module=FAULTS_MODULE),
     Stage("telemetry", "added delays are seen in the measurements", 60, module=TRIALS_MODULE),

@@ -171,7 +171,7 @@ def memory(limit_bytes: int | None = None, free_bytes: int | None = None) -> Fou
         return (
             "warn",
             found,
-            "use fewer engines, or free memory: an engine with torch needs about 0.4 GB",
+            "use fewer engines, or free some memory: an engine with torch needs about 0.4 GB",
             figures,
         )
     return "ok", found, "", figures
@@ -334,7 +334,7 @@ def runs() -> Found:
     if status == "ok" and (moved := folders.moved()):
         status, found = "warn", moved
     return status, found, "" if status == "ok" else (
-        "free disk space in this folder, or export WORKBENCH_HOME=/another/folder"
+        "free some disk space in this folder, or export WORKBENCH_HOME=/another/folder"
     ), figures  # fmt: skip
 
 

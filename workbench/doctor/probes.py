@@ -437,7 +437,7 @@ def warm(child: Child) -> None:
     """Check whether the warm parent can be forked after its imports."""
     import torch
 
-    what = "forks of a process with PyTorch work"
+    what = "a process with PyTorch can be forked"
     maps = Path("/proc/self/maps")
     mapped = maps.exists() and "libcuda.so" in maps.read_text()
     opened = []

@@ -397,12 +397,13 @@ def _compare(child: Child, id: str, what: str, run: Any, wanted: Any, seconds: f
     if wanted is None:
         first, last = losses_of(run)
         child.say("ok" if last < first else "fail", id, what,
-                  f"loss from {first:.3f} to {last:.3f}, {seconds:.1f} s")  # fmt: skip
+                  f"loss from {first:.3f} to {last:.3f}; the run took {seconds:.1f} s")  # fmt: skip
         return
     got = run.weights()
     worst = max(float(np.abs(got[name] - wanted[name]).max()) for name in wanted)
     child.say("ok" if worst <= 1e-9 else "fail", id, what,
-              f"weights differ from those of `one_device` by {worst:.1e}, {seconds:.1f} s",
+              f"weights differ from those of `one_device` by {worst:.1e}; the run "
+              f"took {seconds:.1f} s",
               difference=worst, run_s=round(seconds, 2))  # fmt: skip
 
 

@@ -336,7 +336,7 @@ HONOURED_ANYWAY = frozenset({"seed"})
 _TRAINS = {
     "torch": (
         "a call of wb.fit, wb.prepare or model.fit in the cell",
-        "train with wb.fit, wb.prepare or model.fit, or remove the strategy to run the cell on "
+        "train with wb.fit, wb.prepare or model.fit, or remove the strategy: then the cell runs on "
         "every worker",
     ),
     "tensorflow": (

@@ -144,8 +144,7 @@ class MissingRunError(KeyError, PlanError):
             told = PlanError(
                 "There is no run yet.",
                 seen=name,
-                next_step="run a cell that trains first, for example one with %%distributed "
-                "mirrored",
+                next_step="first run a cell that trains, for example with %%distributed mirrored",
                 code="WB-PLAN-114",
             )
         elif isinstance(name, str):

@@ -295,7 +295,7 @@ def check_arrived(found: Mapping[int, Mapping[str, object]]) -> None:
 
 def _why(unread: Unread, name: str) -> dict[str, Any]:
     parcel = unread.parcel
-    parts = f"on the engines, put the contents of {name} into arrays or lists, and pull these"
+    parts = f"put the contents of {name} into arrays or lists on the engines, and %pull these"
     if parcel.parts:
         parts = f"run `parts = {parcel.parts}` on the engines, then %pull parts"
     if unread.lacks and unread.module == "__main__":
@@ -549,8 +549,9 @@ class FarFiles:
             raise RunError(
                 f"The run's initial weights could not be sent to {host.name}.",
                 seen=error.seen or error.what if isinstance(error, ClusterError) else error,
-                next_step=f"free disk space in {host.facts.folder} on {host.name}, or set TMPDIR "
-                "with --setup 'export TMPDIR=...'. Weights on a shared disk need not be sent",
+                next_step=f"free some disk space in {host.facts.folder} on {host.name}, or set "
+                "TMPDIR with --setup 'export TMPDIR=...'. Weights on a shared disk need not be "
+                "sent",
                 code="WB-RUN-100",
             ) from error
         return told

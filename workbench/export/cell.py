@@ -34,7 +34,7 @@ _INSTEAD = {
         "writes a figure to a file"
     ),
     "%pip": "remove the line, and add the package to requirements.txt of the job folder",
-    "%time": "remove the line, because Workbench times every step, or use time.perf_counter()",
+    "%time": "remove the line, because Workbench measures every step, or use time.perf_counter()",
     "%env": "write os.environ[...] = ... instead",
     "%run": "import what you need from the file, and send the file with the job: files=[...]",
     "!": "write subprocess.run([...], check=True) instead",
@@ -74,7 +74,7 @@ def read_cell(source: str) -> Cell:
         raise _no_python(source, SyntaxError(str(error))) from None
     if found := next(_awaits(tree.body), None):
         raise PlanError(
-            "The cell uses `await` outside a function, which works only in a notebook.",
+            "The cell uses `await` outside a function. This works only in a notebook.",
             seen=f"line {found.lineno}: {_line(source, found.lineno)}",
             allowed="`await` in a function that begins with async def",
             next_step="put the code into async def main(): ..., and call asyncio.run(main())",

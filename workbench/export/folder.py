@@ -242,7 +242,7 @@ def write_job(
             f"The job folder cannot be written: {error.strerror or error}.",
             seen=str(goal),
             allowed="a folder in which this user can write, on a disk with free space",
-            next_step="free disk space, or use another folder",
+            next_step="free some disk space, or use another folder",
             code="WB-PLAN-208",
         ) from error
     finally:

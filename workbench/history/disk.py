@@ -206,8 +206,8 @@ def unwritten(
     reason = reason_of(error)
     text = (
         f"Not all of this run could be written to disk: {reason} ({run_dir}). The run continues, "
-        "and its history is kept in memory, but its final weights can be missing. Free disk space, "
-        "or set WORKBENCH_HOME to another folder for later runs."
+        "and its history is kept in memory, but its final weights can be missing. Free some disk "
+        "space, or set WORKBENCH_HOME to another folder for later runs."
     )
     return Noted(rank=rank, text=text, topic=Topic.NOT_ON_DISK.value, value=reason)
 
@@ -382,7 +382,7 @@ def save(
             f"The run cannot be saved to this path: {reason_of(error)}.",
             seen=str(goal),
             allowed="a folder that this user may write to, on a disk with free space",
-            next_step="free disk space, or use another folder",
+            next_step="free some disk space, or use another folder",
             code="WB-RUN-042",
         ) from error
     return goal
@@ -593,7 +593,7 @@ def final_weights(
         raise RunError(
             f"Run {name} has no weights, because they could not be written to disk.",
             seen=why,
-            next_step="free disk space, and train again",
+            next_step="free some disk space, and train again",
             code="WB-RUN-086",
         )
     if not files:

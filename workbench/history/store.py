@@ -230,7 +230,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             if self.stride > 1:
                 text = (
                     f"This copy has only one of every {self.stride} steps, because the run could "
-                    "not be written to disk, and memory holds no more steps."
+                    "not be written to disk, and there is no memory for more steps."
                 )
                 events.append(("note", {"text": text}))
         for rank in range(len(self.engines)):

@@ -61,7 +61,7 @@ def add_job_commands(commands: Any) -> None:
         commands, "run", "run a job folder, a script or a cell on this machine, and record it"
     )
     add_run_arguments(run)
-    compare = _command(commands, "compare", "compare runs with the first of them, also in CI")
+    compare = _command(commands, "compare", "compare each run with the first one (also in CI)")
     compare.add_argument("places", nargs="+", metavar="PLACE",
         help="a run folder, a job folder (its newest run), or what run.save wrote")  # fmt: skip
     compare.add_argument("--fail-if", action="append", default=[], metavar="CONDITION",

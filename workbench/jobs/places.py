@@ -222,7 +222,7 @@ class _Streamed:
             raise RunError(
                 "There is not enough disk space for a copy (mirror) of the run.",
                 seen=str(self.folder.parent),
-                next_step=f"free disk space, or set {folders.HOME_VARIABLE} to another folder",
+                next_step=f"free some disk space, or set {folders.HOME_VARIABLE} to another folder",
                 code="WB-RUN-113",
             )
         with contextlib.suppress(OSError):
@@ -531,7 +531,7 @@ class LinesPlace(_Streamed):
         """Let another command deliver an order to the run."""
         if not self._control:
             raise RunError(
-                "A run that is followed through its output takes no orders.",
+                "No order can be sent to a run that is followed only through its output.",
                 seen=self.where,
                 allowed="a command for the output (kubectl logs -f) and a command for orders "
                 "(kubectl exec)",

@@ -184,7 +184,7 @@ class Submitted:
             raise ClusterError(
                 f"{self._called} {self._how(now)}.",
                 seen=f"{now.reason}\n{self._last_lines(now)}".strip(),
-                next_step=f"wb.jobs[{self.name!r}].logs() has more"
+                next_step=f"wb.jobs[{self.name!r}].logs() shows more"
                 if now.state == "failed"
                 else f"look for job {self.id} in the platform's own list",
                 code="WB-CLUSTER-094",

@@ -52,7 +52,7 @@ ABOUT = {
 METRICS = {
     "workers": "number of workers",
     "steps": "steps that all workers completed",
-    "warm_up_steps": "the number of steps at the beginning that rates and shares do not include",
+    "warm_up_steps": "number of warm-up steps; rates and shares do not include these first steps",
     "samples_per_s": "samples per second of all workers together, after the warm-up steps",
     "samples_per_s_low": "lower end of the 95 % interval of `samples_per_s`",
     "samples_per_s_high": "upper end of the 95 % interval of `samples_per_s`",
@@ -111,8 +111,8 @@ END = {
     "state": "`finished`, `stopped` or `failed`",
     "error": "the run's error; null if there is none",
     "folder": "the run's folder; null if nothing was recorded",
-    "figures": "the run's measured values, an object as in `runs` of `workbench compare --json`; "
-    "null if nothing was recorded",
+    "figures": "the run's measured values, with the same keys as a run in `runs` of `workbench "
+    "compare --json`; null if nothing was recorded",
     "exit_code": "the exit status of the command",
 }
 
@@ -189,7 +189,7 @@ def run_folder(place: str | Path) -> Path:
             "There is no such folder.",
             seen=str(place),
             allowed="a run folder, a job folder, or what run.save(path) wrote",
-            next_step="to compare, copy the folder to this machine; `workbench follow` takes ssh://host/dir",
+            next_step="copy the folder to this machine; only `workbench follow` can read ssh://host/dir",
             code="WB-PLAN-249",
         )
     if runs := runs_in(folder):
@@ -366,8 +366,8 @@ def parse_condition(text: str) -> Condition:
         raise PlanError(
             "--fail-if takes a metric, a comparison and a number.",
             seen=text,
-            allowed="METRIC < NUMBER, with < <= > or >=. Each run's value is divided by the first "
-            """run's value; with "abs" at the end, it is not divided""",
+            allowed="METRIC < NUMBER, or the same with <=, > or >=. The value of each run is "
+            """divided by that of the first run; with "abs" at the end, the value is not divided""",
             next_step='--fail-if "samples_per_s < 0.95"',
             code="WB-PLAN-251",
         )

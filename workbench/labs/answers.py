@@ -85,7 +85,7 @@ class Check:
         if "value" not in found:
             self.wrong(
                 f"The notebook has no `{name}`.",
-                f"run the cell of exercise {self.number}, and the cells above it in order",
+                f"run all cells above exercise {self.number} in order, then its cell",
             )
         value = unpack(found["value"])
         if value is None or value is Ellipsis:
@@ -123,7 +123,7 @@ class Check:
         self.need(
             number == int(number),
             f"`{name}` is {number:g}, but it must be a whole number.",
-            "what does this number count? A half of such a thing does not exist",
+            "what does this number count? It counts whole things, so it cannot be a fraction",
         )
         return int(number)
 
@@ -609,7 +609,7 @@ def find(number: object) -> Exercise:
     parts = _NUMBER.fullmatch(text)
     if parts is None:
         raise PlanError(
-            "An exercise number consists of the lab and the exercise in it.",
+            "The number of an exercise must have the form LAB.EXERCISE.",
             seen=number,
             allowed='a string such as "3.2"',
             next_step='labs.check("3.2")',

@@ -190,7 +190,7 @@ def _play_of(case: Case) -> Play:
         raise PlanError(
             "This is not the current case.",
             seen=case,
-            allowed="the last result of blind.practice() or blind.case()",
+            allowed="the case that the latest call of blind.practice() or blind.case() returned",
             next_step='case = blind.case("A")',
             code="WB-PLAN-046",
         )
@@ -518,7 +518,7 @@ def case_cards(cases: list[Case]) -> Table:
         ["workers (N)", *(str(case.workers) for case in cases)],
         ["model, and gradients (M)", *(size(case.size_bytes) for case in cases)],
         ["global batch (B)", *(f"{case.batch} samples" for case in cases)],
-        ["time for a sample, by worker", *(_factors(case.factors) for case in cases)],
+        ["time for a sample, each worker", *(_factors(case.factors) for case in cases)],
         ["time to compute a batch on one device (T₁)", *("measure it" for _ in cases)],
         ["link: latency (α), bandwidth (β)", *("measure them" for _ in cases)],
     ]

@@ -62,7 +62,8 @@ def chooses(request: RunRequest) -> bool:
         raise PlanError(
             "The strategy `auto` chooses one strategy and trains one run under it.",
             seen=", ".join([*request.strategies, *besides]),
-            next_step="run `%%distributed auto`, then the chosen strategy with these flags",
+            next_step="first run `%%distributed auto` alone, then run the chosen strategy with "
+            "these flags",
             code="WB-PLAN-315",
         )
     return chosen

@@ -228,7 +228,7 @@ def _unfit(one: Candidate, workers: int, given: set[str], *, allow_stale: bool) 
         differs = [name for name, value in entry.exact_with if settings.get(name) != value]
         if given.issuperset(differs):
             return ""
-    return "its final weights differ from those of one device; --allow-stale includes it"
+    return "its final weights differ from those of one device; --allow-stale allows this"
 
 
 @dataclass
@@ -322,7 +322,7 @@ class Race:
         """Return the prediction for a candidate from the measured runs."""
         held = self._held(one)
         runs = self._predictable()
-        why = "no run was measured from which its speed can be predicted"
+        why = "its speed cannot be predicted from the measured runs"
         if runs and runs[0].plan.workers > 1:
             try:
                 found = predict(runs, one.workers, strategy=one.entry.name,

@@ -206,7 +206,7 @@ def read(runs: Sequence[RunData]) -> tuple[Probe, list[Probe]]:
         raise PlanError(
             "There is no run from which a prediction can be made.",
             allowed="one or more finished runs",
-            next_step="start with %%distributed mirrored -n 2 --steps 100, then run.predict(8)",
+            next_step="first run %%distributed mirrored -n 2 --steps 100, then call run.predict(8)",
             code="WB-PLAN-291",
         )  # fmt: skip
     probes = [Probe.of(run) for run in runs]
@@ -457,7 +457,7 @@ class Knows:
         found = []
         if most > FAR * seen:
             found.append(
-                f"{most} workers are {most / seen:.0f} times as many as were measured ({seen}). "
+                f"{most} workers are {most / seen:.0f} times the {seen} measured workers. "
                 "Switches, hosts and shared links were not measured, so the interval is right "
                 "only if all links are like the measured link."
             )

@@ -221,7 +221,7 @@ def check_predicted(entry: Strategy) -> None:
             seen=f"{entry.name} ({entry.framework})",
             allowed="in PyTorch: mirrored, central_storage, parameter_server, local_sgd, gossip, "
             "sharded, model_split",
-            next_step="run the strategy to measure it: %%distributed with -n",
+            next_step="measure the strategy instead: run it with %%distributed and -n",
             code="WB-PLAN-288",
         )
 

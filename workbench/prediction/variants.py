@@ -192,7 +192,7 @@ def _without(
     """Return the run with its slow worker as fast as the others."""
     if straggler is not None:
         raise PlanError(
-            "`straggler` must be None, which removes the slow worker.", seen=straggler,
+            "`straggler` can only be None: this value removes the slow worker.", seen=straggler,
             next_step="for another worker use its rank: run.what_if(1)", code="WB-PLAN-307",
         )  # fmt: skip
     if base.setting.piped:

@@ -84,7 +84,7 @@ def _paused(paused: Paused, engine: int, commands: Sequence[str]) -> None:
         stop = paused.stops[engine]
         write_out(
             f"rank {engine} is paused at {stop.where}\n{stop.text}"
-            "This front end has no prompt. Give commands in the line: "
+            "This front end has no prompt. Write the debugger's commands in the magic's line: "
             f"%cluster debug {engine} -c 'p x' -c c\n"
         )
 

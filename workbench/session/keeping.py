@@ -122,7 +122,7 @@ class Keeping:
             except OSError as error:
                 self._tell_unwritten(error)
             except Exception:
-                log.warning("The cluster could not be described in its folder", exc_info=True)
+                log.warning("The cluster's folder could not be updated", exc_info=True)
 
     def _tell_unwritten(self, error: OSError) -> None:
         """Report once, not with each cell, why the folder cannot be written to."""

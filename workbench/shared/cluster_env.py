@@ -56,7 +56,7 @@ def export(path: Path, content: bytes) -> Path:
             f"The file cannot be written: {error.strerror}.",
             seen=str(path),
             allowed="a file in an existing folder, on a disk with free space",
-            next_step="free disk space, or use another path",
+            next_step="free some disk space, or use another path",
             code="WB-RUN-058",
         ) from error
     return path
@@ -104,7 +104,7 @@ def cannot_listen(host: str, ports: tuple[int, int] | None, reason: str) -> Clus
     """Return the error of `listening`."""
     which = "any port" if ports is None else f"ports {ports[0]} to {ports[1]}"
     return ClusterError(
-        f"No free port is left on {host or 'this host'}.",
+        f"There is no free port on {host or 'this host'}.",
         seen=f"{which}: {reason}",
         allowed="one free port for each server, each TensorFlow worker and the store",
         next_step="allow more ports: %cluster start --ports FIRST-LAST",

@@ -224,7 +224,7 @@ def _debug_flags(add: Callable[..., Any]) -> None:
         help="debug: run this pdb command or expression, without a prompt; can be repeated",
     )
     add("--port", metavar="P", help="debug: serve debugpy on loopback; 0 takes any free port")
-    add("-f", "--follow", action="store_true", help="logs: show new lines until interrupted")
+    add("-f", "--follow", action="store_true", help="logs: show new lines, until an interrupt")
     add(
         "-n",
         "--lines",

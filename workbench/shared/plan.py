@@ -230,7 +230,7 @@ def make_plan(
         raise PlanError(
             "--spares is useful only if the run can heal after a worker's death.",
             seen=f"{entry.name} --spares {asked.spares} --on-failure {on_failure}",
-            allowed="--on-failure heal (the default with --spares) under "
+            allowed="--on-failure heal (the default with --spares), with one of: "
             + ", ".join(e.name for e in catalog.CATALOG if e.heals and e.replicated),
             next_step="leave --on-failure out, or leave --spares out",
             code="WB-PLAN-331",
@@ -266,7 +266,7 @@ def plan_of(
     overrides = request.overrides
     if request.several:
         raise PlanError(
-            "A single run needs exactly one value for each flag.",
+            "One run can have only one value for each flag.",
             seen=", ".join(
                 f"{len(axis.values)} values of {_axis(axis)}" for axis in request.several
             ),

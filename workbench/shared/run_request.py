@@ -221,7 +221,7 @@ class RunRequest(RunSettings):
         "auto",
         choices=PLOTS,
         help="how the live dashboard is shown",
-        without="`auto`: the widget in a notebook, otherwise text; `text` and `off` show no figure "
+        without="`auto`: the widget in a notebook, otherwise text; `text` and `off` show no chart "
         "of a comparison",
         example="%%distributed mirrored --plot off",
     )
@@ -269,7 +269,7 @@ class RunRequest(RunSettings):
         "",
         metavar="DIR",
         trains=True,
-        help="do not train here; write a folder that torchrun can start anywhere",
+        help="do not train here; write a job folder; torchrun can start this job on any machine",
         without="the cell is trained here",
         example="%%distributed mirrored -n 2 --to-job job",
     )

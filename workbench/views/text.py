@@ -452,7 +452,7 @@ NUMERIC = frozenset({"parameters", "per microbatch", "sends on"})
 """Columns of `rows` that are aligned right."""
 
 MOST_ROWS = 12
-TITLE = "Pipeline bubble, as a fraction of step time minus data wait"
+TITLE = "Pipeline bubble, as a fraction of the step time without data wait"
 NAMES = ("ideal bubble", "excess bubble", "work")
 """Names of the parts of a worker's bar: ideal bubble, excess, the rest."""
 

@@ -287,7 +287,8 @@ def _check_hosts(settings: LaunchSettings, engines: int) -> None:
         raise PlanError(
             "--launcher ssh needs the names of the hosts.",
             seen="--launcher ssh",
-            allowed="--on node1:4,user@node2:4 (after the colon: engines on that host)",
+            allowed="--on node1:4,user@node2:4 (after the colon: the largest "
+            "number of engines on that host)",
             next_step=f"%cluster start {engines} --launcher ssh --on node1,node2",
             code="WB-PLAN-166",
         )
@@ -342,7 +343,7 @@ def _of_file(path: Path, launcher: str) -> dict[str, Given]:
     try:
         named = os.environ.get(VARIABLE, "").strip()
         if named and path != SITE_FILE and not path.exists():
-            raise FileNotFoundError(f"there is no such file ({VARIABLE} names it)")
+            raise FileNotFoundError(f"this file does not exist (its path is in {VARIABLE})")
         tables = limits.read_toml(path)
     except (OSError, ValueError) as error:
         raise PlanError(

@@ -251,7 +251,7 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
         "GPU twice. Every host uses the GPUs with the numbers in --devices.",
         seen=error.seen,
         allowed=error.allowed,
-        next_step="use numbers within each host's CUDA_VISIBLE_DEVICES, or remove --devices "
-        "for auto",
+        next_step="use numbers within each host's CUDA_VISIBLE_DEVICES, or remove "
+        "--devices, so that Workbench chooses",
         code="WB-PLAN-187",
     )

@@ -102,8 +102,8 @@ class Checkpoints:
         about = self.start.about
         if about["base"] != self.context.trained:
             raise FitError(
-                "The checkpoint does not belong to this cell: its training began after a different "
-                "number of earlier steps.",
+                "The checkpoint does not belong to this cell: the checkpoint's training began "
+                "after a different number of earlier steps.",
                 seen=f"{self.context.trained} steps came before this training, and "
                 f"{about['base']} steps before the checkpoint's training",
                 next_step="use wb.resume(DIR), which runs the cell that wrote the checkpoint",

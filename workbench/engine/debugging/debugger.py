@@ -279,7 +279,7 @@ def stop_here(*args: Any, header: str | None = None, **keywords: Any) -> None:
         return
     asks = stdin_bridge.current()
     if asks is None:
-        tell("breakpoint() was ignored, because the engine started this process")
+        tell("breakpoint() was ignored, because it runs in a child process of an engine")
         return
     if header:
         tell(header)

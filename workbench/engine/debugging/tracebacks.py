@@ -548,7 +548,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "the limit of processes and threads is reached: raise the container's pids limit (docker "
         "run --pids-limit=-1) or ulimit -u, or use fewer engines or num_workers=0",
     ),
-    (r"No space left on device|Disk quota exceeded", "free disk space, or write to another folder"),
+    (r"No space left on device|Disk quota exceeded", "delete some files, or use another folder"),
     (r"Address already in use|EADDRINUSE", "use another port, or 0 for any free port"),
 )
 

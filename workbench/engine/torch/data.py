@@ -222,8 +222,8 @@ class StreamSource(Source):
                 events.Warned(
                     rank=self._context.spec.rank,
                     text=f"The loader has {count} processes, and each of them reads the whole "
-                    f"stream, so samples are used {count} times, or the last samples never. Let "
-                    "the data set's __iter__ read a part for each process "
+                    f"stream, so samples are used {count} times, or the last samples are never "
+                    "used. Let the data set's __iter__ read a part for each process "
                     "(torch.utils.data.get_worker_info()), or use num_workers=1.",
                 )
             )
@@ -316,7 +316,7 @@ def _own(source: Source) -> Source:
     """
     if not isinstance(source, (TensorSource, IndexedSource)):
         raise FitError(
-            "wb.data.own needs data with a length, whose samples have an index.",
+            "wb.data.own needs data that has a length and an index.",
             seen="a stream (IterableDataset)",
             next_step="pass a Dataset with __len__ and __getitem__, or a pair of tensors",
             code="WB-FIT-186",

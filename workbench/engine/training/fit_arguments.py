@@ -266,7 +266,8 @@ def lacks_memory(entry: catalog.Strategy, model: Any) -> bool:
         able = [e.name for e in catalog.strategies(entry.framework) if e.fills]
         share = [e.name for e in catalog.strategies(entry.framework) if not e.whole]
         raise FitError(
-            f"The model is on device `meta`, and strategy {entry.name} cannot allocate its memory.",
+            f"The model is on device `meta`, and strategy {entry.name} cannot allocate memory for "
+            "the model.",
             seen=f"{lacking[0]}" + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""),
             allowed=f"a model with weights; under {', '.join(able)} also a model on device `meta`",
             next_step=f"build the model without torch.device('meta'), or use {able[0]}"

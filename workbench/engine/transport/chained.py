@@ -176,7 +176,7 @@ class ChainedLink(Link):
         if copy is None:
             raise LinkError(
                 f"{error.felt}: both servers that held the same part of the parameters have died. "
-                f"The last of them was {gone.name}.",
+                f"The server that died last is {gone.name}.",
                 felt=error.felt,
                 next_step="%cluster restart, and run the cell again. With --checkpoint, the run "
                 "continues automatically from its last checkpoint",

@@ -559,9 +559,8 @@ class Healer:
         self._unwanted.discard(engine)
         self._tries[engine] = self._tries.get(engine, 0) + 1
         if self._tries[engine] > TRIES:
-            self._run.note(
-                f"{TRIES} new engines for the same worker died. The run continues without it."
-            )
+            died = f"{TRIES} new engines for the same worker died."
+            self._run.note(f"{died} The run continues without this worker.")
             return
         self._awaited.add(engine)
         threading.Thread(

@@ -250,7 +250,7 @@ class Slurm:
                 "Slurm has no such partition.",
                 seen=wanted,
                 allowed=", ".join(sorted(partitions)) or "none: `sinfo` shows no partition",
-                next_step="partition=NAME; `sinfo` shows what each partition has",
+                next_step="choose one with partition=NAME; `sinfo` shows what each partition has",
                 code="WB-CLUSTER-086",
             )
         kinds = partitions.get(wanted, [])

@@ -32,7 +32,7 @@ def expect(c: Check) -> None:
     c.expect(
         bool(np.all(np.abs(step - work_ms.max()) <= SAME_MS)),
         "the length of the step is right",
-        f"`step_ms` is {_list(step)}, which is not the step of these three workers",
+        f"`step_ms` is {_list(step)}, which is not the time of their step",
         "the workers can average only when all three gradients are ready: when is that?",
     )
     c.expect(
@@ -68,7 +68,7 @@ def by_hand(c: Check) -> None:
     c.need(
         all(0.005 <= truth[r] <= 10 for r in range(len(ready)) if r != slow),
         "The times in `ready_s` do not show that one worker was ready later than the others.",
-        "do not change the lines above `# YOUR CODE`, and run the cell again",
+        "run the cell again, with the original lines above `# YOUR CODE`",
     )
     c.need(
         len(ready) > 1,
@@ -137,7 +137,7 @@ def blind(c: Check) -> None:
     as_it_was = all(close(a, b, SHARE) for a, b in zip(found, actual, strict=True))
     c.need(
         right or not as_it_was,
-        f"`potential` is {_list(found)}. These are the actual speeds, with the waits.",
+        f"`potential` is {_list(found)}. These are the measured speeds, which include the waits.",
         "divide by the time in which the worker did not wait: subtract its waits from its steps",
     )
     c.expect(

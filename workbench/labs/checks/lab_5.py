@@ -180,7 +180,7 @@ def _waits(c: Check, run: RunFacts) -> None:
     right = as_read(found_share, share)
     c.need(
         right or not as_read(found_share, float((own_wait_s / own_s).mean())),
-        f"`waited_share` is {found_share:.4g}. This is the mean of the fractions of single steps.",
+        f"`waited_share` is {found_share:.4g}. This is the mean of the steps' fractions.",
         "compute the fraction of the whole time: divide the sum of the waits by the sum of the "
         "steps",
     )

@@ -204,8 +204,8 @@ def in_flight(c: Check) -> None:
             not off,
             f"{schedule}: the number of microbatches is right for each stage",
             f"{schedule}: `{name}` says that stage {off[0] if off else 0} held at most "
-            f"{given[off[0]] if off else ''} microbatches at the same time, but in the "
-            "run the layers of this stage counted another number",
+            f"{given[off[0]] if off else ''} microbatches at the same time, but the "
+            "counters in this stage's layers show another number",
             "with gpipe, a stage begins its first backward pass after its last forward pass"
             if schedule == "gpipe"
             else "look at stage 0 in the picture of 1f1b: F2 could begin right after F1; why is "

@@ -251,8 +251,8 @@ def unsimulated(c: Check) -> None:
     message_s = facts["latency_s"] + facts["size_bytes"] / 2 / facts["bytes_per_s"]
     c.need(
         math.isclose(predicted, facts["batch"] / (facts["t1_s"] / 2 + 2 * message_s), rel_tol=1e-3),
-        f"rate('mirrored', real_facts) returned {predicted:.4g}, which is not the rate by "
-        "the formulae of section 1.",
+        f"rate('mirrored', real_facts) returned {predicted:.4g}, which is not the rate that "
+        "the formulae of section 1 give.",
         "first solve exercise 9.2: this exercise needs its function `rate`",
     )
     step_s, compute_s = _settled(together, "step_s"), _settled(together, "compute_s")

@@ -31,7 +31,7 @@ SAID: dict[State, str] = {
     "unchanged": "collected before",
     "replaced": "collected; the previous notebook is kept, with .before at the end of its name",
     "older": "not collected: the student also handed in a newer notebook for this lab",
-    "kept": "not collected: another notebook was collected before; --replace replaces it",
+    "kept": "not collected: the folder already has another notebook; --replace replaces that one",
     "unreadable": "not collected",
 }
 MOST_MEMBERS = 20_000

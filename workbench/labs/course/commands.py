@@ -39,7 +39,7 @@ def add_commands(commands: Any) -> None:
         "--roster",
         type=Path,
         metavar="FILE",
-        help="CSV of the class; then students without a notebook are listed",
+        help="CSV of the class; with it, the output also lists the students without a notebook",
     )
     into.add_argument(
         "--replace", action="store_true", help="replace notebooks that were collected before"

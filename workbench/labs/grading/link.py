@@ -386,7 +386,10 @@ class Told:
         if values is not None and (not isinstance(values, list) or not values):
             raise ValueError("no engine answered")
         if values is not None and self._workers > 0 and len(values) != self._workers:
-            words = f"{len(values)} engines answered the check, but the lab has {self._workers}."
+            words = (
+                f"{len(values)} engines answered the check, but the lab has "
+                f"{self._workers} engines."
+            )
             return {"wrong": words, "hint": "did a cell of the notebook start or stop engines?"}
         return found
 

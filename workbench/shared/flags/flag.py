@@ -83,7 +83,7 @@ class Flag:
         """
         if self.choices and value not in self.choices:
             raise PlanError(
-                f"{self.argument} does not have this value.",
+                f"This is not an allowed value of {self.argument}.",
                 seen=value,
                 allowed=", ".join(self.choices),
                 code="WB-PLAN-093",

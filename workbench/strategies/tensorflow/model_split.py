@@ -160,7 +160,7 @@ def given_bounds(layers: Sequence[Any], stages: int, split_at: str) -> list[int]
         )
     if len(starts) + 1 != stages:
         raise FitError(
-            "`split_at` must give one stage for each device.",
+            "`split_at` must cut the model into one stage for each device.",
             seen=f"{len(starts) + 1} stages for {stages} devices",
             allowed=f"exactly {stages - 1} layers in split_at",
             next_step=f"use -n {len(starts) + 1}",

@@ -23,10 +23,11 @@ On a ring, a worker sends its parameters and floating-point buffers twice per st
 workers). On the exponential graph it sends them once per step.
 
 When a worker dies, the other workers form a new graph, and each keeps its own replica. If the death
-interrupted the mixing of a step, the step counts without the mixing. No worker waits for the dead
-worker, and the other workers lose nothing. The updates that the dead worker sent to its neighbours
-stay in their replicas. A new worker copies the replica of a worker that has taken the most steps.
-If several workers have taken the most steps, it copies the replica of the nearest of them.
+interrupted the mixing of a step, the step counts as taken, without mixing. No worker waits for the
+dead worker, and the other workers lose nothing. The updates that the dead worker sent to its
+neighbours stay in their replicas. A new worker copies the replica of a worker that has taken the
+most steps. If several workers have taken the most steps, it copies the replica of the nearest of
+them.
 
 The replica spread (logged as `spread`) shows how different the replicas are. It is computed before
 mixing: the root mean square, over all parameters, of the difference between a worker's replica and

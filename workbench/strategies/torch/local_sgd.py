@@ -9,7 +9,7 @@ al., Streaming DiLoCo with overlapping communication, 2025 (arXiv:2501.18512).
     round     step 1 .. step H on own shares            average               next round
     worker 0: w0 = w0 - lr g0(w0)  ...   w0 --+                     +--> w
     worker 1: w1 = w1 - lr g1(w1)  ...   w1 --+-- w = mean(w_r) ----+--> w
-    worker 2: (not drawn for this round)      +                     +--> w
+    worker 2: (not chosen for this round)     +                     +--> w
 
 Workers send 1/H of the bytes that they send under `mirrored`. Between averages the replicas become
 different from each other, and the difference is larger if the workers' data differs more. With H =
@@ -39,10 +39,10 @@ bytes is the same as without fragments, but each average sends only 1/F of the p
     H = 6, F = 3     step   1   2   3   4   5   6   7   8   9  10  11  12
                      averaged   A       B       C       A       B       C
 
-Two options come from federated averaging. With `fraction`, this fraction of the workers is drawn
-for each round; only these workers train, and only their parameters are averaged. `skew=alpha`
-distributes the data by class (Dirichlet distribution), so that the workers have different data. A
-smaller alpha gives a larger difference.
+Two options come from federated averaging. With `fraction`, this fraction of the workers is chosen
+at random for each round; only these workers train, and only their parameters are averaged.
+`skew=alpha` distributes the data by class (Dirichlet distribution), so that the workers have
+different data. A smaller alpha gives a larger difference.
 
 When a worker dies, each of the other workers continues from its own replica. Either all workers
 complete an average or none does. If some workers have completed an average, the other workers copy

@@ -22,10 +22,10 @@ default settings, broadcasts the buffers in each forward pass. This broadcast wo
 worker waits for which other worker.
 
 The option `allreduce` selects the all-reduce algorithm (`allreduce/`), and the option `compress`
-reduces the number of bytes that are sent (`allreduce/compression.py`). With either option, all
-gradients are averaged in one message after the backward pass. The averaging is started by the
-backward pass, not by the model's forward pass (`parts/reduction.py`), so a loss can be computed in
-any way.
+reduces the number of bytes that are sent (`allreduce/compression.py`). With compression, or with
+any algorithm except `backend`, all gradients are averaged in one message after the backward pass.
+The averaging is started by the backward pass, not by the model's forward pass
+(`parts/reduction.py`), so a loss can be computed in any way.
 """
 
 from __future__ import annotations

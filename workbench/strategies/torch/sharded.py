@@ -24,12 +24,12 @@ other workers build only its structure (device `meta`). Rank 0 sends to every wo
 this worker's part, row by row (`Filling` in the source). So the host holds the model once, and no
 worker's device ever holds the whole model.
 
-A unit has at least `unit_mb`. It is an element of a Sequential or ModuleList, or a layer that the
-model itself holds and that has no inner layers. All
-parameters of a unit are gathered together. All parts of the model that are not in a unit form the
-rest, which is also gathered together. The rest is always kept from the forward pass to the backward
-pass, so every worker sends 2 (n-1)/n of the rest's size. A model smaller than `unit_mb` has no
-units; with `unit_mb=0` it has units too.
+A unit has at least `unit_mb` MB of parameters. It is an element of a Sequential or ModuleList, or a
+layer that the model itself holds and that has no inner layers. All parameters of a unit are
+gathered together. All parts of the model that are not in a unit form the rest, which is also
+gathered together. The rest is always kept from the forward pass to the backward pass, so every
+worker sends 2 (n-1)/n of the rest's size. A model smaller than `unit_mb` has no units; with
+`unit_mb=0` it has units too.
 
 The bytes are counted for each call: in a ring all-gather or reduce-scatter of a unit of S bytes,
 every worker sends (n-1)/n S bytes. Workers wait for each other in the forward pass too. So the sync

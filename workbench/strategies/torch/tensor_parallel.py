@@ -388,8 +388,8 @@ class TensorParallel(Partitioned):
         if not self._everywhere(self._has_room(job.model)):
             if self.rank == 0:
                 text = (
-                    "The model does not fit on one device, so Workbench could not test the "
-                    "layers whose names look like a pair. "
+                    "The model does not fit on one device, so Workbench could not test "
+                    "whether layers form a pair, as their names suggest. "
                 )
                 text += (
                     "The outputs of these layers are gathered. To make a pair yourself: -o "

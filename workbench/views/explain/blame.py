@@ -141,8 +141,8 @@ def _time(seconds: float) -> str:
 WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
     "synchronous": "each step ends when the last of the other workers is ready",
-    "pipeline": "the step time depends on the busiest stage that is not on this worker; the real "
-    "gain is larger, because the pipeline would also be filled faster, which is not counted here",
+    "pipeline": "the step time depends on the busiest stage of the other workers; the real gain "
+    "is larger: the pipeline would also be filled faster, and this is not counted here",
     "asynchronous": "the worker has the median throughput of the other workers",
 }
 

@@ -160,7 +160,7 @@ def make_view(kind: str, on_command: OnCommand, title: str, *, brief: bool = Fal
         raise PlanError(
             f"--plot {chosen} needs a notebook.",
             seen=kind,
-            allowed="auto, text or off outside a notebook",
+            allowed="outside a notebook: auto, text or off",
             next_step="use --plot text",
             code="WB-PLAN-150",
         )

@@ -387,7 +387,7 @@ def refuse_averaged(model: torch.nn.Module) -> None:
                 "hvd.DistributedOptimizer already averages this model's gradients, so Workbench "
                 "cannot average them too.",
                 seen="wb.prepare or wb.fit after hvd.DistributedOptimizer",
-                allowed="only one of the two",
+                allowed="hvd.DistributedOptimizer, or wb.prepare, or wb.fit: only one of them",
                 next_step="remove hvd.DistributedOptimizer, or record the unchanged loop: "
                 "wb.watch(model, optimizer, loader)",
                 code="WB-FIT-182",

@@ -161,7 +161,7 @@ def _check_run(context: RunContext) -> None:
         raise FitError(
             "Workbench already averages this cell's gradients, so Horovod cannot average them too.",
             seen=f"hvd.DistributedOptimizer after {context.taken_over or 'wb.fit'}",
-            allowed="only one of the two",
+            allowed="hvd.DistributedOptimizer, or wb.prepare, or wb.fit: only one of them",
             next_step="remove hvd.DistributedOptimizer, or remove wb.prepare and wb.fit",
             code="WB-FIT-180",
         )

@@ -35,9 +35,8 @@ def why_not(runs: Sequence[RunSummary]) -> str:
     if len(counts) < 2:
         count = next(iter(counts))
         return (
-            f"All runs have {count} worker{'s' * (count != 1)}: scaling needs at least two "
-            f"numbers of "
-            "workers."
+            f"All runs have {count} worker{'s' * (count != 1)}: scaling needs runs "
+            "with at least two different numbers of workers."
         )
     return ""
 

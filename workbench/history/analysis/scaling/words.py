@@ -40,18 +40,19 @@ def verdict_of(curves: Sequence[Curve]) -> tuple[str, bool | None]:
     curve, best = max(tried, key=lambda one: one[1].speedup)
     base = curve.base
     what = f"{curve.name} with {best.workers} workers"
-    gives = f"{what}, gives {_times(best)} the samples per second of {_whose(curve)}"
+    rate = f"gives {_times(best)} the samples per second of {_whose(curve)}"
+    gives = f"{what}, {rate}"
     if best.low > 1:
         efficiency = best.speedup * base.workers / best.workers
         head = f"The fastest run, {gives}, at {efficiency * 100:.0f} % efficiency."
         return f"{head} {_more(curve, best)}".rstrip(), True
     if not math.isfinite(best.low):
         return (
-            f"No certain verdict: {gives}, but too few steps were measured for an interval.",
+            f"No certain verdict: {what} {rate}, but too few steps were measured for an interval.",
             None,
         )
     reason = reason_of(best.row, base)
-    head = "You should not distribute this"
+    head = "You should not distribute this training"
     if base.workers > 1:
         head = f"You should not use more than {base.workers} workers"
     if best.high < 1:
@@ -127,7 +128,10 @@ def reason_of(plan: ComparisonRow, fewer: ComparisonRow) -> str:
     few = "one worker" if fewer.workers == 1 else f"{fewer.workers} workers"
     said += f" With {few}, computing takes {milliseconds(before_s)}."
     if compute_s > _UNDIVIDED * before_s and share_cores(fewer, plan):
-        said += f" The {plan.workers} workers share the cores that one worker has alone."
+        said += (
+            f" The {plan.workers} workers share the cores that a run with one worker has for "
+            "itself."
+        )
     return said
 
 
@@ -144,7 +148,7 @@ def notes_of(curves: Sequence[Curve], mode: Mode, price: float | None) -> Iterab
     kept = (
         "the global batch stays the same"
         if mode == "strong"
-        else "the batch grows with the workers"
+        else "the batch grows with the number of workers"
     )
     yield f"{mode.title()} scaling: {kept}. Speed-up is in samples per second, after warm-up."
     for curve in curves:
@@ -173,8 +177,9 @@ def notes_of(curves: Sequence[Curve], mode: Mode, price: float | None) -> Iterab
     ]
     if crowded:
         yield (
-            f"From {min(crowded)} workers on, the workers share the CPU cores that one worker has "
-            "alone. If each worker has its own machine or GPU, the run scales differently."
+            f"From {min(crowded)} workers on, the workers share the CPU cores that a run with one "
+            "worker has for itself. If each worker has its own machine or GPU, the run scales "
+            "differently."
         )
     if price is not None:
         costs = [point.cost for curve in curves for point in curve.points if point.cost is not None]

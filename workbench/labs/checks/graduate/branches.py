@@ -85,8 +85,8 @@ def fedavg(c: Check) -> None:
             "of rows.",
             "all vectors in the list are equal: is each of them a tensor of its own?"
             if np.array_equal(seen, seen[[-1]].repeat(3, axis=0))
-            else "with r rows, send r * weights and r in one vector, then divide the sums; each "
-            "round begins with the mean of the previous round",
+            else "with r rows, send r * weights and r in one vector. Then divide the sum of "
+            "r * weights by the sum of r. Each round begins with the mean of the previous round",
         )
         c.need(
             sent_bytes <= 3 * 8 * 10,

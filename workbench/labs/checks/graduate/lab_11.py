@@ -494,8 +494,8 @@ def _divided(
         f"Worker {rank} holds {held:.0f} parameters, and all workers together hold "
         f"{everywhere:.0f}. But without the last bias, the layers have {numbers:.0f} parameters "
         "in total.",
-        f"keep only this worker's part as parameters: {kept}; the last bias is on every worker or "
-        "on one worker",
+        f"keep only this worker's part as parameters: {kept}; the last bias may be on every worker "
+        "or on only one worker",
     )
     divided, last = (float(one) for one in parts[5])
     c.need(

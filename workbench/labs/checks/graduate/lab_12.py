@@ -202,7 +202,7 @@ def feedback(c: Check) -> None:
             c.need(
                 bool(np.allclose(error, memory[rank], atol=EXACT)),
                 f"{words}: `error` of worker {rank} is wrong after {len(gradients)} steps.",
-                "test it for one worker: the sum of its messages of all steps, plus its memory "
+                "look at one worker: the sum of its messages of all steps, plus its memory "
                 "after the last step, must be the sum of its gradients of all steps"
                 if used
                 else "without feedback the memory must stay zero",

@@ -133,8 +133,8 @@ def rates(c: Check) -> None:
     c.need(
         not other,
         f"The work that `matmul_rate` or `copy_rate` measures also contains {', '.join(other)}.",
-        "before you measure, create all tensors with the type float32. The measured work is only "
-        "the product, or only the copy",
+        "before you measure, create all tensors with the type float32. The measured work "
+        "must be only the product, or only the copy",
     )
     for name, rate, truth, hint in (
         (
@@ -358,7 +358,7 @@ def prediction(c: Check) -> None:
     if not isinstance(predicted_s, float) or predicted_s <= 0:
         c.wrong(
             f"`workbench_s` has no prediction for {many.plan.workers} workers.",
-            "run again the lab's cell that predicts 4 to 64 workers from the run 'two'",
+            "run the cell of section 5 again that sets `workbench_s` for 4 to 64 workers",
         )
     found = c.number_of("workbench_error")
     c.expect(

@@ -127,9 +127,9 @@ class Batches:
     def _note_lost(self) -> None:
         if self._context.spec.rank == 0:
             text = (
-                "Keras trains on fewer batches than the Python generator yields. Two kinds of "
-                "batches are lost: those that Keras reads to build the model, and those that it "
-                "reads in advance, at the end of an epoch. With tf.data.Dataset or "
+                "Keras trains on fewer batches than the Python generator yields. Keras "
+                "reads some batches only to build the model. At the end of an epoch, Keras also "
+                "drops the batches that it has read in advance. With tf.data.Dataset or "
                 "keras.utils.PyDataset, no batch is lost."
             )
             self._context.emit(events.Noted(rank=0, text=text))

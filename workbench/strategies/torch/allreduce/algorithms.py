@@ -164,8 +164,9 @@ def hierarchical(flat: torch.Tensor, links: Links) -> None:
                                 ├── ring ──┤
         worker 3 ──▶ worker 2 ──┘          └── worker 2 ──▶ worker 3
 
-    Each of m leaders sends 2 (m-1)/m of the tensor to other leaders, and the tensor to each member
-    of its group. Each of the other workers sends the tensor once. There are 2 + 2 (m-1) rounds.
+    Each of m leaders sends 2 (m-1)/m of the tensor to other leaders, and the whole tensor to each
+    member of its group. Each of the other workers sends the tensor once. There are 2 + 2 (m-1)
+    rounds.
 
     Args:
         flat: Shape (numbers,); becomes the sum over the workers.
