@@ -122,6 +122,15 @@ def test_a_worker_on_its_own_that_ended_long_before_another_adds_no_rate_of_its_
     assert rate.low <= rate.mean <= rate.high
 
 
+def test_a_slow_start_of_one_worker_on_its_own_does_not_change_the_rate_of_all() -> None:
+    rows = make_rows(100, 3, compute_s=0.010)
+    rows["end_s"][:, 1] += 0.030  # 46 ms instead of 16
+    rows["end_s"][:20, 2] += 0.008
+    rate = rate_of(make_history(rows, joined=False))
+    assert rate is not None
+    assert rate.mean == pytest.approx(3 * 100 * 8 / (100 * 0.046), rel=0.01)
+
+
 def test_a_long_runs_rate_is_that_of_all_steps() -> None:
     rows = make_rows(40_000, 2)
     rows["end_s"][1::2] += 0.016  # every second step is longer, and not stored

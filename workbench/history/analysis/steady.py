@@ -241,10 +241,16 @@ def _lanes(
     if not history.joined:
         late = np.zeros(len(rank), bool)
         lanes = []
-        for own in (np.flatnonzero(rank == r) for r in np.unique(rank)):
-            own = own[cut(step_s[own]) :]
-            late[own] = True
-            lanes.append((samples[own], step_s[own]))
+        rows_of = [np.flatnonzero(rank == r) for r in np.unique(rank)]
+        # The same seconds for all: the rate is that of all workers in one span of time.
+        slowest = np.cumsum(step_s[max(rows_of, key=lambda rows: float(step_s[rows].sum()))])
+        first = cut(np.diff(slowest, prepend=0.0))
+        warm_s = slowest[first - 1] if first else 0.0
+        for own in rows_of:
+            own = own[np.searchsorted(np.cumsum(step_s[own]), warm_s, side="right") :]
+            if len(own):
+                late[own] = True
+                lanes.append((samples[own], step_s[own]))
         return lanes, late
     numbers, index = np.unique(step, return_inverse=True)
     rows = np.bincount(rank)
