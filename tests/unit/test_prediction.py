@@ -164,6 +164,8 @@ def test_a_worker_slowed_by_a_fault_stays_the_only_one() -> None:
     truth = 0.1 + float(draw_own(rng, 4000, 1).mean()) + 14 * (A + B * GRADIENTS_BYTES / 8)
     middle, _, _ = point(predict([run], 8, scaling="weak"), 8)
     assert middle == pytest.approx(truth, rel=0.06)
+    strong, _, _ = point(predict([run], 8, scaling="strong"), 8)  # the delay is not divided by 4
+    assert 0.1 < strong < middle
     without = rank(run, [{"straggler": None}])
     assert without.variants[0].speedup[0] > 1.3
 

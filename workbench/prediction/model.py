@@ -78,7 +78,11 @@ def compute(case: Case, seed: int = 2027, *, noisy: bool = True) -> Computed:
     drawn = (
         _stages(case, rng, steps) if case.setting.piped else case.work.draw(rng, draws, steps, n)
     )
-    own = np.ascontiguousarray((drawn * case.scale[:, None, None]).transpose(1, 2, 0))
+    scaled = drawn * case.scale[:, None, None]
+    for rank, fixed_s in case.work.fixed_s.items():  # an injected delay is not divided
+        if rank < n and not case.setting.piped:
+            scaled[:, :, rank] += fixed_s * (1 - case.scale[:, None])
+    own = np.ascontiguousarray(scaled.transpose(1, 2, 0))
     mean = own.mean(axis=(0, 1))
     if n == 1 or not (case.message_bytes > 0 or case.setting.piped):
         return _spread(Computed(mean, (1.0, 0.0, 0.0)), case, rng, noisy=noisy)

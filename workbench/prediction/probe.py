@@ -120,6 +120,7 @@ class Probe:
         batch: Samples of all workers in the largest step.
         link: The simulated link of its faults.
         total_steps: Number of steps, including the warm-up.
+        delays_s: Seconds by rank that faults add to each step, whatever the size of the share.
     """
 
     name: str
@@ -134,6 +135,7 @@ class Probe:
     batch: float
     link: Link | None
     total_steps: int
+    delays_s: dict[int, float]
 
     @property
     def workers(self) -> int:
@@ -154,7 +156,8 @@ class Probe:
         own = self.own_s[:, calm]
         mean = float(own.mean())
         extra = {r: float(self.own_s[:, r].mean()) - mean for r in self.slow} if straggler else {}
-        return Work.of(own, extra)
+        fixed = {r: min(self.delays_s.get(r, 0.0), max(s, 0.0)) for r, s in extra.items()}
+        return Work.of(own, extra, fixed)
 
     @staticmethod
     def of(run: RunData) -> Probe:
@@ -207,6 +210,7 @@ class Probe:
             int(table.step[0]), slow, _message_bytes(history, setting),
             float(table.samples.mean()), float(table.samples.sum(axis=1).max()),
             simulated(plan.faults), len(late),
+            {f.rank: f.delay_s for f in plan.faults if f.kind == "slow" and f.rank is not None},
         )  # fmt: skip
 
 

@@ -42,20 +42,26 @@ class Work:
     Attributes:
         own_s: (steps, workers) seconds; steps after warm-up that all workers have.
         extra_s: Seconds by rank that a fault adds to a single worker.
+        fixed_s: The part of `extra_s` that does not depend on the worker's number of samples.
         alike: Whether workers differ only by chance.
         common: Share of the steps' variance that all workers have together.
     """
 
     own_s: Floats
     extra_s: dict[int, float]
+    fixed_s: dict[int, float]
     alike: bool
     common: float
 
     @staticmethod
-    def of(own_s: Floats, extra_s: dict[int, float] | None = None) -> Work:
+    def of(
+        own_s: Floats,
+        extra_s: dict[int, float] | None = None,
+        fixed_s: dict[int, float] | None = None,
+    ) -> Work:
         """Analyse rows."""
         offsets = own_s.mean(axis=0) - own_s.mean()
-        return Work(own_s, extra_s or {}, _alike(own_s, offsets), _common(own_s))
+        return Work(own_s, extra_s or {}, fixed_s or {}, _alike(own_s, offsets), _common(own_s))
 
     @property
     def seen(self) -> int:
