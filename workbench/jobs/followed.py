@@ -179,7 +179,7 @@ class FollowedJob(Run):
                 self._gone()
                 or self._keeper_died()
                 or (
-                    (self.place.problem or "its source of data has ended")
+                    (self.place.problem or "the place of the run sends no more records")
                     if self.place.over
                     else ""
                 )

@@ -159,8 +159,8 @@ def _check_host(where: str) -> None:
             "The URI contains a password, which would be saved with the run.",
             seen=f"{parts.scheme}://{parts.username}:***@{host}",
             allowed="a URI without a password",
-            next_step="set MLFLOW_TRACKING_URI (or MLFLOW_TRACKING_USERNAME and "
-            "MLFLOW_TRACKING_PASSWORD), and use --log mlflow:",
+            next_step="put the whole URI into the variable MLFLOW_TRACKING_URI, and write "
+            "`--log mlflow:` without a URI",
             code="WB-PLAN-147",
         )
 

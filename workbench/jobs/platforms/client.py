@@ -304,7 +304,7 @@ def needed(folder: Path, name: str, on: str) -> Path:
             f"The job folder lacks {name}, which {on} needs.",
             seen=str(folder),
             allowed=", ".join(sorted(one.name for one in folder.glob("*") if one.is_file())),
-            next_step=f"write a folder that has this file: wb.submit(plan, on={on!r})",
+            next_step=f"run wb.submit(plan, on={on!r}): it makes a job folder that has this file",
             code="WB-PLAN-241",
         )
     return folder / name

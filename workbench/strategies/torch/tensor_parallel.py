@@ -392,8 +392,8 @@ class TensorParallel(Partitioned):
                     "whether layers form a pair, as their names suggest. "
                 )
                 text += (
-                    "The outputs of these layers are gathered. To make a pair yourself: -o "
-                    "plan=NAME=col,.."
+                    "So it gathers the output of each layer. If two layers form a pair, name "
+                    "them: `-o plan=fc1=col,fc2=row` (with the names of your layers)."
                 )
                 self.context.emit(events.Noted(rank=0, text=text))
             return safe
