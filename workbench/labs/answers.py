@@ -159,8 +159,16 @@ class Check:
 
     def array(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray[Any, Any]:
         """Return an array of finite numbers, of that shape."""
+        value = self.value(name)
         try:
-            found = np.asarray(self.value(name), dtype=float)
+            self.need(
+                not any(
+                    isinstance(one, (str, bytes)) for one in np.asarray(value, dtype=object).flat
+                ),
+                f"`{name}` has strings, but it must have numbers only.",
+                "a string is not a number, even if it has only digits: remove the quotes or str()",
+            )
+            found = np.asarray(value, dtype=float)
         except (TypeError, ValueError):
             self.wrong(
                 f"`{name}` cannot be read as an array of numbers.",

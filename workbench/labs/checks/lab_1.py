@@ -10,7 +10,7 @@ import numpy as np
 from ..answers import Check, close, exercise, number
 
 _ROUNDED = 0.05
-"""A mean that is off by less was probably rounded to one or two decimals."""
+"""A result that is off by less was probably rounded or searched for."""
 
 SHARE = 0.05
 """Largest relative error of a number that is read from a run: a student may round it."""
@@ -74,7 +74,9 @@ def mean(c: Check) -> None:
         c.need(
             _is_number(value),
             f"`mean` of rank {rank} is {value!r}, but it must be a finite number.",
-            "divide the sum of all numbers by their count",
+            "divide the sum of all numbers by their count"
+            if isinstance(value, float)
+            else "store only the number: not as a list or a string",
         )
     found = [number(value) for value in found]
     c.expect(
@@ -139,8 +141,10 @@ def crossing(c: Check) -> None:
             f"crossing_s({n}, {c_s}) returned {found:.6g}. With this compute time, a step of {n} "
             f"workers takes {found / n + c_s:.6g} s and a step of one worker takes {found:.6g} s, "
             "but both steps must be equally long.",
-            "use your result as T₁ in the formula T₁ / n + c_s: the formula must give your result "
-            "again",
+            "return the exact value, without rounding or a search"
+            if close(found, c_s * n / (n - 1), _ROUNDED)
+            else "use your result as T₁ in the formula T₁ / n + c_s: the formula must give your "
+            "result again",
         )
     c.expect(
         True, "with the time that `crossing_s` returns, n workers are as fast as one worker", ""

@@ -15,6 +15,10 @@ SAME_MS = 2.0
 """How far an expected time may be off: averaging takes almost no time."""
 SAME_S = 1e-3
 """How far a wait may be off: it may be rounded to milliseconds."""
+_MESSAGES_S = 0.05
+"""A wait that is longer by less probably includes the messages of the all-reduce."""
+_ROUNDED = 0.05
+"""A result that is off by less was probably rounded or simulated."""
 
 
 @exercise("3.1", "What to expect of a step")
@@ -101,7 +105,10 @@ def by_hand(c: Check) -> None:
         "the other workers wait until the last worker is ready",
         f"the wait of rank {off[0] if off else 0} is {waits[off[0] if off else 0] * 1e3:.1f} ms, "
         "which is not the time until the last worker was ready",
-        "all workers wait until the same time: find this time with one `dist.all_reduce`, and "
+        "a wait ends when the last worker is ready. Do not measure how long the `dist.all_reduce` "
+        "takes, which includes its messages: subtract one `ready_s` from another"
+        if all(0 < waits[r] - truth[r] < _MESSAGES_S for r in off)
+        else "all workers wait until the same time: find this time with one `dist.all_reduce`, and "
         "choose its `op`",
     )
 
@@ -145,7 +152,8 @@ def blind(c: Check) -> None:
         "the potentials do not include the waits, so they show which worker is slow",
         f"`potential` is {_list(found)}, which does not agree with the run",
         "add up samples, steps and waits of a worker over the whole run. Subtract the sum of the "
-        "waits from the sum of the steps, then divide the sum of the samples by the result",
+        "waits from the sum of the steps, then divide the sum of the samples by the result. If you "
+        "have trained `blind` again, also run the cell of exercise 3.3 again",
     )
 
 
@@ -169,8 +177,10 @@ def share(c: Check) -> None:
         c.need(
             math.isclose(found, (n - 1) / (2 * n), rel_tol=1e-6, abs_tol=1e-9),
             f"waiting_share({n}) returned {found:.4g}, which is not right for {n} workers.",
-            "the mean wait is the mean step minus the mean delay: divide this wait by the mean "
-            "step",
+            "return the exact value, without rounding or simulation"
+            if close(found, (n - 1) / (2 * n), _ROUNDED)
+            else "the mean wait is the mean step minus the mean delay: divide this wait by the "
+            "mean step",
         )
     c.expect(True, "the fraction is right, for few workers and for many", "")
 
@@ -184,8 +194,10 @@ def keep(c: Check) -> None:
             math.isclose(found, t_s * n / (n - 1), rel_tol=1e-6),
             f"keep_up_to_s({n}, {t_s}) returned {found:.4g}. If the slow worker needs this time, a "
             "step with this worker and a step without it are not equally long, but they must be.",
-            "if the slow worker is left out, how large is the part of each of the other workers, "
-            "and how long does this part take?",
+            "return the exact value, without rounding"
+            if close(found, t_s * n / (n - 1), _ROUNDED)
+            else "if the slow worker is left out, how large is the part of each of the other "
+            "workers, and how long does this part take?",
         )
     c.expect(
         True,

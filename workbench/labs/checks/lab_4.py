@@ -141,8 +141,8 @@ def central_step(c: Check) -> None:
         hint = "`w` is right: compare `velocity` with the formula for v"
     elif max(off[0], state_off[0]) <= EXACT:
         hint = (
-            "if `velocity` holds zeros before the first step, your results are right. If it holds "
-            f"{TRIALS[1][2]:g}, your results are wrong: does your step use the old velocity?"
+            "your results are right when `velocity` is zero before the first step, and wrong when "
+            f"it is {TRIALS[1][2]:g}: does your step use the old velocity?"
         )
     c.expect(
         all(one <= EXACT for one in off + state_off),

@@ -341,7 +341,7 @@ def interval(c: Check) -> None:
         c.need(
             good,
             f"{shown} returned {value:.4g}, which is not the best interval for {n} machines.",
-            "for one machine the result is right: how often does any of n machines fail?",
+            "for one machine the result is right: how often does one of n machines fail?",
         )
     c.expect(True, "the interval loses the least time, on one machine and on many machines", "")
 

@@ -140,10 +140,10 @@ def _time(seconds: float) -> str:
 
 WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
 MODELS = {
-    "synchronous": "each step ends when the last of the other workers is ready",
-    "pipeline": "the step time depends on the busiest stage of the other workers; the real gain "
-    "is larger: the pipeline would also be filled faster, and this is not counted here",
-    "asynchronous": "the worker has the median throughput of the other workers",
+    "synchronous": "each step would end when the last of the other workers is ready",
+    "pipeline": "a step would take as long as the slowest of the other stages needs. The real gain "
+    "is larger, because the pipeline would also fill faster; the estimate does not count this",
+    "asynchronous": "this worker would have the median throughput of the other workers",
 }
 
 

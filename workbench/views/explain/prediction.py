@@ -116,7 +116,7 @@ class PredictionPicture(Picture, Prediction):
         y = top + PLOT + 46
         legend = "Rings: predicted. Band: 90 % of runs lie in it. Dots: measured."
         if not all(_alike(self, m) for m in self.measured):
-            legend += " Faint dots: another batch size."
+            legend += " Faint dots: runs with another batch size."
         if any(p.far for p in self.points):
             legend += " Shaded area: outside the measured range."
         more, y = paragraph(MARGIN, y, legend, WIDTH - 2 * MARGIN, size=9.5)
@@ -354,7 +354,7 @@ class ChoicePicture(Picture, Choice):
         """Return a row per strategy, fastest first."""
         columns = [Column("strategy", "left"), Column("workers"), Column("samples/s"),
                    Column("interval"), Column("step"), Column("memory/worker"),
-                   Column("how the rate is known", "left", 60)]  # fmt: skip
+                   Column("basis of this rate", "left", 60)]  # fmt: skip
         rows = [
             [row.candidate.name, str(row.candidate.workers), _best(row), _interval(row),
              _time(row.step_s) if row.step_s == row.step_s else "",

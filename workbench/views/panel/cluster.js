@@ -100,7 +100,7 @@ SECTIONS.push((() => {
     function ask(question, name, fields = {}) {
       if (!latest.at_work) return void app.do(name, fields);
       const close = () => { kit.show(sure, false); sure.replaceChildren(); };
-      const yes = kit.button("End it", "Yes: the current work is lost", () => { close(); app.do(name, fields); }, "wbp-danger");
+      const yes = kit.button("End it", "End the current work; its results are lost", () => { close(); app.do(name, fields); }, "wbp-danger");
       const no = kit.button("Cancel", "Change nothing", close);
       sure.replaceChildren(kit.h("b", {}, question), kit.h("span", {}, `Work that would be lost: ${latest.at_work}.`), yes, no);
       kit.show(sure, true);

@@ -408,7 +408,7 @@ def gossip(c: Check) -> None:
             f"{matrix.sum(1).round(2).tolist()}.",
             "a ring has no ends: worker 0 and worker n-1 are neighbours"
             if not np.allclose(matrix.sum(1), 1)
-            else "section 5 says which numbers a row has on a ring, and in which columns",
+            else "section 5 says which numbers each row of a ring's matrix has, and where",
         )
     c.expect(True, "`ring_matrix` is right", "")
     swap = np.array([[0.1, 0.9], [0.9, 0.1]])
