@@ -168,6 +168,23 @@ def test_a_worker_slowed_by_a_fault_stays_the_only_one() -> None:
     assert 0.1 < strong < middle
     without = rank(run, [{"straggler": None}])
     assert without.variants[0].speedup[0] > 1.3
+    twice = made_run(own, own.max(axis=1) + 2 * (A + B * 5e5), allreduce="ring",
+                     faults=(*SIMULATED, "slow=1:60ms", "slow=1:40ms"))  # fmt: skip
+    assert point(predict([twice], 8, scaling="strong"), 8)[0] == pytest.approx(strong)
+
+
+@pytest.mark.parametrize("sizes", [1, 2])
+def test_a_random_delay_of_a_fault_is_not_divided(sizes: int) -> None:
+    rng = np.random.default_rng(8)
+    runs = []
+    for part in (1.0, 0.5)[:sizes]:
+        own = 0.01 * part + rng.uniform(0.0, 0.1, (300, 2))
+        run = made_run(own, own.max(axis=1) + 2 * (A + B * 5e5), allreduce="ring",
+                       samples=int(64 * part), faults=(*SIMULATED, "jitter=100ms"))  # fmt: skip
+        runs.append(run)
+    truth = 0.0025 + 0.1 * 8 / 9 + 14 * (A + B * GRADIENTS_BYTES / 8)
+    middle, _, _ = point(predict(runs, 8, scaling="strong"), 8)
+    assert middle == pytest.approx(truth, rel=0.05)
 
 
 def changed(run: Any, **changes: Any) -> float:

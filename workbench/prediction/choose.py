@@ -217,8 +217,8 @@ def _unfit(one: Candidate, workers: int, given: set[str], *, allow_stale: bool) 
         stages = int(settings["stages"] or 2)
         if workers < 2 * stages:
             return (
-                f"needs {2 * stages} workers; with fewer workers it is one pipeline, the same "
-                "as model_split"
+                f"needs {2 * stages} workers; fewer workers form only one pipeline, as in "
+                "model_split"
             )
     if workers == 1 and entry.max_workers is None:
         return "needs at least 2 workers"
@@ -228,7 +228,7 @@ def _unfit(one: Candidate, workers: int, given: set[str], *, allow_stale: bool) 
         differs = [name for name, value in entry.exact_with if settings.get(name) != value]
         if given.issuperset(differs):
             return ""
-    return "its final weights differ from those of one device; --allow-stale allows this"
+    return "its final weights differ from one device's weights; --allow-stale allows this"
 
 
 @dataclass
@@ -347,7 +347,7 @@ class Race:
         own_s = rate.step_s / (one.workers * one.most_efficient)
         likely_s, least_s = (own_s + one.least_rounds * each_s for each_s in self._message_s())
         return Row(one, "bounded", (samples / likely_s, 0.0, samples / least_s), NAN, held,
-                   f"only an upper bound is known: {why}")  # fmt: skip
+                   f"only an upper bound of its speed is known: {why}")  # fmt: skip
 
     def _message_s(self) -> tuple[float, float]:
         """Return a message's fixed cost: the likeliest value, and the smallest."""
@@ -438,8 +438,8 @@ def _notes(rows: Sequence[Row], best: Row | None) -> tuple[str, ...]:
             _, low, high = row.samples_per_s
             if row.known == "predicted" and low <= best.samples_per_s[0] < high:
                 found.append(
-                    f"{row.candidate.name} was not measured. Its predicted speed ({_rate(low)} to "
-                    f"{_rate(high)} samples/s) may exceed the best measured speed."
+                    f"{row.candidate.name} was not measured. The speed that is predicted for it "
+                    f"({_rate(low)} to {_rate(high)} samples/s) may exceed the best measured speed."
                 )
     if any(row.known == "bounded" for row in rows):
         found.append(

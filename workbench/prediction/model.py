@@ -78,10 +78,10 @@ def compute(case: Case, seed: int = 2027, *, noisy: bool = True) -> Computed:
     drawn = (
         _stages(case, rng, steps) if case.setting.piped else case.work.draw(rng, draws, steps, n)
     )
-    scaled = drawn * case.scale[:, None, None]
-    for rank, fixed_s in case.work.fixed_s.items():  # an injected delay is not divided
-        if rank < n and not case.setting.piped:
-            scaled[:, :, rank] += fixed_s * (1 - case.scale[:, None])
+    scale = case.scale[:, None, None]
+    scaled = drawn * scale
+    if not case.setting.piped:
+        scaled += case.work.injected(drawn) * (1 - scale)  # an injected delay is not divided
     own = np.ascontiguousarray(scaled.transpose(1, 2, 0))
     mean = own.mean(axis=(0, 1))
     if n == 1 or not (case.message_bytes > 0 or case.setting.piped):

@@ -263,8 +263,8 @@ def target_setting(
         )  # fmt: skip
     if base.setting.piped and not same:
         raise PlanError(
-            "A run of a pipeline does not show the size of the gradients, so another strategy "
-            "cannot be predicted from it.", seen=entry.name,
+            "A run of a pipeline does not show the size of the gradients, so Workbench cannot "
+            "predict another strategy from this run.", seen=entry.name,
             next_step="predict from a run of strategy `mirrored`", code="WB-PLAN-297",
         )  # fmt: skip
     given = {k: v for k, v in (options or {}).items() if k != "overlap"}
@@ -350,9 +350,10 @@ class Knows:
                 next_step="for example run.predict(8, link='10Gbit')",
                 code="WB-RUN-135",
             )
+        works = [(p.samples, p.work(straggler=False)) for p in probes]
         sizes = tuple(
-            (p.samples, float(p.own_s.mean()), float(p.own_s.std()) / np.sqrt(p.own_s.size))
-            for p in probes
+            (samples, work.computed_s, float(work.own_s.std()) / np.sqrt(work.own_s.size))
+            for samples, work in works
         )
         return Knows(base, probes, fitted, size, sizes)
 
@@ -388,16 +389,16 @@ class Knows:
         base = self.base
         if base.setting.piped or base.slow:
             return base.work(straggler=straggler)
-        alike = [base.own_s]
+        alike, jitter_s = [base.own_s], base.jitter_s
         for other in self.probes[1:]:
             same = other.workers == base.workers and abs(other.samples - base.samples) < 1e-9
-            if not same or other.slow or other.setting.piped:
+            if not same or other.slow or other.setting.piped or other.jitter_s != jitter_s:
                 continue
             error = np.hypot(*(float(p.own_s.std()) / np.sqrt(p.own_s.size) for p in (base, other)))
             gap = abs(float(other.own_s.mean() - base.own_s.mean()))
             if gap <= max(_CHANCE_Z * error, 0.005 * float(base.own_s.mean())):
                 alike.append(other.own_s)
-        return Work.of(np.concatenate(alike))
+        return Work.of(np.concatenate(alike), jitter_s=jitter_s)
 
     def _handed_on(self, setting: Setting, samples: float) -> float:
         from .pipeline import shape_of
@@ -457,7 +458,7 @@ class Knows:
         found = []
         if most > FAR * seen:
             found.append(
-                f"{most} workers are {most / seen:.0f} times the {seen} measured workers. "
+                f"At most {seen} workers were measured, and the prediction is for {most} workers. "
                 "Switches, hosts and shared links were not measured, so the interval is right "
                 "only if all links are like the measured link."
             )
@@ -471,7 +472,7 @@ class Knows:
             found.append(
                 f"All runs had the same size: {base.samples:g} samples per worker. The prediction "
                 f"assumes that 0 to {MOST_FIXED:.0%} of the computation time does not depend on "
-                "the number of samples. A run with another --batch-size measures this part: "
+                "the number of samples. A run with another --batch-size measures this fixed part: "
                 "wb.predict([run, other], ...)."
             )
         if base.workers == 1:
@@ -496,8 +497,8 @@ class Knows:
             )
         if any(s.overlapped for s in settings) and most > 1:
             found.append(
-                "The prediction assumes that backward takes two thirds of the computation time. "
-                "During backward, gradients are already sent in buckets."
+                "The prediction assumes that the backward pass takes two thirds of the computation "
+                "time. During this pass, the workers already send gradients in buckets."
             )
         if any(s.piped and s.workers != base.workers for s in settings):
             found.append(

@@ -28,9 +28,9 @@ Floats = NDArray[np.float64]
 LEAST_STEPS = 20
 """With fewer steps after warm-up, the tail and so a straggler cannot be estimated."""
 NOT_PREDICTED = {
-    "hybrid": "it is not known how one more worker changes the stages of the pipelines",
-    "tensor_parallel": "it is not known how more workers divide the computation of a layer",
-    "tpu": "it is not known how the compiler changes a step for more cores",
+    "hybrid": "Workbench does not know how one more worker changes the pipelines' stages",
+    "tensor_parallel": "Workbench does not know how more workers divide a layer's computation",
+    "tpu": "Workbench does not know how the compiler changes a step for more cores",
 }
 
 
@@ -121,6 +121,7 @@ class Probe:
         link: The simulated link of its faults.
         total_steps: Number of steps, including the warm-up.
         delays_s: Seconds by rank that faults add to each step, whatever the size of the share.
+        jitter_s: The longest random delay that faults add to each step of each worker.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Probe:
     link: Link | None
     total_steps: int
     delays_s: dict[int, float]
+    jitter_s: float
 
     @property
     def workers(self) -> int:
@@ -152,12 +154,12 @@ class Probe:
             return Work.of(self.own_s)
         calm = [r for r in range(self.workers) if r not in self.slow]
         if not calm or len(calm) == self.workers:
-            return Work.of(self.own_s)
+            return Work.of(self.own_s, jitter_s=self.jitter_s)
         own = self.own_s[:, calm]
         mean = float(own.mean())
         extra = {r: float(self.own_s[:, r].mean()) - mean for r in self.slow} if straggler else {}
         fixed = {r: min(self.delays_s.get(r, 0.0), max(s, 0.0)) for r, s in extra.items()}
-        return Work.of(own, extra, fixed)
+        return Work.of(own, extra, fixed, self.jitter_s)
 
     @staticmethod
     def of(run: RunData) -> Probe:
@@ -182,7 +184,7 @@ class Probe:
             raise RunError(
                 "The run has too few steps for a prediction.",
                 seen=f"{len(table.step)} steps after the warm-up, in {run.name}",
-                allowed=f"{LEAST_STEPS} steps or more; to predict stragglers too, 100 or more",
+                allowed=f"{LEAST_STEPS} steps or more; 100 or more to predict stragglers too",
                 next_step="train again with --steps 100",
                 code="WB-RUN-131",
             )
@@ -210,7 +212,9 @@ class Probe:
             int(table.step[0]), slow, _message_bytes(history, setting),
             float(table.samples.mean()), float(table.samples.sum(axis=1).max()),
             simulated(plan.faults), len(late),
-            {f.rank: f.delay_s for f in plan.faults if f.kind == "slow" and f.rank is not None},
+            {r: sum(f.delay_s for f in plan.faults if f.kind == "slow" and f.rank == r)
+             for r in slow},
+            sum(f.delay_s for f in plan.faults if f.kind == "jitter"),
         )  # fmt: skip
 
 
@@ -225,7 +229,7 @@ def check_predicted(entry: Strategy) -> None:
             seen=f"{entry.name} ({entry.framework})",
             allowed="in PyTorch: mirrored, central_storage, parameter_server, local_sgd, gossip, "
             "sharded, model_split",
-            next_step="measure the strategy instead: run it with %%distributed and -n",
+            next_step=f"measure the strategy instead: %%distributed {entry.name} -n 4",
             code="WB-PLAN-288",
         )
 
@@ -236,8 +240,8 @@ def _check_whole(run: RunData) -> None:
     changed = texts is not None and tuple(texts) != lasting(run.plan.faults)
     if changed or run.history.phases:
         raise RunError(
-            "Faults or the number of workers changed during the run, so its steps cannot be "
-            "combined.",
+            "Faults or the number of workers changed during the run, so one prediction cannot use "
+            "all its steps.",
             seen="faults were injected or changed during the run"
             if changed
             else ("workers left or joined during the run"),

@@ -140,7 +140,7 @@ def _computed(
         )  # fmt: skip
     if "overlap" in change and base.setting.entry.name != "mirrored":
         raise PlanError(
-            "Only strategy `mirrored` can send gradients while backward still runs (`overlap`).",
+            "Only strategy `mirrored` can send gradients during the backward pass (`overlap`).",
             seen=base.setting.entry.name, allowed="mirrored", code="WB-PLAN-303",
         )  # fmt: skip
     setting = target_setting(base, workers, change.get("strategy"), options)
@@ -192,8 +192,8 @@ def _without(
     """Return the run with its slow worker as fast as the others."""
     if straggler is not None:
         raise PlanError(
-            "`straggler` can only be None: this value removes the slow worker.", seen=straggler,
-            next_step="for another worker use its rank: run.what_if(1)", code="WB-PLAN-307",
+            "`straggler` can only be None, which means: no worker is slow.", seen=straggler,
+            next_step="to name the slow worker, give its rank: run.what_if(1)", code="WB-PLAN-307",
         )  # fmt: skip
     if base.setting.piped:
         raise PlanError(

@@ -43,6 +43,8 @@ class Work:
         own_s: (steps, workers) seconds; steps after warm-up that all workers have.
         extra_s: Seconds by rank that a fault adds to a single worker.
         fixed_s: The part of `extra_s` that does not depend on the worker's number of samples.
+        jitter_s: The longest random delay that faults added to each value of `own_s`; it does not
+            depend on the number of samples either.
         alike: Whether workers differ only by chance.
         common: Share of the steps' variance that all workers have together.
     """
@@ -50,6 +52,7 @@ class Work:
     own_s: Floats
     extra_s: dict[int, float]
     fixed_s: dict[int, float]
+    jitter_s: float
     alike: bool
     common: float
 
@@ -58,15 +61,36 @@ class Work:
         own_s: Floats,
         extra_s: dict[int, float] | None = None,
         fixed_s: dict[int, float] | None = None,
+        jitter_s: float = 0.0,
     ) -> Work:
         """Analyse rows."""
         offsets = own_s.mean(axis=0) - own_s.mean()
-        return Work(own_s, extra_s or {}, fixed_s or {}, _alike(own_s, offsets), _common(own_s))
+        return Work(
+            own_s, extra_s or {}, fixed_s or {}, jitter_s, _alike(own_s, offsets), _common(own_s)
+        )
 
     @property
     def seen(self) -> int:
         """Number of values for draws of the rest."""
         return int(self.own_s.size)
+
+    @property
+    def computed_s(self) -> float:
+        """Mean seconds of `own_s` without the random delays of faults."""
+        return max(float(self.own_s.mean()) - self.jitter_s / 2, 0.0)
+
+    def injected(self, drawn: Floats) -> Floats:
+        """Return the part of drawn seconds that faults added, whatever the number of samples.
+
+        Args:
+            drawn: What `draw` returned, (draws, steps, workers).
+        """
+        found = np.zeros_like(drawn)
+        for rank in range(drawn.shape[2]):
+            fixed_s, own = self.fixed_s.get(rank, 0.0), drawn[:, :, rank]
+            random = own - self.extra_s.get(rank, 0.0) - self.computed_s
+            found[:, :, rank] = fixed_s + np.clip(random, 0.0, self.jitter_s)
+        return found
 
     def draw(
         self, rng: np.random.Generator, draws: int, steps: int, workers: int, *, again: bool = True
